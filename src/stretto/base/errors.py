@@ -1,0 +1,47 @@
+"""Every error a user can meet, sorted by who has to act.
+
+A message says where (TOML path, file:line, record id), the value got, the rule, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StrettoError(Exception):
+    """Something that is wrong outside our own code; the command line prints it without a traceback."""
+
+
+class ConfigError(StrettoError):
+    """The user must change a setting or a command."""
+
+
+class DataError(StrettoError):
+    """Whoever wrote the data, the checkpoint or the model directory must mend it."""
+
+
+class EnvError(StrettoError):
+    """The environment failed (a rollout, its reward, its task list)."""
+
+
+class EngineError(StrettoError):
+    """Infrastructure failed: an engine, a process, a device, a deadline."""
+
+
+class WireError(StrettoError):
+    """Two processes do not understand each other: schema, version or network."""
+
+
+@contextmanager
+def boundary(kind: type[StrettoError], where: str) -> Iterator[None]:
+    """Turn any exception but a StrettoError into `kind`, saying where and keeping the cause.
+
+    Stands only at the named boundaries: a rollout, a server request, a monitor, the launcher.
+    """
+    try:
+        yield
+    except StrettoError:
+        raise
+    except Exception as cause:
+        raise kind(f"{where}: {type(cause).__name__}: {cause}") from cause

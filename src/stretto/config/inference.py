@@ -1,0 +1,68 @@
+"""[inference]: the engine and its server."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stretto.config.monitors import LogSection
+from stretto.config.section import Section
+
+
+class ServerSection(Section):
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(8000, ge=1, le=65535)
+    """TCP port."""
+    max_waiting_requests: int = Field(4096, gt=0)
+    """Requests that may wait; one more is answered with 429."""
+
+
+class ParallelSection(Section):
+    """Parallelism of the engine."""
+
+    tp: int = Field(1, gt=0)
+    """Tensor parallel degree."""
+    dp: int = Field(1, gt=0)
+    """Data parallel replicas."""
+
+
+class InferenceSection(Section):
+    """The inference process."""
+
+    engine: Literal["auto", "embedded"] = "auto"
+    """`embedded`: the built-in PyTorch engine (CPU and CUDA)."""
+    model: str | None = None
+    """Directory of the model; None: the root's model.name."""
+    served_model_name: str | None = None
+    """Name under which the API serves it; None: the model's name."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine runs."""
+    server: ServerSection = ServerSection()
+    parallel: ParallelSection = ParallelSection()
+    api_key: str | None = None
+    """Key that clients must send as a bearer token; None: open."""
+    max_model_len: int | None = Field(None, gt=0)
+    """Longest prompt plus reply, tokens; None: the model's limit."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of the GPU's memory for weights and cache."""
+    kv_cache_tokens: int | None = Field(None, gt=0)
+    """Size of the KV cache in tokens; None: by memory (CUDA) or 65 536 (CPU)."""
+    block_size: int = Field(16, gt=0)
+    """Tokens in one cache block."""
+    max_num_seqs: int = Field(1024, gt=0)
+    """Sequences decoded in one step."""
+    max_num_batched_tokens: int = Field(8192, gt=0)
+    """Tokens (prefill chunks and decodes) in one step."""
+    enable_prefix_caching: bool = True
+    """Reuse the cache of equal prefixes with equal salt."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads; None: given out by the launcher."""
+    seed: int = 0
+    """Seed of requests that bring none."""
+    log: LogSection = LogSection()

@@ -1,0 +1,71 @@
+"""[model], [model.scratch], [tokenizer], [renderer]: which network, and how text becomes tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+
+class ScratchSection(Section):
+    """Start from a random network of this shape instead of loading weights; everything is made locally."""
+
+    family: Literal["qwen3"] = "qwen3"
+    """Architecture family."""
+    tokenizer: Literal["letters"] = "letters"
+    """Tokenizer to build beside it: `letters` has one token a character and Qwen3's chat tokens."""
+    hidden_size: int = Field(64, gt=0)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(256, gt=0)
+    """Width of the MLP."""
+    num_layers: int = Field(2, gt=0)
+    """Number of blocks."""
+    num_heads: int = Field(4, gt=0)
+    """Query heads; a multiple of num_kv_heads."""
+    num_kv_heads: int = Field(2, gt=0)
+    """Key and value heads."""
+    head_dim: int = Field(16, gt=0, multiple_of=2)
+    """Width of one head."""
+    tie_word_embeddings: bool = True
+    """Use the embedding matrix as output head."""
+    max_position_embeddings: int = Field(512, gt=0)
+    """Longest sequence the model accepts, tokens."""
+    seed: int = 0
+    """Seed of the initial weights."""
+
+
+class ModelSection(Section):
+    """The policy network."""
+
+    name: str = "Qwen/Qwen3-0.6B"
+    """Directory with Hugging Face safetensors, config and tokenizer (or the name of a cached hub model)."""
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """`custom`: our own module (family qwen3); `hf`: the transformers module; `auto`: custom where there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations in the forward pass."""
+    optimization_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights the optimizer updates (trainer only)."""
+    trust_remote_code: bool = False
+    """Let transformers run code from the model directory (impl = "hf" only)."""
+    fused_lm_head_token_chunk_size: int = Field(2048, gt=0)
+    """Tokens per chunk of the fused output head, which never builds [tokens, vocab] (trainer only)."""
+    scratch: ScratchSection | None = None
+    """Present: build a random model of this shape instead of loading `name`."""
+
+
+class TokenizerSection(Section):
+    """Where the tokenizer comes from when it is not in the model directory."""
+
+    name: str | None = None
+    """Directory of the tokenizer; None: the model's own."""
+
+
+class RendererSection(Section):
+    """How messages become tokens."""
+
+    name: str = "auto"
+    """Renderer family (`qwen3`, `llama-3`, ...); `auto`: by the model's `model_type`."""
+    enable_thinking: bool = False
+    """Leave room for a thinking block where the family has one."""

@@ -1,0 +1,157 @@
+"""[orchestrator]: environments, sampling, the bound on staleness, batches, evals."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from stretto.config.model import ModelSection, RendererSection, TokenizerSection
+from stretto.config.monitors import LogSection, MonitorsSection
+from stretto.config.section import Section
+from stretto.config.transport import ControlSection, RolloutTransport, ShmWeights, WeightBroadcast, ZmqRollouts
+
+
+class ClientSection(Section):
+    """How engines are reached."""
+
+    base_url: list[str] | str = "http://127.0.0.1:8000/v1"
+    """OpenAI-style address of the engine or router; a list spreads rollouts over several."""
+    admin_base_url: list[str] | None = None
+    """Addresses of the engines themselves for admin calls; None: the same as base_url."""
+    api_key_var: str = "VLLM_API_KEY"
+    """Environment variable that holds the API key, when there is one."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one generate request."""
+    ready_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an engine to become healthy."""
+    max_retries: int = Field(3, ge=0)
+    """Retries of a request that failed for reasons of infrastructure."""
+
+
+class SamplingSection(Section):
+    """How the policy is sampled."""
+
+    temperature: float = Field(1.0, ge=0, le=2)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus."""
+    top_k: int | None = Field(None, gt=0)
+    """Keep the k likeliest tokens; None: all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Drop tokens less likely than min_p times the likeliest."""
+    max_completion_tokens: int | None = Field(None, gt=0)
+    """Tokens in one reply; None: up to seq_len."""
+
+
+class EnvSection(Section):
+    """One environment."""
+
+    id: str
+    """Bundled environment (`sort-letters`, `reverse-text`) or `module:attr` of your own."""
+    name: str | None = None
+    """Name in metrics; None: the id."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    ratio: float = Field(1.0, gt=0)
+    """Share of tasks drawn from it, relative to the others."""
+
+
+class TrainSection(Section):
+    """What is trained on."""
+
+    sampling: SamplingSection = SamplingSection()
+
+
+class EvalSection(Section):
+    """Evaluation on held-out tasks, before, during and after training."""
+
+    env: list[EnvSection] = []
+    """Environments; empty: the training environments' held-out tasks."""
+    interval: int | None = Field(None, gt=0)
+    """Steps between evals; None: only before and after."""
+    num_examples: int | None = Field(256, gt=0)
+    """Tasks per environment; None: all."""
+    group_size: int = Field(1, gt=0)
+    """Rollouts per task (sampled)."""
+    greedy: bool = True
+    """Also evaluate with temperature 0."""
+    skip_first_step: bool = False
+    """No eval of the starting weights."""
+    sampling: SamplingSection = SamplingSection()
+
+
+class GrpoAlgo(Section):
+    """Advantage = reward minus the group's mean."""
+
+    type: Literal["grpo"] = "grpo"
+    normalize_std: bool = False
+    """Also divide by the group's standard deviation."""
+
+
+class ZeroAlgo(Section):
+    """Advantages forced to zero: the control that must not learn."""
+
+    type: Literal["zero"] = "zero"
+
+
+Algo = Annotated[GrpoAlgo | ZeroAlgo, Field(discriminator="type")]
+
+
+class LedgerSection(Section):
+    """The run's database."""
+
+    keep_steps: int | None = Field(50, gt=0)
+    """Steps whose token payloads are kept on disk; None: all. Rows are kept always."""
+    segment_bytes: int = Field(64_000_000, gt=0)
+    """Size at which a payload file is closed and the next begun."""
+
+
+class OrchestratorSection(Section):
+    """The orchestrator process. Keys that also stand at the root are filled from there."""
+
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    renderer: RendererSection = RendererSection()
+    client: ClientSection = ClientSection()
+    train: TrainSection = TrainSection()
+    env: list[EnvSection] = []
+    """Training environments, `[[orchestrator.env]]`."""
+    eval: EvalSection | None = None
+    algo: Algo = GrpoAlgo()
+    batch_size: int = Field(128, gt=0)
+    """Rollouts in one training step; a multiple of group_size."""
+    group_size: int = Field(8, gt=0)
+    """Rollouts of one task that are compared."""
+    seq_len: int = Field(2048, gt=1)
+    """Longest prompt plus reply, tokens; also the size of a packed row."""
+    max_async_level: int = Field(1, ge=0)
+    """Steps that generation may be ahead of the trained weights; 0 is synchronous."""
+    max_off_policy_steps: int = Field(8, ge=0)
+    """Rollouts whose first token is older than this many steps are dropped, as whole groups."""
+    max_inflight_rollouts: int | None = Field(None, gt=0)
+    """Rollouts running at once; None: (max_async_level + 1) batches."""
+    filter_zero_advantages: bool = True
+    """Groups without signal (all rewards equal) are replaced by other groups instead of filling the batch."""
+    max_oversampling: float = Field(4.0, ge=1)
+    """Groups drawn for one batch, relative to its size; beyond it zero-signal groups fill the batch, with a warning."""
+    max_rollout_retries: int = Field(2, ge=0)
+    """Times a failed rollout is tried again before it is recorded as failed."""
+    max_failed_groups: int = Field(32, gt=0)
+    """Consecutive failed groups after which the run stops with the cause."""
+    rollout_timeout_s: float | None = Field(600.0, gt=0)
+    """Deadline of one rollout."""
+    rollout_transport: RolloutTransport = ZmqRollouts()
+    weight_broadcast: WeightBroadcast = ShmWeights()
+    control: ControlSection = ControlSection()
+    ledger: LedgerSection = LedgerSection()
+    monitors: MonitorsSection = MonitorsSection()
+    log: LogSection = LogSection()
+    num_train_workers: int = Field(1, gt=0)
+    """Data-parallel trainer ranks to pack for."""
+    max_steps: int | None = Field(None, gt=0)
+    """Steps to train; None: until stopped."""
+    seed: int = 0
+    """Seed of task order and sampling."""
+    stall_timeout_s: float = Field(600.0, gt=0)
+    """A run in which nothing moved for so long dumps stacks and queue depths, then stops."""

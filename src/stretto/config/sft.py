@@ -1,0 +1,51 @@
+"""[sft]: supervised fine-tuning, one process with the trainer's learner."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+
+class LossMaskSection(Section):
+    """Which roles' tokens are trained."""
+
+    system: bool = False
+    user: bool = False
+    assistant: bool = True
+    tool: bool = False
+
+
+class FileData(Section):
+    """Rows with `messages`, or `prompt` and `completion`, from local .jsonl or .parquet files."""
+
+    type: Literal["file"] = "file"
+    name: str
+    """File, or directory whose .jsonl and .parquet files are read in order."""
+
+
+class EnvData(Section):
+    """Rows written by an environment's own solution."""
+
+    type: Literal["environment"] = "environment"
+    id: str
+    """Environment with `sft_rows`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    num_rows: int = Field(4096, gt=0)
+    """Rows to make."""
+
+
+Data = Annotated[FileData | EnvData, Field(discriminator="type")]
+
+
+class ValSection(Section):
+    """Validation loss on rows of its own."""
+
+    interval: int = Field(50, gt=0)
+    """Steps between validations."""
+    data: Data
+    eval_on_start: bool = False
+    """Also before the first step."""

@@ -1,0 +1,140 @@
+"""[trainer]: the learner, its optimizer, schedule, loss, and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stretto.config.model import ModelSection, TokenizerSection
+from stretto.config.monitors import LogSection, MonitorsSection
+from stretto.config.section import Section
+from stretto.config.transport import ControlSection, RolloutTransport, ShmWeights, WeightBroadcast, ZmqRollouts
+
+
+class AdamWOptim(Section):
+    """AdamW."""
+
+    type: Literal["adamw"] = "adamw"
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+    betas1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    betas2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm above which gradients are scaled down; None: no clipping."""
+
+
+class SgdOptim(Section):
+    """Stochastic gradient descent with momentum."""
+
+    type: Literal["sgd"] = "sgd"
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """L2 penalty."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum."""
+    nesterov: bool = True
+    """Nesterov's form of the momentum."""
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm above which gradients are scaled down; None: no clipping."""
+
+
+Optim = Annotated[AdamWOptim | SgdOptim, Field(discriminator="type")]
+
+
+class ConstantScheduler(Section):
+    """Learning rate stays at its peak after the warm-up."""
+
+    type: Literal["constant"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear rise from 0."""
+
+
+class LinearScheduler(Section):
+    """Rise, plateau, linear fall over the last decay_steps."""
+
+    type: Literal["linear"] = "linear"
+    warmup_steps: int = Field(10, ge=0)
+    """Steps of linear rise from 0."""
+    decay_steps: int = Field(10, ge=0)
+    """Steps of linear fall before max_steps."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end."""
+
+
+class CosineScheduler(Section):
+    """Rise, then half a cosine down to min_lr at max_steps."""
+
+    type: Literal["cosine"] = "cosine"
+    warmup_steps: int = Field(10, ge=0)
+    """Steps of linear rise from 0."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end."""
+
+
+Scheduler = Annotated[ConstantScheduler | LinearScheduler | CosineScheduler, Field(discriminator="type")]
+
+
+class DefaultLoss(Section):
+    """DPPO mask and squared log-ratio KL to the sampling policy."""
+
+    type: Literal["default"] = "default"
+    dppo_mask_low: float = Field(0.2, ge=0)
+    """Probability drop beyond which a token of negative advantage no longer contributes."""
+    dppo_mask_high: float = Field(0.2, ge=0)
+    """Probability rise beyond which a token of positive advantage no longer contributes."""
+    adv_tau: float = Field(1.0, ge=0)
+    """Weight of the policy gradient."""
+    kl_tau: float = Field(1e-3, ge=0)
+    """Weight of the squared log ratio between trainer and sampler."""
+
+
+class CkptWeightsSection(Section):
+    """Hugging Face weights (safetensors, config, tokenizer) under RUN/weights/step_N; `latest` links to the newest."""
+
+    interval: int | None = Field(None, gt=0)
+    """Steps between exports; None: with every checkpoint, and at the end."""
+
+
+class CkptSection(Section):
+    """Checkpoints to resume from, under RUN/checkpoints/step_N; complete or absent."""
+
+    interval: int | None = Field(None, gt=0)
+    """Steps between checkpoints; None: only at the end or when stopped."""
+    keep_last: int | None = Field(None, ge=1)
+    """Newest checkpoints kept; None: all."""
+    weights: CkptWeightsSection | None = CkptWeightsSection()
+    """Present: also write Hugging Face weights."""
+
+
+class TrainerSection(Section):
+    """The trainer process. Keys that also stand at the root are filled from there."""
+
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    optim: Optim = AdamWOptim()
+    scheduler: Scheduler = ConstantScheduler()
+    loss: DefaultLoss = DefaultLoss()
+    ckpt: CkptSection | None = CkptSection()
+    weight_broadcast: WeightBroadcast = ShmWeights()
+    rollout_transport: RolloutTransport = ZmqRollouts()
+    control: ControlSection = ControlSection()
+    monitors: MonitorsSection = MonitorsSection()
+    log: LogSection = LogSection()
+    max_steps: int | None = Field(None, gt=0)
+    """Steps to train; None: until stopped."""
+    seq_len: int = Field(2048, gt=1)
+    """Tokens in one packed row."""
+    seed: int = 0
+    """Seed of everything random in the trainer."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads of one rank; None: given out by the launcher."""
+    enable_token_export: bool = False
+    """Write every trained token with its logprobs and advantage to RUN/tokens_trained/step_N.jsonl (debugging)."""

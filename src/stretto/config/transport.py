@@ -1,0 +1,70 @@
+"""[rollout_transport], [weight_broadcast], [control]: the three wires between the processes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+
+class ZmqRollouts(Section):
+    """Batches travel over TCP sockets; every batch is acknowledged by every rank."""
+
+    type: Literal["zmq"] = "zmq"
+    host: str = "127.0.0.1"
+    """Address the orchestrator binds and the ranks connect to."""
+    port: int = Field(5555, ge=1, le=65535)
+    """TCP port."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an acknowledgement before the run stops, naming the rank."""
+
+
+class FilesystemRollouts(Section):
+    """Batches are files under RUN/rollouts; needs a file system that both sides see."""
+
+    type: Literal["filesystem"] = "filesystem"
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an acknowledgement before the run stops, naming the rank."""
+    keep_steps: int = Field(2, ge=1)
+    """Batches kept on disk."""
+
+
+RolloutTransport = Annotated[ZmqRollouts | FilesystemRollouts, Field(discriminator="type")]
+
+
+class ShmWeights(Section):
+    """Weights travel through shared memory; trainer and engines are on one host."""
+
+    type: Literal["shm"] = "shm"
+    timeout_s: float = Field(300.0, gt=0)
+    """Longest wait until every engine has loaded a version."""
+
+
+class FilesystemWeights(Section):
+    """Weights are safetensors files with a manifest under RUN/broadcasts."""
+
+    type: Literal["filesystem"] = "filesystem"
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait until every engine has loaded a version."""
+    keep_versions: int = Field(2, ge=2)
+    """Versions kept on disk."""
+
+
+WeightBroadcast = Annotated[ShmWeights | FilesystemWeights, Field(discriminator="type")]
+
+
+class ControlSection(Section):
+    """The wire on which trainer and orchestrator register, report and acknowledge."""
+
+    host: str = "127.0.0.1"
+    """Address the orchestrator binds and the trainer connects to."""
+    port: int = Field(5556, ge=1, le=65535)
+    """TCP port."""
+    heartbeat_s: float = Field(1.0, gt=0)
+    """Seconds between heartbeats."""
+    dead_after_s: float = Field(60.0, gt=0)
+    """A peer silent for so long is taken for dead."""
+    register_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for the other side to appear."""

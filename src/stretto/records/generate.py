@@ -1,0 +1,51 @@
+"""What is asked of an engine and what comes back, independent of the engine and of HTTP."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. Logprobs always belong to the processed distribution (after temperature, top-k, ...)."""
+
+    temperature: float = 1.0  # 0 = greedy (the logprob is then that of the unscaled distribution)
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    max_tokens: int | None = None  # None = up to the model's context
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # with n > 1 sample i draws from (seed, i)
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """n samples of one prompt. session_id keeps the turns of one rollout on one engine."""
+
+    request_id: str
+    prompt_ids: np.ndarray  # int32 [prompt]
+    n: int = 1
+    sampling: SamplingParams = SamplingParams()
+    cache_salt: str | None = None
+    session_id: str | None = None
+    prompt_logprobs: bool = False
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Tokens start <= i < end of a completion were sampled from policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample. token_ids include the end token when the model produced it."""
+
+    token_ids: np.ndarray  # int32 [completion]
+    logprobs: np.ndarray  # float32 [completion], nats
+    finish_reason: str  # "stop" | "length" | "abort"
+    versions: tuple[VersionSpan, ...] = ()
+    cached_tokens: int = 0
+    prompt_logprobs: np.ndarray | None = None  # float32 [prompt], index 0 is 0.0

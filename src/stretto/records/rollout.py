@@ -1,0 +1,80 @@
+"""A task, what a policy made of it (rollout), and the rollouts of one task that are compared (group)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.records.generate import VersionSpan
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to do in one environment. `data` is the environment's own and JSON-able."""
+
+    env: str  # the environment's name in this run
+    task_id: str  # stable within the environment
+    data: dict[str, Any]
+
+
+class RolloutStatus(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"  # reward is valid
+    TRUNCATED = "truncated"  # hit a token, turn or time limit; reward is valid
+    FAILED = "failed"  # environment or engine failed; excluded from baselines and training
+    DROPPED = "dropped"  # finished but never trained: stale, zero signal, cancelled
+
+
+class Branch(msgspec.Struct, frozen=True, kw_only=True):
+    """One token sequence of a rollout exactly as the engine saw it; a rollout has one unless its history was rewritten.
+
+    Index t of every array belongs to token t. Tokens with is_sampled=False are prompt, tool or environment text.
+    """
+
+    token_ids: np.ndarray  # int32 [tokens]
+    is_sampled: np.ndarray  # bool  [tokens]
+    logprobs: np.ndarray  # float32 [tokens], nats under the sampling policy; 0 where not sampled
+    temperature: float
+    versions: tuple[VersionSpan, ...]  # spans over token indices of this branch that were sampled
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One whole episode. Ids are `g<draw>.<member>`; a draw is the n-th task drawn in this run."""
+
+    rollout_id: str
+    group_id: int  # the draw number
+    member: int
+    task: Task
+    status: RolloutStatus
+    branches: tuple[Branch, ...] = ()
+    reward: float = 0.0
+    metrics: dict[str, float] = {}
+    num_turns: int = 0
+    started_at: float = 0.0  # unix seconds
+    finished_at: float = 0.0
+    error: str | None = None
+
+    @property
+    def first_version(self) -> int | None:
+        """Version of the first sampled token: what staleness is measured from."""
+        versions = [b.versions[0].version for b in self.branches if b.versions]
+        return min(versions) if versions else None
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(int(b.is_sampled.sum()) for b in self.branches)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(b.token_ids) for b in self.branches)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollouts of one drawn task, in member order, and their advantages once credit was assigned."""
+
+    group_id: int
+    task: Task
+    rollouts: tuple[Rollout, ...]
+    advantages: tuple[float, ...] = ()  # one per rollout; 0 for failed ones

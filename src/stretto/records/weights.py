@@ -1,0 +1,27 @@
+"""What is said about one published version of the weights; the bytes travel by a weight transport."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor by its Hugging Face checkpoint name, at byte `offset` of shard `shard`."""
+
+    name: str
+    dtype: str  # "float32", "bfloat16", ...
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    num_bytes: int
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Where version `version` lies. `location` is the transport's: a directory, or the name of a memory segment."""
+
+    version: int
+    transport: str  # "filesystem" | "shm"
+    location: str
+    shards: tuple[str, ...]  # file or segment names, index = TensorEntry.shard
+    tensors: tuple[TensorEntry, ...]
+    checksum: int  # crc32 over all shards in order
