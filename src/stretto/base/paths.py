@@ -1,0 +1,160 @@
+"""Every file name of a run directory, named once.
+
+A run directory is `<output_dir>/<run.name>`. Everybody who reads or writes a file of a run asks a `RunDir` for its path;
+nothing is created here: whoever writes a file makes its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_STEP = re.compile(r"step_(\d+)$")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    # -- what the launcher writes --
+
+    @property
+    def configs(self) -> Path:
+        """Directory of the resolved configs."""
+        return self.path / "configs"
+
+    def config(self, verb: str) -> Path:
+        """The resolved config of one verb; what its process is started with."""
+        return self.configs / f"{verb}.json"
+
+    @property
+    def plan(self) -> Path:
+        """The process plan."""
+        return self.path / "plan.json"
+
+    @property
+    def lock(self) -> Path:
+        """Locked (flock) by the launcher, or a process started alone, for as long as the run is live."""
+        return self.path / "run.lock"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log(self, role: str) -> Path:
+        """What a process wrote to its standard output and error."""
+        return self.logs / f"{role}.log"
+
+    @property
+    def dumps(self) -> Path:
+        """Stacks and queue depths of stalled processes."""
+        return self.path / "dumps"
+
+    @property
+    def curve(self) -> Path:
+        """Picture of the learning curve."""
+        return self.path / "curve.png"
+
+    # -- what the processes write --
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def tokens(self) -> Path:
+        """Directory of the token payload segments."""
+        return self.path / "tokens"
+
+    def segment(self, index: int) -> Path:
+        return self.tokens / f"segment_{index:06d}.bin"
+
+    @property
+    def trained_tokens(self) -> Path:
+        """Directory of the debugging export, one file a step."""
+        return self.path / "tokens_trained"
+
+    def metrics(self, role: str) -> Path:
+        return self.path / "metrics" / f"{role}.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    # -- checkpoints and weights --
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step}"
+
+    def complete_marker(self, step: int) -> Path:
+        """Written last; a checkpoint without it does not exist."""
+        return self.checkpoint(step) / "COMPLETE"
+
+    def complete_checkpoints(self) -> list[int]:
+        """Steps whose checkpoint is complete, in rising order."""
+        return [step for step in _steps_in(self.checkpoints) if self.complete_marker(step).exists()]
+
+    def latest_complete_checkpoint(self) -> int | None:
+        """Newest step whose checkpoint is complete."""
+        return max(self.complete_checkpoints(), default=None)
+
+    @property
+    def weights(self) -> Path:
+        """Directory of the Hugging Face exports."""
+        return self.path / "weights"
+
+    def weights_step(self, step: int) -> Path:
+        return self.weights / f"step_{step}"
+
+    @property
+    def latest_weights(self) -> Path:
+        """Link to the newest export."""
+        return self.weights / "latest"
+
+    def link_latest_weights(self, step: int) -> None:
+        """Point `latest` at the export of `step`, atomically."""
+        link = self.weights / f".latest.{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.weights_step(step).name)
+        link.replace(self.latest_weights)
+
+    # -- wires that are files --
+
+    @property
+    def broadcasts(self) -> Path:
+        return self.path / "broadcasts"
+
+    def broadcast(self, version: int) -> Path:
+        return self.broadcasts / f"version_{version}"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    def rollout(self, step: int, rank: int) -> Path:
+        return self.rollouts / f"step_{step}" / f"rank_{rank}.bin"
+
+
+def _steps_in(directory: Path) -> list[int]:
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _STEP.match(name)))
