@@ -1,0 +1,160 @@
+"""A dense decoder (family qwen3) over a flat row of tokens: the one forward pass of trainer and engine.
+
+Attention is handed in (`Attend`): the trainer attends within packed documents (attention.py), the engine over
+its paged KV cache. Parameter names are those of Hugging Face checkpoints, so a state dict is a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.models.attention import PackedLayout, packed_attention
+from stretto.models.config import ModelConfig, inverse_frequencies
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim].
+
+q and k carry their positions already; scores are scaled by head_dim ** -0.5 and causal within a sequence."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim, computed in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        if x.dtype is torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normalised queries and keys."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        q_size, kv_size = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        self.head_dim = cfg.head_dim
+        self.q_proj = nn.Linear(cfg.hidden_size, q_size, bias=cfg.attention_bias)
+        self.k_proj = nn.Linear(cfg.hidden_size, kv_size, bias=cfg.attention_bias)
+        self.v_proj = nn.Linear(cfg.hidden_size, kv_size, bias=cfg.attention_bias)
+        self.o_proj = nn.Linear(q_size, cfg.hidden_size, bias=cfg.attention_bias)
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+
+    def forward(
+        self, x: Float[Tensor, "tokens dim"], rope: tuple[Tensor, Tensor], layer: int, attend: Attend
+    ) -> Tensor:
+        tokens = x.shape[0]
+        q = self.q_norm(self.q_proj(x).view(tokens, -1, self.head_dim))
+        k = self.k_norm(self.k_proj(x).view(tokens, -1, self.head_dim))
+        v = self.v_proj(x).view(tokens, -1, self.head_dim)
+        return self.o_proj(attend(layer, rotate(q, rope), rotate(k, rope), v).reshape(tokens, -1))
+
+
+class MLP(nn.Module):
+    """Gated MLP: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on the normalised residual stream."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(cfg)
+        self.mlp = MLP(cfg)
+        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+
+    def forward(
+        self, x: Float[Tensor, "tokens dim"], rope: tuple[Tensor, Tensor], layer: int, attend: Attend
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, layer, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Stack(nn.Module):
+    """Embedding, blocks and final norm: what a checkpoint calls `model`."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+        self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.num_layers))
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """token ids -> hidden states after the final norm; logits are hidden @ output_weight.T (lm_head.py)."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.config = cfg
+        self.model = Stack(cfg)
+        if not cfg.tie_word_embeddings:
+            self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+        self._rope_table: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def output_weight(self) -> Float[Tensor, "vocab dim"]:
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(
+        self, token_ids: Int[Tensor, " tokens"], position_ids: Int[Tensor, " tokens"], attend: Attend
+    ) -> Float[Tensor, "tokens dim"]:
+        x = self.model.embed_tokens(token_ids)
+        rope = self._rope(position_ids, x.dtype)
+        for layer, block in enumerate(self.model.layers):
+            x = block(x, rope, layer, attend)
+        return self.model.norm(x)
+
+    def hidden(self, token_ids: Int[Tensor, " tokens"], layout: PackedLayout) -> Float[Tensor, "tokens dim"]:
+        """Hidden states of packed documents, each as if it stood alone (training and scoring)."""
+        return self(token_ids, layout.position_ids, packed_attention(layout.cu_seqlens))
+
+    def _rope(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of these positions, [tokens, 1, head_dim]; one table lookup shared by all layers."""
+        table = self._rope_table
+        if table is None or table[0].device != position_ids.device or table[0].dtype != dtype:
+            table = self._rope_table = rope_table(self.config, position_ids.device, dtype)
+        return table[0][position_ids], table[1][position_ids]
+
+
+def rope_table(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin by position, [positions, 1, head_dim]; the first half of sin is negated for `rotate`."""
+    freqs, scale = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
+    positions = torch.arange(cfg.max_position_embeddings, dtype=torch.float32)
+    angles = torch.outer(positions, torch.tensor(freqs, dtype=torch.float32))
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return tuple(t.unsqueeze(1).to(device=device, dtype=dtype) for t in both)
+
+
+def rotate(
+    x: Float[Tensor, "tokens heads dim"], rope: tuple[Tensor, Tensor]
+) -> Float[Tensor, "tokens heads dim"]:
+    """Turn each pair (x[i], x[i + dim/2]) by its position's angle.
+
+    Source: RoPE, arXiv:2104.09864, in the half-split layout of Hugging Face checkpoints.
+    """
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
