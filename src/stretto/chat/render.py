@@ -1,0 +1,184 @@
+"""Messages <-> tokens, so that what is trained is exactly what was sampled.
+
+Hides the `renderers` library (one hand-written renderer a model family) and the choice of family. In go chat
+messages in OpenAI's shape, out come token ids:
+
+    render_prompt(messages)                 what the engine continues
+    extend(prompt, completion, messages)    the next turn's prompt, which begins with every token seen so far
+    render_sft(messages)                    a whole conversation and which of its tokens are trained
+    parse(completion)                       the message a completion stands for
+
+The one promise: for a conversation written by `render_prompt` + sampling + `extend`, the tokens `render_sft`
+marks in assistant turns are those the engine would have sampled, no more (never the `<think>` wrapper that the
+prompt holds) and no fewer (the end token too). Importing the library takes half a second, so only
+`build_renderer` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stretto.base.errors import ConfigError
+from stretto.chat.tokenizer import Tokenizer, load_tokenizer
+from stretto.config.model import RendererSection
+from stretto.config.sft import LossMaskSection
+
+Message = dict[str, Any]
+
+FAMILY_OF_MODEL_TYPE = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_5": "qwen3.5",
+    "qwen3_5_text": "qwen3.5",
+    "qwen3_5_moe": "qwen3.5",
+    "qwen3_5_moe_text": "qwen3.5",
+    "llama": "llama-3",
+    "glm4_moe": "glm-4.5",
+    "glm_moe_dsa": "glm-5",
+    "minimax_m2": "minimax-m2",
+    "deepseek_v3": "deepseek-v3",
+    "gpt_oss": "gpt-oss",
+    "nemotron_h": "nemotron-3",
+    "laguna": "laguna-xs.2",
+}
+
+
+class Renderer:
+    """Messages <-> tokens for one tokenizer and one family of chat templates."""
+
+    def __init__(self, tokenizer: Tokenizer, backend: Any, family: str):
+        self.tokenizer = tokenizer
+        self.family = family
+        self._backend = backend
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
+        self._reply_prefix = self._find_reply_prefix()
+
+    def render_prompt(self, messages: Sequence[Message], tools: list[Message] | None = None) -> np.ndarray:
+        """Token ids (int32) of the conversation up to where the model's reply begins."""
+        ids = self._backend.render_ids(list(messages), tools=tools, add_generation_prompt=True)
+        return np.asarray(ids, np.int32)
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        completion_ids: Sequence[int] | np.ndarray,
+        new_messages: Sequence[Message],
+        tools: list[Message] | None = None,
+    ) -> np.ndarray | None:
+        """The next turn's prompt: every token so far, then the new messages (never the assistant's).
+
+        A completion that was cut off is closed first. None when the template rewrites history here (it may
+        drop old thinking), so that the caller has to render anew and start another branch.
+        """
+        bridged = self._backend.bridge_to_next_turn(
+            [int(t) for t in prompt_ids], [int(t) for t in completion_ids], list(new_messages), tools=tools
+        )
+        return None if bridged is None else np.asarray(bridged.token_ids, np.int32)
+
+    def render_sft(
+        self, messages: Sequence[Message], loss_mask: LossMaskSection, tools: list[Message] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (int32) of a whole conversation, and which of them are trained (bool).
+
+        Of the assistant's turns it is what the model samples, of the other roles the text of the message.
+        """
+        rendered = self._backend.render(list(messages), tools=tools)
+        ids = np.asarray(rendered.token_ids, np.int32)
+        owner = np.asarray(rendered.message_indices, np.int64)
+        is_sampled = np.asarray(rendered.sampled_mask, bool)
+        is_body = np.asarray(rendered.is_content, bool)
+        assert len(is_sampled) == len(is_body) == len(ids), f"renderer {self.family} attributes no tokens"
+        mask = np.zeros(len(ids), bool)
+        for i, message in enumerate(messages):
+            role = message["role"]
+            if not getattr(loss_mask, role, False):
+                continue
+            mine = owner == i
+            mask |= mine & (is_sampled if role == "assistant" else is_body)
+            if role == "assistant":
+                mask[self._prefix_of_turn(ids, mine)] = False
+        return ids, mask
+
+    def parse(
+        self,
+        completion_ids: Sequence[int] | np.ndarray,
+        prompt_ids: Sequence[int] | np.ndarray | None = None,
+        tools: list[Message] | None = None,
+    ) -> Message:
+        """The assistant message a completion stands for: content, reasoning_content, tool_calls.
+
+        `unparsed_tool_calls` holds the text of calls that are not valid; an environment can answer them.
+        """
+        parsed = self._backend.parse_response(
+            [int(t) for t in completion_ids],
+            tools=tools,
+            prompt_ids=None if prompt_ids is None else [int(t) for t in prompt_ids],
+        )
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content is not None:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls = [call for call in parsed.tool_calls if call.status == "ok"]
+        if calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        if broken := [call.raw for call in parsed.tool_calls if call.status != "ok"]:
+            message["unparsed_tool_calls"] = broken
+        return message
+
+    def _find_reply_prefix(self) -> np.ndarray:
+        """What stands before every reply: the role header and, with thinking off, an empty thought."""
+        messages = [{"role": "user", "content": "a"}]
+        without = self._backend.render_ids(messages)
+        with_prompt = self._backend.render_ids(messages, add_generation_prompt=True)
+        return np.asarray(with_prompt[len(without) :], np.int32)
+
+    def _prefix_of_turn(self, ids: np.ndarray, mine: np.ndarray) -> slice:
+        start = int(mine.argmax())
+        stop = start + len(self._reply_prefix)
+        return slice(start, stop if np.array_equal(ids[start:stop], self._reply_prefix) else start)
+
+
+def build_renderer(
+    tokenizer: str | Path | Tokenizer, section: RendererSection | None = None, model_type: str | None = None
+) -> Renderer:
+    """The renderer of a tokenizer (its directory, or loaded): of the family named, else of the model's type.
+
+    Raises: ConfigError when no family fits or the vocabulary lacks the family's special tokens.
+    """
+    section = section or RendererSection()
+    family = section.name if section.name != "auto" else FAMILY_OF_MODEL_TYPE.get(model_type or "")
+    if family is None:
+        raise ConfigError(
+            f'[renderer] name = "auto" knows no chat template for model_type {model_type!r}; '
+            f"name one of the families: {', '.join(sorted(set(FAMILY_OF_MODEL_TYPE.values())))}."
+        )
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = load_tokenizer(tokenizer)
+    return Renderer(tokenizer, _build_backend(tokenizer, family, section.enable_thinking), family)
+
+
+def _build_backend(tokenizer: Tokenizer, family: str, enable_thinking: bool) -> Any:
+    import renderers
+
+    try:
+        config = renderers.config_from_name(family)
+    except ValueError as cause:
+        raise ConfigError(f"[renderer] name = {family!r} is not a known family: {cause}") from cause
+    if config is None or family in ("default", "custom"):
+        raise ConfigError(
+            f"[renderer] name = {family!r} cannot tell sampled tokens from the template's; name a family."
+        )
+    if "enable_thinking" in renderers.template_field_names(config):
+        config = type(config)(enable_thinking=enable_thinking)
+    try:
+        return renderers.create_renderer(tokenizer, config)
+    except AssertionError as cause:
+        raise ConfigError(
+            f"[renderer] name = {family!r} does not fit {tokenizer.name_or_path}: {cause}"
+        ) from cause

@@ -1,0 +1,185 @@
+"""Text <-> token ids, read from tokenizer.json alone; and the small tokenizer that needs no download.
+
+Hides where a tokenizer's facts lie (tokenizer.json, tokenizer_config.json and two more files). In
+goes a directory, or the name of a model in the local hub cache; out comes a `Tokenizer`. Loading takes
+milliseconds: neither torch nor transformers is imported. Messages are not known here: see render.py.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from stretto.base.errors import ConfigError, DataError
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+UNKNOWN = "<|unk|>"
+CHAT_TOKENS = (
+    END_OF_TEXT,
+    TURN_START,
+    TURN_END,
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+ROLES = ("system", "user", "assistant", "tool")
+CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n\t"
+
+
+class Tokenizer:
+    """A tokenizer of one directory; knows its end tokens and special tokens, nothing of messages."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, name: str, eos_ids: tuple[int, ...], unk_id: int | None
+    ):
+        self._backend = backend
+        self.name_or_path = name
+        self.eos_ids = eos_ids
+        self.unk_token_id = unk_id
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.eos_ids[0] if self.eos_ids else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of the text; special tokens written out in it become their one id."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of the ids; special tokens are spelled out unless skipped."""
+        ids = [int(i) for i in token_ids]
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of exactly this token, None where the vocabulary lacks it."""
+        return self._backend.token_to_id(token)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """The spelling of `token_id` that the renderers library calls."""
+        if isinstance(tokens, str):
+            found = self._backend.token_to_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = False, return_offsets_mapping: bool = False
+    ) -> dict[str, list[Any]]:
+        """Ids and the characters each stands for; how the renderers library tells bodies from scaffold."""
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
+
+
+def load_tokenizer(name: str | Path) -> Tokenizer:
+    """The tokenizer of a directory, or of a model in the local hub cache.
+
+    Raises: ConfigError when there is no such directory or model; DataError when its files are no tokenizer's.
+    """
+    path = _find_directory(str(name))
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(
+            f"{path}: no tokenizer.json; export the tokenizer with `save_pretrained` of a fast tokenizer."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as cause:  # the library raises bare Exception for malformed files
+        raise DataError(f"{file}: not a tokenizer: {cause}") from cause
+    backend.no_truncation()
+    backend.no_padding()
+    config = _read_json(path / "tokenizer_config.json")
+    eos_ids = _end_ids(backend, path, config)
+    unknown = _token_text(config.get("unk_token"))
+    return Tokenizer(
+        backend, name=str(name), eos_ids=eos_ids, unk_id=backend.token_to_id(unknown) if unknown else None
+    )
+
+
+def build_letters_tokenizer(directory: str | Path) -> Path:
+    """Write the 112-token tokenizer of the examples: one token a character, and Qwen3's chat tokens.
+
+    Role names are single tokens only where a role stands (right after <|im_start|>), so the text `user` in a
+    message is four letters. A blank line is one token, as in Qwen3. Characters outside printable ASCII become
+    <|unk|>. The files load with transformers' AutoTokenizer; its chat template gives the ids render.py gives.
+    """
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+    words = [*CHAT_TOKENS, UNKNOWN, *ROLES, "\n\n", *CHARACTERS]
+    vocab = {word: i for i, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    # The text between two special tokens is one segment, so \A is "right after a special token".
+    pieces = Regex(rf"\A(?:{'|'.join(ROLES)})(?=\n|\z)|\n\n|[\s\S]")
+    backend.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in (*CHAT_TOKENS[:3], UNKNOWN)]
+    )
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in CHAT_TOKENS[3:]])
+
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    backend.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000,
+        "chat_template": (Path(__file__).parent / "letters.jinja").read_text(encoding="utf-8"),
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _find_directory(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as cause:
+        raise ConfigError(
+            f"no directory {name!r}, and no model of that name in the local hub cache; "
+            "give the directory of a model, or fetch it first with `hf download`."
+        ) from cause
+
+
+def _end_ids(backend: tokenizers.Tokenizer, path: Path, tokenizer_config: dict[str, Any]) -> tuple[int, ...]:
+    """Ids that end a reply: the tokenizer's first, then those of generation_config.json and config.json."""
+    found: list[int] = []
+    if eos := _token_text(tokenizer_config.get("eos_token")):
+        token = backend.token_to_id(eos)
+        if token is None:
+            raise DataError(f"{path}/tokenizer_config.json: eos_token {eos!r} is not in tokenizer.json.")
+        found.append(token)
+    for file in ("generation_config.json", "config.json"):
+        value = _read_json(path / file).get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as cause:
+        raise DataError(f"{file}: not JSON: {cause}") from cause
+
+
+def _token_text(entry: Any) -> str | None:
+    """A token in tokenizer_config.json is its text, or an object with the text under `content`."""
+    return entry.get("content") if isinstance(entry, dict) else entry
