@@ -18,7 +18,7 @@ class WandbSection(Section):
     """Name of the run there; None: the run's name."""
     entity: str | None = None
     """Team or user; None: the default of the login."""
-    tags: list[str] = []
+    tags: list[str] = Field([])
     """Tags of the run."""
     offline: bool = False
     """Write to RUN/wandb without a network; `wandb sync` uploads later."""

@@ -9,7 +9,13 @@ from pydantic import Field
 from stretto.config.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.section import Section
-from stretto.config.transport import ControlSection, RolloutTransport, ShmWeights, WeightBroadcast, ZmqRollouts
+from stretto.config.transport import (
+    ControlSection,
+    RolloutTransport,
+    ShmWeights,
+    WeightBroadcast,
+    ZmqRollouts,
+)
 
 
 class ClientSection(Section):
@@ -51,7 +57,7 @@ class EnvSection(Section):
     """Bundled environment (`sort-letters`, `reverse-text`) or `module:attr` of your own."""
     name: str | None = None
     """Name in metrics; None: the id."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field({})
     """Keyword arguments of the environment."""
     ratio: float = Field(1.0, gt=0)
     """Share of tasks drawn from it, relative to the others."""
@@ -66,7 +72,7 @@ class TrainSection(Section):
 class EvalSection(Section):
     """Evaluation on held-out tasks, before, during and after training."""
 
-    env: list[EnvSection] = []
+    env: list[EnvSection] = Field([])
     """Environments; empty: the training environments' held-out tasks."""
     interval: int | None = Field(None, gt=0)
     """Steps between evals; None: only before and after."""
@@ -115,7 +121,7 @@ class OrchestratorSection(Section):
     renderer: RendererSection = RendererSection()
     client: ClientSection = ClientSection()
     train: TrainSection = TrainSection()
-    env: list[EnvSection] = []
+    env: list[EnvSection] = Field([])
     """Training environments, `[[orchestrator.env]]`."""
     eval: EvalSection | None = None
     algo: Algo = GrpoAlgo()

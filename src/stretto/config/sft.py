@@ -32,7 +32,7 @@ class EnvData(Section):
     type: Literal["environment"] = "environment"
     id: str
     """Environment with `sft_rows`."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field({})
     """Keyword arguments of the environment."""
     num_rows: int = Field(4096, gt=0)
     """Rows to make."""

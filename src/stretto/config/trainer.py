@@ -9,7 +9,13 @@ from pydantic import Field
 from stretto.config.model import ModelSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.section import Section
-from stretto.config.transport import ControlSection, RolloutTransport, ShmWeights, WeightBroadcast, ZmqRollouts
+from stretto.config.transport import (
+    ControlSection,
+    RolloutTransport,
+    ShmWeights,
+    WeightBroadcast,
+    ZmqRollouts,
+)
 
 
 class AdamWOptim(Section):

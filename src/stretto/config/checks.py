@@ -1,0 +1,398 @@
+"""Rules that hold between keys. Each check takes a valid section and says what is wrong with it, all at once.
+
+A problem names the paths concerned, so that the loader can say where they were given. Rules about one key alone are in
+the section's field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from stretto.config.shared import Problem
+
+if TYPE_CHECKING:
+    from stretto.config.inference import InferenceSection
+    from stretto.config.orchestrator import (
+        ClientSection,
+        EnvSection,
+        EvalSection,
+        OrchestratorSection,
+        SamplingSection,
+    )
+    from stretto.config.roots import EvalConfig, RLConfig, RunRoot, SFTConfig
+    from stretto.config.trainer import Scheduler, TrainerSection
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]*")
+ENV_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]*")
+RESERVED_ENV_NAMES = ("all", "agg", "mean")
+
+
+def at(prefix: str, key: str) -> str:
+    """A key's full path; the prefix is empty where the section is the root."""
+    return f"{prefix}.{key}" if prefix else key
+
+
+def check_run(cfg: RunRoot) -> list[Problem]:
+    """The run's name is one directory name; resume and clean exclude each other."""
+    problems = []
+    if cfg.run.name is not None and not RUN_NAME.fullmatch(cfg.run.name):
+        rule = "letters, digits and . _ + = @ - only, for it names a directory"
+        problems.append(Problem(("run.name",), f'run.name = "{cfg.run.name}": {rule}'))
+    if cfg.clean and cfg.resume is not None:
+        problems.append(
+            Problem(("resume", "clean"), "resume continues the run and clean deletes it; give one of the two")
+        )
+    return problems
+
+
+def check_trainer(section: TrainerSection, prefix: str) -> list[Problem]:
+    """Schedule against max_steps, model dtypes."""
+    problems = check_scheduler(section.scheduler, section.max_steps, prefix)
+    return problems + check_lr(section, prefix)
+
+
+def check_lr(section: TrainerSection | SFTConfig, prefix: str) -> list[Problem]:
+    """A schedule cannot end above its peak."""
+    min_lr = getattr(section.scheduler, "min_lr", 0.0)
+    if min_lr <= section.optim.lr:
+        return []
+    paths = (at(prefix, "scheduler.min_lr"), at(prefix, "optim.lr"))
+    return [
+        Problem(
+            paths, f"{paths[0]} = {min_lr:g} is above the peak {paths[1]} = {section.optim.lr:g}; lower it"
+        )
+    ]
+
+
+def check_scheduler(scheduler: Scheduler, max_steps: int | None, prefix: str) -> list[Problem]:
+    """Schedules that fall must know where the end is, and fit before it."""
+    path, steps = at(prefix, "scheduler"), at(prefix, "max_steps")
+    if scheduler.type == "constant":
+        return []
+    if scheduler.type == "linear" and scheduler.warmup_steps == scheduler.decay_steps == 0:
+        message = 'neither rises nor falls with warmup_steps = decay_steps = 0; use type = "constant"'
+        return [Problem((path,), f"{path}: a linear schedule {message}")]
+    needs_end = scheduler.type == "cosine" or scheduler.decay_steps > 0
+    if needs_end and max_steps is None:
+        rule = f'a {scheduler.type} schedule falls towards max_steps; give {steps}, or use type = "constant"'
+        return [Problem((path, steps), f"{path}: {rule}")]
+    if scheduler.type == "cosine" and max_steps is not None and scheduler.warmup_steps >= max_steps:
+        rule = f"must be under {steps} = {max_steps}, or nothing is left to fall"
+        return [
+            Problem((f"{path}.warmup_steps", steps), f"{path}.warmup_steps = {scheduler.warmup_steps} {rule}")
+        ]
+    if (
+        scheduler.type == "linear"
+        and needs_end
+        and scheduler.warmup_steps + scheduler.decay_steps > max_steps
+    ):
+        total = f"{scheduler.warmup_steps} + {scheduler.decay_steps}"
+        rule = f"{path}: warmup_steps + decay_steps = {total} must fit into {steps} = {max_steps}; lower one of them"
+        return [Problem((f"{path}.warmup_steps", f"{path}.decay_steps", steps), rule)]
+    return []
+
+
+def check_orchestrator(section: OrchestratorSection, prefix: str) -> list[Problem]:
+    """Batches and groups, staleness, room for replies, environments, and what a remote engine rules out."""
+    problems = check_groups(section, prefix)
+    if section.max_async_level > section.max_off_policy_steps:
+        paths = (at(prefix, "max_async_level"), at(prefix, "max_off_policy_steps"))
+        message = (
+            f"{paths[0]} = {section.max_async_level} lets rollouts start that many versions early, and {paths[1]} = "
+            f"{section.max_off_policy_steps} drops exactly those, so that nothing would ever be trained; "
+            f"raise {paths[1]} or lower {paths[0]}"
+        )
+        problems.append(Problem(paths, message))
+    if not section.env:
+        example = f'[[{at(prefix, "env")}]] id = "sort-letters"'
+        problems.append(
+            Problem(
+                (at(prefix, "env"),),
+                f"{at(prefix, 'env')}: no environment to train on; add one, such as {example}",
+            )
+        )
+    problems += check_env_names(section.env, at(prefix, "env"))
+    problems += check_room(section.train.sampling, section.seq_len, prefix, "train.sampling")
+    if section.train.sampling.temperature == 0 and section.algo.type == "grpo":
+        path = at(prefix, "train.sampling.temperature")
+        rule = "all rollouts of a group would be equal and every advantage zero; use a temperature above 0, such as 1.0"
+        problems.append(Problem((path,), f"{path} = 0 is greedy: {rule}"))
+    if section.eval is not None:
+        problems += check_env_names(section.eval.env, at(prefix, "eval.env"))
+        problems += check_room(section.eval.sampling, section.seq_len, prefix, "eval.sampling")
+        problems += check_eval_steps(section.eval, section.max_steps, prefix)
+    problems += check_base_url(section.client, prefix)
+    remote = [url for url in urls(section.client) if urlsplit(url).hostname not in LOCAL_HOSTS]
+    if remote and section.weight_broadcast.type == "shm":
+        paths = (at(prefix, "weight_broadcast.type"), at(prefix, "client.base_url"))
+        rule = f'shared memory ends at this host and {remote[0]} is another; use type = "filesystem"'
+        problems.append(Problem(paths, f'{paths[0]} = "shm": {rule}'))
+    return problems
+
+
+def check_groups(section: OrchestratorSection, prefix: str) -> list[Problem]:
+    """Whole groups fill a batch, and a group has something to compare."""
+    batch, group = at(prefix, "batch_size"), at(prefix, "group_size")
+    if section.group_size == 1 and section.algo.type == "grpo":
+        rule = "every advantage would be zero: with grpo the baseline is the mean of the group, and a group of one is its own mean"
+        return [Problem((group,), f"{group} = 1: {rule}; use 2 or more (8 is the default)")]
+    problems = []
+    if section.batch_size % section.group_size:
+        low = section.batch_size // section.group_size * section.group_size
+        fits = " or ".join(str(size) for size in (low, low + section.group_size) if size)
+        rule = f"must be a multiple of {group} = {section.group_size}; use {fits}"
+        problems.append(Problem((batch, group), f"{batch} = {section.batch_size} {rule}"))
+    if section.max_inflight_rollouts is not None and section.max_inflight_rollouts < section.group_size:
+        path = at(prefix, "max_inflight_rollouts")
+        rule = f"cannot hold one group of {group} = {section.group_size}; raise it"
+        problems.append(Problem((path, group), f"{path} = {section.max_inflight_rollouts} {rule}"))
+    if section.num_train_workers > section.batch_size:
+        path = at(prefix, "num_train_workers")
+        rule = (
+            f"ranks cannot share {batch} = {section.batch_size} rollouts: some would have none; raise {batch}"
+        )
+        problems.append(Problem((path, batch), f"{path} = {section.num_train_workers} {rule}"))
+    return problems
+
+
+def check_room(sampling: SamplingSection, seq_len: int, prefix: str, where: str) -> list[Problem]:
+    """A reply must leave room for at least one prompt token."""
+    if sampling.max_completion_tokens is None or sampling.max_completion_tokens < seq_len:
+        return []
+    paths = (at(prefix, f"{where}.max_completion_tokens"), at(prefix, "seq_len"))
+    rule = f"leaves no room for a prompt in {paths[1]} = {seq_len}; lower it or raise seq_len"
+    return [Problem(paths, f"{paths[0]} = {sampling.max_completion_tokens} {rule}")]
+
+
+def check_env_names(envs: list[EnvSection], path: str) -> list[Problem]:
+    """Names are keys of metrics: unique, and none that an aggregate has."""
+    names = [env.name or env.id for env in envs]
+    problems = []
+    for index, (env, name) in enumerate(zip(envs, names, strict=True)):
+        own = f"{path}.{index}.{'name' if env.name else 'id'}"
+        if env.name and not ENV_NAME.fullmatch(env.name):
+            problems.append(
+                Problem(
+                    (own,), f'{own} = "{name}": letters, digits and . _ : @ + - only, for it names metrics'
+                )
+            )
+        elif name in RESERVED_ENV_NAMES:
+            problems.append(
+                Problem((own,), f'{own} = "{name}" is the name of an aggregate in metrics; choose another')
+            )
+    for name, count in Counter(names).items():
+        if count > 1:
+            paths = tuple(f"{path}.{index}" for index, other in enumerate(names) if other == name)
+            problems.append(
+                Problem(paths, f'{path}: {count} environments are called "{name}"; give each its own `name`')
+            )
+    return problems
+
+
+def check_eval_steps(section: EvalSection, max_steps: int | None, prefix: str) -> list[Problem]:
+    """An eval that never comes is a mistake."""
+    if section.interval is None or max_steps is None or section.interval <= max_steps:
+        return []
+    paths = (at(prefix, "eval.interval"), at(prefix, "max_steps"))
+    rule = f"never comes before {paths[1]} = {max_steps}; lower it, or leave it out to evaluate only before and after"
+    return [Problem(paths, f"{paths[0]} = {section.interval} {rule}")]
+
+
+def urls(client: ClientSection) -> list[str]:
+    """Every address of the client."""
+    return [client.base_url] if isinstance(client.base_url, str) else client.base_url
+
+
+def check_base_url(client: ClientSection, prefix: str) -> list[Problem]:
+    """Addresses are complete."""
+    problems = []
+    path = at(prefix, "client.base_url")
+    if not urls(client):
+        problems.append(
+            Problem(
+                (path,), f"{path} is empty; give the address of an engine, such as http://127.0.0.1:8000/v1"
+            )
+        )
+    for url in urls(client):
+        try:
+            parts = urlsplit(url)
+            is_complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_complete = False
+        if not is_complete:
+            problems.append(
+                Problem(
+                    (path,), f'{path} = "{url}" is not an address; write it like http://127.0.0.1:8000/v1'
+                )
+            )
+    return problems
+
+
+def check_inference(section: InferenceSection, prefix: str) -> list[Problem]:
+    """What the embedded engine does not do, and sizes that cannot work together."""
+    problems = []
+    for degree in ("tp", "dp"):
+        if (value := getattr(section.parallel, degree)) > 1:
+            path = at(prefix, f"parallel.{degree}")
+            rule = "the embedded engine runs on one device; set it to 1, or start several `inference` servers and list them in orchestrator.client.base_url"
+            problems.append(Problem((path,), f"{path} = {value}: {rule}"))
+    if section.kv_cache_tokens is not None and section.kv_cache_tokens < section.block_size:
+        paths = (at(prefix, "kv_cache_tokens"), at(prefix, "block_size"))
+        rule = f"is less than one block of {paths[1]} = {section.block_size}; raise it"
+        problems.append(Problem(paths, f"{paths[0]} = {section.kv_cache_tokens} {rule}"))
+    if (
+        None not in (section.kv_cache_tokens, section.max_model_len)
+        and section.kv_cache_tokens < section.max_model_len
+    ):
+        paths = (at(prefix, "kv_cache_tokens"), at(prefix, "max_model_len"))
+        rule = (
+            f"cannot hold one sequence of {paths[1]} = {section.max_model_len}; raise it or lower {paths[1]}"
+        )
+        problems.append(Problem(paths, f"{paths[0]} = {section.kv_cache_tokens} {rule}"))
+    if section.max_num_batched_tokens < section.max_num_seqs:
+        paths = (at(prefix, "max_num_batched_tokens"), at(prefix, "max_num_seqs"))
+        rule = f"cannot hold one token of each of {paths[1]} = {section.max_num_seqs} sequences; raise it"
+        problems.append(Problem(paths, f"{paths[0]} = {section.max_num_batched_tokens} {rule}"))
+    return problems
+
+
+def check_rl(cfg: RLConfig) -> list[Problem]:
+    """Sections against each other."""
+    problems = check_trainer(cfg.trainer, "trainer") + check_orchestrator(cfg.orchestrator, "orchestrator")
+    if cfg.trainer.seq_len < cfg.orchestrator.seq_len:
+        rule = f"rows packed to orchestrator.seq_len = {cfg.orchestrator.seq_len} do not fit; give seq_len once at the root"
+        message = f"trainer.seq_len = {cfg.trainer.seq_len}: {rule}"
+        problems.append(Problem(("trainer.seq_len", "orchestrator.seq_len"), message))
+    if cfg.inference is not None:
+        problems += check_inference(cfg.inference, "inference")
+        problems += check_engine_fits(cfg, cfg.inference)
+    return problems + check_ports(cfg) + check_gpus(cfg)
+
+
+def check_engine_fits(cfg: RLConfig, inference: InferenceSection) -> list[Problem]:
+    """The orchestrator talks to the engine that this run starts, and the engine takes what it sends."""
+    problems = []
+    places = {
+        (urlsplit(url).hostname, urlsplit(url).port or 80)
+        for url in urls(cfg.orchestrator.client)
+        if _is_url(url)
+    }
+    port = inference.server.port
+    hosts = (*LOCAL_HOSTS, inference.server.host)
+    if places and not any(host in hosts and url_port == port for host, url_port in places):
+        paths = ("orchestrator.client.base_url", "inference.server.port")
+        message = (
+            f'orchestrator.client.base_url = "{", ".join(urls(cfg.orchestrator.client))}" but the engine of this run listens '
+            f"on inference.server.port = {port}; make them agree, leave base_url out, or use --no-inference for engines "
+            f"that already run"
+        )
+        problems.append(Problem(paths, message))
+    if inference.max_model_len is not None and inference.max_model_len < cfg.orchestrator.seq_len:
+        rule = f"is shorter than orchestrator.seq_len = {cfg.orchestrator.seq_len}; raise it or lower seq_len"
+        message = f"inference.max_model_len = {inference.max_model_len} {rule}"
+        problems.append(Problem(("inference.max_model_len", "orchestrator.seq_len"), message))
+    if inference.device == "cpu" and cfg.inference_gpu_ids:
+        message = 'inference.device = "cpu" but inference_gpu_ids names GPUs; drop one of the two'
+        problems.append(Problem(("inference.device", "inference_gpu_ids"), message))
+    return problems
+
+
+def _is_url(url: str) -> bool:
+    try:
+        return bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
+def check_ports(cfg: RLConfig) -> list[Problem]:
+    """Every listener of this machine has a port of its own."""
+    ports = {"orchestrator.control.port": cfg.orchestrator.control.port}
+    if cfg.orchestrator.rollout_transport.type == "zmq":
+        ports["orchestrator.rollout_transport.port"] = cfg.orchestrator.rollout_transport.port
+    if cfg.inference is not None:
+        ports["inference.server.port"] = cfg.inference.server.port
+    problems = []
+    for port, count in Counter(ports.values()).items():
+        if count > 1:
+            paths = tuple(path for path, other in ports.items() if other == port)
+            problems.append(
+                Problem(paths, f"{' and '.join(paths)} are both {port}; give each a port of its own")
+            )
+    return problems
+
+
+def check_gpus(cfg: RLConfig) -> list[Problem]:
+    """GPU ids against counts, twice-named ids, and a GPU shared by trainer and engine."""
+    problems = []
+    counts = {"trainer_gpu_ids": "num_train_gpus", "inference_gpu_ids": "num_infer_gpus"}
+    for key, count_key in counts.items():
+        ids, count = getattr(cfg, key), getattr(cfg.deployment, count_key)
+        if ids is None:
+            continue
+        if not ids or len(set(ids)) < len(ids) or min(ids) < 0:
+            problems.append(
+                Problem((key,), f"{key} = {ids}: give each GPU once, counted from 0, such as 0,1")
+            )
+        elif count is not None and count != len(ids):
+            rule = f"deployment.{count_key} = {count}; drop one of the two"
+            problems.append(
+                Problem((key, f"deployment.{count_key}"), f"{key} = {ids} are {len(ids)} GPUs but {rule}")
+            )
+    if len(cfg.inference_gpu_ids or ()) > 1 or (cfg.deployment.num_infer_gpus or 0) > 1:
+        key = "inference_gpu_ids" if cfg.inference_gpu_ids else "deployment.num_infer_gpus"
+        problems.append(
+            Problem((key,), f"{key}: the embedded engine runs on one device; give inference one GPU")
+        )
+    ranks = len(cfg.trainer_gpu_ids or ()) or cfg.deployment.num_train_gpus or 0
+    if ranks and ranks != cfg.orchestrator.num_train_workers:
+        key = "trainer_gpu_ids" if cfg.trainer_gpu_ids else "deployment.num_train_gpus"
+        message = f"orchestrator.num_train_workers = {cfg.orchestrator.num_train_workers} but {key} gives {ranks} trainer ranks"
+        problems.append(
+            Problem(("orchestrator.num_train_workers", key), f"{message}; leave num_train_workers out")
+        )
+    shared = set(cfg.trainer_gpu_ids or ()) & set(cfg.inference_gpu_ids or ())
+    if shared and cfg.inference is not None and cfg.inference.gpu_memory_utilization > 0.8:
+        paths = ("trainer_gpu_ids", "inference_gpu_ids", "inference.gpu_memory_utilization")
+        message = (
+            f"trainer and inference share GPU {', '.join(map(str, sorted(shared)))}, and inference.gpu_memory_utilization = "
+            f"{cfg.inference.gpu_memory_utilization:g} leaves the trainer nothing; lower it, to 0.5 for example"
+        )
+        problems.append(Problem(paths, message))
+    return problems
+
+
+def check_sft(cfg: SFTConfig) -> list[Problem]:
+    """An end, a schedule that fits, something to train on."""
+    problems = check_lr(cfg, "")
+    if cfg.max_steps is None and cfg.max_epochs is None:
+        problems.append(
+            Problem(("max_steps", "max_epochs"), "the run would never end; give max_steps or max_epochs")
+        )
+    elif cfg.max_steps is not None or cfg.scheduler.type == "constant":
+        problems += check_scheduler(cfg.scheduler, cfg.max_steps, "")
+    if not any((cfg.loss_mask.system, cfg.loss_mask.user, cfg.loss_mask.assistant, cfg.loss_mask.tool)):
+        problems.append(
+            Problem(("loss_mask",), "loss_mask trains no role; set at least loss_mask.assistant = true")
+        )
+    return problems
+
+
+def check_eval(cfg: EvalConfig) -> list[Problem]:
+    """Something to evaluate, with room for replies."""
+    problems = check_env_names(cfg.eval.env, "eval.env") + check_room(
+        cfg.eval.sampling, cfg.seq_len, "", "eval.sampling"
+    )
+    if not cfg.eval.env:
+        example = '[[eval.env]] id = "sort-letters"'
+        problems.append(
+            Problem(("eval.env",), f"eval.env: no environment to evaluate; add one, such as {example}")
+        )
+    if cfg.model is None:
+        problems += check_base_url(cfg.client, "")
+    else:
+        problems += check_inference(cfg.inference, "inference")
+    return problems

@@ -1,0 +1,308 @@
+"""The roots: what each verb loads. Sections, plus where the run lives, plus every check across sections (checks.py).
+
+`RLConfig` is the whole; `trainer_config()`, `orchestrator_config()` and `inference_config()` cut it into what the three
+processes are started with. Shared keys are filled in by shared.py; reading files and flags is load.py.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator, model_validator
+
+from stretto.base.paths import RunDir
+from stretto.config import checks
+from stretto.config.deployment import Deployment, ResumeSection, RunSection, SingleNodeDeployment
+from stretto.config.inference import InferenceSection
+from stretto.config.model import ModelSection, RendererSection, TokenizerSection
+from stretto.config.monitors import LogSection, MonitorsSection
+from stretto.config.orchestrator import ClientSection, EvalSection, OrchestratorSection
+from stretto.config.section import Section
+from stretto.config.sft import Data, LossMaskSection, ValSection
+from stretto.config.shared import MISSING, ConfigProblems, Problem, as_raw, get, propagate, put
+from stretto.config.trainer import (
+    AdamWOptim,
+    CkptSection,
+    ConstantScheduler,
+    Optim,
+    Scheduler,
+    TrainerSection,
+)
+from stretto.config.transport import (
+    ControlSection,
+    RolloutTransport,
+    ShmWeights,
+    WeightBroadcast,
+    ZmqRollouts,
+)
+
+
+class RunRoot(Section):
+    """Where a run lives, and how it starts; at the root of every verb."""
+
+    output_dir: Path = Path("outputs")
+    """Directory of all runs; a run's own is <output_dir>/<run.name>."""
+    run: RunSection = RunSection()
+    resume: ResumeSection | None = None
+    """Present (`--resume`): continue the run of this name; an error where there is none."""
+    clean: bool = False
+    """Delete the run directory of this name first."""
+    dry_run: bool = False
+    """Check, print and write the resolved config and the process plan, start nothing."""
+
+    @property
+    def run_name(self) -> str:
+        """The run's name, given or made from what is trained."""
+        return self.run.name or self._default_name()
+
+    @property
+    def run_path(self) -> Path:
+        """The run's directory."""
+        return self.output_dir / self.run_name
+
+    @property
+    def run_dir(self) -> RunDir:
+        """Every file name of the run."""
+        return RunDir(self.run_path)
+
+    def _default_name(self) -> str:
+        raise NotImplementedError
+
+    def _problems(self) -> list[Problem]:
+        return []
+
+    @model_validator(mode="after")
+    def _check(self) -> Any:
+        if problems := self._problems():
+            raise ConfigProblems(problems)
+        return self
+
+
+class TrainerConfig(TrainerSection, RunRoot):
+    """`trainer`: the learner alone; orchestrator and engines are started elsewhere with the same run name."""
+
+    def _default_name(self) -> str:
+        return f"rl-{short_name(self.model.name)}"
+
+    def _problems(self) -> list[Problem]:
+        return checks.check_run(self) + checks.check_trainer(self, "")
+
+
+class OrchestratorConfig(OrchestratorSection, RunRoot):
+    """`orchestrator`: environments, batches and the ledger alone."""
+
+    def _default_name(self) -> str:
+        return f"rl-{short_name(self.model.name)}"
+
+    def _problems(self) -> list[Problem]:
+        return checks.check_run(self) + checks.check_orchestrator(self, "")
+
+
+class InferenceConfig(InferenceSection, RunRoot):
+    """`inference`: one engine and its server alone."""
+
+    def _default_name(self) -> str:
+        return f"rl-{short_name(self.model or ModelSection().name)}"
+
+    def _problems(self) -> list[Problem]:
+        problems = checks.check_run(self) + checks.check_inference(self, "")
+        if self.model is None:
+            problems.append(
+                Problem(("model",), "model: no model to serve; give its directory, `--model <directory>`")
+            )
+        return problems
+
+
+class RLConfig(RunRoot):
+    """`rl`: inference, orchestrator and trainer together.
+
+    Keys that also stand in sections fill them; a value given in two places that disagree is an error naming both.
+    """
+
+    trainer: TrainerSection = TrainerSection()
+    orchestrator: OrchestratorSection = OrchestratorSection()
+    inference: InferenceSection | None = InferenceSection()
+    """None (`--no-inference`): start no engine, use those at orchestrator.client.base_url."""
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    max_steps: int | None = Field(None, gt=0)
+    """Steps to train; None: until stopped."""
+    seq_len: int = Field(2048, gt=1)
+    """Longest prompt plus reply, tokens."""
+    seed: int = 0
+    """Seed of everything random."""
+    deployment: Deployment = SingleNodeDeployment()
+    trainer_gpu_ids: list[int] | None = None
+    """GPUs of the trainer, one rank each; None: the first after inference's."""
+    inference_gpu_ids: list[int] | None = None
+    """GPUs of inference; None: the first ones."""
+    weight_broadcast: WeightBroadcast = ShmWeights()
+    rollout_transport: RolloutTransport = ZmqRollouts()
+    control: ControlSection = ControlSection()
+    ckpt: CkptSection | None = CkptSection()
+    monitors: MonitorsSection = MonitorsSection()
+    log: LogSection = LogSection()
+
+    aliases: ClassVar[dict[str, str]] = {"wandb": "monitors.wandb"}
+
+    @field_validator("trainer_gpu_ids", "inference_gpu_ids", mode="before")
+    @classmethod
+    def _comma_list(cls, value: Any) -> Any:
+        """Accepts `0,1,2` and a single id besides a list."""
+        if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)*", value := value.replace(" ", "")):
+            return [int(item) for item in value.split(",")]
+        return [value] if isinstance(value, int) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_shared(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data, problems = propagate(as_raw(data))
+        if problems:
+            raise ConfigProblems(problems)
+        _derive_engine_model(data)
+        _derive_client_url(data)
+        _derive_num_train_workers(data)
+        return data
+
+    def trainer_config(self) -> TrainerConfig:
+        """What the trainer process is started with."""
+        return TrainerConfig.model_validate(self._cut(self.trainer))
+
+    def orchestrator_config(self) -> OrchestratorConfig:
+        """What the orchestrator process is started with."""
+        return OrchestratorConfig.model_validate(self._cut(self.orchestrator))
+
+    def inference_config(self) -> InferenceConfig:
+        """What the inference process is started with; the root must have one."""
+        assert self.inference is not None, "no [inference] section: nothing to start"
+        return InferenceConfig.model_validate(self._cut(self.inference))
+
+    def _cut(self, section: Section) -> dict[str, Any]:
+        resume = None if self.resume is None else self.resume.model_dump()
+        whereabouts = {"output_dir": self.output_dir, "run": {"name": self.run_name}, "resume": resume}
+        return section.model_dump() | whereabouts
+
+    def _default_name(self) -> str:
+        return "-".join(
+            ["+".join(env.name or env.id for env in self.orchestrator.env), short_name(self.model.name)]
+        )
+
+    def _problems(self) -> list[Problem]:
+        return checks.check_run(self) + checks.check_rl(self)
+
+
+class SFTConfig(RunRoot):
+    """`sft`: supervised fine-tuning."""
+
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    renderer: RendererSection = RendererSection()
+    data: Data
+    val: ValSection | None = None
+    """Present: validate on rows of its own."""
+    loss_mask: LossMaskSection = LossMaskSection()
+    optim: Optim = AdamWOptim()
+    scheduler: Scheduler = ConstantScheduler()
+    ckpt: CkptSection | None = CkptSection()
+    batch_size: int = Field(64, gt=0)
+    """Packed rows of seq_len tokens in one step."""
+    seq_len: int = Field(2048, gt=1)
+    """Tokens in one packed row; longer examples are cut."""
+    max_steps: int | None = Field(None, gt=0)
+    """Steps to train; None: by max_epochs."""
+    max_epochs: int | None = Field(None, gt=0)
+    """Passes over the data; None: by max_steps."""
+    seed: int = 0
+    """Seed of the order of examples and of everything else random."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads; None: all cores."""
+    monitors: MonitorsSection = MonitorsSection()
+    log: LogSection = LogSection()
+
+    aliases: ClassVar[dict[str, str]] = {
+        "wandb": "monitors.wandb",
+        "data.batch_size": "batch_size",
+        "data.seq_len": "seq_len",
+        "data.loss_mask": "loss_mask",
+        "model.seq_len": "seq_len",
+    }
+
+    def _default_name(self) -> str:
+        return f"sft-{short_name(self.model.name)}"
+
+    def _problems(self) -> list[Problem]:
+        return checks.check_run(self) + checks.check_sft(self)
+
+
+class EvalConfig(RunRoot):
+    """`eval`: environments' held-out tasks against running engines, or against one started for `model`."""
+
+    model: str | None = None
+    """Hugging Face directory to start an embedded engine for; None: use the engines at client.base_url."""
+    client: ClientSection = ClientSection()
+    eval: EvalSection = EvalSection()
+    inference: InferenceSection = InferenceSection()
+    """The engine started for `model`."""
+    tokenizer: TokenizerSection = TokenizerSection()
+    renderer: RendererSection = RendererSection()
+    seq_len: int = Field(2048, gt=1)
+    """Longest prompt plus reply, tokens."""
+    max_inflight_rollouts: int = Field(256, gt=0)
+    """Rollouts running at once."""
+    rollout_timeout_s: float | None = Field(600.0, gt=0)
+    """Deadline of one rollout; None: none."""
+    seed: int = 0
+    """Seed of sampling."""
+    monitors: MonitorsSection = MonitorsSection()
+    log: LogSection = LogSection()
+
+    aliases: ClassVar[dict[str, str]] = {"model.name": "model", "inference.model": "model", "env": "eval.env"}
+
+    def _default_name(self) -> str:
+        return f"eval-{short_name(self.model)}" if self.model else "eval"
+
+    def _problems(self) -> list[Problem]:
+        return checks.check_run(self) + checks.check_eval(self)
+
+
+def short_name(model: str) -> str:
+    """What a person calls a model: `outputs/sort-sft/weights/step_40` is sort-sft, `Qwen/Qwen3-0.6B` Qwen3-0.6B."""
+    parts = [part for part in re.split(r"[/\\]", model) if part not in ("", ".", "..", "~")]
+    while len(parts) > 1 and re.fullmatch(r"latest|weights|checkpoints|trainer|hf|step_\d+", parts[-1]):
+        parts.pop()
+    return parts[-1] if parts else "model"
+
+
+def _derive_engine_model(data: dict[str, Any]) -> None:
+    """The engine serves the model that is trained."""
+    if get(data, "inference") is not None and get(data, "inference.model") in (None, MISSING):
+        name = get(data, "model.name")
+        put(data, "inference.model", ModelSection().name if name is MISSING else name)
+
+
+def _derive_client_url(data: dict[str, Any]) -> None:
+    """The engine this run starts is the one its orchestrator talks to, unless another address is given."""
+    if get(data, "inference") is None or get(data, "orchestrator.client.base_url") is not MISSING:
+        return
+    host, port = get(data, "inference.server.host"), get(data, "inference.server.port")
+    if host is MISSING and port is MISSING:
+        return
+    host = "127.0.0.1" if host in (MISSING, "0.0.0.0", "::") else host
+    put(data, "orchestrator.client.base_url", f"http://{host}:{8000 if port is MISSING else port}/v1")
+
+
+def _derive_num_train_workers(data: dict[str, Any]) -> None:
+    """One data-parallel rank a trainer GPU, where the GPUs are named."""
+    if get(data, "orchestrator.num_train_workers") is not MISSING:
+        return
+    ids, count = get(data, "trainer_gpu_ids"), get(data, "deployment.num_train_gpus")
+    if isinstance(ids, str):
+        ids = ids.split(",")
+    if isinstance(ids, list) and ids:
+        put(data, "orchestrator.num_train_workers", len(ids))
+    elif isinstance(count, int) and count > 0:
+        put(data, "orchestrator.num_train_workers", count)
