@@ -1,7 +1,7 @@
 """Every file name of a run directory, named once.
 
-A run directory is `<output_dir>/<run.name>`. Everybody who reads or writes a file of a run asks a `RunDir` for its path;
-nothing is created here: whoever writes a file makes its parent.
+A run directory is `<output_dir>/<run.name>`. Everybody who reads or writes a file of a run asks a `RunDir`
+for its path; nothing is created here: whoever writes a file makes its parent.
 """
 
 from __future__ import annotations

@@ -1,0 +1,143 @@
+"""A process that no longer moves writes down why and ends, instead of holding machines for ever.
+
+States: WATCHING -> (stopped by its owner: CLOSED) | (nothing moved for stall_timeout_s: STALLED, the
+process ends with exit code 70). Whoever completes something calls `progress(what)`; a thread compares
+clocks. Native code that never gives the interpreter lock back is caught too: faulthandler's own thread ends
+the process with exit code 1 when the watching thread cannot run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
+
+EXIT_STALLED = 70
+
+
+class WatchState(StrEnum):
+    WATCHING = "watching"
+    CLOSED = "closed"
+    STALLED = "stalled"
+
+
+def _no_gauges() -> dict[str, Any]:
+    return {}
+
+
+class Watch:
+    """Ends the process when `progress` was not called for stall_timeout_s, after dumping stacks and gauges.
+
+    gauges() is called from another thread when the process is stuck: it must only read counters (queue
+    depths, who is waited for). on_stall is what ends the process; tests pass their own. Use as a context
+    manager.
+    """
+
+    def __init__(
+        self,
+        stall_timeout_s: float,
+        dump_dir: Path,
+        gauges: Callable[[], dict[str, Any]] = _no_gauges,
+        *,
+        role: str = "process",
+        on_stall: Callable[[int], None] = os._exit,
+    ) -> None:
+        assert stall_timeout_s > 0, f"stall_timeout_s = {stall_timeout_s}"
+        self.stall_timeout_s = stall_timeout_s
+        self.dump_dir = Path(dump_dir)
+        self.role = role
+        self.state = WatchState.WATCHING
+        self._gauges = gauges
+        self._on_stall = on_stall
+        self._last = ("start", time.monotonic())
+        self._closing = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def progress(self, what: str) -> None:
+        """Something moved. Costs a tuple; call it as often as you like."""
+        self._last = (what, time.monotonic())
+
+    def __enter__(self) -> Watch:
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+        self.progress("start")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching; safe to call twice."""
+        self._closing.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+        if self.state is WatchState.WATCHING:
+            self.state = WatchState.CLOSED
+
+    def _run(self) -> None:
+        tick_s = min(5.0, self.stall_timeout_s / 10)
+        try:
+            while not self._closing.wait(tick_s):
+                # Re-armed at every tick: fires only when this thread itself cannot run for that long.
+                faulthandler.dump_traceback_later(self.stall_timeout_s + 2 * tick_s, file=2, exit=True)
+                what, at = self._last
+                silent_s = time.monotonic() - at
+                if silent_s >= self.stall_timeout_s:
+                    return self._stall(what, silent_s)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _stall(self, what: str, silent_s: float) -> None:
+        self.state = WatchState.STALLED
+        path = self.dump_dir / f"{self.role}_{os.getpid()}.txt"
+        logger.error(
+            "stalled: nothing moved for %.0fs (last: %s; stall_timeout_s %g); stacks, queue depths: %s",
+            silent_s,
+            what,
+            self.stall_timeout_s,
+            path,
+        )
+        try:
+            self.dump_dir.mkdir(parents=True, exist_ok=True)
+            with path.open("w") as file:
+                self._dump(file, what, silent_s)
+        finally:
+            logging.shutdown()
+            sys.stderr.flush()
+            self._on_stall(EXIT_STALLED)
+
+    def _dump(self, file: TextIO, what: str, silent_s: float) -> None:
+        file.write(
+            f"{self.role} (pid {os.getpid()}): nothing moved for {silent_s:.0f}s; last: {what}\n\n"
+            "== threads ==\n"
+        )
+        file.flush()
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        if self._loop is not None:
+            file.write("\n== asyncio tasks ==\n")
+            for task in asyncio.all_tasks(self._loop):
+                file.write(f"\n{task.get_name()}: {task.get_coro()!r}\n")
+                task.print_stack(limit=12, file=file)
+        file.flush()
+        # Last, because it runs foreign code: a gauge that fails costs only itself.
+        file.write("\n== gauges ==\n")
+        try:
+            gauges = json.dumps(self._gauges(), indent=2, default=str)
+        except Exception as error:  # the process ends either way; the dump must be written
+            gauges = f"not available: {type(error).__name__}: {error}"
+        file.write(gauges + "\n")

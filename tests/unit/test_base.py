@@ -1,0 +1,255 @@
+"""base: paths, waiting, retries, children, watch, status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stretto.base import aio, process, status
+from stretto.base.errors import ConfigError, EngineError
+from stretto.base.paths import RunDir
+from stretto.base.watch import EXIT_STALLED, Watch, WatchState
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+# -- paths --
+
+
+def test_a_checkpoint_without_its_marker_does_not_exist(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.latest_complete_checkpoint() is None
+    for step in (2, 10, 30):
+        run.checkpoint(step).mkdir(parents=True)
+    for step in (2, 10):
+        run.complete_marker(step).touch()
+    assert run.complete_checkpoints() == [2, 10]
+    assert run.latest_complete_checkpoint() == 10
+
+
+def test_latest_weights_follow_the_last_link(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (1, 2):
+        run.weights_step(step).mkdir(parents=True)
+        run.link_latest_weights(step)
+    assert run.latest_weights.resolve() == run.weights_step(2).resolve()
+    assert sorted(os.listdir(run.weights)) == ["latest", "step_1", "step_2"]
+
+
+# -- waiting --
+
+
+async def test_a_wait_that_fails_names_what_was_waited_for() -> None:
+    with pytest.raises(EngineError, match="the engine to answer"):
+        await aio.wait_for(asyncio.Event().wait(), 0.01, "the engine to answer")
+
+
+async def test_a_timeout_of_the_awaited_itself_is_not_taken_for_the_deadline() -> None:
+    async def fails() -> None:
+        raise TimeoutError("inner")
+
+    with pytest.raises(TimeoutError, match="inner"):
+        await aio.wait_for(fails(), 60, "nothing")
+
+
+async def test_retry_ends_with_the_last_error_after_its_attempts() -> None:
+    calls = []
+
+    async def fails() -> None:
+        calls.append(1)
+        raise ConnectionError("refused")
+
+    with pytest.raises(EngineError, match=r"ask failed 3 times .* refused"):
+        await aio.retry(fails, what="ask", attempts=3, first_delay_s=0.001)
+    assert len(calls) == 3
+
+
+async def test_retry_raises_at_once_what_is_not_retryable() -> None:
+    calls = []
+
+    async def fails() -> None:
+        calls.append(1)
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError):
+        await aio.retry(fails, what="ask", attempts=3, first_delay_s=0.001)
+    assert len(calls) == 1
+
+
+async def test_retry_never_outlasts_its_deadline() -> None:
+    with pytest.raises(EngineError, match="ask failed 1 times"):
+        await aio.retry(asyncio.Event().wait, what="ask", attempts=100, deadline_s=0.05)
+
+
+async def test_retry_returns_the_first_success() -> None:
+    results = [OSError("once"), 7]
+
+    async def call() -> int:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    assert await aio.retry(call, what="ask", attempts=2, first_delay_s=0.001) == 7
+
+
+async def test_a_task_group_cancels_the_others_and_raises_the_error_that_says_who_must_act() -> None:
+    cancelled = asyncio.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise ValueError("while stopping") from None
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise EngineError("gone")
+
+    with pytest.raises(EngineError, match="gone"):
+        async with aio.task_group() as group:
+            group.create_task(waits())
+            group.create_task(fails())
+    assert cancelled.is_set()
+
+
+# -- children --
+
+
+async def test_a_child_gets_its_environment_its_log_and_its_exit_code(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "child.log"
+    log.parent.mkdir()
+    log.write_text("of an earlier run\n")
+    code = "from os import environ as e; print(e['OMP_NUM_THREADS'], e['CUDA_VISIBLE_DEVICES']); exit(3)"
+    env = {**process.thread_env(2), **process.device_env(["4", "5"])}
+    child = process.start("child", python(code), env=env, log=log)
+    assert await asyncio.gather(child.wait(), child.wait()) == [3, 3]
+    assert child.tail() == ["2 4,5"]
+    assert log.read_text() == "of an earlier run\n2 4,5\n"
+    child.close()
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_and_so_are_its_own_children(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = f"""
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                              preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+open({str(pid_file)!r}, "w").write(f"{{grandchild.pid}}\\n")
+time.sleep(600)
+"""
+    child = process.start("stubborn", python(code), env={}, log=tmp_path / "log")
+    await until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
+    await process.stop([child], grace_s=0.2)
+    assert child.returncode == -signal.SIGKILL
+    grandchild = int(pid_file.read_text())
+    await until(lambda: not is_running(grandchild))
+
+
+async def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    parent = f"""
+import asyncio, pathlib, sys
+from stretto.base import process
+async def main():
+    child = process.start("c", [sys.executable, "-c", "import time; print('up'); time.sleep(600)"], env={{}},
+                          log=pathlib.Path({str(tmp_path / "log")!r}))
+    print(child.pid, flush=True)
+    await child.wait()
+asyncio.run(main())
+"""
+    with subprocess.Popen(python(parent), stdout=subprocess.PIPE, text=True) as popen:
+        assert popen.stdout is not None
+        pid = int(popen.stdout.readline())
+        await until(lambda: (tmp_path / "log").read_text() == "up\n")
+        popen.kill()
+    await until(lambda: not is_running(pid))
+
+
+def test_an_exit_is_described_in_words() -> None:
+    assert process.describe_exit(3) == "exit code 3"
+    assert process.describe_exit(-9) == "killed by SIGKILL (9)"
+
+
+@pytest.mark.parametrize(
+    ("value", "gpus"), [("", []), ("-1", []), ("0", ["0"]), ("4, 5", ["4", "5"]), ("GPU-ab,-1,3", ["GPU-ab"])]
+)
+def test_visible_gpus_are_those_cuda_would_show(
+    monkeypatch: pytest.MonkeyPatch, value: str, gpus: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert process.visible_gpus() == gpus
+
+
+# -- watch --
+
+
+def test_a_stalled_process_dumps_stacks_and_gauges_and_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+    code = f"""
+import asyncio
+from stretto.base.watch import Watch
+async def waits_for_ever():
+    await asyncio.Event().wait()
+async def main():
+    with Watch(0.2, {str(tmp_path)!r}, lambda: {{"queue": 41 + 1}}, role="worker") as watch:
+        watch.progress("batch 7")
+        await asyncio.create_task(waits_for_ever())
+asyncio.run(main())
+"""
+    result = subprocess.run(python(code), timeout=60, check=False)
+    assert result.returncode == EXIT_STALLED
+    [dump] = tmp_path.iterdir()
+    text = dump.read_text()
+    assert "last: batch 7" in text and "waits_for_ever" in text and '"queue": 42' in text
+
+
+def test_progress_keeps_a_process_alive(tmp_path: Path) -> None:
+    exits: list[int] = []
+    with Watch(0.5, tmp_path, on_stall=exits.append) as watch:
+        for _ in range(20):
+            time.sleep(0.05)
+            watch.progress("step")
+    assert watch.state is WatchState.CLOSED and exits == [] and list(tmp_path.iterdir()) == []
+
+
+# -- status --
+
+
+def test_a_status_line_reaches_the_pipe_and_a_full_or_closed_pipe_never_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setenv(status.STATUS_FD_VAR, str(writer))
+    status.report("step", step=3, reward=0.5)
+    assert json.loads(os.read(reader, 10_000)) == {"kind": "step", "step": 3, "reward": 0.5}
+    for _ in range(10_000):
+        status.report("note", text="x" * 100)
+    os.close(reader)
+    status.report("note", text="nobody reads")
+    os.close(writer)
+    status.report("note", text="nobody writes")
+
+
+async def until(condition, timeout_s: float = 30.0) -> None:
+    """Wait for something another process does."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
