@@ -1,0 +1,190 @@
+"""What an environment is, and how one is found.
+
+An environment owns its tasks and its rewards and nothing else: tokens, logprobs and policy versions are
+recorded by the context it is given (`orchestrator/rollout.py`), so no environment can get them wrong. Two
+kinds:
+
+* `SingleTurnEnv`: one prompt, one reply, one score. All samples of a group are one request to the engine.
+* any class with `tasks` and `async rollout(task, ctx)`: as many turns and calls of anything as it likes.
+
+`load_environment` takes the id of a bundled environment or `module:attr` of a class or function of your own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from stretto.base.errors import ConfigError, EnvError
+from stretto.records.rollout import Task
+
+Split = Literal["train", "eval"]
+Message = dict[str, Any]
+
+BUNDLED = {
+    "reverse-text": "stretto.envs.reverse_text:ReverseText",
+    "sort-letters": "stretto.envs.sort_letters:SortLetters",
+}
+
+
+class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What an environment says about one episode."""
+
+    reward: float
+    metrics: dict[str, float] = {}
+    is_truncated: bool = False  # the environment's own limit (turns, time) ended it; the reward is valid
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the policy. `message` is the assistant message, ready to be appended to the history."""
+
+    message: Message
+    text: str
+    token_ids: np.ndarray  # int32 [completion]
+    finish_reason: str  # "stop" | "length"
+
+
+class OutOfContext(EnvError):
+    """The history leaves no room for another reply.
+
+    An environment may catch it to give a reward all the same.
+    """
+
+
+class RolloutContext(Protocol):
+    """The policy, as an environment sees it during one episode."""
+
+    async def generate(self, prompt_ids: np.ndarray, **sampling: Any) -> Reply:
+        """Continue these tokens. A prompt that extends the tokens so far continues the same branch."""
+
+    async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
+        """Answer these messages; new messages are appended to the tokens so far wherever the renderer can."""
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """Tasks by index.
+
+    `make(i)` is the same task in every process and every run. num_tasks None is endless.
+    """
+
+    make: Callable[[int], Task]
+    num_tasks: int | None = None
+
+    def task(self, index: int) -> Task:
+        """Task number `index`; a finite source starts over at its end."""
+        return self.make(index if self.num_tasks is None else index % self.num_tasks)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Anything with a name, tasks and episodes.
+
+    Optional: `sft_rows(num_rows, seed) -> [{"messages": [...]}]`.
+    """
+
+    name: str
+
+    def tasks(self, split: Split) -> TaskSource:
+        """The tasks to train on, or the held-out ones."""
+
+    async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
+        """Play one episode."""
+
+
+class SingleTurnEnv(ABC):
+    """One prompt, one reply, one score; the group's samples share one request and one rendered prompt."""
+
+    name: str
+
+    @abstractmethod
+    def tasks(self, split: Split) -> TaskSource:
+        """The tasks to train on, or the held-out ones."""
+
+    @abstractmethod
+    def prompt(self, task: Task) -> list[Message]:
+        """Messages shown to the policy."""
+
+    @abstractmethod
+    def score(self, task: Task, text: str) -> float | RolloutResult | Awaitable[float | RolloutResult]:
+        """Reward of a reply; may be a coroutine when it asks somebody else."""
+
+    async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
+        reply = await ctx.chat(self.prompt(task))
+        return await scored(self.score(task, reply.text))
+
+
+async def scored(score: float | RolloutResult | Awaitable[float | RolloutResult]) -> RolloutResult:
+    """Any of the three things `score` may return, as a RolloutResult."""
+    if inspect.isawaitable(score):
+        score = await score
+    return score if isinstance(score, RolloutResult) else RolloutResult(reward=float(score))
+
+
+def load_environment(env_id: str, args: dict[str, Any] | None = None, name: str | None = None) -> Environment:
+    """Build the environment `env_id` with keyword arguments `args`; `name` is what metrics call it.
+
+    Raises: ConfigError for an unknown id, a module or attribute that is not there, or arguments that do not
+    fit.
+    """
+    factory = _find_factory(env_id)
+    args = args or {}
+    try:
+        inspect.signature(factory).bind(**args)
+    except TypeError as cause:
+        raise ConfigError(
+            f"environment {env_id!r}: {cause}; its arguments are {_signature(factory)}. Change `args`."
+        ) from cause
+    env = factory(**args)
+    if not isinstance(env, Environment):
+        raise ConfigError(f"{env_id!r} made a {type(env).__name__}, which lacks name, tasks or rollout.")
+    env.name = name or env.name
+    return env
+
+
+def _find_factory(env_id: str) -> Callable[..., Any]:
+    path = BUNDLED.get(env_id, env_id)
+    if ":" not in path:
+        nearest = difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
+        raise ConfigError(f"no environment {env_id!r}; {hint} your own is named `module:attr`.")
+    module_name, attr = path.split(":", 1)
+    try:
+        module = _import_module(module_name)
+    except ModuleNotFoundError as cause:
+        if cause.name is None or not (module_name + ".").startswith(cause.name + "."):
+            raise  # the module is there; something it imports is not
+        raise ConfigError(
+            f"environment {env_id!r}: no module {cause.name!r} on the Python path or in this directory."
+        ) from cause
+    if not hasattr(module, attr):
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        nearest = difflib.get_close_matches(attr, names, n=1)
+        hint = f"; did you mean {module_name}:{nearest[0]}?" if nearest else f"; it has {', '.join(names)}."
+        raise ConfigError(f"environment {env_id!r}: module {module_name!r} has no {attr!r}{hint}")
+    return getattr(module, attr)
+
+
+def _import_module(name: str):
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        if "" in sys.path:
+            raise
+        # Console scripts do not look into the working directory, where a user's own environment usually lies.
+        sys.path.append("")
+        return importlib.import_module(name)
+
+
+def _signature(factory: Callable[..., Any]) -> str:
+    parameters = inspect.signature(factory).parameters.values()
+    return ", ".join(str(p.replace(annotation=p.empty)) for p in parameters) or "none"
