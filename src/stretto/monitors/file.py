@@ -1,0 +1,107 @@
+"""The metrics file: one JSON object a line, appended, never rewritten; and the function that reads it.
+
+A line is {"step": n, "time": unix seconds, "incarnation": k, name: value, ...}. Every opening of the file is a new
+incarnation and begins with a line {"incarnation": k, "resumed_step": n or null, "time": ...}. A resumed run repeats
+steps; the reader keeps the newest: rows of older incarnations beyond the resumed step (or, when that is not known,
+from the first step that the newer one logged) are superseded. A value that is not finite is written as null and read
+as nan.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+_TAIL_BYTES = 1 << 16
+
+
+class MetricsFile:
+    """The writing side; a row costs one write call, which a killed process has already made."""
+
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.incarnation = _end_torn_line(self._fd) + 1
+        self._write({"incarnation": self.incarnation, "resumed_step": resumed_step, "time": time.time()})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write({"step": step, "time": time.time(), "incarnation": self.incarnation, **metrics})
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._fd is None:
+            raise ValueError("the metrics file is closed")
+        os.write(self._fd, orjson.dumps(row, default=_plain, option=_OPTIONS))
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """One merged row a step, in step order, without superseded rows; [] when there is no file.
+
+    Lines that a crash cut off are skipped.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    rows: dict[int, dict[str, Any]] = {}
+    resumed: int | None = None
+    is_new = False  # an incarnation began without saying where it resumes: its first row says so
+    for line in lines:
+        row = _parse(line)
+        if row is None:
+            continue
+        if "step" not in row:
+            resumed, is_new = row.get("resumed_step"), row.get("resumed_step") is None
+            if resumed is not None:
+                rows = {step: old for step, old in rows.items() if step <= resumed}
+            continue
+        step = row["step"]
+        if is_new:
+            rows, is_new = {s: old for s, old in rows.items() if s < step}, False
+        rows.setdefault(step, {}).update((k, math.nan if v is None else v) for k, v in row.items())
+    return [rows[step] for step in sorted(rows)]
+
+
+def _end_torn_line(fd: int) -> int:
+    """Close a line that a crash left open; the number of the last incarnation in the file (0: none)."""
+    size = os.fstat(fd).st_size
+    if size == 0:
+        return 0
+    if os.pread(fd, 1, size - 1) != b"\n":
+        os.write(fd, b"\n")
+    end = os.fstat(fd).st_size
+    span = _TAIL_BYTES
+    while True:
+        start = max(end - span, 0)
+        for line in reversed(os.pread(fd, end - start, start).splitlines()):
+            row = _parse(line)
+            if row is not None and isinstance(row.get("incarnation"), int):
+                return row["incarnation"]
+        if start == 0:
+            return 0
+        span *= 2
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _plain(value: Any) -> Any:
+    """A 0-d array or tensor as its number, anything else as text."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "shape", None) == () else str(value)

@@ -1,0 +1,30 @@
+"""trackio, a local tracker: `trackio show` draws what it recorded in its own cache directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stretto.base.paths import RunDir
+from stretto.config.monitors import TrackioSection
+
+
+class TrackioMonitor:
+    def __init__(self, section: TrackioSection, role: str, run_name: str) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=section.project, name=f"{run_name}-{role}", group=run_name, resume="allow", embed=False
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def build(
+    section: TrackioSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
+) -> TrackioMonitor:
+    """Takes seconds: imports the package and starts its server."""
+    return TrackioMonitor(section, role, run_name)

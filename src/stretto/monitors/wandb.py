@@ -1,0 +1,59 @@
+"""Weights & Biases. One run there per process (grouped by run name), continued when the run is resumed."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+
+from stretto.base.paths import RunDir
+from stretto.config.monitors import WandbSection
+
+
+class WandbMonitor:
+    def __init__(self, section: WandbSection, run_dir: RunDir, role: str, run_name: str) -> None:
+        import wandb
+
+        directory = run_dir.path / "wandb"
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            config = json.loads(run_dir.config(role).read_text())
+        except (OSError, ValueError):
+            config = None
+        self._run = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            name=f"{section.name or run_name}-{role}",
+            group=section.name or run_name,
+            job_type=role,
+            tags=section.tags,
+            config=config,
+            dir=str(run_dir.path),
+            mode="offline" if section.offline else "online",
+            id=_run_id(directory / f"{role}.id"),
+            resume=None if section.offline else "allow",
+            settings=wandb.Settings(silent=True, init_timeout=120, console="off", disable_git=True),
+        )
+        # Rows are keyed by our step, not wandb's own counter, which refuses to go back after a resume.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def build(
+    section: WandbSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
+) -> WandbMonitor:
+    """Takes seconds: imports the package and starts its service."""
+    return WandbMonitor(section, run_dir, role, run_name)
+
+
+def _run_id(path) -> str:
+    """The id under which this process of this run is known there, kept in the run directory."""
+    if not path.exists():
+        path.write_text(secrets.token_hex(6))
+    return path.read_text().strip()

@@ -1,0 +1,204 @@
+"""Records to bytes and back: a msgpack header, then every array as a raw buffer of its own.
+
+`encode` gives frames for a wire (arrays are not copied), `encode_blob` one bytes object for a file (padded, with a crc).
+Both start with a fixed prefix that holds `SCHEMA`, the number of the record layout, so that a reader of another
+version can say so instead of misreading. Decoded arrays are read-only views of the buffers they came in.
+
+Nothing here executes what it reads: no pickle, dtypes from a closed list, and every length is checked, so damaged or
+hostile input ends in a `WireError` (frames) or `DataError` (blobs).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from stretto.base.errors import DataError, WireError
+
+SCHEMA = 1
+"""Raise it whenever a record's meaning or layout changes in a way an older reader would misunderstand."""
+
+T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
+
+_PREFIX = struct.Struct("<4sH")  # magic, schema
+_MAGIC = b"STRF"
+_BLOB = struct.Struct("<4sHHIIQ")  # magic, schema, 0, number of frames, crc32 of the rest, bytes of the rest
+_BLOB_MAGIC = b"STRB"
+_ALIGN = 8
+_ARRAY = 1  # msgpack extension code; its data is the array's index
+_DTYPES = {dtype: np.dtype(dtype) for dtype in (
+    "|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8",
+)}  # fmt: skip
+
+
+class _Header(msgspec.Struct, array_like=True):
+    type: str
+    arrays: list[tuple[str, tuple[int, ...]]]  # dtype, shape of frame 1, 2, ...
+    body: msgspec.Raw
+
+
+def encode(obj: Any) -> list[Buffer]:
+    """Frames of a record: the header, then one frame an array, without copying contiguous arrays."""
+    arrays: list[np.ndarray] = []
+
+    def hook(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            arrays.append(_portable(value))
+            return msgspec.msgpack.Ext(_ARRAY, (len(arrays) - 1).to_bytes(4, "little"))
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(
+            f"a record cannot hold a {type(value).__name__}; use numbers, text, containers or numpy arrays"
+        )
+
+    body = msgspec.msgpack.encode(obj, enc_hook=hook)
+    header = _Header(type(obj).__name__, [(a.dtype.str, a.shape) for a in arrays], msgspec.Raw(body))
+    first = _PREFIX.pack(_MAGIC, SCHEMA) + msgspec.msgpack.encode(header)
+    return [first, *(a.reshape(-1).view(np.uint8).data for a in arrays)]
+
+
+def decode(frames: Sequence[Buffer], type: type[T] | Any) -> T:
+    """The record of these frames; its arrays are read-only views of them.
+
+    Raises: WireError when the frames are of another schema, of another type, or damaged.
+    """
+    if not frames:
+        raise WireError("empty message: expected the header of a record.")
+    views = [memoryview(frame).toreadonly().cast("B") for frame in frames]
+    if len(views[0]) < _PREFIX.size:
+        raise WireError(f"message header of {len(views[0])} bytes is shorter than its prefix; it is cut off.")
+    magic, schema = _PREFIX.unpack_from(views[0])
+    if magic != _MAGIC:
+        raise WireError(
+            f"message starts with {bytes(magic)!r}, not {_MAGIC!r}; the peer is not a stretto process."
+        )
+    check_schema(schema, "message")
+    try:
+        header = _header_decoder().decode(views[0][_PREFIX.size :])
+        name = getattr(type, "__name__", None)
+        if isinstance(type, _StructMeta) and header.type != name:
+            raise WireError(f"expected a {name}, received a {header.type}.")
+        if len(header.arrays) != len(views) - 1:
+            raise WireError(
+                f"{header.type} says it has {len(header.arrays)} arrays, received {len(views) - 1}."
+            )
+        arrays = [_array(view, *meta) for view, meta in zip(views[1:], header.arrays)]
+        return _decode_body(header.body, type, arrays)
+    except (
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+        RecursionError,
+        OverflowError,
+        ValueError,
+        TypeError,
+    ) as cause:
+        raise WireError(f"damaged message: {cause}") from cause
+
+
+def encode_blob(obj: Any) -> bytes:
+    """One bytes object for a file: length and crc32 in front, arrays aligned to 8 bytes."""
+    parts: list[Buffer] = []
+    frames = encode(obj)
+    lengths = struct.pack(f"<{len(frames)}Q", *(len(frame) for frame in frames))
+    parts.append(lengths)
+    for frame in frames:
+        parts.append(frame)
+        if padding := -len(frame) % _ALIGN:
+            parts.append(bytes(padding))
+    rest = b"".join(parts)
+    return _BLOB.pack(_BLOB_MAGIC, SCHEMA, 0, len(frames), zlib.crc32(rest), len(rest)) + rest
+
+
+def decode_blob(blob: Buffer, type: type[T] | Any, *, where: str = "blob") -> T:
+    """The record of a blob. `where` names the file in errors.
+
+    Raises: DataError when it is damaged, WireError when it is of another schema or type.
+    """
+    view = memoryview(blob).toreadonly().cast("B")
+    if len(view) < _BLOB.size:
+        raise DataError(f"{where}: {len(view)} bytes are fewer than a header; it is cut off.")
+    magic, schema, _, num_frames, crc, length = _BLOB.unpack_from(view)
+    if magic != _BLOB_MAGIC:
+        raise DataError(
+            f"{where}: starts with {bytes(magic)!r}, not {_BLOB_MAGIC!r}; it is not a record or is damaged."
+        )
+    check_schema(schema, where)
+    rest = view[_BLOB.size :]
+    if len(rest) != length:
+        raise DataError(
+            f"{where}: holds {len(rest)} bytes where its header says {length}; it is cut off or damaged."
+        )
+    if zlib.crc32(rest) != crc:
+        raise DataError(f"{where}: checksum mismatch; it is damaged.")
+    if num_frames * 8 > length:
+        raise DataError(f"{where}: says it has {num_frames} frames in {length} bytes; it is damaged.")
+    start, frames = num_frames * 8, []
+    for size in struct.unpack_from(f"<{num_frames}Q", rest):
+        if start + size > length:
+            raise DataError(f"{where}: a frame ends beyond the end; it is damaged.")
+        frames.append(rest[start : start + size])
+        start += size + -size % _ALIGN
+    return decode(frames, type)
+
+
+def blob_bytes(head: Buffer) -> int:
+    """Whole length of the blob that begins with `head` (at least `BLOB_HEAD_BYTES` long)."""
+    return _BLOB.size + _BLOB.unpack_from(head)[-1]
+
+
+BLOB_HEAD_BYTES = _BLOB.size
+
+
+def check_schema(schema: int, what: str) -> None:
+    """Raise WireError unless `schema` is ours; the message says which side is older."""
+    if schema != SCHEMA:
+        older = "the writer" if schema < SCHEMA else "this process"
+        raise WireError(
+            f"{what}: written with record schema {schema}, this process reads schema {SCHEMA}; {older} is older. "
+            "Run the same version of stretto on both sides."
+        )
+
+
+_StructMeta = type(msgspec.Struct)
+
+
+def _portable(array: np.ndarray) -> np.ndarray:
+    """The array itself where it is contiguous, little-endian and of a dtype we carry."""
+    little = array.dtype.newbyteorder("<")
+    if little.str not in _DTYPES:
+        raise TypeError(f"a record cannot hold an array of dtype {array.dtype}; known: {', '.join(_DTYPES)}")
+    if array.flags.c_contiguous and array.dtype == little:
+        return array
+    return np.array(array, dtype=little, order="C")
+
+
+def _array(view: memoryview, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    known = _DTYPES.get(dtype)
+    if known is None:
+        raise WireError(f"array of unknown dtype {dtype!r}.")
+    if len(shape) > 32 or any(n < 0 for n in shape) or math.prod(shape) * known.itemsize != len(view):
+        raise WireError(f"array {dtype}{list(shape)} does not fit its {len(view)} bytes.")
+    return np.frombuffer(view, dtype=known).reshape(shape)
+
+
+def _decode_body(body: msgspec.Raw, type: Any, arrays: list[np.ndarray]) -> Any:
+    def ext_hook(code: int, data: memoryview) -> Any:
+        index = int.from_bytes(data, "little")
+        if code != _ARRAY or index >= len(arrays):
+            raise WireError(f"reference to array {index} (extension {code}) of {len(arrays)}.")
+        return arrays[index]
+
+    return msgspec.msgpack.decode(body, type=type, ext_hook=ext_hook)
+
+
+@lru_cache(maxsize=1)
+def _header_decoder() -> msgspec.msgpack.Decoder[_Header]:
+    return msgspec.msgpack.Decoder(_Header)
