@@ -1,8 +1,8 @@
 """Causal attention within packed documents: what the trainer hands the decoder as `Attend`.
 
 Documents are never padded and never see each other. Neighbouring documents of equal length go through one
-batched call, so sort documents by length where the order is free (the learner does): short documents then cost a
-few calls a layer instead of one each. The slow reference (one mask over the whole row) stands in the tests.
+batched call, so sort documents by length where the order is free (the learner does): short documents then
+cost a few calls a layer instead of one each. The slow reference, one mask over the row, stands in the tests.
 """
 
 from __future__ import annotations

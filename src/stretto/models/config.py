@@ -27,7 +27,7 @@ _ONLY = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout":
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions; `kind` is default, linear or yarn, and only the last two use `factor` and what follows."""
+    """Rotary positions; `kind` is default, linear or yarn. Only the last two use `factor` and the rest."""
 
     theta: float
     kind: str = "default"

@@ -1,0 +1,274 @@
+"""Model directories in and out, and the stream of named tensors that weight transports carry.
+
+A directory is what transformers and vLLM load: config.json, model.safetensors (or shards and an index),
+generation_config.json, tokenizer files. Tensors are read one at a time into the finished module, so loading
+needs no second copy. Completeness is checked by name and shape; what is wrong with a directory is a DataError
+that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stretto.base.errors import DataError
+from stretto.config.model import ScratchSection
+from stretto.models.config import ARCHITECTURES, ModelConfig, Rope, parse_config, to_hf
+from stretto.models.decoder import Decoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+MAX_SHARD_BYTES = 5 * 10**9
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def find_model(name: str) -> Path:
+    """The directory called `name`, or the snapshot of a hub model that is already in the local cache."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    looks_like_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if looks_like_hub_name:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(name, local_files_only=True))
+        except LocalEntryNotFoundError:
+            pass
+    also = " and no model of that name in the local hub cache" if looks_like_hub_name else ""
+    raise DataError(
+        f"model {name!r}: no such directory{also}; give a directory with config.json and safetensors"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; a model directory needs it") from None
+    except ValueError as cause:
+        raise DataError(f"{path}: not valid JSON ({cause}); write the file again") from cause
+
+
+def load_config(directory: str | Path) -> ModelConfig:
+    """The config.json of a model directory, as our decoder understands it."""
+    path = Path(directory) / "config.json"
+    return parse_config(read_json(path), str(path))
+
+
+def has_own_module(directory: str | Path) -> bool:
+    """True where impl = "auto" means our own decoder."""
+    path = Path(directory) / "config.json"
+    hf = read_json(path)
+    if hf.get("model_type") not in ARCHITECTURES:
+        return False
+    try:
+        parse_config(hf, str(path))
+    except DataError:
+        return False
+    return True
+
+
+def build_model(cfg: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """The module with memory but without values: fill it with `load_tensors`."""
+    with torch.device("meta"):
+        model = Decoder(cfg)
+    return model.to(dtype).to_empty(device=device)
+
+
+def load_model(
+    directory: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", impl: str = "auto"
+) -> Decoder:
+    """Our decoder with the weights of a model directory (for `impl = "hf"` see hf.py).
+
+    Raises: DataError when the directory is missing, incomplete, truncated, or of a family unknown here.
+    """
+    assert impl in ("auto", "custom"), impl
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise DataError(f"model {str(directory)!r}: no such directory")
+    model = build_model(load_config(directory), dtype, device)
+    load_tensors(model, read_tensors(directory), where=str(directory))
+    return model
+
+
+def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | list[int] | None) -> Decoder:
+    """A freshly initialised network of this shape (float32, CPU), the same for the same seed.
+
+    `token_ids` (eos_token_id, pad_token_id, bos_token_id) go into its config.json.
+    """
+    cfg = ModelConfig(
+        family=scratch.family,
+        vocab_size=vocab_size,
+        hidden_size=scratch.hidden_size,
+        intermediate_size=scratch.intermediate_size,
+        num_layers=scratch.num_layers,
+        num_heads=scratch.num_heads,
+        num_kv_heads=scratch.num_kv_heads,
+        head_dim=scratch.head_dim,
+        rope=Rope(theta=10_000.0),
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=scratch.tie_word_embeddings,
+        max_position_embeddings=scratch.max_position_embeddings,
+    )
+    hf = to_hf(cfg, dtype="float32", **token_ids)
+    model = build_model(parse_config(hf, "[model.scratch]"), torch.float32, "cpu")
+    generator = torch.Generator().manual_seed(scratch.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, cfg.initializer_range, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
+
+
+def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under its Hugging Face checkpoint name, detached, in a fixed order."""
+    if hasattr(model, "export_tensors"):
+        yield from model.export_tensors()
+        return
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+
+
+def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], where: str = "weights") -> None:
+    """Copy named tensors into the model in place; every weight must come once, in its shape.
+
+    Raises: DataError naming what is missing, unknown or misshapen. The model is then partly overwritten.
+    """
+    parameters = dict(model.named_parameters())
+    missing = set(parameters)
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if name not in parameters:
+                if _is_redundant(name, model.config):
+                    continue
+                raise DataError(
+                    f"{where}: tensor {name!r} is not part of a {model.config.family} of this config.json"
+                )
+            if tensor.shape != parameters[name].shape:
+                got, want = tuple(tensor.shape), tuple(parameters[name].shape)
+                raise DataError(f"{where}: tensor {name!r} has shape {got}, config.json asks for {want}")
+            parameters[name].copy_(tensor)
+            missing.discard(name)
+    if missing:
+        first = ", ".join(sorted(missing)[:4])
+        raise DataError(f"{where}: {len(missing)} of {len(parameters)} tensors are missing: {first} ...")
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model directory, shard by shard, without loading a whole shard."""
+    for path in _weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as cause:
+            raise DataError(f"{path}: cannot be read ({cause}); the file is truncated or damaged") from cause
+
+
+def save_hf(model: nn.Module, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
+    """Write a model directory that transformers and vLLM load, with the tokenizer of `tokenizer_dir`."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = dict(model.config.hf)
+    config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    _write_json(directory / "config.json", config)
+    _save_shards(directory, export_tensors(model))
+    if tokenizer_dir is not None:
+        copy_tokenizer(tokenizer_dir, directory)
+    generation = Path(tokenizer_dir or directory) / "generation_config.json"
+    if generation.is_file() and generation.parent != directory:
+        shutil.copyfile(generation, directory / generation.name)
+    elif not generation.is_file():
+        ids = {
+            key: config[key]
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+            if config.get(key) is not None
+        }
+        _write_json(directory / generation.name, {"_from_model_config": True} | ids)
+
+
+def copy_tokenizer(source: str | Path, directory: str | Path) -> None:
+    """Copy the tokenizer's files (and a model's own Python files, which its config.json may name)."""
+    if not Path(source).is_dir():
+        raise DataError(f"tokenizer {str(source)!r}: no such directory")
+    for path in [Path(source) / name for name in TOKENIZER_FILES] + sorted(Path(source).glob("*.py")):
+        if path.is_file() and path.parent.resolve() != Path(directory).resolve():
+            shutil.copyfile(path, Path(directory) / path.name)
+
+
+def _is_redundant(name: str, cfg: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry although the network derives them."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and cfg.tie_word_embeddings)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / _INDEX).is_file():
+        files = sorted(set(read_json(directory / _INDEX).get("weight_map", {}).values()))
+        absent = [name for name in files if not (directory / name).is_file()]
+        if absent or not files:
+            raise DataError(
+                f"{directory / _INDEX}: names {', '.join(absent) or 'no file'}, which is not there"
+            )
+        return [directory / name for name in files]
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    raise DataError(f"{directory}: neither {_SINGLE} nor {_INDEX}; only safetensors checkpoints are read")
+
+
+def _save_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """One file, or files of at most MAX_SHARD_BYTES with an index; one shard in memory at a time."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    sizes = {"pending": 0, "total": 0}
+
+    def flush() -> None:
+        save_file(pending, directory / f"shard-{len(shards)}.tmp", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+        sizes["pending"] = 0
+
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if pending and sizes["pending"] + num_bytes > MAX_SHARD_BYTES:
+            flush()
+        pending[name] = tensor.detach().cpu().contiguous()
+        sizes["pending"] += num_bytes
+        sizes["total"] += num_bytes
+    flush()
+    if len(shards) == 1:
+        (directory / "shard-0.tmp").replace(directory / _SINGLE)
+        return
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"shard-{i}.tmp").replace(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    _write_json(directory / _INDEX, {"metadata": {"total_size": sizes["total"]}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
