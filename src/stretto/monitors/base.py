@@ -1,9 +1,10 @@
 """One `log(step, metrics)` for every place where metrics go; none of them can stop or stall a run.
 
-The metrics file is written at once by the caller (tens of microseconds). Trackers (`wandb`, `tensorboard`, `trackio`)
-are built and fed by a thread of their own each, through a bounded queue, so that neither their seconds of start-up nor
-a slow network is felt by the loop that logs. A monitor that raises is dropped with one error line. What a tracker is
-lies in its own file; `file.py` holds the format of the metrics file and its reader.
+The metrics file is written at once by the caller (tens of microseconds). Trackers (`wandb`, `tensorboard`,
+`trackio`) are built and fed by a thread of their own each, through a bounded queue, so that neither their
+seconds of start-up nor a slow network is felt by the loop that logs. A monitor that raises is dropped with
+one error line. What a tracker is lies in its own file; `file.py` holds the format of the metrics file and its
+reader.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def build_monitors(
 ) -> Monitors:
     """The metrics file of `role` and every tracker that has a section.
 
-    resumed_step: the step a resumed run continues after; rows of later steps that an earlier life of the run wrote
-    are superseded. Raises: ConfigError when a tracker's package is missing.
+    resumed_step: the step a resumed run continues after; rows of later steps that an earlier life of the run
+    wrote are superseded. Raises: ConfigError when a tracker's package is missing.
     """
     trackers: dict[str, Callable[[], Monitor]] = {}
     for name, module in (("wandb", wandb), ("tensorboard", tensorboard), ("trackio", trackio)):

@@ -1,10 +1,10 @@
 """The metrics file: one JSON object a line, appended, never rewritten; and the function that reads it.
 
-A line is {"step": n, "time": unix seconds, "incarnation": k, name: value, ...}. Every opening of the file is a new
-incarnation and begins with a line {"incarnation": k, "resumed_step": n or null, "time": ...}. A resumed run repeats
-steps; the reader keeps the newest: rows of older incarnations beyond the resumed step (or, when that is not known,
-from the first step that the newer one logged) are superseded. A value that is not finite is written as null and read
-as nan.
+A line is {"step": n, "time": unix seconds, "incarnation": k, name: value, ...}. Every opening of the file is
+a new incarnation and begins with a line {"incarnation": k, "resumed_step": n or null, "time": ...}. A resumed
+run repeats steps; the reader keeps the newest: rows of older incarnations beyond the resumed step (or, when
+that is not known, from the first step that the newer one logged) are superseded. A value that is not finite
+is written as null and read as nan.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Records to bytes and back: a msgpack header, then every array as a raw buffer of its own.
 
-`encode` gives frames for a wire (arrays are not copied), `encode_blob` one bytes object for a file (padded, with a crc).
-Both start with a fixed prefix that holds `SCHEMA`, the number of the record layout, so that a reader of another
-version can say so instead of misreading. Decoded arrays are read-only views of the buffers they came in.
+`encode` gives frames for a wire (arrays are not copied), `encode_blob` one bytes object for a file (padded,
+with a crc). Both start with a fixed prefix that holds `SCHEMA`, the number of the record layout, so that a
+reader of another version can say so instead of misreading. Decoded arrays are read-only views of the buffers
+they came in.
 
-Nothing here executes what it reads: no pickle, dtypes from a closed list, and every length is checked, so damaged or
-hostile input ends in a `WireError` (frames) or `DataError` (blobs).
+Nothing here executes what it reads: no pickle, dtypes from a closed list, and every length is checked, so
+damaged or hostile input ends in a `WireError` (frames) or `DataError` (blobs).
 """
 
 from __future__ import annotations
@@ -34,9 +35,7 @@ _BLOB = struct.Struct("<4sHHIIQ")  # magic, schema, 0, number of frames, crc32 o
 _BLOB_MAGIC = b"STRB"
 _ALIGN = 8
 _ARRAY = 1  # msgpack extension code; its data is the array's index
-_DTYPES = {dtype: np.dtype(dtype) for dtype in (
-    "|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8",
-)}  # fmt: skip
+_DTYPES = {name: np.dtype(name) for name in "|b1 |i1 |u1 <i2 <u2 <i4 <u4 <i8 <u8 <f2 <f4 <f8".split()}
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -162,8 +161,8 @@ def check_schema(schema: int, what: str) -> None:
     if schema != SCHEMA:
         older = "the writer" if schema < SCHEMA else "this process"
         raise WireError(
-            f"{what}: written with record schema {schema}, this process reads schema {SCHEMA}; {older} is older. "
-            "Run the same version of stretto on both sides."
+            f"{what}: written with record schema {schema}, this process reads schema {SCHEMA}; {older} is "
+            "older. Run the same version of stretto on both sides."
         )
 
 

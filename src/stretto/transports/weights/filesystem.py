@@ -1,0 +1,145 @@
+"""Weights as safetensors files under RUN/broadcasts/version_N, with manifest.json written last.
+
+A version is written into a hidden directory beside its place and renamed into it, so that whoever sees
+`version_N` sees all of it. Needs a file system that trainer and engines share. Any safetensors reader can
+load the shards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from stretto.base.errors import DataError, EngineError
+from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.transports.weights.layout import Named, dtype_name
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 4 << 30
+MANIFEST = "manifest.json"
+_VERSION = re.compile(r"version_(\d+)$")
+
+
+class FilesystemPublisher:
+    """Keeps the newest `keep_versions` versions and every one that was not released."""
+
+    def __init__(self, directory: Path, *, keep_versions: int, shard_bytes: int = SHARD_BYTES) -> None:
+        self._directory = directory
+        self._keep_versions = keep_versions
+        self._shard_bytes = shard_bytes
+        self._in_use: set[int] = set()  # published by this process and not yet released
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob(".version_*"):  # half-written by a process that died
+            shutil.rmtree(path, ignore_errors=True)
+
+    def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
+        started = time.perf_counter()
+        final = self._directory / f"version_{version}"
+        partial = self._directory / f".version_{version}.{os.getpid()}"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            shards: list[str] = []
+            entries: list[TensorEntry] = []
+            crc = 0
+            for shard, tensors_of_shard in enumerate(_split(tensors, self._shard_bytes)):
+                path = partial / f"shard_{shard:05d}.safetensors"
+                save_file(tensors_of_shard, path)
+                entries += _entries(path, shard, tensors_of_shard)
+                crc = _crc_of_file(path, crc)
+                shards.append(path.name)
+            manifest = WeightManifest(
+                version=version,
+                transport="filesystem",
+                location=str(final.resolve()),
+                shards=tuple(shards),
+                tensors=tuple(entries),
+                checksum=crc,
+            )
+            (partial / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+            if final.exists():  # of an earlier life of this run
+                final.rename(doomed := self._directory / f".version_{version}.old.{os.getpid()}")
+                shutil.rmtree(doomed, ignore_errors=True)
+            partial.rename(final)
+        except OSError as cause:
+            raise EngineError(
+                f"weights of version {version} in {final}: {cause}; free some space."
+            ) from cause
+        self._in_use.add(version)
+        self._prune(newest=version)
+        logger.debug("published version=%d in %.3fs", version, time.perf_counter() - started)
+        return manifest
+
+    def release(self, version: int) -> None:
+        self._in_use = {held for held in self._in_use if held > version}
+
+    def close(self) -> None:
+        """The newest versions stay: an engine may be started from them."""
+        self._in_use.clear()
+
+    def _prune(self, newest: int) -> None:
+        """Versions beyond `newest` are of an undone life of the run."""
+        found = {
+            int(match[1]): path for path in self._directory.iterdir() if (match := _VERSION.match(path.name))
+        }
+        kept = set(sorted(v for v in found if v <= newest)[-self._keep_versions :]) | self._in_use
+        for version, path in found.items():
+            if version not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def load_manifest(directory: Path) -> WeightManifest:
+    """The manifest of a published version on disk.
+
+    Raises: DataError when the directory holds no complete version.
+    """
+    try:
+        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=WeightManifest)
+    except (OSError, msgspec.MsgspecError) as cause:
+        raise DataError(f"{directory}: no published weights there ({cause}).") from cause
+
+
+def _split(tensors: Iterable[Named], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors in order, in parts of at most `shard_bytes` (or one tensor)."""
+    part: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        dtype_name(name, tensor)
+        if part and size + tensor.nbytes > shard_bytes:
+            yield part
+            part, size = {}, 0
+        # A copy of its own: safetensors refuses tensors that share memory, as tied or sliced weights do.
+        part[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        size += tensor.nbytes
+    yield part
+
+
+def _entries(path: Path, shard: int, tensors: dict[str, torch.Tensor]) -> list[TensorEntry]:
+    """Where safetensors put each tensor, read from the header it wrote: length, then JSON."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = msgspec.json.decode(file.read(length))
+    entries = []
+    for name, tensor in tensors.items():
+        start, end = header[name]["data_offsets"]
+        dtype = dtype_name(name, tensor)
+        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), shard, 8 + length + start, end - start))
+    return entries
+
+
+def _crc_of_file(path: Path, crc: int) -> int:
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc

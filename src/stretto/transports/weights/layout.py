@@ -1,0 +1,183 @@
+"""What the weight transports share: tensors as bytes, and a manifest's files mapped back into tensors.
+
+A shard is a file of raw little-endian tensors at the offsets that the manifest names. The checksum is the
+crc32 over all bytes of all shards, in order; it is verified before the first tensor is handed out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from stretto.base.errors import WireError
+from stretto.records.weights import TensorEntry, WeightManifest
+
+Named = tuple[str, torch.Tensor]
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+class Publisher(Protocol):
+    """The trainer's end. Versions are published in rising order."""
+
+    def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
+        """Write a version completely, then say where it lies; the tensors may be changed afterwards."""
+        ...
+
+    def release(self, version: int) -> None:
+        """Nobody reads `version` or an older one any more: their space may be used again."""
+        ...
+
+    def close(self) -> None:
+        """Remove what nobody can read after the trainer has gone."""
+        ...
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy where it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """The manifest's word for a tensor's dtype."""
+    word = str(tensor.dtype).removeprefix("torch.")
+    if word not in DTYPES:
+        raise WireError(f"tensor {name} has dtype {word}, which weight transports do not carry.")
+    return word
+
+
+def receive(manifest: WeightManifest) -> Received:
+    """Map a published version: `with receive(manifest) as tensors: load_tensors(model, tensors)`.
+
+    Raises: WireError when a shard is missing, cut off, of another version, or damaged.
+    """
+    return Received(manifest)
+
+
+class Received:
+    """Iterable of (name, tensor), once mapped and verified; the tensors are valid until the context is left.
+
+    They are views of the published bytes (private copy-on-write mappings): copy what shall stay. Leaving the
+    context checks that the publisher did not write over them meanwhile, and raises WireError if it did.
+    """
+
+    def __init__(self, manifest: WeightManifest) -> None:
+        self.manifest = manifest
+        self._maps: list[mmap.mmap] = []
+        self._paths = [Path(manifest.location, shard) for shard in manifest.shards]
+        crc = 0
+        try:
+            for path in self._paths:
+                mapped = _map(path, manifest)
+                self._maps.append(mapped)
+                crc = zlib.crc32(mapped, crc)
+        except BaseException:
+            self.close()
+            raise
+        if crc != manifest.checksum:
+            self.close()
+            raise WireError(
+                f"weights of version {manifest.version} in {manifest.location}: checksum {crc:#010x}, the "
+                f"manifest says {manifest.checksum:#010x}; they were overwritten or damaged. Publish them again."
+            )
+
+    def __iter__(self) -> Iterator[Named]:
+        for entry in self.manifest.tensors:
+            yield entry.name, self._tensor(entry)
+
+    def __enter__(self) -> Received:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.check_unchanged()
+        finally:
+            self.close()
+
+    def check_unchanged(self) -> None:
+        """Raise WireError if the publisher reused the space while it was read."""
+        if self.manifest.transport != "shm":
+            return
+        for path, mapped in zip(self._paths, self._maps):
+            if mapped[:HEAD_BYTES] != shard_head(self.manifest.version):
+                raise WireError(
+                    f"weights of version {self.manifest.version} in {path} were overwritten while they were "
+                    "read; the publisher released them too early."
+                )
+
+    def close(self) -> None:
+        """Unmap; a mapping that tensors still refer to goes with the last of them."""
+        maps, self._maps = self._maps, []
+        for mapped in maps:
+            try:
+                mapped.close()
+            except BufferError:
+                continue
+
+    def _tensor(self, entry: TensorEntry) -> torch.Tensor:
+        dtype = DTYPES.get(entry.dtype)
+        count = 1
+        for n in entry.shape:
+            count *= n
+        if dtype is None or count * dtype.itemsize != entry.num_bytes:
+            raise WireError(
+                f"tensor {entry.name}: {entry.dtype}{list(entry.shape)} is not {entry.num_bytes} bytes."
+            )
+        if count == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        mapped = self._maps[entry.shard]
+        if entry.offset + entry.num_bytes > len(mapped):
+            raise WireError(f"tensor {entry.name} ends beyond its shard of {len(mapped)} bytes.")
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+
+
+# A shard of shared memory is used again and again; the version in its head tells a late reader from an early one.
+HEAD_BYTES = 64
+HEAD_MAGIC = b"strettoW"
+
+
+def shard_head(version: int) -> bytes:
+    """The first bytes of a shared memory shard, written last and cleared first."""
+    return (HEAD_MAGIC + version.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
+
+
+def _map(path: Path, manifest: WeightManifest) -> mmap.mmap:
+    what = f"weights of version {manifest.version}: {path}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise WireError(
+            f"{what} does not exist; the publisher removed it or runs on another host "
+            '(across hosts use weight_broadcast.type = "filesystem").'
+        ) from None
+    except OSError as cause:
+        raise WireError(f"{what}: {cause.strerror}.") from cause
+    try:
+        if os.fstat(fd).st_size == 0:
+            raise WireError(f"{what} is empty.")
+        # Private: writable for torch, which warns about read-only memory; the publisher's bytes stay as they are.
+        mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+    if manifest.transport == "shm" and mapped[:HEAD_BYTES] != shard_head(manifest.version):
+        held = int.from_bytes(mapped[8:16], "little") if mapped[:8] == HEAD_MAGIC else None
+        mapped.close()
+        raise WireError(f"{what} holds " + ("an unfinished version." if held is None else f"version {held}."))
+    return mapped
