@@ -9,7 +9,7 @@ messages in OpenAI's shape, out come token ids:
     parse(completion)                       the message a completion stands for
 
 The one promise: for a conversation written by `render_prompt` + sampling + `extend`, the tokens `render_sft`
-marks in assistant turns are those the engine would have sampled, no more (never the `<think>` wrapper that the
+marks in assistant turns are what the engine would have sampled: no more (never the `<think>` wrapper that the
 prompt holds) and no fewer (the end token too). Importing the library takes half a second, so only
 `build_renderer` does it.
 """

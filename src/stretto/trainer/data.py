@@ -1,0 +1,296 @@
+"""Examples for supervised fine-tuning: read, rendered to tokens and masks, drawn in order, packed into rows.
+
+In go files (`messages`, or `prompt` and `completion`) or an environment's own solutions, out come lists of
+`MicroBatch`. Every row is checked before training starts, with its file and line. The order is a function of
+the seed and of how many examples were drawn before, so that one number is the whole cursor of a resumed run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.chat.render import Message, Renderer
+from stretto.config.sft import Data, EnvData, FileData, LossMaskSection
+from stretto.envs.base import load_environment
+from stretto.records.sample import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation, and where it comes from (`file:line`)."""
+
+    where: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation as tokens. The first token is never trained: nothing stands before it."""
+
+    token_ids: np.ndarray  # int32 [tokens]
+    is_trained: np.ndarray  # bool [tokens]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Everything there is to train on, and what was lost on the way."""
+
+    examples: tuple[Example, ...]
+    num_truncated: int
+    num_dropped: int
+    """Rows without a trained token (nothing said by a trained role within seq_len)."""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(example.token_ids) for example in self.examples)
+
+    def fingerprint(self) -> int:
+        """Changes when any token or mask does: a resumed run must see the same data in the same order."""
+        crc = len(self.examples)
+        for example in self.examples:
+            crc = zlib.crc32(example.is_trained, zlib.crc32(example.token_ids, crc))
+        return crc
+
+
+def load_examples(
+    data: Data, renderer: Renderer, loss_mask: LossMaskSection, max_tokens: int, seed: int
+) -> Examples:
+    """Read, check and render all rows; examples longer than max_tokens lose their end.
+
+    Raises: DataError naming file and line of a malformed row, or when nothing is left to train on.
+    """
+    examples: list[Example] = []
+    num_truncated = num_dropped = 0
+    where = "the data"
+    for row in read_rows(data, seed):
+        where = row.where
+        try:
+            ids, mask = renderer.render_sft(row.messages, loss_mask, row.tools)
+        except (KeyError, TypeError, ValueError) as cause:
+            raise DataError(f"{row.where}: cannot be rendered: {type(cause).__name__}: {cause}") from cause
+        if is_truncated := len(ids) > max_tokens:
+            ids, mask = ids[:max_tokens], mask[:max_tokens]
+        mask[:1] = False
+        if not mask.any():
+            num_dropped += 1
+            continue
+        num_truncated += is_truncated
+        # What follows the last trained token cannot change the loss.
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        examples.append(Example(ids[:end].copy(), mask[:end].copy()))
+    if not examples:
+        raise DataError(
+            f"{where}: no row has a token to train on ({num_dropped} rows read); "
+            f"check [loss_mask] and seq_len = {max_tokens}."
+        )
+    if num_truncated or num_dropped:
+        logger.warning(
+            "%d of %d examples were cut to %d tokens, %d more dropped because no trained token was left",
+            num_truncated,
+            len(examples),
+            max_tokens,
+            num_dropped,
+        )
+    return Examples(tuple(examples), num_truncated, num_dropped)
+
+
+def read_rows(data: Data, seed: int) -> Iterator[Row]:
+    """The conversations of a data section, in order."""
+    match data:
+        case FileData():
+            for file in _data_files(Path(data.name)):
+                yield from _read_file(file)
+        case EnvData():
+            env = load_environment(data.id, data.args)
+            if not hasattr(env, "sft_rows"):
+                raise ConfigError(
+                    f"[data] environment {data.id!r} has no sft_rows: it cannot solve its own tasks."
+                )
+            for i, row in enumerate(env.sft_rows(data.num_rows, seed)):
+                yield parse_row(row, f"environment {data.id}, row {i}")
+
+
+def parse_row(row: Any, where: str) -> Row:
+    """A row of either shape as a conversation.
+
+    Raises: DataError saying what is wrong with it.
+    """
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be an object, got {type(row).__name__}.")
+    if row.get("messages") is not None:
+        messages = _messages(row["messages"], "messages", where)
+    elif row.get("prompt") is not None and row.get("completion") is not None:
+        messages = [
+            *_messages(row["prompt"], "prompt", where, role_of_text="user"),
+            *_messages(row["completion"], "completion", where, role_of_text="assistant"),
+        ]
+    else:
+        keys = ", ".join(sorted(map(str, row))) or "nothing"
+        raise DataError(f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}.")
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = _from_json(tools, f"{where}: tools")
+    return Row(where, messages, tools or None)
+
+
+class ExampleOrder:
+    """Which examples a step trains: a new shuffle every epoch, batches that run on across epochs.
+
+    `num_drawn` is the whole state.
+    """
+
+    def __init__(self, num_examples: int, seed: int, num_drawn: int = 0):
+        self.num_examples = num_examples
+        self.seed = seed
+        self.num_drawn = num_drawn
+        self._shuffled: tuple[int, np.ndarray] | None = None
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.num_drawn / self.num_examples
+
+    def draw(self, count: int) -> list[int]:
+        """Indices of the next examples."""
+        drawn = []
+        for number in range(self.num_drawn, self.num_drawn + count):
+            epoch, position = divmod(number, self.num_examples)
+            drawn.append(int(self._permutation(epoch)[position]))
+        self.num_drawn += count
+        return drawn
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
+            self._shuffled = (epoch, order)
+        return self._shuffled[1]
+
+
+def pack(examples: Sequence[Example], row_tokens: int) -> list[MicroBatch]:
+    """Examples in as few rows of at most row_tokens tokens as first-fit-decreasing finds; none is split.
+
+    Documents of a row stand in order of length, which lets attention take equal ones in one call.
+    """
+    by_length = sorted(range(len(examples)), key=lambda i: (-len(examples[i].token_ids), i))
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in by_length:
+        need = len(examples[i].token_ids)
+        assert need <= row_tokens, f"example of {need} tokens in rows of {row_tokens}"
+        row = next((r for r, free in enumerate(room) if free >= need), None)
+        if row is None:
+            rows.append([])
+            room.append(row_tokens)
+            row = len(rows) - 1
+        rows[row].append(i)
+        room[row] -= need
+    return [_micro_batch([examples[i] for i in row], row) for row in rows]
+
+
+def _micro_batch(examples: list[Example], indices: list[int]) -> MicroBatch:
+    """Cross entropy alone: no token was sampled by a policy, so loss_mask is False throughout."""
+    token_ids = np.concatenate([example.token_ids for example in examples])
+    zeros = np.zeros(len(token_ids), np.float32)
+    return MicroBatch(
+        token_ids=token_ids,
+        cu_seqlens=np.cumsum([0, *(len(example.token_ids) for example in examples)]).astype(np.int32),
+        loss_mask=np.zeros(len(token_ids), bool),
+        logprobs=zeros,
+        advantages=zeros,
+        temperatures=np.ones(len(token_ids), np.float32),
+        sample_ids=tuple(str(i) for i in indices),
+        envs=("sft",) * len(examples),
+        ce_weights=np.concatenate([example.is_trained for example in examples]).astype(np.float32),
+    )
+
+
+def _data_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix in (".jsonl", ".parquet"))
+        if not files:
+            raise ConfigError(f"[data] name = {str(path)!r}: no .jsonl or .parquet file in this directory.")
+        return files
+    if not path.is_file():
+        raise ConfigError(f"[data] name = {str(path)!r}: no such file or directory.")
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"[data] name = {str(path)!r}: must end in .jsonl or .parquet.")
+    return [path]
+
+
+def _read_file(file: Path) -> Iterator[Row]:
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file)
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{file}:{number}"
+                yield parse_row(_from_json(line, where), where)
+
+
+def _read_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield parse_row(row, f"{file}, row {number}")
+    except (pyarrow.ArrowException, OSError) as cause:
+        raise DataError(f"{file}: not a readable parquet file: {cause}") from cause
+
+
+def _messages(value: Any, key: str, where: str, role_of_text: str | None = None) -> list[Message]:
+    if isinstance(value, str) and role_of_text is not None:
+        return [{"role": role_of_text, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: `{key}` must be a list of messages, got {_shown(value)}.")
+    return [_message(message, f"{where}: {key}[{i}]") for i, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> Message:
+    """A message without its empty fields, which columns of a parquet file always have."""
+    if not isinstance(message, dict):
+        raise DataError(f"{where} must be an object with role and content, got {_shown(message)}.")
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("role") not in ROLES:
+        raise DataError(f"{where}.role must be one of {', '.join(ROLES)}, got {_shown(message.get('role'))}.")
+    message.setdefault("content", "" if message.get("tool_calls") else None)
+    if not isinstance(message["content"], str | list):
+        raise DataError(f"{where}.content must be text, got {_shown(message['content'])}.")
+    return message
+
+
+def _from_json(text: bytes | str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as cause:
+        raise DataError(f"{where}: not JSON: {cause}") from cause
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
