@@ -35,7 +35,7 @@ _BLOB = struct.Struct("<4sHHIIQ")  # magic, schema, 0, number of frames, crc32 o
 _BLOB_MAGIC = b"STRB"
 _ALIGN = 8
 _ARRAY = 1  # msgpack extension code; its data is the array's index
-_DTYPES = {name: np.dtype(name) for name in "|b1 |i1 |u1 <i2 <u2 <i4 <u4 <i8 <u8 <f2 <f4 <f8".split()}
+_DTYPES = {np.dtype(c).newbyteorder("<").str: np.dtype(c).newbyteorder("<") for c in "?bBhHiIqQefd"}
 
 
 class _Header(msgspec.Struct, array_like=True):

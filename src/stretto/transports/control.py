@@ -121,13 +121,13 @@ class Event:
     message: Message
 
 
-# A frame list is [kind, number, ...]. These kinds mean the same in every schema.
+# A frame list is [kind, number, ...]; the kinds mean the same in every schema.
 REGISTER, REGISTERED, MESSAGE, ACK, HEARTBEAT, REFUSED, END = b"R", b"D", b"M", b"A", b"H", b"X", b"E"
 
 
 @dataclass
 class Link:
-    """One side's end of an ordered, acknowledged stream over a socket that may lose messages. No IO in here."""
+    """One end of an ordered, acknowledged stream over a socket that may lose messages. No IO in here."""
 
     heard_at: float
     sent: int = 0  # numbers given out
@@ -173,7 +173,7 @@ class _Peer:
 
 
 class ControlServer:
-    """The orchestrator's end. Every coroutine raises the first error of the wire: a dead rank ends all waits."""
+    """The orchestrator's end. Every coroutine raises the first error of the wire: a dead rank ends waits."""
 
     def __init__(self, cfg: ControlSection, run_id: str, *, resume_step: int | None = None) -> None:
         self._cfg = cfg
@@ -209,9 +209,11 @@ class ControlServer:
         except zmq.ZMQError as cause:
             self._context.destroy(linger=0)
             raise EngineError(
-                f"control wire: cannot bind {address}: {cause}; end what uses it, or choose another control.port."
+                f"control wire: cannot bind {address}: {cause}; end what uses it or set another control.port."
             ) from cause
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._tick())]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
 
     async def wait_registered(self, timeout_s: float | None = None) -> list[Register]:
         """Wait until every rank has registered; what they said, by rank.
@@ -275,7 +277,8 @@ class ControlServer:
                 await asyncio.wait_for(asyncio.shield(future), timeout_s)
             except TimeoutError:
                 raise EngineError(
-                    f"{self._peers[index].name} did not acknowledge {type(message).__name__} in {timeout_s:g} s."
+                    f"{self._peers[index].name} did not acknowledge {type(message).__name__} "
+                    f"within {timeout_s:g} s."
                 ) from None
 
     async def close(self) -> None:
@@ -305,6 +308,10 @@ class ControlServer:
         if self._error:
             raise self._error
 
+    def _task_ended(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and (cause := task.exception()):
+            self._fail(EngineError(f"control wire: {type(cause).__name__}: {cause}"))
+
     def _fail(self, error: StrettoError) -> None:
         self._error = self._error or error
         self._changed.set()
@@ -320,7 +327,10 @@ class ControlServer:
 
     async def _read(self) -> None:
         while True:
-            identity, kind, number, *body = await self._socket.recv_multipart()
+            frames = await self._socket.recv_multipart()
+            if len(frames) < 3:
+                continue  # not one of ours
+            identity, kind, number, *body = frames
             peer = self._by_identity.get(identity)
             if peer:
                 peer.link.heard_at = time.monotonic()
@@ -364,7 +374,7 @@ class ControlServer:
         first = next(iter(self._peers.values()), None)
         if info.run_id != self._run_id:
             reason = (
-                f"it belongs to run {info.run_id!r}, this orchestrator to run {self._run_id!r}; check ports."
+                f"it is of run {info.run_id!r}, the orchestrator of run {self._run_id!r}; see control.port."
             )
         elif known and known.identity != identity:
             reason = f"rank {info.rank} is taken by {known.name}; is an older trainer still running?"
@@ -400,12 +410,7 @@ class ControlServer:
                     peer.link.heard_at += late
                 silence = now - peer.link.heard_at
                 if silence > self._cfg.dead_after_s:
-                    return self._fail(
-                        EngineError(
-                            f"{peer.name} has been silent for {silence:.0f} s "
-                            f"(control.dead_after_s = {self._cfg.dead_after_s:g}): it died or hangs; see its log."
-                        )
-                    )
+                    return self._fail(_silent(peer.name, silence, self._cfg.dead_after_s))
                 for frames in ([HEARTBEAT, b""], *peer.link.due(now)):
                     await self._send(peer, frames)
 
@@ -563,16 +568,13 @@ class ControlClient:
             self._link.heard_at += late
         silence = now - self._link.heard_at
         if silence > self._cfg.dead_after_s:
-            self._fail(
-                EngineError(
-                    f"{self._peer} has been silent for {silence:.0f} s "
-                    f"(control.dead_after_s = {self._cfg.dead_after_s:g}): it died or hangs; see its log."
-                )
-            )
+            self._fail(_silent(self._peer, silence, self._cfg.dead_after_s))
         return [[HEARTBEAT, b""], *self._link.due(now)]
 
     def _receive(self, frames: list[bytes]) -> list[list]:
         """Take in one message; the frames to answer with."""
+        if len(frames) < 2:
+            return []  # not one of ours
         kind, number, *body = frames
         self._link.heard_at = time.monotonic()
         try:
@@ -595,3 +597,10 @@ class ControlClient:
         finally:
             self._state.notify_all()
         return []
+
+
+def _silent(peer: str, silence_s: float, dead_after_s: float) -> EngineError:
+    return EngineError(
+        f"{peer} has been silent for {silence_s:.0f} s (control.dead_after_s = {dead_after_s:g}): "
+        "it died or hangs; see its log."
+    )

@@ -92,7 +92,7 @@ class Received:
             self.close()
             raise WireError(
                 f"weights of version {manifest.version} in {manifest.location}: checksum {crc:#010x}, the "
-                f"manifest says {manifest.checksum:#010x}; they were overwritten or damaged. Publish them again."
+                f"manifest says {manifest.checksum:#010x}; they were overwritten or damaged."
             )
 
     def __iter__(self) -> Iterator[Named]:
@@ -148,7 +148,7 @@ class Received:
         return torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
 
-# A shard of shared memory is used again and again; the version in its head tells a late reader from an early one.
+# A shard of shared memory is used again and again; the version in its head warns a reader that comes late.
 HEAD_BYTES = 64
 HEAD_MAGIC = b"strettoW"
 
@@ -172,7 +172,7 @@ def _map(path: Path, manifest: WeightManifest) -> mmap.mmap:
     try:
         if os.fstat(fd).st_size == 0:
             raise WireError(f"{what} is empty.")
-        # Private: writable for torch, which warns about read-only memory; the publisher's bytes stay as they are.
+        # Private: writable, as torch wants its memory, while the publisher's bytes stay as they are.
         mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
