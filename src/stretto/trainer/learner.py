@@ -1,0 +1,221 @@
+"""The learner: a policy, its optimizer and its schedule; where weights change, for `sft` and `rl`.
+
+A step is `forward_backward` over the micro batches of a batch, then `optim_step`. Losses are divided by
+token counts of the whole step, over all ranks, so how documents were packed into micro batches does not
+matter. Given the same weights, state and batch, a step gives the same bits. What is learned from arrives as
+numpy (rows.py turns it into tensors); the loss is algorithms/losses.py; waiting, publishing and files
+belong to rl.py and sft.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stretto.algorithms.losses import TokenCounts, total_loss
+from stretto.base.errors import ConfigError, DataError, EngineError
+from stretto.config.model import ModelSection
+from stretto.config.trainer import DefaultLoss, Optim, Scheduler
+from stretto.models import hub
+from stretto.models.lm_head import token_logprobs
+from stretto.records.sample import MicroBatch
+from stretto.trainer.metrics import Reduce, StepSums, alone, sums_by_env
+from stretto.trainer.optim import (
+    Masters,
+    build_optimizer,
+    clip_gradients,
+    load_optimizer_tensors,
+    optimizer_tensors,
+)
+from stretto.trainer.rows import Rows, build_rows, count_tokens
+from stretto.trainer.schedule import learning_rate
+
+
+def training_device() -> torch.device:
+    """The accelerator this rank was given, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def load_policy(
+    section: ModelSection, *, vocab_size: int | None = None, **token_ids: int | list[int] | None
+) -> nn.Module:
+    """The network of [model] on this rank's device: from its directory, or random if it has a scratch section.
+
+    vocab_size and token_ids (eos_token_id, ...) are the tokenizer's and needed for a scratch model only.
+    What comes back has `hidden(token_ids, layout)`, `output_weight` and `config`, whichever `impl` it is.
+    """
+    dtype, device = hub.DTYPES[section.dtype], training_device()
+    if section.scratch is not None:
+        if section.impl == "hf":
+            raise ConfigError('[model] impl = "hf" cannot start from [model.scratch]; remove one of them')
+        assert vocab_size is not None, "a scratch model needs the tokenizer's vocabulary size"
+        return hub.random_model(section.scratch, vocab_size, **token_ids).to(device=device, dtype=dtype)
+    directory = hub.find_model(section.name)
+    if section.impl == "hf" or (section.impl == "auto" and not hub.has_own_module(directory)):
+        from stretto.models.hf import load_hf_model
+
+        return load_hf_model(
+            directory, dtype=dtype, device=device, trust_remote_code=section.trust_remote_code
+        )
+    return hub.load_model(directory, dtype=dtype, device=device)
+
+
+class Learner:
+    """Trains `policy` in place. `step` counts the optimizer steps done; it is the policy's version."""
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        *,
+        model: ModelSection,
+        optim: Optim,
+        scheduler: Scheduler,
+        max_steps: int | None,
+        loss: DefaultLoss | None = None,
+        reduce: Reduce = alone,
+    ) -> None:
+        self.policy = policy
+        self.step = 0
+        self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
+        self._loss = loss or DefaultLoss()
+        self._chunk = model.fused_lm_head_token_chunk_size
+        self._reduce = reduce
+        self._device = policy.output_weight.device
+        self._masters = Masters(policy, hub.DTYPES[model.optimization_dtype])
+        self._optimizer = build_optimizer(self._masters.parameters, optim)
+        self._sums = StepSums()
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add the gradients of one step's batch; every rank must call it once a step.
+
+        Raises: DataError when a batch does not fit the model, or trains no token at all.
+        """
+        counts = TokenCounts(**self._reduce(count_tokens(micro_batches)._asdict()))
+        if not any(counts):
+            raise DataError(
+                f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0"
+            )
+        for mb in micro_batches:
+            rows = build_rows(mb, self._vocab_size, self._device)
+            if rows is None:
+                continue
+            logprobs, entropy = self._score(rows)
+            loss, sums = total_loss(logprobs, rows.streams, counts, self._loss)
+            loss.backward()
+            sums["loss"] = loss.detach()
+            sums["entropy"] = (entropy * rows.streams.is_sampled).sum()
+            if len(set(mb.envs)) > 1:
+                sums |= sums_by_env(mb, rows, logprobs.detach(), entropy)
+            self._sums.add(sums)
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip, update the weights, and give the metrics of the step.
+
+        Raises: EngineError when the gradient is not finite; the weights are then as before.
+        """
+        norm = clip_gradients(self._masters.parameters, self._optim.max_norm)
+        grad_norm = float(norm)
+        if not np.isfinite(grad_norm):
+            self._masters.zero_grad()
+            raise EngineError(
+                f"step {self.step + 1}: gradient norm is {grad_norm}; lower [optim] lr = {self._optim.lr}, "
+                "or train in float32. The weights are those of the step before."
+            )
+        self.step += 1
+        lr = learning_rate(self.step, self._optim.lr, self._scheduler, self._max_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._masters.zero_grad()
+        self._masters.write_back()
+        return self._sums.take(self._reduce) | {"optim/lr": lr, "optim/grad_norm": grad_norm}
+
+    @torch.no_grad()
+    def logprobs(self, mb: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability and entropy at every token given those before it; 0 at a document's first token."""
+        is_scored = np.ones(len(mb.token_ids), dtype=bool)
+        is_scored[np.asarray(mb.cu_seqlens[:-1])[np.diff(mb.cu_seqlens) > 0]] = False
+        out = np.zeros((2, len(mb.token_ids)), dtype=np.float32)
+        rows = build_rows(mb, self._vocab_size, self._device, is_scored=is_scored)
+        if rows is not None:
+            for stream, values in zip(out, self._score(rows)):
+                stream[rows.sources] = values.cpu().numpy()
+        return out[0], out[1]
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Mean negative log-likelihood of the ce tokens, in nats, without touching weights or metrics."""
+        total, num_tokens = 0.0, 0
+        for mb in micro_batches:
+            rows = build_rows(mb, self._vocab_size, self._device)
+            if rows is None or rows.streams.ce_weights is None:
+                continue
+            is_member = rows.streams.ce_weights != 0
+            total -= float(self._score(rows)[0][is_member].double().sum())
+            num_tokens += int(is_member.sum())
+        sums = self._reduce({"nll": total, "tokens": float(num_tokens)})
+        return {"nll": sums["nll"] / max(sums["tokens"], 1.0), "tokens": sums["tokens"]}
+
+    def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights by Hugging Face name, as they are now: what is published and saved."""
+        return hub.export_tensors(self.policy)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that decides the next step: tensors (weights, optimizer, random state) and plain values."""
+        named = dict(zip(self._masters.names, self._masters.parameters))
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        optimizer = optimizer_tensors(self._optimizer, self._masters.names)
+        tensors |= {f"optim.{name}": tensor for name, tensor in optimizer.items()}
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if self._device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
+        return tensors, {"step": self.step, "optim": self._optim.type}
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises: DataError when it belongs to another model or optimizer; the learner is then unusable.
+        """
+        if values["optim"] != self._optim.type:
+            raise DataError(
+                f"state of optimizer {values['optim']!r}, but [optim] type = {self._optim.type!r}"
+            )
+        named = dict(zip(self._masters.names, self._masters.parameters))
+        saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        _check_same_model(named, saved)
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(saved[name])
+        optimizer = [(n.removeprefix("optim."), t) for n, t in tensors.items() if n.startswith("optim.")]
+        load_optimizer_tensors(self._optimizer, self._masters.names, optimizer)
+        torch.set_rng_state(tensors["rng.cpu"])
+        if self._device.type == "cuda" and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self._device)
+        self.step = values["step"]
+        self._masters.write_back()
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.policy.output_weight.shape[0]
+
+    def _score(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        hidden = self.policy.hidden(rows.token_ids, rows.layout)
+        picked = hidden.index_select(0, rows.predictors)
+        return token_logprobs(picked, self.policy.output_weight, rows.targets, rows.temperatures, self._chunk)
+
+
+def _check_same_model(named: dict[str, nn.Parameter], saved: dict[str, Tensor]) -> None:
+    for name, parameter in named.items():
+        if name not in saved:
+            raise DataError(f"no weights for {name!r}: the state belongs to another model")
+        if saved[name].shape != parameter.shape:
+            got, want = tuple(saved[name].shape), tuple(parameter.shape)
+            raise DataError(
+                f"weights of {name!r} have shape {got}, this model's have {want}: another model's state"
+            )
+    if more := sorted(set(saved) - set(named)):
+        raise DataError(f"weights of {more[0]!r} are not in this model: the state belongs to another model")

@@ -1,0 +1,122 @@
+"""The optimizer of a learner: built from its section, stepped with clipping, saved as named tensors.
+
+Where the optimizer's weights are finer than the model's (bfloat16 model, float32 masters), `Masters` holds
+them: gradients are summed into the masters in float32 as each arrives, and every update is written back
+rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.config.trainer import AdamWOptim, Optim, SgdOptim
+
+
+def build_optimizer(parameters: list[nn.Parameter], cfg: Optim) -> torch.optim.Optimizer:
+    """Decay applies to every weight. AdamW runs fused: one pass over memory, on the CPU as well."""
+    match cfg:
+        case AdamWOptim():
+            return torch.optim.AdamW(
+                parameters,
+                lr=cfg.lr,
+                betas=(cfg.betas1, cfg.betas2),
+                eps=cfg.eps,
+                weight_decay=cfg.weight_decay,
+                fused=True,
+            )
+        case SgdOptim():
+            return torch.optim.SGD(
+                parameters,
+                lr=cfg.lr,
+                momentum=cfg.momentum,
+                weight_decay=cfg.weight_decay,
+                nesterov=cfg.nesterov and cfg.momentum > 0,
+                fused=True,
+            )
+
+
+class Masters:
+    """The weights that the optimizer updates: the model's own, or float32 copies of them."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.model_parameters = [p for p in model.parameters() if p.requires_grad]
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        model_dtype = self.model_parameters[0].dtype
+        if torch.finfo(dtype).bits < torch.finfo(model_dtype).bits:
+            raise ConfigError(
+                f"[model] optimization_dtype = {_name(dtype)} is coarser than dtype = {_name(model_dtype)}; "
+                f"use optimization_dtype = {_name(model_dtype)} or a coarser dtype"
+            )
+        self.are_copies = dtype != model_dtype
+        if not self.are_copies:
+            self.parameters = self.model_parameters
+            return
+        self.parameters = [nn.Parameter(p.detach().to(dtype)) for p in self.model_parameters]
+        for parameter, master in zip(self.model_parameters, self.parameters):
+            parameter.register_post_accumulate_grad_hook(_add_into(master))
+
+    def write_back(self) -> None:
+        """After an update or a load: round the masters into the model."""
+        if self.are_copies:
+            with torch.no_grad():
+                for parameter, master in zip(self.model_parameters, self.parameters):
+                    parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their joint norm is at most max_norm; returns the norm before."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    if max_norm is not None:
+        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
+    """State as `<key>.<parameter name>` -> tensor; only tensors, so that any reader can check it."""
+    parameters = optimizer.param_groups[0]["params"]
+    return {
+        f"{key}.{name}": value
+        for name, parameter in zip(names, parameters)
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: list[str], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Put state back where `optimizer_tensors` found it.
+
+    Raises: DataError for state of a parameter that is not here.
+    """
+    parameters = dict(zip(names, optimizer.param_groups[0]["params"]))
+    for full_name, tensor in tensors:
+        key, _, name = full_name.partition(".")
+        if name not in parameters:
+            raise DataError(f"optimizer state of {name!r}, which this model does not have")
+        optimizer.state[parameters[name]][key] = tensor.clone()
+
+
+def _add_into(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.to(master.dtype)
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return hook
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,146 @@
+"""A micro batch as the tensors of one forward pass.
+
+Two things save work without changing a result, because attention is causal and a loss is a sum over tokens:
+documents are cut behind their last trained token (the last token of a document predicts nothing, padding
+trains nothing), and sorted by length, so that equally long ones share an attention call. Log-probabilities
+are asked for trained tokens only. Everything is numpy until the end: one copy to the device a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.algorithms.losses import TokenCounts, TokenStreams
+from stretto.base.errors import DataError
+from stretto.models.attention import PackedLayout
+from stretto.records.sample import MicroBatch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One forward pass: packed inputs, and for each trained token what it is and what predicts it."""
+
+    token_ids: Tensor  # int64 [inputs]
+    layout: PackedLayout
+    predictors: Tensor  # int64 [trained]: the input whose hidden state predicts the token
+    targets: Tensor  # int64 [trained]
+    temperatures: Tensor  # float32 [trained]
+    streams: TokenStreams
+    sources: np.ndarray  # int64 [trained]: index of the token in the micro batch
+    documents: np.ndarray  # int64 [trained]: its document there
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Weights of each component for every token of a micro batch; None: no token of it is a member."""
+
+    rl: np.ndarray | None
+    ce: np.ndarray | None
+    ref_kl: np.ndarray | None
+
+    @classmethod
+    def of(cls, mb: MicroBatch) -> Membership:
+        """rl: loss_mask and weight not 0 (default 1); ce and ref_kl: weight not 0 (default 0)."""
+        rl = mb.loss_mask.astype(np.float32) if mb.rl_weights is None else mb.rl_weights * mb.loss_mask
+        return cls(
+            *(w if w is not None and np.any(w) else None for w in (rl, mb.ce_weights, mb.ref_kl_weights))
+        )
+
+    @property
+    def is_trained(self) -> np.ndarray | None:
+        """Tokens of any component."""
+        present = [w != 0 for w in (self.rl, self.ce, self.ref_kl) if w is not None]
+        return np.logical_or.reduce(present) if present else None
+
+
+def count_tokens(micro_batches: Sequence[MicroBatch]) -> TokenCounts:
+    """Members of each component on this rank."""
+    counts = np.zeros(3)
+    for mb in micro_batches:
+        members = Membership.of(mb)
+        streams = (members.rl, members.ce, members.ref_kl)
+        counts += [0 if w is None else np.count_nonzero(w) for w in streams]
+    return TokenCounts(*counts.tolist())
+
+
+def build_rows(
+    mb: MicroBatch, vocab_size: int, device: torch.device, *, is_scored: np.ndarray | None = None
+) -> Rows | None:
+    """The forward pass for the trained tokens of a micro batch (or those of `is_scored`); None: no such.
+
+    Raises: DataError for a token outside the vocabulary, or a trained token that nothing precedes.
+    """
+    members = Membership.of(mb)
+    wanted = members.is_trained if is_scored is None else is_scored
+    if wanted is None or not wanted.any():
+        return None
+    bounds = np.asarray(mb.cu_seqlens, dtype=np.int64)
+    _check(mb, bounds, wanted, vocab_size)
+    tokens = np.flatnonzero(wanted)
+    documents = np.searchsorted(bounds, tokens, side="right") - 1
+    starts = bounds[:-1]
+    # Inputs of a document: all tokens before its last wanted one.
+    lengths = np.zeros(len(starts), dtype=np.int64)
+    np.maximum.at(lengths, documents, tokens - starts[documents])
+    order = np.argsort(lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    new_bounds = np.concatenate(([0], np.cumsum(lengths[order])))
+    new_start = np.zeros(len(starts), dtype=np.int64)
+    new_start[order] = new_bounds[:-1]
+    inputs = np.arange(new_bounds[-1]) + np.repeat(starts[order] - new_bounds[:-1], lengths[order])
+
+    def picked(stream: np.ndarray | None, dtype: type = np.float32) -> Tensor | None:
+        return None if stream is None else torch.from_numpy(stream[tokens].astype(dtype)).to(device)
+
+    def moved(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device)
+
+    return Rows(
+        token_ids=moved(mb.token_ids[inputs]),
+        layout=PackedLayout(tuple(new_bounds.tolist()), device),
+        predictors=moved(tokens - 1 - starts[documents] + new_start[documents]),
+        targets=moved(mb.token_ids[tokens]),
+        temperatures=picked(mb.temperatures),
+        streams=TokenStreams(
+            is_sampled=picked(mb.loss_mask, np.bool_),
+            behavior_logprobs=picked(mb.logprobs),
+            advantages=picked(mb.advantages),
+            rl_weights=picked(members.rl),
+            ce_weights=picked(members.ce),
+            ref_kl_weights=picked(members.ref_kl),
+            ref_logprobs=picked(mb.ref_logprobs),
+        ),
+        sources=tokens,
+        documents=documents,
+    )
+
+
+def _check(mb: MicroBatch, bounds: np.ndarray, wanted: np.ndarray, vocab_size: int) -> None:
+    if bounds[0] != 0 or bounds[-1] != len(mb.token_ids) or np.any(np.diff(bounds) < 0):
+        raise DataError(
+            f"micro batch: cu_seqlens {bounds.tolist()} do not divide its {len(mb.token_ids)} tokens"
+        )
+    firsts = bounds[:-1][np.diff(bounds) > 0]
+    if wanted[firsts].any():
+        document = int(np.searchsorted(bounds, firsts[wanted[firsts]][0], side="right") - 1)
+        raise DataError(
+            f"micro batch: the first token of {_sample(mb, document)} is trained; nothing predicts it"
+        )
+    largest, smallest = int(mb.token_ids.max()), int(mb.token_ids.min())
+    if largest >= vocab_size or smallest < 0:
+        bad = largest if largest >= vocab_size else smallest
+        where = int(np.flatnonzero(mb.token_ids == bad)[0])
+        document = int(np.searchsorted(bounds, where, side="right") - 1)
+        raise DataError(
+            f"micro batch: token id {bad} in {_sample(mb, document)}, but the model knows "
+            f"0..{vocab_size - 1}; is the tokenizer another model's?"
+        )
+
+
+def _sample(mb: MicroBatch, document: int) -> str:
+    return f"sample {mb.sample_ids[document]}" if document < mb.num_samples else f"document {document}"
