@@ -1,0 +1,113 @@
+"""The paged KV cache's book-keeping: who owns which block, and which blocks hold a known prefix.
+
+A block is `block_size` token positions in every layer. It is in exactly one of three states:
+
+    owned        refs > 0; owned by one or more sequences (an equal prefix is shared)
+    free         refs = 0, content worthless; taken first
+    free, known  refs = 0, but its content is registered under a hash; found again by `lookup`, evicted least
+                 recently used first when nothing worthless is left
+
+A hash names the block's tokens, every token before them and the salt, so equal hash means equal content under
+equal weights. Block 0 belongs to nobody: padding rows write there. Tensors are not here but in kv_cache.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import blake2b
+
+import numpy as np
+
+NULL_BLOCK = 0
+
+
+def chain_hashes(seed: bytes, token_ids: np.ndarray, block_size: int) -> list[bytes]:
+    """One hash for each full block of token_ids (int32); each covers the seed and all tokens up to its end."""
+    data, step = token_ids.tobytes(), block_size * token_ids.itemsize
+    hashes, last = [], seed
+    for start in range(0, len(data) - step + 1, step):
+        last = blake2b(last + data[start : start + step], digest_size=16).digest()
+        hashes.append(last)
+    return hashes
+
+
+class BlockPool:
+    """Reference counts, free lists and the prefix cache of `num_blocks` blocks (block 0 is never handed out)."""
+
+    def __init__(self, num_blocks: int, *, is_caching: bool = True) -> None:
+        assert num_blocks > 1, "a pool needs the null block and at least one more"
+        self.num_blocks = num_blocks
+        self.is_caching = is_caching
+        self.refs = np.zeros(num_blocks, np.int32)
+        self.refs[NULL_BLOCK] = 1
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._free_known: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._free_known)
+
+    @property
+    def num_known(self) -> int:
+        """Blocks that a later request can find by hash."""
+        return len(self._block_of)
+
+    def take(self, count: int) -> np.ndarray:
+        """`count` blocks with one owner each; the caller has made sure that so many are free."""
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        split = max(len(self._free) - count, 0)
+        taken = self._free[split:]
+        del self._free[split:]
+        while len(taken) < count:
+            block, _ = self._free_known.popitem(last=False)
+            del self._block_of[self._hash_of.pop(block)]
+            taken.append(block)
+        ids = np.array(taken, np.int64)
+        self.refs[ids] = 1
+        return ids
+
+    def share(self, ids: np.ndarray, owners: int = 1) -> None:
+        """Add owners to blocks that are owned or known; ids are distinct."""
+        for block in ids[self.refs[ids] == 0].tolist():
+            del self._free_known[block]
+        self.refs[ids] += owners
+
+    def release(self, ids: np.ndarray) -> None:
+        """Take one owner from each block (a block may stand several times in ids)."""
+        np.subtract.at(self.refs, ids, 1)
+        assert (self.refs[ids] >= 0).all(), "a block was released more often than it was taken"
+        # Last positions first: the beginning of a prompt is what the next request is likeliest to share.
+        for block in dict.fromkeys(ids[self.refs[ids] == 0][::-1].tolist()):
+            if block in self._hash_of:
+                self._free_known[block] = None
+            else:
+                self._free.append(block)
+
+    def lookup(self, hashes: list[bytes]) -> np.ndarray:
+        """The blocks of the longest known prefix of this chain; the caller shares them to keep them."""
+        found = []
+        for key in hashes:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return np.array(found, np.int64)
+
+    def register(self, block: int, key: bytes) -> None:
+        """Make an owned, full block findable; the first block with a content stays the one that is found."""
+        if self.is_caching and key not in self._block_of and block not in self._hash_of:
+            self._block_of[key] = block
+            self._hash_of[block] = key
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache; owned blocks stay with their owners."""
+        self._free.extend(self._free_known)
+        self._free_known.clear()
+        self._block_of.clear()
+        self._hash_of.clear()

@@ -1,0 +1,107 @@
+"""From logits to tokens: temperature, min-p, top-k, top-p, and the draw; all rows at once.
+
+The draw is by inverse distribution function with one uniform number a token, and that number is a hash of (seed,
+sample, position): what a request samples depends on its own logits only, not on the batch, on preemption or on how
+its prompt was cut into chunks. Every operation here treats a row by itself, so equal logits give equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, UInt64
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row of logits is sampled."""
+
+    inv_temperature: Float[np.ndarray, " rows"]
+    is_greedy: Bool[np.ndarray, " rows"]
+    top_k: Int[np.ndarray, " rows"]
+    top_p: Float[np.ndarray, " rows"]
+    min_p: Float[np.ndarray, " rows"]
+    is_filtered: Bool[np.ndarray, " rows"]
+
+
+def stream_key(seed: int, member: int) -> int:
+    """Key of the random numbers of sample `member` of a request with this seed."""
+    return _mix_int(_mix_int(seed & _MASK) + (member + 1) * _GOLDEN)
+
+
+def uniforms(keys: UInt64[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]) -> Float[np.ndarray, " rows"]:
+    """float64 in [0, 1), one for each (key, position): the counter-based generator.
+
+    Source: splitmix64 finaliser, Steele, Lea, Flood 2014 ("Fast splittable pseudorandom number generators").
+    """
+    x = keys + positions.astype(np.uint64) * np.uint64(_GOLDEN)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def sample(
+    logits: Float[Tensor, "rows vocab"], rows: SamplingRows, u: Float[np.ndarray, " rows"]
+) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
+    """Tokens and their logprobs (nats) under the processed distribution; logits (float32) are overwritten."""
+    device = logits.device
+    if (rows.inv_temperature != 1.0).any():
+        logits *= torch.from_numpy(rows.inv_temperature).to(device).unsqueeze(1)
+    if rows.is_filtered.any():
+        index = torch.from_numpy(np.flatnonzero(rows.is_filtered))
+        logits[index] = _filter(logits[index], rows, index)
+    probs = torch.softmax(logits, dim=-1)
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
+    # The draw lies strictly below the total, so the first entry above it is a token of positive probability.
+    total = cdf[:, -1]
+    target = torch.minimum(torch.from_numpy(u).to(device) * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cdf, target.unsqueeze(1), right=True)
+    if rows.is_greedy.any():
+        best = logits.argmax(dim=-1, keepdim=True)
+        tokens = torch.where(torch.from_numpy(rows.is_greedy).to(device).unsqueeze(1), best, tokens)
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)  # a row of NaN (broken weights) must still be a token id
+    logprobs = probs.gather(1, tokens).log()
+    return tokens.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
+
+
+def token_logprobs(
+    logits: Float[Tensor, "rows vocab"], tokens: Int[np.ndarray, " rows"]
+) -> Float[np.ndarray, " rows"]:
+    """Logprobs of given tokens under the unprocessed distribution (prompt logprobs)."""
+    index = torch.from_numpy(tokens.astype(np.int64)).to(logits.device).unsqueeze(1)
+    return torch.log_softmax(logits, dim=-1).gather(1, index).squeeze(1).cpu().numpy()
+
+
+def _filter(logits: Float[Tensor, "rows vocab"], rows: SamplingRows, index: Tensor) -> Tensor:
+    """-inf for what min-p, then top-k, then top-p (of what top-k left) take away; the likeliest token stays."""
+
+    def column(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values[index.numpy()]).to(logits.device).unsqueeze(1)
+
+    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
+    is_cut = ranked < ranked[:, :1] + column(rows.min_p).log()
+    is_cut |= torch.arange(logits.shape[1], device=logits.device) >= column(rows.top_k)
+    probs = torch.softmax(ranked.masked_fill(is_cut, -torch.inf), dim=-1)
+    before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
+    is_cut |= before >= column(rows.top_p)
+    is_cut[:, 0] = False
+    return torch.empty_like(logits).scatter_(1, order, ranked.masked_fill(is_cut, -torch.inf))
+
+
+def _mix_int(x: int) -> int:
+    x &= _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
