@@ -185,7 +185,11 @@ def _array(view: memoryview, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         raise WireError(f"array of unknown dtype {dtype!r}.")
     if len(shape) > 32 or any(n < 0 for n in shape) or math.prod(shape) * known.itemsize != len(view):
         raise WireError(f"array {dtype}{list(shape)} does not fit its {len(view)} bytes.")
-    return np.frombuffer(view, dtype=known).reshape(shape)
+    array = np.frombuffer(view, dtype=known)
+    if not array.flags.aligned:  # small frames may lie anywhere in a socket's buffer
+        array = array.copy()
+        array.flags.writeable = False
+    return array.reshape(shape)
 
 
 def _decode_body(body: msgspec.Raw, type: Any, arrays: list[np.ndarray]) -> Any:

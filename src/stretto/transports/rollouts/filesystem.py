@@ -1,0 +1,179 @@
+"""Batches as files RUN/rollouts/step_N/rank_K.bin, for machines that share a file system but no network port.
+
+Three small files a rank, each replaced atomically, carry what sockets would: `rank_K.hello` (a rank is there,
+and its session), `rank_K.next` (the step to read, for which session), `rank_K.ack` (the step that was read,
+of which offer). Both sides look at one known name with a pause that grows from 1 to 100 ms; no directory is
+ever listed. Sessions keep files that an earlier life of the run left behind from being taken for new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+
+from stretto.base.errors import DataError, EngineError, WireError
+from stretto.base.paths import RunDir
+from stretto.config.transport import FilesystemRollouts
+from stretto.records.codec import decode_blob, encode_blob
+from stretto.records.sample import TrainBatch
+from stretto.transports.rollouts.delivery import StepGate, check_batches, no_batch
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.1
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch lies ready; an acknowledgement repeats the offer."""
+
+    sender: str
+    receiver: str
+    step: int
+
+
+class FilesystemSender:
+    """The orchestrator's end."""
+
+    def __init__(self, cfg: FilesystemRollouts, run_dir: RunDir, world_size: int) -> None:
+        self._cfg = cfg
+        self._run_dir = run_dir
+        self._world_size = world_size
+        self._session = secrets.token_hex(8)
+        self._steps: list[int] = []
+
+    async def open(self) -> None:
+        """Remove what an earlier life of the run left behind."""
+        self._run_dir.rollouts.mkdir(parents=True, exist_ok=True)
+        for rank in range(self._world_size):
+            for kind in ("next", "ack"):
+                _path(self._run_dir, rank, kind).unlink(missing_ok=True)
+        for directory in self._run_dir.rollouts.glob("step_*"):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def send(self, batches: list[TrainBatch]) -> None:
+        step = check_batches(batches, self._world_size)
+        try:
+            for batch in batches:
+                path = self._run_dir.rollout(step, batch.rank)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _replace(path, encode_blob(batch))
+        except OSError as cause:
+            raise EngineError(f"the batch of step {step}: {cause}; free some space.") from cause
+        if step not in self._steps:
+            self._steps.append(step)
+        deadline = time.monotonic() + self._cfg.timeout_s
+        waits = (self._offer(rank, step, deadline) for rank in range(self._world_size))
+        late = [who for who in await asyncio.gather(*waits) if who]
+        if late:
+            raise EngineError(
+                f"the batch of step {step} was not received within {self._cfg.timeout_s:g} s by {', '.join(late)}."
+            )
+        while len(self._steps) > self._cfg.keep_steps:
+            shutil.rmtree(self._run_dir.rollout(self._steps.pop(0), 0).parent, ignore_errors=True)
+
+    async def close(self) -> None:
+        return None
+
+    async def _offer(self, rank: int, step: int, deadline: float) -> str | None:
+        """Offer a rank its batch until it has it; who was waited for in vain."""
+        receiver, pause = "", FIRST_PAUSE_S
+        while True:
+            current = _read(_path(self._run_dir, rank, "hello"))
+            if current and current.decode() != receiver:
+                receiver = current.decode()
+                offer = msgspec.msgpack.encode(Offer(sender=self._session, receiver=receiver, step=step))
+                _replace(_path(self._run_dir, rank, "next"), offer)
+            if receiver and _read(_path(self._run_dir, rank, "ack")) == offer:
+                return None
+            if time.monotonic() > deadline:
+                return f"trainer rank {rank}" + ("" if receiver else " (it never started)")
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, LAST_PAUSE_S)
+
+
+class FilesystemReceiver:
+    """The end of one rank; reads in the caller's thread, so a batch is acknowledged when it is asked for."""
+
+    def __init__(self, cfg: FilesystemRollouts, run_dir: RunDir, rank: int) -> None:
+        self._cfg = cfg
+        self._run_dir = run_dir
+        self._rank = rank
+        self._gate = StepGate(rank)
+        self._session = secrets.token_hex(8)
+        self._answered = b""
+        run_dir.rollouts.mkdir(parents=True, exist_ok=True)
+        _replace(_path(run_dir, rank, "hello"), self._session.encode())
+
+    def receive(self, timeout_s: float | None = None) -> TrainBatch:
+        timeout_s = self._cfg.timeout_s if timeout_s is None else timeout_s
+        batch = self.try_receive(timeout_s)
+        if batch is None:
+            raise no_batch(self._rank, self._gate.last_step, str(self._run_dir.rollouts), timeout_s)
+        return batch
+
+    def try_receive(self, timeout_s: float) -> TrainBatch | None:
+        deadline, pause = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        while True:
+            if (batch := self._take()) is not None:
+                return batch
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, LAST_PAUSE_S)
+
+    def close(self) -> None:
+        return None
+
+    def _take(self) -> TrainBatch | None:
+        """The batch that is on offer, if it is one we have not had."""
+        path = _path(self._run_dir, self._rank, "next")
+        raw = _read(path)
+        if raw is None or raw == self._answered:
+            return None
+        try:
+            offer = msgspec.msgpack.decode(raw, type=Offer)
+        except msgspec.MsgspecError as cause:
+            raise WireError(f"{path}: not an offer of a batch: {cause}") from cause
+        if offer.receiver != self._session:
+            return None
+        batch = self._load(offer.step)
+        is_new = self._gate.admits(batch)
+        _replace(_path(self._run_dir, self._rank, "ack"), raw)
+        self._answered = raw
+        return batch if is_new else None
+
+    def _load(self, step: int) -> TrainBatch:
+        path = self._run_dir.rollout(step, self._rank)
+        try:
+            batch = decode_blob(path.read_bytes(), TrainBatch, where=str(path))
+        except (OSError, DataError) as cause:
+            raise WireError(f"the batch of step {step}: {cause}") from cause
+        if batch.step != step:
+            raise WireError(f"{path} holds step {batch.step}, offered was step {step}.")
+        return batch
+
+
+def _path(run_dir: RunDir, rank: int, kind: str) -> Path:
+    return run_dir.rollouts / f"rank_{rank}.{kind}"
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees all of it or the one before."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(data)
+    partial.replace(path)
