@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import is_running, until
 
 from stretto.base import aio, process, status
 from stretto.base.errors import ConfigError, EngineError
@@ -239,17 +240,3 @@ def test_a_status_line_reaches_the_pipe_and_a_full_or_closed_pipe_never_blocks(
     status.report("note", text="nobody reads")
     os.close(writer)
     status.report("note", text="nobody writes")
-
-
-async def until(condition, timeout_s: float = 30.0) -> None:
-    """Wait for something another process does."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -49,14 +49,21 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def setup(role: str, run_dir: RunDir | None, level: str = "info", json_logging: bool = False) -> None:
+def setup(
+    role: str,
+    run_dir: RunDir | None,
+    level: str = "info",
+    json_logging: bool = False,
+    *,
+    is_quiet: bool = False,
+) -> None:
     """Send log lines to standard error and RUN/logs/<role>.log; call once, first thing in main.
 
-    Also: a crash in native code prints every thread's stack, and so does `kill -USR1 <pid>`, without ending
-    the process.
+    A quiet process writes to the file alone. Also: a crash in native code prints every thread's stack, and
+    so does `kill -USR1 <pid>`, without ending the process.
     """
     formatter = _JsonFormatter(role) if json_logging else _TextFormatter(role)
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers: list[logging.Handler] = [] if is_quiet else [logging.StreamHandler(sys.stderr)]
     if run_dir is not None and not _is_stderr(run_dir.log(role)):
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(run_dir.log(role)))

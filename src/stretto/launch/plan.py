@@ -1,0 +1,434 @@
+"""The deployment of one `rl` run as data: which processes, where, with what, and what one batch is.
+
+In: a checked RLConfig and a run directory. Out: a `Plan` that `launch/local.py` runs and `--dry-run`
+prints. Nothing is started or written while planning; the machine is only looked at (cores, GPUs, free
+ports).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import shlex
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base import process
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.config.deployment import ResumeSection
+from stretto.config.inference import InferenceSection
+from stretto.config.load import dump
+from stretto.config.orchestrator import EvalSection
+from stretto.config.roots import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
+from stretto.config.section import Section
+
+_PORTS_TRIED = 200
+_MOST_THREADS = 16  # of one process; beyond it small matrix products get slower
+_GPU_HOST_THREADS = 4  # a process whose work is on a GPU only feeds it
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process to start. `name` is its role, and its rank where there are several."""
+
+    role: str
+    rank: int
+    num_ranks: int
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    devices: tuple[str, ...]
+    """GPUs it sees, as CUDA names them; empty: the CPU."""
+    threads: int
+    ports: dict[str, int]
+    """Ports it listens on, by what they are for."""
+
+    @property
+    def name(self) -> str:
+        return self.role if self.num_ranks == 1 else f"{self.role}_{self.rank}"
+
+
+@dataclass(frozen=True)
+class BatchIdentity:
+    """What makes one training step: prompts x group = rollouts = ranks x micro batches of packed rows."""
+
+    prompts: int
+    group_size: int
+    rollouts: int
+    ranks: int
+    seq_len: int
+    fewest_micro_batches: int
+    """A rank's, when replies are as short as can be."""
+    most_micro_batches: int
+    """A rank's, when every rollout fills a row of seq_len tokens."""
+
+    def __str__(self) -> str:
+        few, most = self.fewest_micro_batches, self.most_micro_batches
+        span = f"{few}" if few == most else f"{few} to {most}"
+        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        return (
+            f"{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
+            f"{ranks} x {span} micro batches (rows of up to {self.seq_len} tokens, packed)"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a renderer (local, dry run) needs to run the deployment."""
+
+    run: RunDir
+    config: RLConfig
+    """The resolved root: ports that moved, the step to resume from and threads are filled in."""
+    trainer: TrainerConfig
+    orchestrator: OrchestratorConfig
+    inference: InferenceConfig | None
+    evaluation: EvalConfig
+    """For the person who wants to evaluate the trained weights as this run did."""
+    processes: tuple[ProcessSpec, ...]
+    batch: BatchIdentity
+    notes: tuple[str, ...]
+    """What was decided for the user, one sentence each."""
+
+    def configs(self) -> dict[str, Section]:
+        """The resolved configs by verb."""
+        all_of_them = {
+            "rl": self.config,
+            "trainer": self.trainer,
+            "orchestrator": self.orchestrator,
+            "inference": self.inference,
+            "eval": self.evaluation,
+        }
+        return {verb: config for verb, config in all_of_them.items() if config is not None}
+
+
+def plan(cfg: RLConfig, run: RunDir, resume_step: int | None = None) -> Plan:
+    """Place the three processes on this machine.
+
+    Raises: ConfigError for a port given by the user that is taken, and for GPUs that are not there.
+    """
+    notes: list[str] = []
+    cfg = _with_free_ports(cfg, notes)
+    trainer_gpus, inference_gpus = _assign_gpus(cfg, notes)
+    cfg = _share_gpu_memory(cfg, set(trainer_gpus) & set(inference_gpus), notes)
+    threads = _assign_threads(cfg, trainer_gpus, inference_gpus, notes)
+    cfg = _with_threads(cfg, threads)
+    if cfg.resume is not None:
+        cfg = cfg.model_copy(update={"resume": ResumeSection(step=resume_step)})
+    cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
+    processes = _processes(cfg, run, threads, trainer_gpus, inference_gpus)
+    return Plan(
+        run=run,
+        config=cfg,
+        trainer=cfg.trainer_config(),
+        orchestrator=cfg.orchestrator_config(),
+        inference=None if cfg.inference is None else cfg.inference_config(),
+        evaluation=_eval_config(cfg, run),
+        processes=tuple(processes),
+        batch=_batch_identity(cfg),
+        notes=tuple(notes),
+    )
+
+
+def _replaced(section: Any, path: str, value: Any) -> Any:
+    """A copy of a config with the value at a dotted path replaced."""
+    head, _, rest = path.partition(".")
+    return section.model_copy(
+        update={head: _replaced(getattr(section, head), rest, value) if rest else value}
+    )
+
+
+# -- ports --
+
+
+def _with_free_ports(cfg: RLConfig, notes: list[str]) -> RLConfig:
+    """A port the user gave must be free; a default one moves to the next free, wherever it is named."""
+    taken: set[int] = set()
+    for wire in ("control", "rollout_transport"):
+        listener = getattr(cfg.orchestrator, wire)
+        if not hasattr(listener, "port"):
+            continue
+        is_given = "port" in listener.model_fields_set
+        port = _free_port(f"{wire}.port", listener.host, listener.port, is_given, taken)
+        if port != listener.port:
+            notes.append(f"{wire}.port is {port}, since {listener.port} is taken on this machine")
+            for place in (wire, f"orchestrator.{wire}", f"trainer.{wire}"):
+                cfg = _replaced(cfg, f"{place}.port", port)
+    if cfg.inference is None:
+        return cfg
+    server, client = cfg.inference.server, cfg.orchestrator.client
+    # An address the user gave the orchestrator fixes the port of the engine behind it.
+    is_given = "port" in server.model_fields_set or "base_url" in client.model_fields_set
+    port = _free_port("inference.server.port", server.host, server.port, is_given, taken)
+    if port != server.port:
+        notes.append(f"inference.server.port is {port}, since {server.port} is taken on this machine")
+        cfg = _replaced(cfg, "inference.server.port", port)
+        cfg = _replaced(cfg, "orchestrator.client.base_url", f"http://{_reachable(server.host)}:{port}/v1")
+    return cfg
+
+
+def _free_port(key: str, host: str, port: int, is_given: bool, taken: set[int]) -> int:
+    if is_given and not _is_free(host, port):
+        flag = "--" + key.replace("_", "-")
+        raise ConfigError(
+            f"{key} = {port} is taken by another process on this machine (`ss -ltnp | grep :{port}` names "
+            f"it); stop that process, give another port with {flag}, or leave it out and a free one is found."
+        )
+    last = min(port + _PORTS_TRIED, 65536)
+    for candidate in range(port, last):
+        if candidate not in taken and _is_free(host, candidate):
+            taken.add(candidate)
+            return candidate
+    raise ConfigError(
+        f"{key}: no free port between {port} and {last - 1}; give one with --{key.replace('_', '-')}."
+    )
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) or isinstance(error, socket.gaierror):
+                raise ConfigError(
+                    f"cannot listen on {host!r}: {error.strerror}; give an address of this machine."
+                ) from error
+            return False
+    return True
+
+
+def _reachable(host: str) -> str:
+    """Under which address a server that listens on `host` is called from this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+# -- devices and threads --
+
+
+def _assign_gpus(cfg: RLConfig, notes: list[str]) -> tuple[list[str], list[str]]:
+    """GPUs of trainer and inference: those named, else inference the first ones and the trainer the next."""
+    gpus = process.visible_gpus()
+    inference_ids: list[int] = []
+    if cfg.inference is not None and cfg.inference.device != "cpu":
+        if cfg.inference.device == "cuda" and not gpus and not cfg.dry_run:
+            raise ConfigError(
+                'inference.device = "cuda", but this machine shows no GPU; use "auto" or "cpu".'
+            )
+        wanted = (
+            cfg.deployment.num_infer_gpus if cfg.deployment.num_infer_gpus is not None else min(1, len(gpus))
+        )
+        inference_ids = list(range(wanted)) if cfg.inference_gpu_ids is None else cfg.inference_gpu_ids
+    trainer_ids = cfg.trainer_gpu_ids
+    if trainer_ids is None:
+        ranks = cfg.orchestrator.num_train_workers
+        wanted = (
+            cfg.deployment.num_train_gpus if cfg.deployment.num_train_gpus is not None else ranks * bool(gpus)
+        )
+        free = [index for index in range(len(gpus)) if index not in inference_ids]
+        trainer_ids = free[:wanted] if len(free) >= wanted else list(range(wanted))
+        if shared := sorted(set(trainer_ids) & set(inference_ids)):
+            which = ", ".join(map(str, shared))
+            notes.append(f"trainer and inference share GPU {which}: this machine shows {len(gpus)} in all")
+    if missing := sorted(index for index in {*trainer_ids, *inference_ids} if index >= len(gpus)):
+        message = (
+            f"trainer_gpu_ids, inference_gpu_ids or deployment ask for GPU {', '.join(map(str, missing))}, "
+            f"but this machine shows {len(gpus)}"
+        )
+        if not cfg.dry_run:
+            raise ConfigError(f"{message}; name others, or set CUDA_VISIBLE_DEVICES.")
+        notes.append(message)
+
+    def name(index: int) -> str:
+        return gpus[index] if index < len(gpus) else str(index)
+
+    return [name(index) for index in trainer_ids], [name(index) for index in inference_ids]
+
+
+def _share_gpu_memory(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:
+    """On a GPU that also trains, the engine leaves half of the memory, unless the user said how much."""
+    if not shared or cfg.inference is None or "gpu_memory_utilization" in cfg.inference.model_fields_set:
+        return cfg
+    notes.append("inference.gpu_memory_utilization is 0.5, since the trainer needs the rest of the GPU")
+    return _replaced(cfg, "inference.gpu_memory_utilization", 0.5)
+
+
+def _assign_threads(
+    cfg: RLConfig, trainer_gpus: list[str], inference_gpus: list[str], notes: list[str]
+) -> dict[str, int]:
+    """CPU threads of one process of each role.
+
+    Two cores: one each for engine and trainer, and the orchestrator, which mostly waits, shares. More: the
+    orchestrator has one to itself, and engine and trainer divide the rest. What the user gave stays.
+    """
+    cores = process.num_cores()
+    ranks = cfg.orchestrator.num_train_workers
+    shared_out = cores if cores <= 2 else cores - 1
+    for_engine = 0 if cfg.inference is None else max(1, shared_out // 2)
+    for_rank = max(1, (shared_out - for_engine) // ranks)
+    threads = {
+        "orchestrator": 1,
+        "trainer": min(for_rank, _GPU_HOST_THREADS if trainer_gpus else _MOST_THREADS),
+        "inference": min(for_engine, _GPU_HOST_THREADS if inference_gpus else _MOST_THREADS),
+    }
+    if cfg.trainer.num_threads is not None:
+        threads["trainer"] = cfg.trainer.num_threads
+    if cfg.inference is not None and cfg.inference.num_threads is not None:
+        threads["inference"] = cfg.inference.num_threads
+    total = threads["trainer"] * ranks + threads["inference"]
+    if total > max(cores, 2):
+        notes.append(
+            f"trainer ({ranks} x {threads['trainer']}) and inference ({threads['inference']}) have {total} "
+            f"threads on {cores} cores: expect them to wait for each other"
+        )
+    return threads
+
+
+def _with_threads(cfg: RLConfig, threads: dict[str, int]) -> RLConfig:
+    cfg = _replaced(cfg, "trainer.num_threads", threads["trainer"])
+    return cfg if cfg.inference is None else _replaced(cfg, "inference.num_threads", threads["inference"])
+
+
+# -- processes and batch --
+
+
+def _processes(
+    cfg: RLConfig, run: RunDir, threads: dict[str, int], trainer_gpus: list[str], inference_gpus: list[str]
+) -> list[ProcessSpec]:
+    def spec(
+        role: str, rank: int, num_ranks: int, gpus: list[str], ports: dict[str, int], env: dict[str, str]
+    ):
+        argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(role)))
+        env = {**process.thread_env(threads[role]), **process.device_env(gpus), **env}
+        return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads[role], ports)
+
+    processes = []
+    key_env = {}
+    if cfg.inference is not None:
+        processes.append(spec("inference", 0, 1, inference_gpus, {"http": cfg.inference.server.port}, {}))
+        if cfg.inference.api_key is not None:
+            key_env = {cfg.orchestrator.client.api_key_var: cfg.inference.api_key}
+    ports = {"control": cfg.orchestrator.control.port}
+    if cfg.orchestrator.rollout_transport.type == "zmq":
+        ports["rollouts"] = cfg.orchestrator.rollout_transport.port
+    processes.append(spec("orchestrator", 0, 1, [], ports, key_env))
+    ranks = cfg.orchestrator.num_train_workers
+    for rank in range(ranks):
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+        gpus = trainer_gpus if len(trainer_gpus) < ranks else [trainer_gpus[rank]] if trainer_gpus else []
+        processes.append(spec("trainer", rank, ranks, gpus, {}, env))
+    return processes
+
+
+def _eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
+    """Evaluates this run's newest weights on what the run was evaluated on, with an engine of its own."""
+    section = cfg.orchestrator.eval or EvalSection(sampling=cfg.orchestrator.train.sampling)
+    engine = cfg.inference or InferenceSection()
+    return EvalConfig.model_validate(
+        {
+            "model": str(run.latest_weights),
+            "eval": section.model_dump()
+            | {"env": [env.model_dump() for env in section.env or cfg.orchestrator.env]},
+            "inference": engine.model_dump(exclude={"model", "api_key"}),
+            "renderer": cfg.orchestrator.renderer,
+            "tokenizer": cfg.orchestrator.tokenizer,
+            "seq_len": cfg.orchestrator.seq_len,
+            "seed": cfg.orchestrator.seed,
+            "output_dir": cfg.output_dir,
+            "run": {"name": f"{cfg.run_name}-eval"},
+        }
+    )
+
+
+def _batch_identity(cfg: RLConfig) -> BatchIdentity:
+    section, ranks = cfg.orchestrator, cfg.orchestrator.num_train_workers
+    most = math.ceil(section.batch_size / ranks)
+    # The shortest rollout that is trained: one prompt token and one sampled token.
+    fewest = math.ceil(2 * section.batch_size / (ranks * section.seq_len))
+    return BatchIdentity(
+        prompts=section.batch_size // section.group_size,
+        group_size=section.group_size,
+        rollouts=section.batch_size,
+        ranks=ranks,
+        seq_len=section.seq_len,
+        fewest_micro_batches=fewest,
+        most_micro_batches=most,
+    )
+
+
+# -- printing and writing --
+
+
+def write(plan: Plan, directory: Path) -> None:
+    """Write configs/<verb>.json and plan.json below a directory (the run directory, or its dry_run)."""
+    target = RunDir(directory)
+    target.configs.mkdir(parents=True, exist_ok=True)
+    has_key = plan.inference is not None and plan.inference.api_key is not None
+    for verb, config in plan.configs().items():
+        data = dump(config)
+        if verb == "eval":
+            del data["inference"]["model"]  # another spelling of the root's model
+        _write_json(target.config(verb), data, is_secret=has_key and verb in ("rl", "inference"))
+    _write_json(target.plan, as_json(plan))
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plan.json holds it, without secrets."""
+    secret = plan.config.orchestrator.client.api_key_var
+    processes = [dataclasses.asdict(spec) | {"name": spec.name} for spec in plan.processes]
+    for spec in processes:
+        spec["env"] = {key: "***" if key == secret else value for key, value in spec["env"].items()}
+    return {
+        "run": str(plan.run),
+        "resume_step": None if plan.config.resume is None else plan.config.resume.step,
+        "batch": dataclasses.asdict(plan.batch) | {"text": str(plan.batch)},
+        "processes": processes,
+        "notes": list(plan.notes),
+    }
+
+
+def _write_json(path: Path, data: dict[str, Any], *, is_secret: bool = False) -> None:
+    path.touch(mode=0o600 if is_secret else 0o644)
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def table(plan: Plan) -> str:
+    """The plan as a person reads it."""
+    header = ("process", "threads", "devices", "ports", "command")
+    rows = [
+        (
+            spec.name,
+            str(spec.threads),
+            f"GPU {','.join(spec.devices)}" if spec.devices else "CPU",
+            " ".join(f"{name}:{port}" for name, port in spec.ports.items()) or "-",
+            shlex.join(("python", *spec.argv[1:])),
+        )
+        for spec in plan.processes
+    ]
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths[:-1]) + "  " + "-" * 7)
+    cfg = plan.config
+    envs = ", ".join(env.name or env.id for env in cfg.orchestrator.env)
+    steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
+    head = [
+        f"run      {plan.run}"
+        + (f" (resumed from step {cfg.resume.step})" if cfg.resume is not None else ""),
+        f"model    {cfg.model.name}" + (" (made from scratch)" if cfg.model.scratch is not None else ""),
+        f"trains   {envs}, {steps}, up to {cfg.orchestrator.max_async_level} ahead",
+        f"batch    {plan.batch}",
+        f"wires    rollouts {cfg.rollout_transport.type}, weights {cfg.weight_broadcast.type}",
+        f"machine  {process.num_cores()} CPU cores, {len(process.visible_gpus())} GPUs",
+    ]
+    if cfg.inference is None:
+        urls = cfg.orchestrator.client.base_url
+        head.append(f"engines  already running at {urls if isinstance(urls, str) else ', '.join(urls)}")
+    return "\n".join([*head, "", *lines, *(f"note: {note}" for note in plan.notes)])
