@@ -1,8 +1,8 @@
 """The command line: verbs, and what a user sees when something is wrong.
 
-Every verb loads its root config and calls its process's `main(cfg) -> exit status`. Nothing heavy is imported before the
-verb needs it: a dry run imports neither torch nor transformers. Exit status: 0 done, 1 failed, 2 wrong configuration or
-command, 130 interrupted.
+Every verb loads its root config and calls its process's `main(cfg) -> exit status`. Nothing heavy is imported
+before the verb needs it: a dry run imports neither torch nor transformers. Exit status: 0 done, 1 failed, 2
+wrong configuration or command, 130 interrupted.
 """
 
 from __future__ import annotations

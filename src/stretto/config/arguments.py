@@ -1,8 +1,9 @@
 """The words after a verb -> files to read and values to set.
 
-Grammar: `@ file`, `--section @ file`, `--key value`, `--key=value`, `--flag`, `--no-flag`, `--section` (turns an optional
-section on), `--no-section` (off), `--list a b`, `--list '[1, 2]'`, `--ids 0,1`, `--table '{"a": 1}'`, `--key None`,
-`--list.0.key value`. Dashes and underscores in keys are the same. Whether values are right is judged later (load.py).
+Grammar: `@ file`, `--section @ file`, `--key value`, `--key=value`, `--flag`, `--no-flag`, `--section` (turns
+an optional section on), `--no-section` (off), `--list a b`, `--list '[1, 2]'`, `--ids 0,1`, `--table '{"a":
+1}'`, `--key None`, `--list.0.key value`. Dashes and underscores in keys are the same. Whether values are
+right is judged later (load.py).
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def parse_arguments(cls: type[Section], words: list[str]) -> Arguments:
             _take_flag(cls, result, word, rest)
         else:
             hint = f"; a file is given as `@ {word}`" if word.endswith((".toml", ".json")) else ""
-            result.problems.append(ArgumentProblem(f"unexpected word{hint or '; keys are given as --key value'}", word))
+            result.problems.append(
+                ArgumentProblem(f"unexpected word{hint or '; keys are given as --key value'}", word)
+            )
     return result
 
 
@@ -94,14 +97,16 @@ def _take_flag(cls: type[Section], result: Arguments, word: str, rest: list[str]
         result.problems.append(ArgumentProblem(target, shown, (meant,) if meant else ()))
         del rest[: len(following)]
         return
-    if not has_value and rest and rest[0].startswith("@") and target.key is not None and not target.is_negated:
-        if target.key.sections:
-            _take_file(result, target.path, rest.pop(0), rest)
-            return
+    is_section = target.key is not None and bool(target.key.sections) and not target.is_negated
+    if is_section and not has_value and rest and rest[0].startswith("@"):
+        _take_file(result, target.path, rest.pop(0), rest)
+        return
     _take_value(result, target, word, [value] if has_value else None, rest)
 
 
-def _take_value(result: Arguments, target: Target, word: str, given: list[str] | None, rest: list[str]) -> None:
+def _take_value(
+    result: Arguments, target: Target, word: str, given: list[str] | None, rest: list[str]
+) -> None:
     key = target.key
     if target.is_negated:
         assert key is not None
@@ -129,7 +134,9 @@ def _take_value(result: Arguments, target: Target, word: str, given: list[str] |
 
 def _following(rest: list[str]) -> list[str]:
     """The words up to the next flag or file."""
-    end = next((i for i, w in enumerate(rest) if w.startswith("@") or (w.startswith("--") and len(w) > 2)), len(rest))
+    end = next(
+        (i for i, w in enumerate(rest) if w.startswith("@") or (w.startswith("--") and len(w) > 2)), len(rest)
+    )
     return rest[:end]
 
 
@@ -145,7 +152,9 @@ def read_value(key: Key | None, words: list[str]) -> Any:
             return _json_or_text(text)
         if any(member is str for member in key.members) and len(words) == 1:
             return text
-        if not any(item is str for member in key.members for item in _items(member)) and "," in "".join(words):
+        if not any(item is str for member in key.members for item in _items(member)) and "," in "".join(
+            words
+        ):
             words = [word for word in ",".join(words).split(",") if word]
         is_text = any(item is str for member in key.members for item in _items(member))
         return [word if is_text else _json_or_text(word) for word in words]
@@ -219,7 +228,8 @@ def _guess(cls: type[Section], plain: list[str]) -> str:
         names |= {alias: alias for alias in spellings(cls)}
     if near := difflib.get_close_matches(last, names, n=1):
         return f"unknown flag; did you mean {_flag(names[near[0]])}?"
-    same = [path for path in known if path.rpartition(".")[2] == last and ".0." not in path]
+    same = [path for path in known if path.endswith("." + ".".join(plain))]
+    same = same or [path for path in known if path.rpartition(".")[2] == last and ".0." not in path]
     if same:
         return f"unknown flag; did you mean {' or '.join(map(_flag, same[:2]))}?"
     if near := difflib.get_close_matches(".".join(plain), known, n=1, cutoff=0.7):

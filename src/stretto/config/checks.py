@@ -1,7 +1,7 @@
 """Rules that hold between keys. Each check takes a valid section and says what is wrong with it, all at once.
 
-A problem names the paths concerned, so that the loader can say where they were given. Rules about one key alone are in
-the section's field.
+A problem names the paths concerned, so that the loader can say where they were given. Rules about one key
+alone are in the section's field.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from stretto.config.shared import Problem
 
 if TYPE_CHECKING:
     from stretto.config.inference import InferenceSection
+    from stretto.config.model import ModelSection
     from stretto.config.orchestrator import (
         ClientSection,
         EnvSection,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
         OrchestratorSection,
         SamplingSection,
     )
-    from stretto.config.roots import EvalConfig, RLConfig, RunRoot, SFTConfig
+    from stretto.config.roots import EvalConfig, RunRoot, SFTConfig
     from stretto.config.trainer import Scheduler, TrainerSection
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::")
@@ -51,8 +52,34 @@ def check_run(cfg: RunRoot) -> list[Problem]:
 
 def check_trainer(section: TrainerSection, prefix: str) -> list[Problem]:
     """Schedule against max_steps, model dtypes."""
-    problems = check_scheduler(section.scheduler, section.max_steps, prefix)
-    return problems + check_lr(section, prefix)
+    problems = check_scheduler(section.scheduler, section.max_steps, prefix) + check_lr(section, prefix)
+    return problems + check_model(section.model, prefix) + check_scratch_len(section, prefix)
+
+
+def check_model(model: ModelSection, prefix: str) -> list[Problem]:
+    """Shapes that a network can have."""
+    problems = []
+    path = at(prefix, "model")
+    if model.impl == "custom" and model.trust_remote_code:
+        paths = (f"{path}.trust_remote_code", f"{path}.impl")
+        rule = f'has no effect with {paths[1]} = "custom"; drop it or use impl = "hf"'
+        problems.append(Problem(paths, f"{paths[0]} = true {rule}"))
+    scratch = model.scratch
+    if scratch is not None and scratch.num_heads % scratch.num_kv_heads:
+        paths = (f"{path}.scratch.num_heads", f"{path}.scratch.num_kv_heads")
+        rule = f"must be a multiple of {paths[1]} = {scratch.num_kv_heads}"
+        problems.append(Problem(paths, f"{paths[0]} = {scratch.num_heads} {rule}"))
+    return problems
+
+
+def check_scratch_len(section: TrainerSection | OrchestratorSection, prefix: str) -> list[Problem]:
+    """A new network has positions for the longest sequence."""
+    scratch = section.model.scratch
+    if scratch is None or scratch.max_position_embeddings >= section.seq_len:
+        return []
+    paths = (at(prefix, "seq_len"), at(prefix, "model.scratch.max_position_embeddings"))
+    rule = f"is longer than {paths[1]} = {scratch.max_position_embeddings}; raise the latter or lower seq_len"
+    return [Problem(paths, f"{paths[0]} = {section.seq_len} {rule}")]
 
 
 def check_lr(section: TrainerSection | SFTConfig, prefix: str) -> list[Problem]:
@@ -76,23 +103,20 @@ def check_scheduler(scheduler: Scheduler, max_steps: int | None, prefix: str) ->
     if scheduler.type == "linear" and scheduler.warmup_steps == scheduler.decay_steps == 0:
         message = 'neither rises nor falls with warmup_steps = decay_steps = 0; use type = "constant"'
         return [Problem((path,), f"{path}: a linear schedule {message}")]
-    needs_end = scheduler.type == "cosine" or scheduler.decay_steps > 0
-    if needs_end and max_steps is None:
+    if scheduler.type == "linear" and scheduler.decay_steps == 0:
+        return []
+    if max_steps is None:
         rule = f'a {scheduler.type} schedule falls towards max_steps; give {steps}, or use type = "constant"'
         return [Problem((path, steps), f"{path}: {rule}")]
-    if scheduler.type == "cosine" and max_steps is not None and scheduler.warmup_steps >= max_steps:
+    if scheduler.type == "cosine" and scheduler.warmup_steps >= max_steps:
         rule = f"must be under {steps} = {max_steps}, or nothing is left to fall"
         return [
             Problem((f"{path}.warmup_steps", steps), f"{path}.warmup_steps = {scheduler.warmup_steps} {rule}")
         ]
-    if (
-        scheduler.type == "linear"
-        and needs_end
-        and scheduler.warmup_steps + scheduler.decay_steps > max_steps
-    ):
+    if scheduler.type == "linear" and scheduler.warmup_steps + scheduler.decay_steps > max_steps:
         total = f"{scheduler.warmup_steps} + {scheduler.decay_steps}"
-        rule = f"{path}: warmup_steps + decay_steps = {total} must fit into {steps} = {max_steps}; lower one of them"
-        return [Problem((f"{path}.warmup_steps", f"{path}.decay_steps", steps), rule)]
+        rule = f"warmup_steps + decay_steps = {total} must fit into {steps} = {max_steps}; lower one of them"
+        return [Problem((f"{path}.warmup_steps", f"{path}.decay_steps", steps), f"{path}: {rule}")]
     return []
 
 
@@ -102,8 +126,8 @@ def check_orchestrator(section: OrchestratorSection, prefix: str) -> list[Proble
     if section.max_async_level > section.max_off_policy_steps:
         paths = (at(prefix, "max_async_level"), at(prefix, "max_off_policy_steps"))
         message = (
-            f"{paths[0]} = {section.max_async_level} lets rollouts start that many versions early, and {paths[1]} = "
-            f"{section.max_off_policy_steps} drops exactly those, so that nothing would ever be trained; "
+            f"{paths[0]} = {section.max_async_level} lets rollouts start that many versions early, and "
+            f"{paths[1]} = {section.max_off_policy_steps} drops what is so old, so that most would be lost; "
             f"raise {paths[1]} or lower {paths[0]}"
         )
         problems.append(Problem(paths, message))
@@ -116,17 +140,19 @@ def check_orchestrator(section: OrchestratorSection, prefix: str) -> list[Proble
             )
         )
     problems += check_env_names(section.env, at(prefix, "env"))
+    problems += [] if prefix else check_model(section.model, prefix) + check_scratch_len(section, prefix)
     problems += check_room(section.train.sampling, section.seq_len, prefix, "train.sampling")
     if section.train.sampling.temperature == 0 and section.algo.type == "grpo":
         path = at(prefix, "train.sampling.temperature")
-        rule = "all rollouts of a group would be equal and every advantage zero; use a temperature above 0, such as 1.0"
+        rule = "the rollouts of a group would be equal and every advantage zero; use more, such as 1.0"
         problems.append(Problem((path,), f"{path} = 0 is greedy: {rule}"))
     if section.eval is not None:
         problems += check_env_names(section.eval.env, at(prefix, "eval.env"))
         problems += check_room(section.eval.sampling, section.seq_len, prefix, "eval.sampling")
         problems += check_eval_steps(section.eval, section.max_steps, prefix)
     problems += check_base_url(section.client, prefix)
-    remote = [url for url in urls(section.client) if urlsplit(url).hostname not in LOCAL_HOSTS]
+    addresses = [url for url in urls(section.client) if is_address(url)]
+    remote = [url for url in addresses if urlsplit(url).hostname not in LOCAL_HOSTS]
     if remote and section.weight_broadcast.type == "shm":
         paths = (at(prefix, "weight_broadcast.type"), at(prefix, "client.base_url"))
         rule = f'shared memory ends at this host and {remote[0]} is another; use type = "filesystem"'
@@ -138,7 +164,7 @@ def check_groups(section: OrchestratorSection, prefix: str) -> list[Problem]:
     """Whole groups fill a batch, and a group has something to compare."""
     batch, group = at(prefix, "batch_size"), at(prefix, "group_size")
     if section.group_size == 1 and section.algo.type == "grpo":
-        rule = "every advantage would be zero: with grpo the baseline is the mean of the group, and a group of one is its own mean"
+        rule = "every advantage would be zero, for grpo subtracts the group's mean and one is its own mean"
         return [Problem((group,), f"{group} = 1: {rule}; use 2 or more (8 is the default)")]
     problems = []
     if section.batch_size % section.group_size:
@@ -198,7 +224,7 @@ def check_eval_steps(section: EvalSection, max_steps: int | None, prefix: str) -
     if section.interval is None or max_steps is None or section.interval <= max_steps:
         return []
     paths = (at(prefix, "eval.interval"), at(prefix, "max_steps"))
-    rule = f"never comes before {paths[1]} = {max_steps}; lower it, or leave it out to evaluate only before and after"
+    rule = f"is beyond {paths[1]} = {max_steps}; lower it, or leave it out to evaluate only before and after"
     return [Problem(paths, f"{paths[0]} = {section.interval} {rule}")]
 
 
@@ -218,18 +244,19 @@ def check_base_url(client: ClientSection, prefix: str) -> list[Problem]:
             )
         )
     for url in urls(client):
-        try:
-            parts = urlsplit(url)
-            is_complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_complete = False
-        if not is_complete:
-            problems.append(
-                Problem(
-                    (path,), f'{path} = "{url}" is not an address; write it like http://127.0.0.1:8000/v1'
-                )
-            )
+        if not is_address(url):
+            rule = "is not an address; write it like http://127.0.0.1:8000/v1"
+            problems.append(Problem((path,), f'{path} = "{url}" {rule}'))
     return problems
+
+
+def is_address(url: str) -> bool:
+    """Whether a URL names a scheme, a host and, if any, a valid port."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def check_inference(section: InferenceSection, prefix: str) -> list[Problem]:
@@ -238,21 +265,18 @@ def check_inference(section: InferenceSection, prefix: str) -> list[Problem]:
     for degree in ("tp", "dp"):
         if (value := getattr(section.parallel, degree)) > 1:
             path = at(prefix, f"parallel.{degree}")
-            rule = "the embedded engine runs on one device; set it to 1, or start several `inference` servers and list them in orchestrator.client.base_url"
-            problems.append(Problem((path,), f"{path} = {value}: {rule}"))
+            rule = "the embedded engine runs on one device; use 1, or start several `inference` servers"
+            message = f"{path} = {value}: {rule} and list them in orchestrator.client.base_url"
+            problems.append(Problem((path,), message))
     if section.kv_cache_tokens is not None and section.kv_cache_tokens < section.block_size:
         paths = (at(prefix, "kv_cache_tokens"), at(prefix, "block_size"))
         rule = f"is less than one block of {paths[1]} = {section.block_size}; raise it"
         problems.append(Problem(paths, f"{paths[0]} = {section.kv_cache_tokens} {rule}"))
-    if (
-        None not in (section.kv_cache_tokens, section.max_model_len)
-        and section.kv_cache_tokens < section.max_model_len
-    ):
+    cache, longest = section.kv_cache_tokens, section.max_model_len
+    if cache is not None and longest is not None and cache < longest:
         paths = (at(prefix, "kv_cache_tokens"), at(prefix, "max_model_len"))
-        rule = (
-            f"cannot hold one sequence of {paths[1]} = {section.max_model_len}; raise it or lower {paths[1]}"
-        )
-        problems.append(Problem(paths, f"{paths[0]} = {section.kv_cache_tokens} {rule}"))
+        rule = f"cannot hold one sequence of {paths[1]} = {longest}; raise it or lower {paths[1]}"
+        problems.append(Problem(paths, f"{paths[0]} = {cache} {rule}"))
     if section.max_num_batched_tokens < section.max_num_seqs:
         paths = (at(prefix, "max_num_batched_tokens"), at(prefix, "max_num_seqs"))
         rule = f"cannot hold one token of each of {paths[1]} = {section.max_num_seqs} sequences; raise it"
@@ -260,114 +284,9 @@ def check_inference(section: InferenceSection, prefix: str) -> list[Problem]:
     return problems
 
 
-def check_rl(cfg: RLConfig) -> list[Problem]:
-    """Sections against each other."""
-    problems = check_trainer(cfg.trainer, "trainer") + check_orchestrator(cfg.orchestrator, "orchestrator")
-    if cfg.trainer.seq_len < cfg.orchestrator.seq_len:
-        rule = f"rows packed to orchestrator.seq_len = {cfg.orchestrator.seq_len} do not fit; give seq_len once at the root"
-        message = f"trainer.seq_len = {cfg.trainer.seq_len}: {rule}"
-        problems.append(Problem(("trainer.seq_len", "orchestrator.seq_len"), message))
-    if cfg.inference is not None:
-        problems += check_inference(cfg.inference, "inference")
-        problems += check_engine_fits(cfg, cfg.inference)
-    return problems + check_ports(cfg) + check_gpus(cfg)
-
-
-def check_engine_fits(cfg: RLConfig, inference: InferenceSection) -> list[Problem]:
-    """The orchestrator talks to the engine that this run starts, and the engine takes what it sends."""
-    problems = []
-    places = {
-        (urlsplit(url).hostname, urlsplit(url).port or 80)
-        for url in urls(cfg.orchestrator.client)
-        if _is_url(url)
-    }
-    port = inference.server.port
-    hosts = (*LOCAL_HOSTS, inference.server.host)
-    if places and not any(host in hosts and url_port == port for host, url_port in places):
-        paths = ("orchestrator.client.base_url", "inference.server.port")
-        message = (
-            f'orchestrator.client.base_url = "{", ".join(urls(cfg.orchestrator.client))}" but the engine of this run listens '
-            f"on inference.server.port = {port}; make them agree, leave base_url out, or use --no-inference for engines "
-            f"that already run"
-        )
-        problems.append(Problem(paths, message))
-    if inference.max_model_len is not None and inference.max_model_len < cfg.orchestrator.seq_len:
-        rule = f"is shorter than orchestrator.seq_len = {cfg.orchestrator.seq_len}; raise it or lower seq_len"
-        message = f"inference.max_model_len = {inference.max_model_len} {rule}"
-        problems.append(Problem(("inference.max_model_len", "orchestrator.seq_len"), message))
-    if inference.device == "cpu" and cfg.inference_gpu_ids:
-        message = 'inference.device = "cpu" but inference_gpu_ids names GPUs; drop one of the two'
-        problems.append(Problem(("inference.device", "inference_gpu_ids"), message))
-    return problems
-
-
-def _is_url(url: str) -> bool:
-    try:
-        return bool(urlsplit(url).hostname) and urlsplit(url).port != 0
-    except ValueError:
-        return False
-
-
-def check_ports(cfg: RLConfig) -> list[Problem]:
-    """Every listener of this machine has a port of its own."""
-    ports = {"orchestrator.control.port": cfg.orchestrator.control.port}
-    if cfg.orchestrator.rollout_transport.type == "zmq":
-        ports["orchestrator.rollout_transport.port"] = cfg.orchestrator.rollout_transport.port
-    if cfg.inference is not None:
-        ports["inference.server.port"] = cfg.inference.server.port
-    problems = []
-    for port, count in Counter(ports.values()).items():
-        if count > 1:
-            paths = tuple(path for path, other in ports.items() if other == port)
-            problems.append(
-                Problem(paths, f"{' and '.join(paths)} are both {port}; give each a port of its own")
-            )
-    return problems
-
-
-def check_gpus(cfg: RLConfig) -> list[Problem]:
-    """GPU ids against counts, twice-named ids, and a GPU shared by trainer and engine."""
-    problems = []
-    counts = {"trainer_gpu_ids": "num_train_gpus", "inference_gpu_ids": "num_infer_gpus"}
-    for key, count_key in counts.items():
-        ids, count = getattr(cfg, key), getattr(cfg.deployment, count_key)
-        if ids is None:
-            continue
-        if not ids or len(set(ids)) < len(ids) or min(ids) < 0:
-            problems.append(
-                Problem((key,), f"{key} = {ids}: give each GPU once, counted from 0, such as 0,1")
-            )
-        elif count is not None and count != len(ids):
-            rule = f"deployment.{count_key} = {count}; drop one of the two"
-            problems.append(
-                Problem((key, f"deployment.{count_key}"), f"{key} = {ids} are {len(ids)} GPUs but {rule}")
-            )
-    if len(cfg.inference_gpu_ids or ()) > 1 or (cfg.deployment.num_infer_gpus or 0) > 1:
-        key = "inference_gpu_ids" if cfg.inference_gpu_ids else "deployment.num_infer_gpus"
-        problems.append(
-            Problem((key,), f"{key}: the embedded engine runs on one device; give inference one GPU")
-        )
-    ranks = len(cfg.trainer_gpu_ids or ()) or cfg.deployment.num_train_gpus or 0
-    if ranks and ranks != cfg.orchestrator.num_train_workers:
-        key = "trainer_gpu_ids" if cfg.trainer_gpu_ids else "deployment.num_train_gpus"
-        message = f"orchestrator.num_train_workers = {cfg.orchestrator.num_train_workers} but {key} gives {ranks} trainer ranks"
-        problems.append(
-            Problem(("orchestrator.num_train_workers", key), f"{message}; leave num_train_workers out")
-        )
-    shared = set(cfg.trainer_gpu_ids or ()) & set(cfg.inference_gpu_ids or ())
-    if shared and cfg.inference is not None and cfg.inference.gpu_memory_utilization > 0.8:
-        paths = ("trainer_gpu_ids", "inference_gpu_ids", "inference.gpu_memory_utilization")
-        message = (
-            f"trainer and inference share GPU {', '.join(map(str, sorted(shared)))}, and inference.gpu_memory_utilization = "
-            f"{cfg.inference.gpu_memory_utilization:g} leaves the trainer nothing; lower it, to 0.5 for example"
-        )
-        problems.append(Problem(paths, message))
-    return problems
-
-
 def check_sft(cfg: SFTConfig) -> list[Problem]:
     """An end, a schedule that fits, something to train on."""
-    problems = check_lr(cfg, "")
+    problems = check_lr(cfg, "") + check_model(cfg.model, "")
     if cfg.max_steps is None and cfg.max_epochs is None:
         problems.append(
             Problem(("max_steps", "max_epochs"), "the run would never end; give max_steps or max_epochs")

@@ -1,7 +1,7 @@
 """Help texts and docs/config.md, both written from the config classes.
 
-`python -m stretto.config.docs > docs/config.md` writes the page; `help_text` is what `<verb> --help` prints. Every key
-stands there with its type, range, default and meaning.
+`python -m stretto.config.docs > docs/config.md` writes the page; `help_text` is what `<verb> --help` prints.
+Every key stands there with its type, range, default and meaning.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from stretto.config.roots import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, SFTConfig, TrainerConfig
+from stretto.config.roots import (
+    EvalConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RLConfig,
+    RunRoot,
+    SFTConfig,
+    TrainerConfig,
+)
 from stretto.config.schema import Key, keys, tag_of
 from stretto.config.section import Section, all_aliases
 from stretto.config.shared import SHARED
@@ -50,12 +58,17 @@ def help_text(verb: str, cls: type[Section], wanted: str = "", width: int | None
     for path, note, section in tables(cls):
         prefix = f"{path.replace('[]', '.0')}." if path else ""
         rows = [(f"--{prefix}{name}".replace("_", "-"), key) for name, key in keys(section).items()]
-        rows = [(flag, key) for flag, key in rows if wanted.replace("_", "-") in flag and not key.item_sections]
+        rows = [
+            (flag, key) for flag, key in rows if wanted.replace("_", "-") in flag and not key.item_sections
+        ]
         rows = [(flag, key) for flag, key in rows if len(key.sections) != 1]
         if rows:
             title = f"[[{path[:-2]}]]" if path.endswith("[]") else f"[{path}]" if path else "at the root"
             about = " ".join((section.__doc__ or "").split("\n\n")[0].split())
-            lines = [f"{title}  {note}".rstrip(), *textwrap.wrap(about, width - 2, initial_indent="  ", subsequent_indent="  ")]
+            lines = [
+                f"{title}  {note}".rstrip(),
+                *textwrap.wrap(about, width - 2, initial_indent="  ", subsequent_indent="  "),
+            ]
             lines += [line for flag, key in rows for line in _help_row(flag, key, width)]
             parts.append("\n".join(lines))
     if not parts:
@@ -70,9 +83,9 @@ def _usage(verb: str, cls: type[Section]) -> str:
 
         {about}
 
-        Files compose left to right, flags override files. Also: --no-KEY (false, or None for a section), --SECTION (turns
-        an optional section on), KEY=VALUE, lists as `a b` or `[1, 2]`, tables as JSON, None. `{verb} --help WORD` shows
-        only the keys whose name contains WORD.""")
+        Files compose left to right, flags override files. Also: --no-KEY (false, or None for a section),
+        --SECTION (turns an optional section on), --KEY=VALUE, lists as `a b` or `[1, 2]`, tables as JSON,
+        None. `{verb} --help WORD` shows only the keys whose name contains WORD.""")
 
 
 def _help_row(flag: str, key: Key, width: int) -> list[str]:
@@ -107,12 +120,16 @@ def markdown() -> str:
 
 def _root_part(verb: str, cls: type[Section]) -> str:
     about = " ".join((cls.__doc__ or "").split())
-    return "\n\n".join([f"## Root of `{verb}`", about, _key_table(cls)] + _alias_part(cls))
+    return "\n\n".join([f"## Root of `{verb}`", about, _key_table(cls), *_alias_part(cls)])
 
 
 def _section_part(section: type[Section], where: list[str], note: str) -> str:
     first, *others = where
-    title = f"## `{first}`" if " of " not in first else f"## `{first.split(' of ')[0]}` of {first.split(' of ')[1]}"
+    title = (
+        f"## `{first}`"
+        if " of " not in first
+        else f"## `{first.split(' of ')[0]}` of {first.split(' of ')[1]}"
+    )
     if note.startswith("type"):
         title += f" with `{note.split(',')[0]}`"
     about = " ".join((section.__doc__ or "").split())
@@ -121,7 +138,10 @@ def _section_part(section: type[Section], where: list[str], note: str) -> str:
     if note == "off unless present":
         about += " Off unless the section is present."
     if others:
-        shown = [f"`{other}`" if " of " not in other else f"`{other.split(' of ')[0]}` of {other.split(' of ')[1]}" for other in others]
+        shown = [
+            f"`{other}`" if " of " not in other else f"`{other.split(' of ')[0]}` of {other.split(' of ')[1]}"
+            for other in others
+        ]
         about += f" Also at {', '.join(dict.fromkeys(shown))}."
     table = _key_table(section)
     return "\n\n".join([part for part in (title, about, table) if part] + _alias_part(section))
@@ -148,9 +168,9 @@ def _alias_part(section: type[Section]) -> list[str]:
 def _shared_table() -> str:
     rows = [
         "## Shared keys of `rl`",
-        "A key given at the root fills its places in the sections. A value given in two places that disagree is an error "
-        "naming both; equal values are fine. Where sections *must agree*, a value given in one of them counts for all; the "
-        "others may differ between sections when the root says nothing.",
+        "A key given at the root fills its places in the sections. A value given in two places that "
+        "disagree is an error naming both; equal values are fine. Where sections *must agree*, a value given "
+        "in one of them counts for all; the others may differ when the root says nothing.",
         "| Root key | Fills | Must agree |\n| --- | --- | --- |",
     ]
     for shared in SHARED:
@@ -172,23 +192,27 @@ rl @ rl.toml --trainer.optim.lr 1e-5 --no-inference --dry-run        # nothing i
 rl --help optim                                                      # keys whose name contains `optim`
 ```
 
-- A flag is a key's path with dashes: `trainer.optim.lr` is `--trainer.optim.lr`. `--key value` and `--key=value` are the same.
-- `--no-key` sets false, or None for an optional section or value; `--section` alone turns an optional section on.
-- Lists are `--key a b`, JSON (`--key '["a", "b"]'`) or, for numbers, `--key 0,1`; tables are JSON; one item of a list of tables
-  is `--orchestrator.env.0.id sort-letters`.
+- A flag is a key's path with dashes: `orchestrator.group_size` is `--orchestrator.group-size`; `--key value`
+  and `--key=value` are the same.
+- `--no-key` sets false, or None for an optional section or value; `--section` alone turns an optional section
+  on.
+- Lists are `--key a b`, JSON (`--key '["a", "b"]'`) or, for numbers, `--key 0,1`; tables are JSON; one item
+  of a list of tables is `--orchestrator.env.0.id sort-letters`.
 - TOML has no null: write `"None"` (on the command line `None`).
-- Where a section has several forms, `type` chooses; without it the default's form is meant. A file or flag that names another
-  `type` replaces the section, it does not mix with the old one's keys.
+- Where a section has several forms, `type` chooses; without it the default's form is meant. A file or flag
+  that names another `type` replaces the section, it does not mix with the old one's keys.
 - A mistake names file and line, or the flag; all mistakes are listed at once, and the exit status is 2.
-- `--dry-run` prints the resolved config. A run's resolved configs are `RUN/configs/*.json`, and can be given as `@ file.json`.
+- `--dry-run` starts nothing. A run's resolved configs are `RUN/configs/*.json`; they can be given as
+  `@ file.json`.
 """
 
 _ALONE = """
 ## Roots of `trainer`, `orchestrator` and `inference`
 
-Each process can be started alone. Its root holds the keys of its section (`[trainer]`, `[orchestrator]`, `[inference]` below)
-and `output_dir`, `run`, `resume`, `clean` and `dry_run`. Processes of one run need the same `output_dir` and `run.name`; when
-no name is given all three are called `rl-<model>`. `inference` needs a `model`.
+Each process can be started alone. Its root holds the keys of its section (`[trainer]`, `[orchestrator]`,
+`[inference]` below) and `output_dir`, `run`, `resume`, `clean` and `dry_run`. Processes of one run need the
+same `output_dir` and `run.name`; when no name is given all three are called `rl-<model>`. `inference` needs a
+`model`.
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -66,3 +66,20 @@ class InferenceSection(Section):
     seed: int = 0
     """Seed of requests that bring none."""
     log: LogSection = LogSection()
+
+    aliases: ClassVar[dict[str, str]] = {
+        "model.name": "model",
+        "model.dtype": "dtype",
+        "model.max_model_len": "max_model_len",
+        "host": "server.host",
+        "port": "server.port",
+        "tensor_parallel_size": "parallel.tp",
+        "data_parallel_size": "parallel.dp",
+        "vllm.model": "model",
+        "vllm.max_model_len": "max_model_len",
+        "vllm.gpu_memory_utilization": "gpu_memory_utilization",
+        "vllm.enable_prefix_caching": "enable_prefix_caching",
+        "vllm.tensor_parallel_size": "parallel.tp",
+        "vllm.data_parallel_size": "parallel.dp",
+        "vllm.seed": "seed",
+    }

@@ -1,9 +1,9 @@
-"""Files and flags -> a checked root, or one error that lists everything wrong with file and line (or the flag).
+"""Files and flags -> a checked root, or one error listing everything wrong with file and line (or the flag).
 
-In: a root class and the words after the verb. `@ file.toml` composes left to right, `--section @ file.toml` puts a file
-under a section, `--section.key value` overrides all files. Words become assignments in arguments.py; keys unknown to the
-classes are found here, values are judged by pydantic, rules between keys by checks.py. Defaults are no source: a problem
-between two keys names the places where somebody wrote something.
+In: a root class and the words after the verb. `@ file.toml` composes left to right, `--section @ file.toml`
+puts a file under a section, `--section.key value` overrides all files. Words become assignments in
+arguments.py; keys unknown to the classes are found here, values are judged by pydantic, rules between keys by
+checks.py. Defaults are no source: a problem between two keys names the places where somebody wrote something.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from pydantic import ValidationError
 from stretto.base.errors import ConfigError
 from stretto.config.arguments import Assignment, FileArgument, parse_arguments
 from stretto.config.positions import json_lines, toml_lines
-from stretto.config.schema import Key, Path, all_paths, keys, spellings, tag_of
-from stretto.config.section import Section, rename_aliases
-from stretto.config.shared import ConfigProblems, Problem, show, without_differing
+from stretto.config.roots import RLConfig
+from stretto.config.schema import Key, Path, all_paths, canonical, keys, spellings, tag_of
+from stretto.config.section import Section
+from stretto.config.shared import ConfigProblems, Problem, same_as, show, without_differing
 
 Root = TypeVar("Root", bound=Section)
 
@@ -42,13 +43,13 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     for assignment in sorted(parsed.assignments, key=lambda item: item.path[-1:] != ("type",)):
         draft.assign(assignment)
     root = draft.finish()
-    if root is None:
+    if not isinstance(root, cls):
         raise ConfigError(draft.report(verb))
     return root
 
 
 def dump(root: Section) -> dict[str, Any]:
-    """A root as JSON data that loads again to an equal root; what only steers a start (dry_run, clean) is left out."""
+    """A root as JSON data that loads again to an equal root, less what only steers a start (dry_run, ...)."""
     data = root.model_dump(mode="json", exclude={"dry_run", "clean"})
     return without_differing(data) if "trainer" in keys(type(root)) else data
 
@@ -78,10 +79,14 @@ class Draft:
     complaints: list[str] = field(default_factory=list)
     suspects: set[Path] = field(default_factory=set)
     """Paths left out because they are wrong; problems that follow from leaving them out are not reported."""
+    is_incomplete: bool = False
+    """A file could not be read: what is missing may stand there."""
 
     def complain(self, message: str, *paths: Path, source: str | None = None) -> None:
         """Note a problem once, with the sources of its paths."""
         found = [self.source_of(path) for path in paths] if source is None else [source]
+        if paths and not any(found):
+            found = [self.source_near(paths[0])]
         places = ", ".join(dict.fromkeys(place for place in found if place))
         line = f"{places}: {message}" if places else message
         if line not in self.complaints:
@@ -89,24 +94,34 @@ class Draft:
         self.suspects.update(paths)
 
     def source_of(self, path: Path) -> str | None:
-        """Where the value at a path, or the nearest table above it, was given."""
-        while path:
-            if path in self.sources:
-                return self.sources[path]
+        """Where a path's value was given, there or under a shared key of its meaning; None: a default."""
+        if path in self.sources:
+            return self.sources[path]
+        return next((self.sources[place] for place in self._same_as(path) if place in self.sources), None)
+
+    def source_near(self, path: Path) -> str | None:
+        """Where something in the table at a path, or the nearest table above it, was given."""
+        if inside := [source for other, source in self.sources.items() if other[: len(path)] == path]:
+            return inside[0]
+        while path and path not in self.sources:
             path = path[:-1]
-        return None
+        return self.sources.get(path)
 
     def add_file(self, file: FileArgument) -> None:
         """Merge one file under its section."""
         loaded = read_file(file.path)
         if isinstance(loaded, str):
             self.complain(loaded, source="")
+            self.is_incomplete = True
             return
         data, lines = loaded
         for part in reversed(file.prefix):
             data = {str(part): data}
         renamed: list[tuple[Path, Path]] = []
-        data = self._canonical(self.cls, data, (), renamed, {(*file.prefix, *p): n for p, n in lines.items()}, file.path)
+        for at, error in canonical(self.cls, data, renamed):
+            line = min((n for p, n in lines.items() if (*file.prefix, *p)[: len(at)] == at), default=None)
+            message = f"{path_to_dotted(at)}: {error}" if at else error
+            self.complain(message, at, source=f"{file.path}:{line}" if line else file.path)
         sources = {file.prefix: file.path} if file.prefix else {}
         for path, line in lines.items():
             path = (*file.prefix, *path)
@@ -117,43 +132,20 @@ class Draft:
         self.data = self._merge(self.cls, self.data, data, ())
         self.sources |= sources
 
-    def _canonical(
-        self, cls: type[Section], data: Any, at: Path, renamed: list[tuple[Path, Path]], lines: dict[Path, int], name: str
-    ) -> Any:
-        """Raw data with the aliases of every section in it renamed, recursively."""
-        if not isinstance(data, dict):
-            return data
-        try:
-            data, moves = rename_aliases(cls, data)
-        except ValueError as error:
-            line = min((n for p, n in lines.items() if p[: len(at)] == at), default=None)
-            self.complain(f"{path_to_dotted(at) or 'root'}: {error}", source=f"{name}:{line}" if line else name)
-            moves = {}
-        renamed += [((*at, *old.split(".")), (*at, *new.split("."))) for old, new in moves.items()]
-        for name_, key in keys(cls).items():
-            if name_ not in data:
-                continue
-            value, path = data[name_], (*at, name_)
-            if isinstance(value, dict):
-                for section in key.variants(value):
-                    value = self._canonical(section, value, path, renamed, lines, name)
-            elif isinstance(value, list) and key.item_sections:
-                items = enumerate(value)
-                value = [
-                    self._canonical(key.item_sections[0], item, (*path, i), renamed, lines, name) for i, item in items
-                ]
-            data[name_] = value
-        return data
-
     def _merge(self, cls: type[Section] | None, base: Any, over: Any, at: Path) -> Any:
-        """`over` on top of `base`: tables merge, all else replaces; another `type` replaces the whole table."""
+        """`over` on `base`: tables merge, all else replaces; another `type` replaces the whole table."""
         if not (isinstance(base, dict) and isinstance(over, dict)):
             self._forget(at)
             return over
         merged = dict(base)
         for name, value in over.items():
             key = keys(cls).get(name) if cls else None
-            if key and len(key.sections) > 1 and isinstance(value, dict) and isinstance(old := merged.get(name), dict):
+            if (
+                key
+                and len(key.sections) > 1
+                and isinstance(value, dict)
+                and isinstance(old := merged.get(name), dict)
+            ):
                 tag = old.get("type", key.default_tag)
                 if value.get("type", tag) != tag:
                     self._forget((*at, name))
@@ -178,7 +170,7 @@ class Draft:
             held = self._held(path[:depth])
             items = list(held) if isinstance(held, list) else []
             if part > len(items):
-                known = f"has {len(items)} items" if items else "is empty"
+                known = f"has {len(items)} item{'s' * (len(items) > 1)}" if items else "is empty"
                 message = f"{path_to_dotted(path[:depth])} {known}; the next index is {len(items)}"
                 self.complain(message, path, source=assignment.flag)
                 return
@@ -196,7 +188,7 @@ class Draft:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
-    def finish(self) -> Any:
+    def finish(self) -> Section | None:
         """Judge the data; the root, or None with complaints noted.
 
         What is wrong is left out and the rest judged again, so that one run shows everything.
@@ -214,47 +206,60 @@ class Draft:
         return None if self.complaints else root
 
     def _known(self, cls: type[Section], data: dict[str, Any], at: Path) -> dict[str, Any]:
-        """The data without unknown keys, wrong tags and values where tables belong, each of which is noted."""
-        result = {}
+        """The data without unknown keys, wrong tags and values where tables belong; each is noted."""
+        result: dict[str, Any] = {}
         for name, value in data.items():
             path, key = (*at, name), keys(cls).get(name)
-            if key is None:
+            if key is None and name in spellings(cls):
+                # An alias is still there only where it contradicts its key, which has been said.
+                self.suspects.add(path)
+            elif key is None:
                 self.complain(f"{path_to_dotted(path)}: {self._guess(cls, name, at)}", path)
             elif key.sections and isinstance(value, dict):
                 if found := key.variants(value):
                     result[name] = self._known(found[0], value, path)
                 else:
-                    tags = [str(tag_of(section)) for section in key.sections]
-                    told = f'{path_to_dotted(path)}.type = {show(value.get("type"))}: {choose(value.get("type"), tags)}'
+                    tag, tags = value.get("type"), [tag_of(section) for section in key.sections]
+                    told = f"{path_to_dotted(path)}.type = {show(tag)}: {choose(tag, tags)}"
                     self.complain(told, (*path, "type"))
                     self.suspects.add(path)
             elif key.sections and not (value in (None, "None") and key.is_nullable):
-                self.complain(f"{path_to_dotted(path)} = {show(value)}: a table is needed: {_as_table(path, key)}", path)
+                self.complain(
+                    f"{path_to_dotted(path)} = {show(value)}: a table is needed: {_as_table(path, key)}", path
+                )
             elif key.item_sections and isinstance(value, dict):
-                self.complain(f"{path_to_dotted(path)} is a list of tables; write [[{path_to_dotted(path)}]]", path)
+                self.complain(
+                    f"{path_to_dotted(path)} is a list of tables; write [[{path_to_dotted(path)}]]", path
+                )
             elif key.item_sections and isinstance(value, list):
                 section = key.item_sections[0]
                 result[name] = [
                     self._known(section, item, (*path, i)) if isinstance(item, dict) else item
                     for i, item in enumerate(value)
                 ]
+            elif isinstance(value, bool) and not key.accepts_bool:
+                self.complain(f"{path_to_dotted(path)} = {show(value)}: {key.type_text()} is needed", path)
             else:
                 result[name] = value
         return result
 
     def _guess(self, cls: type[Section], name: str, at: Path) -> str:
-        """What an unknown key may have meant: a neighbour, a key of another variant, the same key elsewhere."""
+        """What an unknown key may have meant: a neighbour, another variant's key, the same key elsewhere."""
         if near := difflib.get_close_matches(name, spellings(cls), n=1):
             self.suspects.add((*at, near[0]))
             return f"unknown key; did you mean `{near[0]}`?"
-        everywhere = [(path, owner) for path, owner, _ in all_paths(self.cls) if path.rsplit(".", 1)[-1] == name]
+        everywhere = [
+            (path, owner) for path, owner, _ in all_paths(self.cls) if path.rsplit(".", 1)[-1] == name
+        ]
         here = path_to_dotted(at)
         others = [tag_of(owner) for path, owner in everywhere if path == f"{here}.{name}" and tag_of(owner)]
         if others:
             return f'unknown key for type = "{tag_of(cls)}"; it belongs to type = "{others[0]}"'
         if name in ("trainer", "orchestrator", "inference") and not at:
             return f"unknown key; a file with a [{name}] section is one for `rl`"
-        elsewhere = [path for path, _ in everywhere if not re.search(r"\.0\.", path)][:2]
+        paths = [path for path, _ in everywhere if ".0." not in path]
+        below = [path for path in paths if path.startswith(f"{here}.")]
+        elsewhere = list(dict.fromkeys(below or paths))[:2]
         if elsewhere:
             self.suspects.update(map(dotted_to_path, elsewhere))
             return f"unknown key; did you mean {' or '.join(f'`{path}`' for path in elsewhere)}?"
@@ -272,12 +277,21 @@ class Draft:
                 path, key = self._locate(item["loc"])
                 found.setdefault(path, []).append((item, key))
         for path, items in found.items():
-            wrong.append(self._note_value(path, items))
+            is_copy = path not in self.sources and any(other in found for other in self._same_as(path))
+            wrong.append(path if is_copy or path in self.suspects else self._note_value(path, items))
         return wrong
+
+    def _same_as(self, path: Path) -> list[Path]:
+        """The places of `rl` that hold the same shared value; none for other roots."""
+        return (
+            [dotted_to_path(other) for other in same_as(path_to_dotted(path))] if self.cls is RLConfig else []
+        )
 
     def _note(self, problem: Problem) -> list[Path]:
         paths = [dotted_to_path(path) for path in problem.paths]
-        if not any(a[: len(b)] == b or b[: len(a)] == a for a in paths for b in self.suspects):
+        related = [other for path in paths for other in (path, *self._same_as(path))]
+        is_follow_up = any(a[: len(b)] == b or b[: len(a)] == a for a in related for b in self.suspects)
+        if not (is_follow_up or self.is_incomplete):
             self.complain(problem.message, *paths)
         return paths[1:]
 
@@ -285,7 +299,7 @@ class Draft:
         item, key = items[0]
         dotted = path_to_dotted(path)
         if item["type"] in ("missing", "union_tag_not_found"):
-            if not any(path == suspect for suspect in self.suspects):
+            if not self.is_incomplete:
                 example = _as_table(path, key) if key and key.sections else f"`{path[-1]}`"
                 self.complain(f"{dotted}: required and missing; give {example}", path)
             return path[:-1]
@@ -375,21 +389,24 @@ def _as_table(path: Path, key: Key) -> str:
 def _plain(message: str) -> str:
     """A rule in our words: pydantic's, less what a user of TOML need not know."""
     message = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    message = re.sub(r"^a valid dictionary.*", "a table is needed", message)
     message = re.sub(r", unable to parse string as an? \w+$", "", message)
     message = re.sub(r", got a number with a fractional part$", "", message)
     return re.sub(r"^(greater|less|a valid|a multiple|finite)", r"must be \1", message)
 
 
 def _remove(data: Any, path: Path) -> bool:
-    """Take a value out of nested raw data; whether there was one."""
+    """Take a value out of nested raw data; whether there was one. An item of a list takes the list with it.
+
+    Removing single items would shift the others away from their sources.
+    """
+    while path and isinstance(path[-1], int):
+        path = path[:-1]
+    if not path:
+        return False
     for part in path[:-1]:
-        if isinstance(data, dict) and part in data or isinstance(data, list) and isinstance(part, int) and part < len(data):
+        try:
             data = data[part]
-        else:
+        except (KeyError, IndexError, TypeError):
             return False
-    if not path or not (isinstance(data, dict) and path[-1] in data or isinstance(data, list)):
-        return False
-    if isinstance(data, list) and not (isinstance(path[-1], int) and path[-1] < len(data)):
-        return False
-    del data[path[-1]]
-    return True
+    return isinstance(data, dict) and data.pop(path[-1], _remove) is not _remove

@@ -42,7 +42,7 @@ class ModelSection(Section):
     name: str = "Qwen/Qwen3-0.6B"
     """Directory with Hugging Face safetensors, config and tokenizer (or the name of a cached hub model)."""
     impl: Literal["auto", "custom", "hf"] = "auto"
-    """`custom`: our own module (family qwen3); `hf`: the transformers module; `auto`: custom where there is one."""
+    """`custom`: our own module (family qwen3); `hf`: transformers'; `auto`: custom where there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in the forward pass."""
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -34,6 +34,8 @@ class ClientSection(Section):
     max_retries: int = Field(3, ge=0)
     """Retries of a request that failed for reasons of infrastructure."""
 
+    aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s", "wait_for_ready_timeout": "ready_timeout_s"}
+
 
 class SamplingSection(Section):
     """How the policy is sampled."""
@@ -48,6 +50,8 @@ class SamplingSection(Section):
     """Drop tokens less likely than min_p times the likeliest."""
     max_completion_tokens: int | None = Field(None, gt=0)
     """Tokens in one reply; None: up to seq_len."""
+
+    aliases: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
 
 
 class EnvSection(Section):
@@ -85,6 +89,8 @@ class EvalSection(Section):
     skip_first_step: bool = False
     """No eval of the starting weights."""
     sampling: SamplingSection = SamplingSection()
+
+    aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
 
 
 class GrpoAlgo(Section):
@@ -140,7 +146,7 @@ class OrchestratorSection(Section):
     filter_zero_advantages: bool = True
     """Groups without signal (all rewards equal) are replaced by other groups instead of filling the batch."""
     max_oversampling: float = Field(4.0, ge=1)
-    """Groups drawn for one batch, relative to its size; beyond it zero-signal groups fill the batch, with a warning."""
+    """Groups drawn for a batch, relative to its size; beyond, zero-signal groups fill it, with a warning."""
     max_rollout_retries: int = Field(2, ge=0)
     """Times a failed rollout is tried again before it is recorded as failed."""
     max_failed_groups: int = Field(32, gt=0)
@@ -161,3 +167,14 @@ class OrchestratorSection(Section):
     """Seed of task order and sampling."""
     stall_timeout_s: float = Field(600.0, gt=0)
     """A run in which nothing moved for so long dumps stacks and queue depths, then stops."""
+
+    aliases: ClassVar[dict[str, str]] = {
+        "rollouts_per_example": "group_size",
+        "async_level": "max_async_level",
+        "max_inflight_requests": "max_inflight_rollouts",
+        "sampling": "train.sampling",
+        "train.env": "env",
+        "student.model": "model",
+        "student.client": "client",
+        "wandb": "monitors.wandb",
+    }

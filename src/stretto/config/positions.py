@@ -1,7 +1,7 @@
 """Which line of a TOML or JSON file a key stands on, for error messages.
 
-The standard parsers say whether a file is valid and what it means, but not where. This scanner runs on text that they
-have already accepted, so that it only has to find keys, not to judge.
+The standard parsers say whether a file is valid and what it means, but not where. This scanner runs on text
+that they have already accepted, so that it only has to find keys, not to judge.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The roots: what each verb loads. Sections, plus where the run lives, plus every check across sections (checks.py).
+"""The roots, what each verb loads: sections, where the run lives, and every check (checks.py, cross.py).
 
-`RLConfig` is the whole; `trainer_config()`, `orchestrator_config()` and `inference_config()` cut it into what the three
-processes are started with. Shared keys are filled in by shared.py; reading files and flags is load.py.
+`RLConfig` is the whole; `trainer_config()`, `orchestrator_config()` and `inference_config()` cut it into what
+the three processes are started with. Shared keys are filled in by shared.py; reading files and flags is
+load.py.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from pydantic import Field, field_validator, model_validator
 
 from stretto.base.paths import RunDir
 from stretto.config import checks
+from stretto.config.cross import check_rl
 from stretto.config.deployment import Deployment, ResumeSection, RunSection, SingleNodeDeployment
 from stretto.config.inference import InferenceSection
 from stretto.config.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.orchestrator import ClientSection, EvalSection, OrchestratorSection
+from stretto.config.schema import canonical
 from stretto.config.section import Section
 from stretto.config.sft import Data, LossMaskSection, ValSection
 from stretto.config.shared import MISSING, ConfigProblems, Problem, as_raw, get, propagate, put
@@ -118,7 +121,8 @@ class InferenceConfig(InferenceSection, RunRoot):
 class RLConfig(RunRoot):
     """`rl`: inference, orchestrator and trainer together.
 
-    Keys that also stand in sections fill them; a value given in two places that disagree is an error naming both.
+    Keys that also stand in sections fill them; a value given in two places that disagree is an error
+    naming both.
     """
 
     trainer: TrainerSection = TrainerSection()
@@ -160,9 +164,11 @@ class RLConfig(RunRoot):
     def _fill_shared(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        data, problems = propagate(as_raw(data))
-        if problems:
-            raise ConfigProblems(problems)
+        data = as_raw(data)
+        conflicts = [Problem((".".join(map(str, at)),), message) for at, message in canonical(cls, data, [])]
+        data, problems = propagate(data)
+        if conflicts or problems:
+            raise ConfigProblems(conflicts + problems)
         _derive_engine_model(data)
         _derive_client_url(data)
         _derive_num_train_workers(data)
@@ -192,7 +198,7 @@ class RLConfig(RunRoot):
         )
 
     def _problems(self) -> list[Problem]:
-        return checks.check_run(self) + checks.check_rl(self)
+        return checks.check_run(self) + check_rl(self)
 
 
 class SFTConfig(RunRoot):
@@ -232,7 +238,7 @@ class SFTConfig(RunRoot):
     }
 
     def _default_name(self) -> str:
-        return f"sft-{short_name(self.model.name)}"
+        return f"sft-{'scratch' if self.model.scratch else short_name(self.model.name)}"
 
     def _problems(self) -> list[Problem]:
         return checks.check_run(self) + checks.check_sft(self)
@@ -270,7 +276,7 @@ class EvalConfig(RunRoot):
 
 
 def short_name(model: str) -> str:
-    """What a person calls a model: `outputs/sort-sft/weights/step_40` is sort-sft, `Qwen/Qwen3-0.6B` Qwen3-0.6B."""
+    """What a person calls a model: `outputs/sort-sft/weights/step_40` is sort-sft, `Qwen/Qwen3` is Qwen3."""
     parts = [part for part in re.split(r"[/\\]", model) if part not in ("", ".", "..", "~")]
     while len(parts) > 1 and re.fullmatch(r"latest|weights|checkpoints|trainer|hf|step_\d+", parts[-1]):
         parts.pop()

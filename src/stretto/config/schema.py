@@ -1,6 +1,7 @@
 """What the config classes say about themselves: keys, types, variants, ranges, aliases, docstrings.
 
-The loader, `--help` and docs/config.md read classes only through here. A union of sections is told apart by `type`.
+The loader, `--help` and docs/config.md read classes only through here. A union of sections is told apart by
+`type`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from stretto.config.section import Section, all_aliases, members
+from stretto.config.section import Section, all_aliases, members, rename_aliases
 
 Path = tuple[str | int, ...]
 """Where a value stands in a config: keys, and indices of lists."""
@@ -47,6 +48,11 @@ class Key:
         return self.members == (bool,)
 
     @property
+    def accepts_bool(self) -> bool:
+        """Whether true and false are values of it."""
+        return bool in self.members or Any in self.members
+
+    @property
     def is_list(self) -> bool:
         """Whether it can hold a list."""
         return any(get_origin(member) is list for member in self.members)
@@ -75,6 +81,10 @@ class Key:
     def doc(self) -> str:
         """Its docstring; a section's own where the key has none."""
         text = self.field.description or (self.sections[0].__doc__ if len(self.sections) == 1 else "") or ""
+        if not text and self.sections:
+            text = f"By `type`: {', '.join(str(tag_of(section)) for section in self.sections)}."
+        if not text and self.name == "type":
+            text = "Which form of the section."
         return " ".join(text.split())
 
     def variants(self, data: dict[str, Any]) -> tuple[type[Section], ...]:
@@ -131,6 +141,35 @@ def all_paths(cls: type[Section], prefix: str = "") -> Iterator[tuple[str, type[
             yield from all_paths(section, f"{path}.0")
 
 
+def canonical(
+    cls: type[Section], data: dict[str, Any], renamed: list[tuple[Path, Path]]
+) -> list[tuple[Path, str]]:
+    """Rename, in place, the aliases in every section; renames go to `renamed`, conflicts come back."""
+    conflicts: list[tuple[Path, str]] = []
+
+    def visit(section: type[Section], table: dict[str, Any], at: Path) -> None:
+        try:
+            canonical_table, moves = rename_aliases(section, table)
+        except ValueError as error:
+            conflicts.append((at, str(error)))
+            return
+        renamed.extend(((*at, *old.split(".")), (*at, *new.split("."))) for old, new in moves.items())
+        table.clear()
+        table.update(canonical_table)
+        for name, key in keys(section).items():
+            value = table.get(name)
+            if isinstance(value, dict):
+                for variant in key.variants(value):
+                    visit(variant, value, (*at, name))
+            elif isinstance(value, list) and key.item_sections:
+                for index, item in enumerate(value):
+                    if isinstance(item, dict):
+                        visit(key.item_sections[0], item, (*at, name, index))
+
+    visit(cls, data, ())
+    return conflicts
+
+
 def toml_text(value: Any) -> str:
     """A value as TOML would write it; None as None."""
     if value is None:
@@ -163,17 +202,22 @@ def _type_words(member: Any) -> str:
         return f"list of {'tables' if inner == 'table' else inner}"
     if origin is dict or _is_section(member):
         return "table"
-    return {str: "text", FilePath: "path", bool: "true or false", int: "integer", float: "number"}.get(member, "any")
+    return {str: "text", FilePath: "path", bool: "true or false", int: "integer", float: "number"}.get(
+        member, "any"
+    )
 
 
 def _range(field: FieldInfo) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = {name: value for item in field.metadata for name in signs if (value := getattr(item, name, None)) is not None}
+    found = {
+        name: value
+        for item in field.metadata
+        for name in signs
+        if (value := getattr(item, name, None)) is not None
+    }
     parts = [f"{signs[name]} {value:g}" for name, value in found.items()]
     parts += [f"a multiple of {m:g}" for item in field.metadata if (m := getattr(item, "multiple_of", None))]
     return " " + ", ".join(parts) if parts else ""
-
-
 
 
 def spellings(cls: type[Section]) -> list[str]:

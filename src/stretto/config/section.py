@@ -1,7 +1,7 @@
 """The strict base of every config section. Torch-free: a dry run on a laptop needs only pydantic.
 
-A section accepts what a TOML file can say: `"None"` for None where None is allowed, a union without its `type`
-(the default's variant), and the other spellings listed in its `aliases`.
+A section accepts what a TOML file can say: `"None"` for None where None is allowed, a union without its
+`type` (the default's variant), and the other spellings listed in its `aliases`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     aliases: ClassVar[dict[str, str]] = {}
@@ -68,7 +69,7 @@ def rename_aliases(cls: type[Section], data: dict[str, Any]) -> tuple[dict[str, 
 
 
 def _pop(data: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
-    """Take the value at a path out of nested dicts (which are copied on the way), and dicts emptied by that."""
+    """Take the value at a path out of nested dicts, which are copied on the way; emptied dicts go too."""
     head, *rest = path
     if head not in data:
         return False, None

@@ -1,7 +1,8 @@
-"""Keys that stand at the root of `rl` and mean the same in several sections: filled in, and refused where they disagree.
+"""Root keys of `rl` that mean the same in several sections: filled in, refused where they disagree.
 
-Works on raw data, before validation, because only raw data knows what was given and what is a default. In: the nested
-dicts of a root. Out: the same with every shared key in all its places, and the problems found on the way.
+Works on raw data, before validation, because only raw data knows what was given and what is a default. In:
+the nested dicts of a root. Out: the same with every shared key in all its places, and the problems found on
+the way.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class ConfigProblems(ValueError):
 class Shared:
     """A root key and its places in the sections.
 
-    With `must_agree`, sections may not differ even when the root says nothing, and a value given in one of them counts
-    for all. Without, the root's value fills the sections and the sections may otherwise differ.
+    With `must_agree`, sections may not differ even when the root says nothing, and a value given in one of
+    them counts for all. Without, the root's value fills the sections, which may otherwise differ.
     """
 
     root: str
@@ -52,7 +53,7 @@ SHARED = (
     Shared("model", ("trainer.model", "orchestrator.model")),
     Shared("tokenizer", ("trainer.tokenizer", "orchestrator.tokenizer"), must_agree=True),
     Shared("max_steps", ("trainer.max_steps", "orchestrator.max_steps"), must_agree=True),
-    Shared("seq_len", ("trainer.seq_len", "orchestrator.seq_len")),
+    Shared("seq_len", ("trainer.seq_len", "orchestrator.seq_len"), must_agree=True),
     Shared("seed", ("trainer.seed", "orchestrator.seed", "inference.seed")),
     Shared("ckpt", ("trainer.ckpt",), must_agree=True),
     Shared(
@@ -65,6 +66,16 @@ SHARED = (
     Shared("monitors", ("trainer.monitors", "orchestrator.monitors")),
     Shared("log", ("trainer.log", "orchestrator.log", "inference.log")),
 )
+
+
+def same_as(path: str) -> list[str]:
+    """The other paths of `rl` that a value at this one fills or is filled from."""
+    found = []
+    for shared in SHARED:
+        for place in (shared.root, *shared.places):
+            if path == place or path.startswith(f"{place}."):
+                found += [other + path.removeprefix(place) for other in (shared.root, *shared.places)]
+    return [other for other in dict.fromkeys(found) if other != path]
 
 
 def propagate(data: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -103,7 +103,7 @@ class DefaultLoss(Section):
 
 
 class CkptWeightsSection(Section):
-    """Hugging Face weights (safetensors, config, tokenizer) under RUN/weights/step_N; `latest` links to the newest."""
+    """Hugging Face weights, config and tokenizer under RUN/weights/step_N; `latest` links to the newest."""
 
     interval: int | None = Field(None, gt=0)
     """Steps between exports; None: with every checkpoint, and at the end."""
@@ -143,4 +143,6 @@ class TrainerSection(Section):
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of one rank; None: given out by the launcher."""
     enable_token_export: bool = False
-    """Write every trained token with its logprobs and advantage to RUN/tokens_trained/step_N.jsonl (debugging)."""
+    """Write trained tokens with logprobs and advantage to RUN/tokens_trained/step_N.jsonl (debugging)."""
+
+    aliases: ClassVar[dict[str, str]] = {"model.seq_len": "seq_len", "wandb": "monitors.wandb"}

@@ -1,0 +1,116 @@
+"""Rules between the sections of `rl`: one engine, one set of ports, one set of GPUs.
+
+Rules within a section are in checks.py; keys that mean the same in several sections in shared.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from stretto.config.checks import (
+    LOCAL_HOSTS,
+    check_inference,
+    check_orchestrator,
+    check_trainer,
+    is_address,
+    urls,
+)
+from stretto.config.shared import Problem
+
+if TYPE_CHECKING:
+    from stretto.config.inference import InferenceSection
+    from stretto.config.roots import RLConfig
+
+
+def check_rl(cfg: RLConfig) -> list[Problem]:
+    """Sections against each other."""
+    problems = check_trainer(cfg.trainer, "trainer") + check_orchestrator(cfg.orchestrator, "orchestrator")
+    if cfg.inference is not None:
+        problems += check_inference(cfg.inference, "inference")
+        problems += check_engine_fits(cfg, cfg.inference)
+    return problems + check_ports(cfg) + check_gpus(cfg)
+
+
+def check_engine_fits(cfg: RLConfig, inference: InferenceSection) -> list[Problem]:
+    """The orchestrator talks to the engine that this run starts, and the engine takes what it sends."""
+    problems = []
+    addresses = [urlsplit(url) for url in urls(cfg.orchestrator.client) if is_address(url)]
+    places = {(parts.hostname, parts.port or 80) for parts in addresses}
+    port = inference.server.port
+    hosts = (*LOCAL_HOSTS, inference.server.host)
+    if places and not any(host in hosts and url_port == port for host, url_port in places):
+        paths = ("orchestrator.client.base_url", "inference.server.port")
+        message = (
+            f'orchestrator.client.base_url = "{", ".join(urls(cfg.orchestrator.client))}" but the engine '
+            f"of this run listens on inference.server.port = {port}; make them agree, leave base_url out, or use "
+            f"--no-inference for engines that already run"
+        )
+        problems.append(Problem(paths, message))
+    if inference.max_model_len is not None and inference.max_model_len < cfg.orchestrator.seq_len:
+        rule = f"is shorter than orchestrator.seq_len = {cfg.orchestrator.seq_len}; raise it or lower seq_len"
+        message = f"inference.max_model_len = {inference.max_model_len} {rule}"
+        problems.append(Problem(("inference.max_model_len", "orchestrator.seq_len"), message))
+    if inference.device == "cpu" and cfg.inference_gpu_ids:
+        message = 'inference.device = "cpu" but inference_gpu_ids names GPUs; drop one of the two'
+        problems.append(Problem(("inference.device", "inference_gpu_ids"), message))
+    return problems
+
+
+def check_ports(cfg: RLConfig) -> list[Problem]:
+    """Every listener of this machine has a port of its own."""
+    ports = {"orchestrator.control.port": cfg.orchestrator.control.port}
+    if cfg.orchestrator.rollout_transport.type == "zmq":
+        ports["orchestrator.rollout_transport.port"] = cfg.orchestrator.rollout_transport.port
+    if cfg.inference is not None:
+        ports["inference.server.port"] = cfg.inference.server.port
+    problems = []
+    for port, count in Counter(ports.values()).items():
+        if count > 1:
+            paths = tuple(path for path, other in ports.items() if other == port)
+            problems.append(
+                Problem(paths, f"{' and '.join(paths)} are both {port}; give each a port of its own")
+            )
+    return problems
+
+
+def check_gpus(cfg: RLConfig) -> list[Problem]:
+    """GPU ids against counts, twice-named ids, and a GPU shared by trainer and engine."""
+    problems = []
+    counts = {"trainer_gpu_ids": "num_train_gpus", "inference_gpu_ids": "num_infer_gpus"}
+    for key, count_key in counts.items():
+        ids, count = getattr(cfg, key), getattr(cfg.deployment, count_key)
+        if ids is None:
+            continue
+        if not ids or len(set(ids)) < len(ids) or min(ids) < 0:
+            problems.append(
+                Problem((key,), f"{key} = {ids}: give each GPU once, counted from 0, such as 0,1")
+            )
+        elif count is not None and count != len(ids):
+            rule = f"deployment.{count_key} = {count}; drop one of the two"
+            problems.append(
+                Problem((key, f"deployment.{count_key}"), f"{key} = {ids} are {len(ids)} GPUs but {rule}")
+            )
+    if len(cfg.inference_gpu_ids or ()) > 1 or (cfg.deployment.num_infer_gpus or 0) > 1:
+        key = "inference_gpu_ids" if cfg.inference_gpu_ids else "deployment.num_infer_gpus"
+        problems.append(
+            Problem((key,), f"{key}: the embedded engine runs on one device; give inference one GPU")
+        )
+    ranks = len(cfg.trainer_gpu_ids or ()) or cfg.deployment.num_train_gpus or 0
+    if ranks and ranks != cfg.orchestrator.num_train_workers:
+        key = "trainer_gpu_ids" if cfg.trainer_gpu_ids else "deployment.num_train_gpus"
+        workers = f"orchestrator.num_train_workers = {cfg.orchestrator.num_train_workers}"
+        message = f"{workers} but {key} gives {ranks} trainer ranks"
+        problems.append(
+            Problem(("orchestrator.num_train_workers", key), f"{message}; leave num_train_workers out")
+        )
+    shared = set(cfg.trainer_gpu_ids or ()) & set(cfg.inference_gpu_ids or ())
+    if shared and cfg.inference is not None and cfg.inference.gpu_memory_utilization > 0.8:
+        paths = ("trainer_gpu_ids", "inference_gpu_ids", "inference.gpu_memory_utilization")
+        message = (
+            f"trainer and inference share GPU {', '.join(map(str, sorted(shared)))}, and {paths[2]} = "
+            f"{cfg.inference.gpu_memory_utilization:g} leaves the trainer nothing; lower it, such as to 0.5"
+        )
+        problems.append(Problem(paths, message))
+    return problems

@@ -1,0 +1,20 @@
+"""What all tests share: few threads, and a package that is found without being installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# Before anything imports torch: tests run side by side with others, and threads that spin slow everybody down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SOURCE = Path(__file__).parents[1] / "src"
+if str(SOURCE) not in sys.path:
+    sys.path.insert(0, str(SOURCE))
+# Tests start processes, which must find the package too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))

@@ -1,0 +1,447 @@
+"""Every mistake of a user is one message with its place, the rule, and the way out; all of them at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.config.docs import ROOTS
+from stretto.config.load import load
+
+ENV = '[[orchestrator.env]]\nid = "sort-letters"\n'
+
+
+def complaints(folder: Path, toml: str, flags: str, verb: str = "rl") -> list[str]:
+    """The problems of a file, `c.toml`, and flags, one string each; the file's folder is left out."""
+    file = folder / "c.toml"
+    file.write_text(toml)
+    with pytest.raises(ConfigError) as caught:
+        load(ROOTS[verb], ["@", str(file), *flags.split()], verb=verb)
+    head, *lines = str(caught.value).replace(f"{folder}/", "").split("\n")
+    assert head == f"{len(lines)} problem{'s' if len(lines) > 1 else ''} in the configuration of `{verb}`"
+    return [line.strip() for line in lines]
+
+
+WRONG_RL = {
+    "unknown key in a section": (
+        "[orchestrator]\nbatchsize = 64\n" + ENV,
+        "",
+        ["c.toml:2: orchestrator.batchsize: unknown key; did you mean `batch_size`?"],
+    ),
+    "unknown key at the root": (
+        "outputdir = 'x'\n" + ENV,
+        "",
+        ["c.toml:1: outputdir: unknown key; did you mean `output_dir`?"],
+    ),
+    "unknown key in a list of tables": (
+        ENV + 'nam = "a"\n',
+        "",
+        ["c.toml:3: orchestrator.env.0.nam: unknown key; did you mean `name`?"],
+    ),
+    "unknown key in an inline table": (
+        '[orchestrator]\nenv = [\n  { id = "a" },\n  { id = "b", arg = {} },\n]\n',
+        "",
+        ["c.toml:4: orchestrator.env.1.arg: unknown key; did you mean `args`?"],
+    ),
+    "unknown key in a union's variant": (
+        '[trainer.optim]\ntype = "sgd"\nmomentun = 0.5\n' + ENV,
+        "",
+        ["c.toml:3: trainer.optim.momentun: unknown key; did you mean `momentum`?"],
+    ),
+    "key of another variant": (
+        "[trainer.optim]\nmomentum = 0.5\n" + ENV,
+        "",
+        ["c.toml:2: trainer.optim.momentum: unknown key", '"adamw"', 'it belongs to type = "sgd"'],
+    ),
+    "key of another section": (
+        "[trainer]\nlr = 0.5\n" + ENV,
+        "",
+        ["c.toml:2: trainer.lr: unknown key; did you mean `trainer.optim.lr`?"],
+    ),
+    "unknown union tag": (
+        ENV + '[trainer.optim]\ntype = "adamv"\nlr = 1\n',
+        "",
+        ["c.toml:4: trainer.optim.type", '"adamv"', '"adamw" or "sgd"', 'did you mean "adamw"?'],
+    ),
+    "union tag of a wrong type": (
+        ENV + "[trainer.scheduler]\ntype = 3\n",
+        "",
+        ["c.toml:4: trainer.scheduler.type = 3", '"constant" or "linear" or "cosine"'],
+    ),
+    "wrong choice": (
+        ENV + '[trainer.model]\nimpl = "costum"\n',
+        "",
+        ["c.toml:4: trainer.model.impl", '"costum"', 'did you mean "custom"?'],
+    ),
+    "text for a number": (
+        'max_steps = "many"\n' + ENV,
+        "",
+        ["c.toml:1: max_steps", '"many"', "valid integer"],
+    ),
+    "fraction for a whole number": (
+        "seq_len = 12.5\n" + ENV,
+        "",
+        ["c.toml:1: seq_len = 12.5: must be a valid integer"],
+    ),
+    "true for a number": (
+        "max_steps = true\n" + ENV,
+        "",
+        ["c.toml:1: max_steps = true", "integer > 0 or None is needed"],
+    ),
+    "number for true": (
+        ENV + "[orchestrator]\nfilter_zero_advantages = 7\n",
+        "",
+        ["c.toml:4: orchestrator.filter_zero_advantages = 7", "valid boolean"],
+    ),
+    "number out of range": (
+        ENV + "[orchestrator.train.sampling]\ntemperature = 3.5\n",
+        "",
+        ["c.toml:4: orchestrator.train.sampling.temperature = 3.5", "less than or equal to 2"],
+    ),
+    "not a number": (
+        ENV + "[trainer.optim]\nlr = inf\n",
+        "",
+        ["c.toml:4: trainer.optim.lr = inf", "finite number"],
+    ),
+    "value for a section": (
+        'model = "Qwen/Qwen3-0.6B"\n' + ENV,
+        "",
+        ["c.toml:1: model", "a table is needed: [model] name = ..."],
+    ),
+    "single table for a list": (
+        '[orchestrator.env]\nid = "a"\n',
+        "",
+        ["c.toml:1: orchestrator.env is a list of tables; write [[orchestrator.env]]"],
+    ),
+    "required key missing": (
+        "[[orchestrator.env]]\nratio = 2.0\n",
+        "",
+        ["c.toml:1: orchestrator.env.0.id: required and missing; give `id`"],
+    ),
+    "broken TOML": (
+        "max_steps = 3\nseq_len = = 4\n",
+        "",
+        ["c.toml:2: not valid TOML: Invalid value"],
+    ),
+    "a key twice": (
+        "max_steps = 3\nmax_steps = 4\n",
+        "",
+        ["c.toml:2: not valid TOML: Cannot overwrite a value"],
+    ),
+    "unknown flag": (
+        ENV,
+        "--orchestrator.group-sizes 4",
+        ["--orchestrator.group-sizes 4: unknown flag; did you mean --orchestrator.group-size?"],
+    ),
+    "flag without its section": (
+        ENV,
+        "--gpu-memory-utilization 0.5",
+        ["--gpu-memory-utilization 0.5: unknown flag; did you mean --inference.gpu-memory-utilization?"],
+    ),
+    "flag of a section that stands elsewhere": (
+        ENV,
+        "--scheduler.type linear",
+        ["--scheduler.type linear: unknown flag; did you mean --trainer.scheduler.type?"],
+    ),
+    "flag without a value": (ENV, "--max-steps", ["--max-steps: a value must follow"]),
+    "bad value of a flag": (
+        ENV,
+        "--orchestrator.batch-size=many",
+        ["--orchestrator.batch-size=many: orchestrator.batch_size", '"many"', "valid integer"],
+    ),
+    "something that cannot be off": (
+        ENV,
+        "--no-seq-len",
+        ["--no-seq-len: `seq_len` cannot be turned off; it takes integer > 1"],
+    ),
+    "index beyond a list": (
+        ENV,
+        "--orchestrator.env.3.id x",
+        ["--orchestrator.env.3.id x: orchestrator.env has 1 item; the next index is 1"],
+    ),
+    "word without a flag": (
+        ENV,
+        "more.toml",
+        ["more.toml: unexpected word; a file is given as `@ more.toml`"],
+    ),
+    "nothing after @": (ENV, "@", ["@: a file name must follow"]),
+    "two places disagree": (
+        "max_steps = 3\n[trainer]\nmax_steps = 4\n" + ENV,
+        "",
+        ["c.toml:1, c.toml:3: max_steps = 3 but trainer.max_steps = 4; say it once"],
+    ),
+    "a file and a flag disagree": (
+        '[model]\nname = "a"\n' + ENV,
+        "--inference.model b",
+        ['c.toml:2, --inference.model b: model.name = "a" but inference.model = "b"', "say it once"],
+    ),
+    "two sections disagree": (
+        '[orchestrator.weight_broadcast]\ntype = "filesystem"\n[trainer.weight_broadcast]\ntype = "shm"\n'
+        + ENV,
+        "",
+        ["c.toml:4, c.toml:2: trainer.weight_broadcast.type", "orchestrator.weight_broadcast.type"],
+    ),
+    "an alias and its key disagree": (
+        "[orchestrator]\ngroup_size = 4\nrollouts_per_example = 8\n" + ENV,
+        "",
+        ["c.toml:1: orchestrator: `rollouts_per_example` is another spelling of `group_size`", "8 and 4"],
+    ),
+    "a group of one": (
+        "[orchestrator]\ngroup_size = 1\n" + ENV,
+        "",
+        ["c.toml:2: orchestrator.group_size = 1: every advantage would be zero", "use 2 or more"],
+    ),
+    "groups that do not fill a batch": (
+        "[orchestrator]\nbatch_size = 30\n" + ENV,
+        "",
+        [
+            "c.toml:2: orchestrator.batch_size = 30 must be a multiple of orchestrator.group_size = 8",
+            "24 or 32",
+        ],
+    ),
+    "inflight below a group": (
+        "[orchestrator]\nmax_inflight_rollouts = 4\n" + ENV,
+        "",
+        ["c.toml:2: orchestrator.max_inflight_rollouts = 4 cannot hold one group"],
+    ),
+    "lead beyond the bound on staleness": (
+        "[orchestrator]\nmax_async_level = 3\nmax_off_policy_steps = 2\n" + ENV,
+        "",
+        ["c.toml:2, c.toml:3: orchestrator.max_async_level = 3", "raise orchestrator.max_off_policy_steps"],
+    ),
+    "no environment": (
+        "max_steps = 3\n",
+        "",
+        [
+            'orchestrator.env: no environment to train on; add one, such as [[orchestrator.env]] id = "sort-letters"'
+        ],
+    ),
+    "environments of one name": (
+        ENV + ENV,
+        "",
+        ["c.toml:1, c.toml:3: orchestrator.env: 2 environments", '"sort-letters"', "its own `name`"],
+    ),
+    "reserved environment name": (
+        ENV + 'name = "all"\n',
+        "",
+        ["c.toml:3: orchestrator.env.0.name", '"all"', "choose another"],
+    ),
+    "no room for a prompt": (
+        "seq_len = 64\n[orchestrator.train.sampling]\nmax_completion_tokens = 64\n" + ENV,
+        "",
+        ["c.toml:3, c.toml:1: orchestrator.train.sampling.max_completion_tokens = 64 leaves no room"],
+    ),
+    "greedy training": (
+        ENV,
+        "--orchestrator.train.sampling.temperature 0",
+        [
+            "--orchestrator.train.sampling.temperature 0: orchestrator.train.sampling.temperature = 0 is greedy"
+        ],
+    ),
+    "eval beyond the end": (
+        "max_steps = 10\n[orchestrator.eval]\ninterval = 20\n" + ENV,
+        "",
+        ["c.toml:3, c.toml:1: orchestrator.eval.interval = 20 is beyond orchestrator.max_steps = 10"],
+    ),
+    "a fall without an end": (
+        '[trainer.scheduler]\ntype = "linear"\n' + ENV,
+        "",
+        ["c.toml:1: trainer.scheduler: a linear schedule falls towards max_steps; give trainer.max_steps"],
+    ),
+    "a schedule longer than the run": (
+        'max_steps = 15\n[trainer.scheduler]\ntype = "linear"\n' + ENV,
+        "",
+        ["c.toml:1: trainer.scheduler: warmup_steps + decay_steps = 10 + 10 must fit into"],
+    ),
+    "a cosine that is all warm-up": (
+        'max_steps = 5\n[trainer.scheduler]\ntype = "cosine"\nwarmup_steps = 5\n' + ENV,
+        "",
+        ["c.toml:4, c.toml:1: trainer.scheduler.warmup_steps = 5 must be under trainer.max_steps = 5"],
+    ),
+    "a schedule that does nothing": (
+        'max_steps = 5\n[trainer.scheduler]\ntype = "linear"\nwarmup_steps = 0\ndecay_steps = 0\n' + ENV,
+        "",
+        ["c.toml:2: trainer.scheduler: a linear schedule neither rises nor falls"],
+    ),
+    "an end above the peak": (
+        'max_steps = 50\n[trainer.scheduler]\ntype = "cosine"\nmin_lr = 1e-3\n' + ENV,
+        "",
+        ["c.toml:4: trainer.scheduler.min_lr = 0.001 is above the peak trainer.optim.lr = 1e-06"],
+    ),
+    "tensor parallelism in the embedded engine": (
+        "[inference.parallel]\ntp = 2\n" + ENV,
+        "",
+        ["c.toml:2: inference.parallel.tp = 2: the embedded engine runs on one device"],
+    ),
+    "client and server ports": (
+        '[orchestrator.client]\nbase_url = "http://localhost:8001/v1"\n' + ENV,
+        "--inference.server.port 8002",
+        ["c.toml:2, --inference.server.port 8002", "inference.server.port = 8002", "--no-inference"],
+    ),
+    "an address that is none": (
+        '[orchestrator.client]\nbase_url = "localhost:8000"\n' + ENV,
+        "--no-inference",
+        ["c.toml:2: orchestrator.client.base_url", '"localhost:8000"', "http://127.0.0.1:8000/v1"],
+    ),
+    "two listeners on a port": (
+        "[inference.server]\nport = 5556\n" + ENV,
+        "",
+        ["c.toml:2: orchestrator.control.port and inference.server.port are both 5556"],
+    ),
+    "shared memory to another host": (
+        ENV,
+        "--no-inference --orchestrator.client.base-url http://10.0.0.2:8000/v1",
+        ["orchestrator.weight_broadcast.type", '"shm"', "http://10.0.0.2:8000/v1 is another", '"filesystem"'],
+    ),
+    "engine shorter than the run": (
+        "seq_len = 4096\n[inference]\nmax_model_len = 1024\n" + ENV,
+        "",
+        ["c.toml:3, c.toml:1: inference.max_model_len = 1024 is shorter than orchestrator.seq_len = 4096"],
+    ),
+    "new model shorter than the run": (
+        "[model.scratch]\nmax_position_embeddings = 64\n" + ENV,
+        "--seq-len 128",
+        ["--seq-len 128, c.toml:2: trainer.seq_len = 128 is longer than", "= 64"],
+    ),
+    "heads that do not group": (
+        "seq_len = 64\n[model.scratch]\nnum_heads = 5\n" + ENV,
+        "",
+        ["c.toml:3: trainer.model.scratch.num_heads = 5 must be a multiple of", "num_kv_heads = 2"],
+    ),
+    "a GPU named twice": (ENV, "--trainer-gpu-ids 0,0", ["trainer_gpu_ids = [0, 0]: give each GPU once"]),
+    "GPU ids that are none": (
+        ENV,
+        "--trainer-gpu-ids 0,x",
+        ['--trainer-gpu-ids 0,x: trainer_gpu_ids.1 = "x": must be a valid integer'],
+    ),
+    "GPU ids against counts": (
+        "[deployment]\nnum_train_gpus = 2\n" + ENV,
+        "--trainer-gpu-ids 0",
+        ["--trainer-gpu-ids 0, c.toml:2: trainer_gpu_ids = [0] are 1 GPUs but deployment.num_train_gpus = 2"],
+    ),
+    "a shared GPU filled by the engine": (
+        ENV,
+        "--trainer-gpu-ids 0 --inference-gpu-ids 0",
+        ["share GPU 0, and inference.gpu_memory_utilization = 0.9 leaves the trainer nothing"],
+    ),
+    "a run name that is a path": (
+        '[run]\nname = "a/b"\n' + ENV,
+        "",
+        ['c.toml:2: run.name = "a/b": letters, digits'],
+    ),
+    "resume and clean": (
+        ENV,
+        "--resume --clean",
+        ["--resume, --clean: resume continues the run and clean deletes"],
+    ),
+    "step 0": (
+        ENV,
+        "--resume.step 0",
+        ["--resume.step 0: resume.step = 0: must be greater than or equal to 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_RL)
+def test_one_mistake_is_one_message_with_place_rule_and_way_out(mistake: str, tmp_path: Path) -> None:
+    toml, flags, parts = WRONG_RL[mistake]
+    (line,) = complaints(tmp_path, toml, flags)
+    for part in parts:
+        assert part in line, line
+    assert "validation error" not in line and "pydantic" not in line
+
+
+WRONG_OTHERS = {
+    "sft without data": ("sft", "max_steps = 3\n", ["data: required and missing", '[data] type = "file"']),
+    "sft without an end": (
+        "sft",
+        '[data]\ntype = "file"\nname = "a.jsonl"\n',
+        ["the run would never end; give max_steps or max_epochs"],
+    ),
+    "sft that trains no role": (
+        "sft",
+        'max_steps = 3\n[data]\ntype = "file"\nname = "a"\n[loss_mask]\nassistant = false\n',
+        ["c.toml:5: loss_mask trains no role"],
+    ),
+    "eval without environments": ("eval", "seed = 1\n", ["eval.env: no environment to evaluate; add one"]),
+    "inference without a model": ("inference", "seed = 1\n", ["model: no model to serve"]),
+    "a file of rl for one process": (
+        "trainer",
+        "[orchestrator]\nbatch_size = 8\n",
+        ["c.toml:1: orchestrator: unknown key; a file with a [orchestrator] section is one for `rl`"],
+    ),
+    "orchestrator with groups of one": (
+        "orchestrator",
+        'group_size = 1\n[[env]]\nid = "a"\n',
+        ["c.toml:1: group_size = 1: every advantage would be zero"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_OTHERS)
+def test_other_verbs_name_keys_as_their_own_files_write_them(mistake: str, tmp_path: Path) -> None:
+    verb, toml, parts = WRONG_OTHERS[mistake]
+    (line,) = complaints(tmp_path, toml, "", verb)
+    for part in parts:
+        assert part in line, line
+
+
+def test_all_problems_come_at_once_and_none_twice(tmp_path: Path) -> None:
+    toml = (
+        "max_steps = 20\n[orchestrator]\nbatchsize = 64\ngroup_size = 'x'\n"
+        "[orchestrator.train.sampling]\ntemperature = 3.5\n" + ENV + "nam = 'a'\n"
+        "[trainer]\nmax_steps = 30\n[inference.parallel]\ntp = 2\n"
+    )
+    lines = complaints(tmp_path, toml, "--lr 3 --inference.server.port 5555")
+    found = [
+        "--lr",
+        "batchsize",
+        "env.0.nam",
+        "trainer.max_steps = 30",
+        "temperature",
+        "group_size",
+        "tp = 2",
+        "5555",
+    ]
+    assert len(lines) == len(found)
+    for part in found:
+        assert sum(part in line for line in lines) == 1, (part, lines)
+
+
+def test_a_problem_that_only_follows_from_another_is_not_reported(tmp_path: Path) -> None:
+    linear = '[trainer.scheduler]\ntype = "linear"\n'
+    assert len(complaints(tmp_path, "max_step = 50\n" + linear + ENV, "")) == 1
+    assert len(complaints(tmp_path, "[[orchestrator.env]]\nname = 'a'\n", "")) == 1
+    assert len(complaints(tmp_path, "", f"@ {tmp_path}/envs.toml")) == 1
+
+
+def test_a_missing_file_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text("")
+    (line,) = complaints(tmp_path, ENV, f"--trainer @ {tmp_path}/trian.toml")
+    assert line == "trian.toml: no such file; did you mean train.toml?"
+    (line,) = complaints(tmp_path, ENV, f"@ {tmp_path}/no/rl.toml")
+    assert line == "no/rl.toml: no such file, and no directory no"
+
+
+def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{\n "seed": 1,\n}')
+    (tmp_path / "b.json").write_text("[1]")
+    (tmp_path / "c2.toml").write_bytes(b"a = '\xff'")
+    (tmp_path / "d.toml").mkdir()
+    (tmp_path / "e.yaml").write_text("")
+    flags = " ".join(f"@ {tmp_path}/{name}" for name in ("a.json", "b.json", "c2.toml", "d.toml", "e.yaml"))
+    lines = complaints(tmp_path, ENV, flags)
+    for line, part in zip(
+        lines, ["a.json:", "b.json:1", "not UTF-8", "directory", "not a .toml or .json"], strict=True
+    ):
+        assert part in line
+
+
+def test_a_json_file_has_lines_too(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(
+        '{\n  "orchestrator": {\n    "env": [\n      {"id": "a", "foo": 1}\n    ]\n  }\n}'
+    )
+    (line,) = complaints(tmp_path, "", f"@ {tmp_path}/a.json")
+    assert line.startswith("a.json:4: orchestrator.env.0.foo: unknown key")
