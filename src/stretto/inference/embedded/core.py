@@ -26,8 +26,9 @@ from stretto.inference.embedded.sampler import SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import Request, RequestState, Scheduler
 from stretto.inference.embedded.slots import Slots, SlotState
 from stretto.models.decoder import Decoder
-from stretto.models.hub import load_tensors
+from stretto.models.hub import export_tensors, load_tensors
 from stretto.records.generate import GenerateRequest
+from stretto.records.weights import WeightManifest
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,9 @@ class EngineCore:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.config.vocab_size:
             bad = low if low < 0 else high
-            return f"token_ids: token id {bad} is out of vocabulary; ids are 0 to {self.config.vocab_size - 1}"
+            return (
+                f"token_ids: token id {bad} is out of vocabulary; ids are 0 to {self.config.vocab_size - 1}"
+            )
         if len(ids) >= self.max_model_len:
             return (
                 f"token_ids: the prompt has {len(ids)} tokens; with at least one sampled token the engine's "
@@ -118,12 +121,29 @@ class EngineCore:
             (0 < params.top_p <= 1, "top_p", params.top_p, "more than 0 and at most 1"),
             (params.top_k is None or params.top_k >= 1, "top_k", params.top_k, "1 or more, or null for all"),
             (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
-            (params.max_tokens is None or params.max_tokens >= 0, "max_tokens", params.max_tokens, "0 or more"),
-            (params.max_tokens != 0 or asked.prompt_logprobs, "max_tokens", 0, "1 or more without prompt_logprobs"),
+            (
+                params.max_tokens is None or params.max_tokens >= 0,
+                "max_tokens",
+                params.max_tokens,
+                "0 or more",
+            ),
+            (
+                params.max_tokens != 0 or asked.prompt_logprobs,
+                "max_tokens",
+                0,
+                "1 or more without prompt_logprobs",
+            ),
             (asked.cache_salt != "", "cache_salt", "''", "null or a text that is not empty"),
             (all(params.stop), "stop", "''", "texts that are not empty"),
         )
-        return next((f"{name}: {value} is not allowed; it must be {rule}" for ok, name, value, rule in checks if not ok), None)
+        return next(
+            (
+                f"{name}: {value} is not allowed; it must be {rule}"
+                for ok, name, value, rule in checks
+                if not ok
+            ),
+            None,
+        )
 
     def submit(self, request: Request) -> None:
         assert request.request_id not in self.requests, f"request id {request.request_id} is in use"
@@ -167,6 +187,17 @@ class EngineCore:
         with torch.no_grad():
             load_tensors(self.model, tensors)
         self.version = version
+
+    def weights_refusal(self, manifest: WeightManifest) -> str | None:
+        """Why this manifest cannot be this model's weights; None when every tensor is there in its shape."""
+        ours = {name: tuple(tensor.shape) for name, tensor in export_tensors(self.model)}
+        theirs = {entry.name: tuple(entry.shape) for entry in manifest.tensors}
+        for name in ours.keys() - theirs.keys():
+            return f"weights of version {manifest.version} lack {name}"
+        for name in ours:
+            if ours[name] != theirs[name]:
+                return f"weights of version {manifest.version}: {name} is {theirs[name]}, the model has {ours[name]}"
+        return None
 
     def reset_prefix_cache(self) -> None:
         self.pool.forget_all()
@@ -253,7 +284,10 @@ class EngineCore:
             np.add.at(owners, held, 1)
             if slots.state[slot] != SlotState.RUNNING and len(held):
                 found.append(f"slot {slot} holds blocks while {SlotState(slots.state[slot]).name}")
-            if slots.state[slot] == SlotState.RUNNING and len(held) * slots.block_size < slots.num_computed[slot]:
+            if (
+                slots.state[slot] == SlotState.RUNNING
+                and len(held) * slots.block_size < slots.num_computed[slot]
+            ):
                 found.append(f"slot {slot} has fewer blocks than computed tokens")
             if len(set(held.tolist())) != len(held) or 0 in held:
                 found.append(f"slot {slot} names a block twice or the null block")

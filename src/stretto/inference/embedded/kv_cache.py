@@ -104,7 +104,9 @@ class KVCache:
         cuts = np.flatnonzero(np.diff(width_index)) + 1
         parts: list[_Part] = []
         for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(owners)]):
-            self._cut_width(parts, start, stop, owners, positions, tables, int(self.widths[width_index[start]]))
+            self._cut_width(
+                parts, start, stop, owners, positions, tables, int(self.widths[width_index[start]])
+            )
         return Layout(write, tuple(parts))
 
     def _cut_width(self, parts, start, stop, owners, positions, tables, width) -> None:
@@ -176,6 +178,8 @@ class KVCache:
         out = []
         for head in range(kv_heads):
             # One [group, head_dim] product a row, as in a decode step; the keys are not copied (stride 0).
-            scores = torch.bmm(q[head], k[head].expand(rows, -1, -1).transpose(1, 2)).add_(part.bias.unsqueeze(1))
+            scores = torch.bmm(q[head], k[head].expand(rows, -1, -1).transpose(1, 2)).add_(
+                part.bias.unsqueeze(1)
+            )
             out.append(torch.bmm(torch.softmax(scores, dim=-1), v[head].expand(rows, -1, -1)))
         return torch.stack(out)

@@ -42,7 +42,9 @@ def row_tile(model: Decoder) -> int | None:
         whole = F.linear(rows, weight)
         for count in (_ROWS, 2 * _ROWS, 3 * _ROWS, 5 * _ROWS):
             if not torch.equal(F.linear(rows[-count:].clone(), weight), whole[-count:]):
-                logger.warning("matrix products depend on the row count here; every product gets %d rows", _TILE)
+                logger.warning(
+                    "matrix products depend on the row count here; every product gets %d rows", _TILE
+                )
                 return _TILE
     return None
 
@@ -81,7 +83,9 @@ class Runner:
             return None
         return self._logits(hidden, place[last])
 
-    def _forward(self, slots: Slots, owners: np.ndarray, positions: np.ndarray, width_index: np.ndarray) -> Tensor:
+    def _forward(
+        self, slots: Slots, owners: np.ndarray, positions: np.ndarray, width_index: np.ndarray
+    ) -> Tensor:
         num_rows = len(owners)
         multiple = self.tile or _ROWS
         padding = -num_rows % multiple
@@ -107,7 +111,9 @@ class Runner:
         step = self.tile or len(padded)
         weight = self.model.output_weight
         index = torch.from_numpy(padded).to(self.device)
-        out = [F.linear(hidden[index[low : low + step]], weight).float() for low in range(0, len(padded), step)]
+        out = [
+            F.linear(hidden[index[low : low + step]], weight).float() for low in range(0, len(padded), step)
+        ]
         return (out[0] if len(out) == 1 else torch.cat(out))[: len(rows)]
 
     def _fill_prompt_logprobs(
@@ -118,7 +124,9 @@ class Runner:
             if slot not in wanted:
                 continue
             start, target = int(plan.start[i]), wanted[slot]
-            count = min(int(plan.count[i]), len(target) - 1 - start)  # the last prompt token predicts a sampled one
+            count = min(
+                int(plan.count[i]), len(target) - 1 - start
+            )  # the last prompt token predicts a sampled one
             for low in range(0, count, _PROMPT_ROWS):
                 high = min(low + _PROMPT_ROWS, count)
                 logits = self._logits(hidden, place[first[i] + low : first[i] + high])

@@ -38,7 +38,9 @@ def stream_key(seed: int, member: int) -> int:
     return _mix_int(_mix_int(seed & _MASK) + (member + 1) * _GOLDEN)
 
 
-def uniforms(keys: UInt64[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]) -> Float[np.ndarray, " rows"]:
+def uniforms(
+    keys: UInt64[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]
+) -> Float[np.ndarray, " rows"]:
     """float64 in [0, 1), one for each (key, position): the counter-based generator.
 
     Source: splitmix64 finaliser, Steele, Lea, Flood 2014 ("Fast splittable pseudorandom number generators").
@@ -66,7 +68,9 @@ def sample(
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     # The draw lies strictly below the total, so the first entry above it is a token of positive probability.
     total = cdf[:, -1]
-    target = torch.minimum(torch.from_numpy(u).to(device) * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.minimum(
+        torch.from_numpy(u).to(device) * total, torch.nextafter(total, torch.zeros_like(total))
+    )
     tokens = torch.searchsorted(cdf, target.unsqueeze(1), right=True)
     if rows.is_greedy.any():
         best = logits.argmax(dim=-1, keepdim=True)

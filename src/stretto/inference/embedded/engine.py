@@ -1,0 +1,360 @@
+"""The engine on an event loop: requests and admin calls come in at any time and take effect between two steps.
+
+    LOADING -> RUNNING <-> PAUSED         pause(keep), pause(abort), resume
+               RUNNING -> DRAINING -> PAUSED   pause(wait); requests that come meanwhile are held until resume
+               any -> FAILED               a step raised; every request fails, `run` raises, the process ends
+
+One task, `run`, owns the core. It applies commands, makes a step, hands out what ended, and lets the loop serve
+sockets. A short step (tiny models on a CPU) is made on the loop itself: the interpreter's lock would go back and forth
+between two threads at every tensor operation, which costs more than sockets waiting a few milliseconds (measured in
+benchmarks/engine.py). From INLINE_BELOW_S on, a step goes to a thread and the loop stays responsive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from stretto.base.errors import EngineError
+from stretto.inference.embedded.core import EngineCore
+from stretto.inference.embedded.metrics import Metrics
+from stretto.inference.embedded.scheduler import Request, RequestState
+from stretto.inference.text import Decode, Watcher
+from stretto.records.generate import GenerateRequest
+from stretto.records.weights import WeightManifest
+from stretto.transports.engine.api import Refusal
+from stretto.transports.weights import receive
+
+logger = logging.getLogger(__name__)
+
+INLINE_BELOW_S = 0.02
+"""Steps shorter than this (running mean) are made on the event loop."""
+
+
+class EngineState(StrEnum):
+    LOADING = "loading"
+    RUNNING = "running"
+    DRAINING = "draining"
+    PAUSED = "paused"
+    FAILED = "failed"
+
+
+class _HalfLoaded(EngineError):
+    """Old and new weights are mixed: no token may be sampled from them, the engine must end."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A submitted request: its future, and for a stream the queue of its tokens (None = the end)."""
+
+    request: Request
+    done: asyncio.Future[Request]
+    watcher: Watcher | None = None
+    events: asyncio.Queue[list[tuple[int, int, float]] | None] | None = None
+
+
+class Engine:
+    """Front of one EngineCore; all methods are called on the event loop."""
+
+    def __init__(
+        self, core: EngineCore, *, model_name: str = "model", max_waiting: int = 4096,
+        decoder: Callable[[], Decode] | None = None, inline_below_s: float = INLINE_BELOW_S,
+    ) -> None:  # fmt: skip
+        self.core, self.max_waiting, self.state = core, max_waiting, EngineState.RUNNING
+        self.metrics = Metrics(model_name)
+        self._decoder, self._inline_below_s = decoder, inline_below_s
+        self._inbox: list[Request] = []
+        self._cancelled: list[str] = []
+        self._held: list[Request] = []
+        self._tickets: dict[str, Ticket] = {}
+        self._streams: set[Ticket] = set()
+        self._commands: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
+        self._drained: list[asyncio.Future[None]] = []
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
+        self._step_s = 0.0
+
+    def submit(self, asked: GenerateRequest, *, is_streamed: bool = False) -> Ticket:
+        """Take a request in. Raises Refusal: 400 for what can never be served, 429 and 503 for not now."""
+        if self.state is EngineState.FAILED:
+            raise Refusal("the engine has failed; its log says why", 503)
+        reason = self.core.refusal(asked)
+        if reason is not None:
+            raise Refusal(reason)
+        if asked.request_id in self._tickets:
+            raise Refusal(f"request_id: {asked.request_id!r} is in use by a request under way")
+        if self.num_waiting >= self.max_waiting:
+            raise Refusal(
+                f"{self.num_waiting} requests wait already (max_waiting_requests); try again later", 429
+            )
+        request = self.core.build_request(asked)
+        stops = asked.sampling.stop
+        watcher = None
+        if stops or is_streamed:
+            if stops and self._decoder is None:
+                raise Refusal(
+                    "stop: stop strings need a tokenizer, and this engine has none; use stop_token_ids"
+                )
+            watcher = Watcher(asked.n, stops, self._decoder() if stops else None, is_streamed=is_streamed)
+            request.watcher = watcher
+        ticket = Ticket(request, asyncio.get_running_loop().create_future(), watcher)
+        self._tickets[asked.request_id] = ticket
+        if is_streamed:
+            ticket.events = asyncio.Queue()
+            self._streams.add(ticket)
+        (self._held if self.state is EngineState.DRAINING else self._inbox).append(request)
+        self._wake.set()
+        return ticket
+
+    async def generate(self, asked: GenerateRequest) -> Request:
+        """The finished request; when the caller is cancelled the request is aborted and its blocks are freed."""
+        ticket = self.submit(asked)
+        try:
+            return await ticket.done
+        except asyncio.CancelledError:
+            self._cancel(ticket)
+            raise
+
+    async def stream(self, ticket: Ticket) -> AsyncIterator[list[tuple[int, int, float]]]:
+        """Lists of (sample, token, logprob) as they are drawn; `ticket.done` has the result after the last."""
+        try:
+            while (events := await ticket.events.get()) is not None:
+                yield events
+            await ticket.done
+        finally:
+            if not ticket.done.done():
+                self._cancel(ticket)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._inbox) + len(self._held) + len(self.core.scheduler.waiting)
+
+    def metrics_page(self) -> str:
+        """Prometheus text."""
+        return self.metrics.render(self.core, len(self._inbox) + len(self._held))
+
+    async def update(self, manifest: WeightManifest) -> None:
+        """Load new weights between two steps; requests under way go on under them.
+
+        Raises: Refusal when they are another model's, WireError when they cannot be read; then nothing has changed.
+        """
+        reason = self.core.weights_refusal(manifest)
+        if reason is not None:
+            raise Refusal(reason)
+
+        def load() -> None:
+            with receive(manifest) as tensors:
+                try:
+                    self.core.load_weights(manifest.version, tensors)
+                    tensors.check_unchanged()
+                except Exception as error:
+                    raise _HalfLoaded(f"version {manifest.version} was loaded in part: {error}") from error
+
+        async def command() -> None:
+            started = time.perf_counter()
+            await asyncio.get_running_loop().run_in_executor(self._thread, load)
+            took = time.perf_counter() - started
+            self.metrics.num_updates += 1
+            self.metrics.update_s += took
+            running, waiting = self.core.scheduler.num_requests
+            logger.info(
+                "loaded version=%d in %.1f ms, running=%d waiting=%d",
+                manifest.version,
+                took * 1e3,
+                running,
+                waiting,
+            )
+
+        await self._between_steps(command)
+
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Stop stepping. keep: requests stay where they are; wait: returns when they are done; abort: they end now."""
+
+        async def command() -> asyncio.Future[None] | None:
+            if mode == "abort":
+                self._hand_out(self.core.abort())
+            if mode == "wait" and self.core.has_work:
+                self.state = EngineState.DRAINING
+                drained = asyncio.get_running_loop().create_future()
+                self._drained.append(drained)
+                return drained
+            self.state = EngineState.PAUSED
+            if clear_cache:
+                self.core.reset_prefix_cache()
+            return None
+
+        drained = await self._between_steps(command)
+        if drained is not None:
+            await drained
+            if clear_cache:
+                await self.reset_prefix_cache()
+
+    async def resume(self) -> None:
+        async def command() -> None:
+            self.state = EngineState.RUNNING
+            self._settle_drained()
+            self._inbox.extend(self._held)
+            self._held.clear()
+
+        await self._between_steps(command)
+
+    async def reset_prefix_cache(self) -> None:
+        async def command() -> None:
+            self.core.reset_prefix_cache()
+
+        await self._between_steps(command)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End these requests (None: all) with what they have; finish_reason is "abort"."""
+        ids = None if request_ids is None else list(request_ids)
+
+        async def command() -> None:
+            self._inbox.extend(self._held)  # held requests are aborted like all others
+            self._held.clear()
+            self._take_in()
+            self._hand_out(self.core.abort(ids))
+
+        await self._between_steps(command)
+
+    async def run(self) -> None:
+        """Step for ever; ends only by cancellation or by the exception of a step that failed."""
+        try:
+            while True:
+                await self._apply_commands()
+                if self.state is EngineState.PAUSED or not self.core.has_work:
+                    if self.state is EngineState.DRAINING:
+                        self.state = EngineState.PAUSED
+                        self._settle_drained()
+                    if not (self._inbox or self._commands or self._cancelled):
+                        self._wake.clear()
+                        await self._wake.wait()
+                    continue
+                await self._step()
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.state = EngineState.FAILED
+            logger.exception("the engine failed")
+            self._fail_all(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+
+    def close(self) -> None:
+        self._fail_all(EngineError("the engine is shutting down"))
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _step(self) -> None:
+        started = time.perf_counter()
+        if self._step_s < self._inline_below_s:
+            finished = self.core.step()
+        else:
+            finished = await asyncio.get_running_loop().run_in_executor(self._thread, self.core.step)
+        self._step_s += 0.2 * (time.perf_counter() - started - self._step_s)
+        for ticket in self._streams:
+            if events := ticket.watcher.take_events():
+                ticket.events.put_nowait(events)
+        self._hand_out(finished)
+
+    async def _apply_commands(self) -> None:
+        self._take_in()
+        while self._commands:
+            command, future = self._commands.popleft()
+            try:
+                result = await command()
+            except _HalfLoaded as error:
+                if not future.done():
+                    future.set_exception(error)
+                raise
+            except Exception as error:
+                if not future.done():
+                    future.set_exception(error)
+                else:
+                    logger.exception("a command failed after its caller had left")
+            else:
+                if not future.done():
+                    future.set_result(result)
+            self._take_in()
+
+    def _take_in(self) -> None:
+        for request in self._inbox:
+            self.core.submit(request)
+        self._inbox.clear()
+        if self._cancelled:
+            self._hand_out(self.core.abort(self._cancelled))
+            self._cancelled.clear()
+
+    def _hand_out(self, finished: list[Request]) -> None:
+        for request in finished:
+            assert request.state is RequestState.FINISHED, request.request_id
+            self.metrics.observe(request)
+            ticket = self._tickets.pop(request.request_id)
+            if not ticket.done.done():
+                ticket.done.set_result(request)
+            if ticket.events is not None:
+                self._streams.discard(ticket)
+                if events := ticket.watcher.take_events():
+                    ticket.events.put_nowait(events)
+                ticket.events.put_nowait(None)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        if ticket.request.request_id in self._tickets:
+            ticket.done.cancel()
+            if ticket.request in self._held:
+                self._held.remove(ticket.request)
+                del self._tickets[ticket.request.request_id]
+                self._streams.discard(ticket)
+                return
+            self._cancelled.append(ticket.request.request_id)
+            self._wake.set()
+
+    async def _between_steps(self, command: Callable[[], Awaitable[Any]]) -> Any:
+        if self.state is EngineState.FAILED:
+            raise Refusal("the engine has failed; its log says why", 503)
+        future = asyncio.get_running_loop().create_future()
+        self._commands.append((command, future))
+        self._wake.set()
+        return await future
+
+    def _settle_drained(self) -> None:
+        for future in self._drained:
+            if not future.done():
+                future.set_result(None)
+        self._drained.clear()
+
+    def _fail_all(self, error: Exception) -> None:
+        for ticket in self._tickets.values():
+            if not ticket.done.done():
+                ticket.done.set_exception(error)
+                ticket.done.exception()  # its reader may have left: not an error of its own
+            if ticket.events is not None:
+                ticket.events.put_nowait(None)
+        for _, future in self._commands:
+            if not future.done():
+                future.set_exception(error)
+        for future in self._drained:
+            if not future.done():
+                future.set_exception(error)
+        self._tickets.clear()
+        self._commands.clear()
+        self._drained.clear()
+
+
+@contextlib.asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[Engine]:
+    """Run an engine for the length of a block."""
+    task = asyncio.create_task(engine.run())
+    try:
+        yield engine
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        engine.close()

@@ -1,0 +1,278 @@
+"""The inference process: one embedded engine behind vLLM's and OpenAI's HTTP routes.
+
+`main` listens at once (/liveness 200, /health 503), loads the model, then serves. Token routes are here, text routes in
+openai.py; what happens to a request is in embedded/. A request's exception becomes a 500 with its id; an exception
+of the engine itself ends the process with a traceback in the log, so that whoever watches it notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import msgspec
+import torch
+from aiohttp import web
+
+from stretto.base import log
+from stretto.base.errors import ConfigError, StrettoError
+from stretto.inference.embedded.core import CoreSettings, EngineCore
+from stretto.inference.embedded.engine import Engine, EngineState
+from stretto.inference.openai import OpenAIRoutes
+
+from stretto.models.hub import find_model, load_model
+from stretto.transports.engine import api
+from stretto.transports.engine.api import Refusal
+
+if TYPE_CHECKING:
+    from stretto.config.roots import InferenceConfig
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_MAX_BODY_BYTES = 256 << 20
+_SHUTDOWN_S = 0.5
+
+
+class Server:
+    """The routes over one engine, which is None until the model is loaded."""
+
+    def __init__(self, cfg: InferenceConfig) -> None:
+        self.cfg = cfg
+        self.engine: Engine | None = None
+        self.failure: BaseException | None = None
+        self.directory = find_model(cfg.model) if cfg.model else None
+        if self.directory is None:
+            raise ConfigError("[inference] model is missing; give the directory of a model.")
+        self.model_name = cfg.served_model_name or cfg.model
+        self.openai = OpenAIRoutes(self.directory, self.model_name, self.ready_engine)
+        self._bearer = f"Bearer {cfg.api_key}".encode() if cfg.api_key else None
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        open_routes = {api.HEALTH: self.health, api.LIVENESS: self.liveness}
+        get = {api.MODELS: self.models, api.METRICS: self.metrics, api.IS_PAUSED: self.is_paused}
+        post = {
+            api.GENERATE: self.generate,
+            api.COMPLETIONS: self.openai.completions,
+            api.CHAT_COMPLETIONS: self.openai.chat_completions,
+            api.TOKENIZE: self.openai.tokenize,
+            api.DETOKENIZE: self.openai.detokenize,
+            api.PAUSE: self.pause,
+            api.RESUME: self.resume,
+            api.UPDATE_WEIGHTS: self.update_weights,
+            api.RESET_PREFIX_CACHE: self.reset_prefix_cache,
+            api.ABORT: self.abort,
+            api.ABORT_REQUESTS: self.abort,
+        }
+        app.router.add_routes([web.get(path, handler) for path, handler in open_routes.items()])
+        app.router.add_routes([web.get(path, self._guarded(handler)) for path, handler in get.items()])
+        app.router.add_routes([web.post(path, self._guarded(handler)) for path, handler in post.items()])
+        return app
+
+    def ready_engine(self) -> Engine:
+        """The engine. Raises Refusal 503 while the model is loading."""
+        if self.engine is None:
+            raise Refusal("the model is being loaded; ask /health", 503)
+        return self.engine
+
+    async def health(self, _: web.Request) -> web.Response:
+        if self.failure is not None or (self.engine and self.engine.state is EngineState.FAILED):
+            return _json(Refusal("the engine has failed; its log says why", 500).body(), 500)
+        if self.engine is None:
+            return _json(Refusal("the model is being loaded", 503).body(), 503)
+        return web.Response()
+
+    async def liveness(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def models(self, _: web.Request) -> web.Response:
+        card = {
+            "id": self.model_name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "stretto",
+            "root": str(self.directory),
+            "parent": None,
+            "max_model_len": self.ready_engine().core.max_model_len,
+        }
+        return _json({"object": "list", "data": [card]})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.ready_engine().metrics_page())
+
+    async def generate(self, http: web.Request) -> web.Response:
+        request, model = api.decode_generate(await http.read())
+        self.openai.check_model(model)
+        done = await self.ready_engine().generate(request)
+        return _json(api.encode_completions(request, done.completions, done.stop_reasons))
+
+    async def pause(self, http: web.Request) -> web.Response:
+        mode = http.query.get("mode", "abort")
+        if mode not in api.PAUSE_MODES:
+            raise Refusal(f"mode: {mode!r} is none of {', '.join(api.PAUSE_MODES)}")
+        clear = http.query.get("clear_cache", "true").lower() not in ("false", "0")
+        await self.ready_engine().pause(mode, clear_cache=clear)
+        return _json({"status": "paused"})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        await self.ready_engine().resume()
+        return _json({"status": "resumed"})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return _json({"is_paused": self.ready_engine().state is EngineState.PAUSED})
+
+    async def update_weights(self, http: web.Request) -> web.Response:
+        manifest = api.decode_manifest(await http.read())
+        await self.ready_engine().update(manifest)
+        return _json({"status": "ok", "weight_version": str(manifest.version)})
+
+    async def reset_prefix_cache(self, _: web.Request) -> web.Response:
+        await self.ready_engine().reset_prefix_cache()
+        return _json({"success": True})
+
+    async def abort(self, http: web.Request) -> web.Response:
+        body = await http.read()
+        ids = api.decode_json(body, api.AbortBody).request_ids if body else None
+        await self.ready_engine().abort(ids)
+        return _json({"status": "ok"})
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """The boundary of one request: the key, refusals as their status, everything else as a 500 with an id."""
+
+        async def guarded(http: web.Request) -> web.StreamResponse:
+            try:
+                if self._bearer is not None:
+                    given = http.headers.get("Authorization", "").encode()
+                    if not hmac.compare_digest(given, self._bearer):
+                        raise Refusal(
+                            "the API key is missing or wrong; send `Authorization: Bearer <key>`", 401
+                        )
+                return await handler(http)
+            except Refusal as refusal:
+                return _json(refusal.body(), refusal.status)
+            except (web.HTTPException, ConnectionError):
+                raise
+            except StrettoError as error:
+                logger.error("%s %s: %s", http.method, http.path, error)
+                return _json(Refusal(str(error), 500).body(), 500)
+            except Exception as error:
+                request_id = http.headers.get("X-Request-Id") or uuid4().hex
+                logger.exception("%s %s failed, request %s", http.method, http.path, request_id)
+                text = f"internal error in request {request_id}: {type(error).__name__}: {error}"
+                return _json(Refusal(text, 500).body(), 500)
+
+        return guarded
+
+
+def main(cfg: InferenceConfig) -> int:
+    """Serve until SIGTERM or SIGINT (0), or until the engine fails (1)."""
+    log.setup("inference", cfg.run_dir if cfg.run.name else None, cfg.log.level, cfg.log.json_logging)
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    return asyncio.run(serve(cfg))
+
+
+async def serve(cfg: InferenceConfig) -> int:
+    """Listen, load, serve; returns the process's exit code."""
+    server = Server(cfg)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    runner = web.AppRunner(
+        server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
+    )
+    await runner.setup()
+    host, port = cfg.server.host, cfg.server.port
+    try:
+        await web.TCPSite(runner, host, port, backlog=4096).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(
+            f"[inference.server] cannot listen on {host}:{port}: {error}; free it or take another."
+        ) from error
+    work = asyncio.create_task(_load_and_run(server))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            logger.info("stopping")
+            return 0
+        server.failure = work.exception()
+        if isinstance(server.failure, StrettoError) and server.engine is None:
+            raise server.failure
+        return 1
+    finally:
+        stopping.cancel()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await work
+        if server.engine is not None:
+            server.engine.close()
+        await runner.cleanup()
+
+
+async def _load_and_run(server: Server) -> None:
+    started = time.perf_counter()
+    core = await asyncio.get_running_loop().run_in_executor(None, build_core, server.cfg, server.directory)
+    cfg = server.cfg
+    server.engine = Engine(
+        core,
+        model_name=server.model_name,
+        max_waiting=cfg.server.max_waiting_requests,
+        decoder=server.openai.decoder,
+    )
+    logger.info(
+        "ready on http://%s:%d in %.1f s: %s, %s on %s, max_model_len=%d, %d blocks of %d tokens",
+        cfg.server.host, cfg.server.port, time.perf_counter() - started, server.model_name, cfg.dtype,
+        core.cache.device, core.max_model_len, core.pool.num_usable, cfg.block_size,
+    )  # fmt: skip
+    await server.engine.run()
+
+
+def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
+    """The engine of an [inference] section."""
+    device = cfg.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('[inference] device = "cuda", but no CUDA device is visible; use "cpu" or "auto".')
+    model = load_model(directory, dtype=getattr(torch, cfg.dtype), device=device)
+    settings = CoreSettings(
+        max_model_len=cfg.max_model_len,
+        kv_cache_tokens=cfg.kv_cache_tokens,
+        block_size=cfg.block_size,
+        max_num_seqs=cfg.max_num_seqs,
+        max_num_batched_tokens=cfg.max_num_batched_tokens,
+        enable_prefix_caching=cfg.enable_prefix_caching,
+        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        seed=cfg.seed,
+        eos_ids=end_ids(directory, model.config.hf),
+    )
+    return EngineCore(model, settings)
+
+
+def end_ids(directory: Path, hf_config: dict) -> tuple[int, ...]:
+    """The model's end tokens: generation_config.json's and config.json's, without loading a tokenizer."""
+    found: list[int] = []
+    generation = directory / "generation_config.json"
+    configs = [msgspec.json.decode(generation.read_bytes())] if generation.exists() else []
+    for config in (*configs, hf_config):
+        value = config.get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
+
+
+def _json(body: object, status: int = 200) -> web.Response:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return web.Response(body=data, status=status, content_type="application/json")

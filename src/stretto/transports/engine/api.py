@@ -1,0 +1,375 @@
+"""The engine's token-in/token-out route and admin routes: names, bodies, and both directions of each.
+
+The JSON is that of vLLM's `/inference/v1/generate` (0.32), so the same client drives the embedded engine and vLLM.
+The server decodes with `decode_generate` and answers with `encode_completions`; the client does the reverse. A body
+that breaks the schema raises `Refusal`, whose `body()` is the error every route answers with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+
+from stretto.base.errors import StrettoError, WireError
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
+from stretto.records.weights import WeightManifest
+
+GENERATE = "/inference/v1/generate"
+MODELS = "/v1/models"
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
+HEALTH = "/health"
+LIVENESS = "/liveness"
+METRICS = "/metrics"
+PAUSE = "/pause"
+RESUME = "/resume"
+IS_PAUSED = "/is_paused"
+UPDATE_WEIGHTS = "/update_weights"
+RESET_PREFIX_CACHE = "/reset_prefix_cache"
+ABORT = "/abort"
+ABORT_REQUESTS = "/abort_requests"
+SESSION_HEADER = "X-Session-ID"
+PAUSE_MODES = ("abort", "wait", "keep")
+
+
+class Refusal(StrettoError):
+    """A request that is answered with an error: status, and a message for whoever sent it."""
+
+    def __init__(self, message: str, status: int = 400, *, kind: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind or HTTPStatus(status).phrase.replace(" ", "") + "Error"
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": {"message": str(self), "type": self.kind, "code": self.status}})
+
+
+class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """`sampling_params` of the generate route. Fields typed Any are vLLM's that must have a neutral value here."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: Any = None
+    routed_experts_prompt_start: Any = None
+    min_tokens: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    bad_words: Any = None
+    structured_outputs: Any = None
+    allowed_token_ids: Any = None
+    extra_args: Any = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The generate route's request."""
+
+    token_ids: list[int]
+    sampling_params: SamplingBody = SamplingBody()
+    model: str | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    stream: bool = False
+    stream_options: Any = None
+    output_mode: str | None = None
+    return_token_ids: bool | None = None
+    features: Any = None
+    content_parts: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+
+
+class AbortBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of /abort; no ids means all."""
+
+    request_ids: list[str] | None = None
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "output_kind": (None, 0, 2),
+    "routed_experts_prompt_start": (None, 0),
+    "min_tokens": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "structured_outputs": (None,),
+    "allowed_token_ids": (None,),
+    "extra_args": (None, {}),
+    "include_stop_str_in_output": (False,),
+    "stream": (False,),
+    "stream_options": (None,),
+    "output_mode": (None, "tokens"),
+    "features": (None,),
+    "content_parts": (None,),
+    "kv_transfer_params": (None, {}),
+    "ec_transfer_params": (None, {}),
+    "priority": (0,),
+}
+"""Values under which a setting of vLLM's changes nothing; any other value is refused by the embedded engine."""
+
+
+def require_neutral(body: msgspec.Struct) -> None:
+    """Refuse what the embedded engine would have to ignore."""
+    for name in body.__struct_fields__:
+        allowed = NEUTRAL.get(name)
+        if allowed is not None and getattr(body, name) not in allowed:
+            raise Refusal(
+                f"{name}: {getattr(body, name)!r} is not supported by the embedded engine; leave it out"
+            )
+
+
+def decode_json(data: bytes, kind: type[Any]) -> Any:
+    """A body of this type, or a Refusal that says what is wrong where."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise Refusal(f"the body does not fit: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"the body is not JSON: {error}") from error
+
+
+def sampling_params(body: SamplingBody) -> SamplingParams:
+    """The record of a `sampling_params` body; vLLM's spellings of "all tokens" (top_k 0 and -1) are understood."""
+    require_neutral(body)
+    if body.logprobs is not None and not 0 <= body.logprobs <= 1:
+        raise Refusal(f"logprobs: {body.logprobs} is not supported; 0 and 1 give the sampled token's logprob")
+    return SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k in (0, -1) else body.top_k,
+        min_p=body.min_p,
+        max_tokens=body.max_tokens,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        ignore_eos=body.ignore_eos,
+        seed=body.seed,
+    )
+
+
+def token_array(token_ids: Sequence[int], where: str) -> np.ndarray:
+    """int32 ids; an id that does not fit 32 bits is refused like any other unknown id."""
+    try:
+        return np.array(token_ids, np.int32)
+    except OverflowError:
+        bad = next(i for i in token_ids if not -(2**31) <= i < 2**31)
+        raise Refusal(f"{where}: token id {bad} is out of vocabulary") from None
+
+
+def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
+    """The request in a body, and the model it names; schema errors are a Refusal."""
+    body = decode_json(data, GenerateBody)
+    require_neutral(body)
+    params = body.sampling_params
+    request = GenerateRequest(
+        request_id=body.request_id or f"generate-{uuid4().hex}",
+        prompt_ids=token_array(body.token_ids, "token_ids"),
+        n=params.n,
+        sampling=sampling_params(params),
+        cache_salt=body.cache_salt,
+        prompt_logprobs=params.prompt_logprobs is not None,
+    )
+    return request, body.model
+
+
+def encode_completions(
+    request: GenerateRequest, completions: list[Completion], stop_reasons: list[int | str | None]
+) -> bytes:
+    """The generate route's answer."""
+    first = completions[0]
+    prompt_tokens = len(request.prompt_ids)
+    completion_tokens = sum(len(c.token_ids) for c in completions)
+    choices = []
+    for index, (completion, stop_reason) in enumerate(zip(completions, stop_reasons)):
+        ids = completion.token_ids.tolist()
+        choices.append(
+            {
+                "index": index,
+                "finish_reason": completion.finish_reason,
+                "stop_reason": stop_reason,
+                "token_ids": ids,
+                "routed_experts": None,
+                "weight_versions": [
+                    {"version": str(s.version), "start": s.start, "end": s.end} for s in completion.versions
+                ],
+                "logprobs": {
+                    "content": [
+                        {"token_id": i, "logprob": x} for i, x in zip(ids, completion.logprobs.tolist())
+                    ]
+                },
+            }
+        )
+    return msgspec.json.encode(
+        {
+            "request_id": request.request_id,
+            "usage": usage(prompt_tokens, completion_tokens, first.cached_tokens),
+            "prompt_logprobs": encode_prompt_logprobs(request, first),
+            "kv_transfer_params": None,
+            "choices": choices,
+        }
+    )
+
+
+def encode_prompt_logprobs(request: GenerateRequest, completion: Completion) -> list[Any] | None:
+    """vLLM's form: null for the first token, then {token id: {logprob}}."""
+    if completion.prompt_logprobs is None:
+        return None
+    pairs = zip(request.prompt_ids.tolist(), completion.prompt_logprobs.tolist())
+    return [None if at == 0 else {str(i): {"logprob": x}} for at, (i, x) in enumerate(pairs)]
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def encode_generate(request: GenerateRequest, model: str | None = None) -> bytes:
+    """The generate route's body."""
+    params = request.sampling
+    return msgspec.json.encode(
+        GenerateBody(
+            token_ids=request.prompt_ids.tolist(),
+            sampling_params=SamplingBody(
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                min_p=params.min_p,
+                max_tokens=params.max_tokens,
+                n=request.n,
+                seed=params.seed,
+                stop=list(params.stop) or None,
+                stop_token_ids=list(params.stop_token_ids) or None,
+                ignore_eos=params.ignore_eos,
+                logprobs=0,
+                prompt_logprobs=0 if request.prompt_logprobs else None,
+            ),
+            model=model,
+            request_id=request.request_id,
+            cache_salt=request.cache_salt,
+        )
+    )
+
+
+class _Span(msgspec.Struct, frozen=True):
+    version: str
+    start: int
+    end: int
+
+
+class _Logprob(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    content: list[_Logprob]
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _Logprobs
+    weight_versions: list[_Span] = []
+
+
+class _CachedTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = 0
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    choices: list[_Choice]
+    usage: _Usage = _Usage()
+    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _Error(msgspec.Struct, frozen=True):
+    error: _ErrorBody
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion]:
+    """The completions in an answer, in sample order. Raises WireError when it does not fit the schema."""
+    try:
+        answer = _ANSWER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"{GENERATE}: the answer to {request.request_id} does not fit: {error}") from error
+    if len(answer.choices) != request.n:
+        raise WireError(f"{GENERATE}: asked for n = {request.n} samples, got {len(answer.choices)}")
+    details = answer.usage.prompt_tokens_details
+    prompt_logprobs = None
+    if request.prompt_logprobs and answer.prompt_logprobs is not None:
+        ids = request.prompt_ids.tolist()
+        pairs = zip(ids, answer.prompt_logprobs)
+        prompt_logprobs = np.array([0.0 if e is None else e[str(i)].logprob for i, e in pairs], np.float32)
+    return [
+        Completion(
+            token_ids=np.array(choice.token_ids, np.int32),
+            logprobs=np.array([entry.logprob for entry in choice.logprobs.content], np.float32),
+            finish_reason=choice.finish_reason,
+            versions=tuple(VersionSpan(_version(s.version), s.start, s.end) for s in choice.weight_versions),
+            cached_tokens=(details.cached_tokens or 0) if details else 0,
+            prompt_logprobs=prompt_logprobs,
+        )
+        for choice in sorted(answer.choices, key=lambda c: c.index)
+    ]
+
+
+def error_message(data: bytes) -> str:
+    """What an error body says; any other body as it is, shortened."""
+    try:
+        return msgspec.json.decode(data, type=_Error).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return data[:500].decode(errors="replace") or "(empty body)"
+
+
+def encode_manifest(manifest: WeightManifest) -> bytes:
+    return msgspec.json.encode(manifest)
+
+
+def decode_manifest(data: bytes) -> WeightManifest:
+    """The body of /update_weights."""
+    return decode_json(data, WeightManifest)
+
+
+def _version(text: str) -> int:
+    """vLLM calls weights that were never updated "default": version 0."""
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,198 @@
+"""The orchestrator's side of the engine's HTTP API: generate on one engine, admin calls to all of them.
+
+A rollout's turns carry a session id and go to the engine it hashes to, where their prefix is cached; requests without
+one go to the engine with the fewest under way. Only infrastructure is retried (connection refused or cut, 5xx, 429),
+elsewhere if there is another engine, within the deadline; a 4xx is our own mistake and raises with the server's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from stretto.base.errors import EngineError
+from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.weights import WeightManifest
+from stretto.transports.engine import api
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+_POLL_S = 0.05
+_HEADERS = {"Content-Type": "application/json"}
+
+
+class _Transient(Exception):
+    """An attempt failed for reasons of infrastructure; worth another."""
+
+
+class EngineClient:
+    """All engines of a run. `urls` may end in /v1; `admin_urls` are the engines themselves behind a router."""
+
+    def __init__(
+        self, urls: Iterable[str], admin_urls: Iterable[str] | None = None, api_key: str | None = None, *,
+        timeout_s: float = 600.0, max_retries: int = 3, model: str | None = None,
+    ) -> None:  # fmt: skip
+        self.urls = [_root(url) for url in urls]
+        self.admin_urls = [_root(url) for url in admin_urls] if admin_urls is not None else self.urls
+        self.timeout_s, self.max_retries, self.model = timeout_s, max_retries, model
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._under_way = [0] * len(self.urls)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """The request's n samples. Raises EngineError; cancelling it aborts the request on the engine."""
+        body = api.encode_generate(request, self.model)
+        headers = (
+            _HEADERS if request.session_id is None else {**_HEADERS, api.SESSION_HEADER: request.session_id}
+        )
+        what = f"generate {request.request_id}"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                data = await self._generate(what, body, headers, request.session_id)
+        except TimeoutError:
+            raise EngineError(
+                f"{what}: no answer from {', '.join(self.urls)} in {self.timeout_s:g} s"
+            ) from None
+        return api.decode_completions(request, data)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Return when every engine is healthy. Raises EngineError naming those that are not."""
+        waiting = dict.fromkeys([*self.urls, *self.admin_urls], "no answer yet")
+
+        async def poll(url: str) -> None:
+            while True:
+                try:
+                    await self._once("GET", url + api.HEALTH)
+                    del waiting[url]
+                    return
+                except _Transient as error:
+                    waiting[url] = str(error)
+                    await asyncio.sleep(_POLL_S)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(poll(url) for url in list(waiting)))
+        except TimeoutError:
+            who = "; ".join(f"{url}: {why}" for url, why in waiting.items())
+            raise EngineError(f"not ready after {timeout_s:g} s: {who}") from None
+
+    async def update_weights(self, manifest: WeightManifest) -> None:
+        """Return when every engine samples from this version."""
+        await self._all("POST", api.UPDATE_WEIGHTS, api.encode_manifest(manifest))
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Stop stepping: keep requests for `resume`, wait until they are done, or abort them."""
+        await self._all("POST", f"{api.PAUSE}?mode={mode}")
+
+    async def resume(self) -> None:
+        await self._all("POST", api.RESUME)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._all("POST", api.RESET_PREFIX_CACHE)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End these requests (None: all) with what they have."""
+        ids = None if request_ids is None else list(request_ids)
+        await self._all("POST", api.ABORT, msgspec.json.encode({"request_ids": ids}))
+
+    async def metrics(self) -> dict[str, float]:
+        """The engines' metrics summed over engines and labels, by name (histograms: _sum and _count)."""
+        total: dict[str, float] = {}
+        for text in await self._all("GET", api.METRICS):
+            for line in text.decode().splitlines():
+                if not line.startswith("#") and "_bucket" not in line:
+                    name, _, value = line.rpartition(" ")
+                    name = name.partition("{")[0]
+                    total[name] = total.get(name, 0.0) + float(value)
+        return total
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _generate(
+        self, what: str, body: bytes, headers: dict[str, str], session_id: str | None
+    ) -> bytes:
+        attempt = 0
+        while True:
+            engine = self._choose(session_id, attempt)
+            self._under_way[engine] += 1
+            try:
+                return await self._once("POST", self.urls[engine] + api.GENERATE, body, headers)
+            except _Transient as error:
+                if attempt >= self.max_retries:
+                    raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
+                logger.warning("%s: %s; trying again", what, error)
+            finally:
+                self._under_way[engine] -= 1
+            await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
+            attempt += 1
+
+    def _choose(self, session_id: str | None, attempt: int) -> int:
+        if len(self.urls) == 1:
+            return 0
+        if session_id is None:
+            return min(range(len(self.urls)), key=self._under_way.__getitem__)
+        return (zlib.crc32(session_id.encode()) + attempt) % len(self.urls)
+
+    async def _all(self, method: str, path: str, body: bytes | None = None) -> list[bytes]:
+        """The same call to every engine; fails when one fails, after all have answered."""
+
+        async def one(url: str) -> bytes:
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    return await self._once(method, url + path, body, _HEADERS)
+            except TimeoutError:
+                raise EngineError(f"{url}{path}: no answer in {self.timeout_s:g} s") from None
+            except _Transient as error:
+                raise EngineError(str(error)) from error
+
+        answers = await asyncio.gather(*(one(url) for url in self.admin_urls), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    async def _once(
+        self, method: str, url: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> bytes:
+        session = self._open()
+        try:
+            async with session.request(method, url, data=body, headers=headers) as response:
+                data = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+            raise _Transient(f"{url}: {type(error).__name__}: {error}") from error
+        if response.status == 200:
+            return data
+        message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
+        if response.status == 429 or response.status >= 500:
+            raise _Transient(message)
+        raise EngineError(message)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=self._headers,
+            )
+        return self._session
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.close()
+
+
+def _root(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
