@@ -94,6 +94,11 @@ class RunDir:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def tokenizer(self) -> Path:
+        """Directory of the tokenizer built for a model made from scratch."""
+        return self.path / "tokenizer"
+
     # -- checkpoints and weights --
 
     @property

@@ -2,8 +2,8 @@
 
 `report(kind, **fields)` is the writing end; `launch/console.py` reads and renders. The pipe's file
 descriptor is in the environment variable STRETTO_STATUS_FD; a process started alone has none and logs the
-same line instead. A field that is missing or None is not shown. The first report tells the launcher that
-SIGINT is handled from now on: install signal handlers before it.
+same line instead. A field that is missing or None is not shown. The first report that is not
+a note tells the launcher that SIGINT is handled from now on: install signal handlers before it.
 
     phase    text                          what the run does until the first step ("waiting for the engine")
     note     text                          a line to keep ("resumed from step 40: 37 rollouts reused")

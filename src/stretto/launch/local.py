@@ -25,6 +25,7 @@ from stretto.base.paths import RunDir
 from stretto.base.process import Child
 from stretto.base.status import STATUS_FD_VAR
 from stretto.base.watch import EXIT_STALLED
+from stretto.config.load import dump_text
 from stretto.config.roots import RLConfig
 from stretto.launch import plan as planning
 from stretto.launch.console import Console
@@ -82,7 +83,7 @@ def _dry_run(cfg: RLConfig, run: RunDir) -> int:
     directory = run.path / "dry_run" if rundir.is_used(run) else run.path
     planning.write(plan, directory)
     written = f"resolved configs and plan.json are in {directory}; dry run: nothing was started"
-    sys.stdout.write(f"{planning.table(plan)}\n\n{written}\n")
+    sys.stdout.write(f"{dump_text(plan.config)}\n{planning.table(plan)}\n\n{written}\n")
     return 0
 
 
@@ -252,7 +253,7 @@ class Supervisor:
     # -- what comes in --
 
     def _on_status(self, status: dict) -> None:
-        self._has_reported = True
+        self._has_reported = self._has_reported or status.get("kind") != "note"
         self._moved_at = time.monotonic()
         self._console.show(status)
 

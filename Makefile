@@ -1,0 +1,59 @@
+# make demo   install into .venv, warm a tiny model up and train it by reinforcement learning (no GPU, nothing downloaded
+#             but Python packages)
+# make test   install what the tests need and run them all
+# make lint   style and types
+# make clean  remove .venv and caches; outputs/ stays
+#
+# Needs make and Python 3.11 to 3.13. `make demo PYTHON=/path/to/python3.12` chooses one; TORCH=2.12.1 another PyTorch.
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := 2.13.0
+CONSTRAINTS := $(VENV)/constraints.txt
+IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
+
+.PHONY: demo install test lint clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/installed
+	$(BIN)/sft @ examples/sort_letters/sft.toml --clean
+	$(BIN)/rl @ examples/sort_letters/rl.toml --clean
+
+install: $(VENV)/installed
+
+test: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src/stretto/base src/stretto/config src/stretto/records src/stretto/transports
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written last: a half-finished installation is repeated, a finished one is not.
+# PyTorch comes first and alone, so that pip takes its CPU build where one is found; then it is pinned, so that nothing
+# that depends on it replaces it.
+$(VENV)/torch:
+	@[ -n "$(PYTHON)" ] || { echo "error: stretto needs Python 3.11, 3.12 or 3.13 and finds none of them; your python3 is" \
+		"`python3 --version 2>&1 || true`. Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c '$(IS_SUPPORTED)' || { echo "error: stretto needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is" \
+		"`$(PYTHON) --version 2>&1`" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) comes without venv; on Debian and Ubuntu:" \
+		"apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==$(TORCH)
+	$(BIN)/python -m pip freeze | grep -i '^torch==' > $(CONSTRAINTS)
+	@touch $@
+
+$(VENV)/installed: pyproject.toml | $(VENV)/torch
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(VENV)/torch
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $(VENV)/installed $@
