@@ -67,7 +67,7 @@ class StepGate:
                 return False
             if batch.step != self.last_step + 1:
                 raise WireError(
-                    f"trainer rank {self._rank} received step {batch.step}; step {self.last_step + 1} was due."
+                    f"trainer rank {self._rank} got step {batch.step}; step {self.last_step + 1} was due."
                 )
         self.last_step = batch.step
         return True

@@ -73,7 +73,7 @@ class FilesystemSender:
         late = [who for who in await asyncio.gather(*waits) if who]
         if late:
             raise EngineError(
-                f"the batch of step {step} was not received within {self._cfg.timeout_s:g} s by {', '.join(late)}."
+                f"the batch of step {step} was not received in {self._cfg.timeout_s:g} s by {', '.join(late)}."
             )
         while len(self._steps) > self._cfg.keep_steps:
             shutil.rmtree(self._run_dir.rollout(self._steps.pop(0), 0).parent, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""Proof from the ledger that a run did what it promised, whatever died on the way.
+
+Only the surviving lineage is judged: what a resume undid may have been trained before, that is what undone
+means.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from stretto.base.errors import DataError, WireError
+from stretto.base.paths import RunDir
+from stretto.ledger import schema
+from stretto.ledger.segments import Place, load_branches
+
+_LIVE = "FROM batch_rollouts br JOIN batches b USING (batch) JOIN rollouts r ON r.row = br.row WHERE b.state != 'undone'"
+
+
+def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
+    """Every promise the run broke, in words; [] for a clean run.
+
+    payloads: also read and verify every payload that is still kept (as long as the segments are big).
+    Raises: DataError when there is no ledger to read.
+    """
+    run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(Path(run_dir))
+    db = schema.open_for_reading(run_dir.ledger)
+    try:
+        checks = [_trained_twice, _never_finished, _wrong_age, _step_gaps, _version_gaps, _open_ends]
+        found = [line for check in checks for line in check(db)]
+        return found + (list(_damaged(db, run_dir)) if payloads else [])
+    finally:
+        db.close()
+
+
+def _trained_twice(db: sqlite3.Connection) -> Iterator[str]:
+    query = f"SELECT group_id, member, count(*), group_concat(b.step) {_LIVE} GROUP BY group_id, member HAVING count(*) > 1"
+    for group_id, member, count, steps in db.execute(query):
+        yield f"rollout g{group_id}.{member} is in {count} batches (steps {steps})"
+
+
+def _never_finished(db: sqlite3.Connection) -> Iterator[str]:
+    query = f"SELECT b.step, group_id, member, status {_LIVE} AND status NOT IN ('finished', 'truncated')"
+    for step, group_id, member, status in db.execute(query):
+        yield f"step {step} has rollout g{group_id}.{member}, which is {status}"
+    query = f"SELECT DISTINCT b.step, group_id, d.state {_LIVE.replace('WHERE', 'JOIN draws d USING (group_id) WHERE')} "
+    for step, group_id, state in db.execute(query + "AND d.state NOT IN ('shipped', 'trained')"):
+        yield f"step {step} has group {group_id}, which is {state}"
+
+
+def _wrong_age(db: sqlite3.Connection) -> Iterator[str]:
+    """The bound of the life that shipped the batch counts."""
+    bounds = {
+        i: msgspec.json.decode(info) for i, info in db.execute("SELECT incarnation, info FROM incarnations")
+    }
+    query = (
+        f"SELECT b.step, b.incarnation, group_id, member, first_version {_LIVE} AND first_version IS NOT NULL"
+    )
+    for step, incarnation, group_id, member, version in db.execute(query):
+        bound = bounds.get(incarnation, {}).get("max_off_policy_steps")
+        if bound is not None and version < step - 1 - bound:
+            yield f"step {step} has rollout g{group_id}.{member} of version {version}, older than {step - 1 - bound}"
+        if version > step - 1:
+            yield f"step {step} has rollout g{group_id}.{member} of version {version}, which came after it"
+
+
+def _step_gaps(db: sqlite3.Connection) -> Iterator[str]:
+    steps = [step for (step,) in db.execute("SELECT step FROM batches WHERE state != 'undone' ORDER BY step")]
+    if steps != list(range(1, len(steps) + 1)):
+        yield f"steps of the batches are not 1, 2, 3, ...: {_runs(steps)}"
+    trained = [
+        step for (step,) in db.execute("SELECT step FROM batches WHERE state = 'trained' ORDER BY step")
+    ]
+    if trained != list(range(1, len(trained) + 1)):
+        yield f"trained steps are not 1, 2, 3, ...: {_runs(trained)}"
+
+
+def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
+    versions = [
+        v
+        for (v,) in db.execute(
+            "SELECT DISTINCT version FROM versions WHERE state != 'undone' ORDER BY version"
+        )
+    ]
+    if versions != list(range(len(versions))):
+        yield f"published versions are not 0, 1, 2, ...: {_runs(versions)}"
+    (shipped,) = db.execute("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'").fetchone()
+    if versions and versions[-1] > shipped:
+        yield f"version {versions[-1]} was published, but only steps up to {shipped} were shipped"
+    query = f"SELECT DISTINCT r.last_version {_LIVE} AND last_version NOT IN (SELECT version FROM versions)"
+    for (version,) in db.execute(query):
+        yield f"rollouts were sampled from version {version}, which was never published"
+
+
+def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
+    query = "SELECT group_id, state FROM draws d WHERE state IN ('finished', 'shipped', 'trained') AND finished_at IS NULL"
+    for group_id, state in db.execute(query):
+        yield f"group {group_id} is {state} but never finished"
+    (draws, newest) = db.execute("SELECT count(*), coalesce(max(group_id) + 1, 0) FROM draws").fetchone()
+    if draws != newest:
+        yield f"draw numbers have gaps: {draws} draws, the next number is {newest}"
+
+
+def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
+    query = (
+        "SELECT group_id, member, segment, offset, length, crc FROM rollouts LEFT JOIN segments USING (segment) "
+        "WHERE segment IS NOT NULL AND deleted_at IS NULL"
+    )
+    for group_id, member, *place in db.execute(query):
+        try:
+            load_branches(run_dir, Place(*place), f"g{group_id}.{member}")
+        except (DataError, WireError) as error:
+            yield str(error)
+
+
+def _runs(numbers: list[int]) -> str:
+    """[1, 2, 3, 7] as "1-3, 7"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

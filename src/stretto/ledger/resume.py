@@ -1,0 +1,188 @@
+"""What a resumed run may use again: the rules, over an open transaction of the writer.
+
+A checkpoint at step s holds the weights of version s. Whatever was trained after it is undone: its rollouts
+are free again, if version s could have sampled them. Rollouts of later versions are lost, and their draws are
+run again under the same number, so that the same tasks are met in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from dataclasses import dataclass
+
+import msgspec
+
+from stretto.base.errors import DataError, WireError
+from stretto.base.paths import RunDir
+from stretto.ledger.segments import Place, load_branches
+from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
+
+logger = logging.getLogger(__name__)
+
+# The rows of group ? that count: of each member the newest that is not lost.
+NEWEST_ROWS = "SELECT *, max(row) FROM rollouts WHERE group_id = ? AND status NOT IN ('lost', 'running', 'dropped') GROUP BY member"
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """What a rewind took back."""
+
+    batches: int
+    rollouts_freed: int  # were in a batch that is undone, and may be used again
+    rollouts_lost: int
+
+
+def rewind(db: sqlite3.Connection, step: int) -> Rewound:
+    """Undo everything after `step`, as if the run had ended with the checkpoint of that step. Rows stay.
+
+    Batches, versions and checkpoints after it become `undone`; their groups, and groups that were dropped
+    since, are finished again. Groups with a rollout that began under a later version become `lost` and drawn
+    again; so do rollouts that were still running. A batch up to `step` that was not reported trained is
+    trained: the checkpoint says so.
+    """
+    undone = [
+        b for (b,) in db.execute("SELECT batch FROM batches WHERE step > ? AND state != 'undone'", (step,))
+    ]
+    for (trained,) in db.execute(
+        "SELECT step FROM batches WHERE step <= ? AND state = 'shipped'", (step,)
+    ).fetchall():
+        db.execute("UPDATE batches SET state = 'trained' WHERE step = ? AND state = 'shipped'", (trained,))
+        mark_trained(db, trained)
+    freed = 0
+    for batch in undone:
+        freed += db.execute("SELECT count(*) FROM batch_rollouts WHERE batch = ?", (batch,)).fetchone()[0]
+        db.execute(
+            "UPDATE draws SET state = 'finished' WHERE group_id IN (SELECT group_id FROM batch_rollouts "
+            "JOIN rollouts USING (row) WHERE batch = ?)",
+            (batch,),
+        )
+        db.execute("UPDATE batches SET state = 'undone' WHERE batch = ?", (batch,))
+    db.execute(
+        "UPDATE draws SET state = iif(finished_at IS NULL, 'drawn', 'finished'), reason = NULL, dropped_at_step = NULL "
+        "WHERE state = 'dropped' AND dropped_at_step > ?",
+        (step,),
+    )
+    db.execute("UPDATE versions SET state = 'undone' WHERE version > ?", (step,))
+    db.execute("UPDATE checkpoints SET state = 'undone' WHERE step > ?", (step,))
+    db.execute("UPDATE rollouts SET status = 'lost' WHERE status = 'running'")
+    lost = 0
+    too_new = db.execute(
+        "SELECT DISTINCT group_id FROM draws JOIN rollouts USING (group_id) WHERE state IN ('drawn', 'finished', 'failed') "
+        "AND status != 'lost' AND coalesce(first_version, version) > ?",
+        (step,),
+    ).fetchall()
+    for (group_id,) in too_new:
+        lost += _lose(db, group_id)
+    return Rewound(len(undone), freed, lost)
+
+
+def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version: int) -> list[Group]:
+    """Finished, untrained groups with first tokens from oldest_version..step, in draw order, payloads
+    verified.
+
+    Groups that are too old are dropped; groups whose payload is gone or damaged are lost and will be drawn
+    again.
+    """
+    groups = []
+    for (group_id,) in db.execute(
+        "SELECT group_id FROM draws WHERE state = 'finished' ORDER BY group_id"
+    ).fetchall():
+        try:
+            group = load_group(db, run_dir, group_id)
+        except (DataError, WireError) as error:
+            logger.warning("group %d will be run again: %s", group_id, error)
+            _lose(db, group_id)
+            continue
+        versions = [v for r in group.rollouts if (v := r.first_version) is not None]
+        if min(versions, default=step) < oldest_version:
+            db.execute(
+                "UPDATE draws SET state = 'dropped', reason = 'stale', dropped_at_step = ? WHERE group_id = ?",
+                (step, group_id),
+            )
+        else:
+            groups.append(group)
+    return groups
+
+
+def unfinished_draws(db: sqlite3.Connection) -> list[tuple[int, Task]]:
+    """Draws that have no usable group, in draw order."""
+    rows = db.execute(
+        "SELECT group_id, env, task_id, data FROM draws WHERE state = 'drawn' ORDER BY group_id"
+    )
+    return [(group_id, _task(env, task_id, data)) for group_id, env, task_id, data in rows]
+
+
+def load_group(db: sqlite3.Connection, run_dir: RunDir, group_id: int) -> Group:
+    """A finished group as it was recorded.
+
+    Raises: DataError when there is none, or a payload is gone or damaged.
+    """
+    draw = db.execute("SELECT env, task_id, data FROM draws WHERE group_id = ?", (group_id,)).fetchone()
+    cursor = db.execute(NEWEST_ROWS, (group_id,))
+    names = [column[0] for column in cursor.description]
+    rows = [dict(zip(names, row)) for row in cursor]
+    if draw is None or not rows:
+        raise DataError(f"group {group_id} is not in the ledger, or not finished.")
+    task = _task(*draw)
+    rollouts = tuple(_rollout(run_dir, task, row) for row in rows)
+    return Group(
+        group_id=group_id, task=task, rollouts=rollouts, advantages=tuple(r["advantage"] or 0.0 for r in rows)
+    )
+
+
+def mark_trained(db: sqlite3.Connection, step: int) -> None:
+    """The groups of a batch follow its state."""
+    db.execute(
+        "UPDATE draws SET state = 'trained' WHERE group_id IN (SELECT group_id FROM batches "
+        "JOIN batch_rollouts USING (batch) JOIN rollouts USING (row) WHERE step = ? AND batches.state = 'trained')",
+        (step,),
+    )
+
+
+def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:
+    """Whether a payload in the segment may still be trained on, or was so after step `horizon`."""
+    query = (
+        "SELECT 1 FROM rollouts r JOIN draws d USING (group_id) WHERE r.segment = ? AND r.status != 'lost' AND ("
+        "d.state IN ('finished', 'shipped') OR (d.state = 'dropped' AND d.dropped_at_step > ?) OR EXISTS (SELECT 1 "
+        "FROM batch_rollouts br JOIN batches b USING (batch) WHERE br.row = r.row AND b.state != 'undone' AND b.step > ?)"
+        ") LIMIT 1"
+    )
+    return db.execute(query, (segment, horizon, horizon)).fetchone() is not None
+
+
+def _lose(db: sqlite3.Connection, group_id: int) -> int:
+    """Forget what a draw has made; how many rollouts that were."""
+    cursor = db.execute(
+        "UPDATE rollouts SET status = 'lost' WHERE group_id = ? AND status != 'lost'", (group_id,)
+    )
+    db.execute(
+        "UPDATE draws SET state = 'drawn', reason = NULL, finished_at = NULL WHERE group_id = ?", (group_id,)
+    )
+    return cursor.rowcount
+
+
+def _task(env: str, task_id: str, data: str) -> Task:
+    return Task(env=env, task_id=task_id, data=msgspec.json.decode(data))
+
+
+def _rollout(run_dir: RunDir, task: Task, row: dict) -> Rollout:
+    rollout_id = f"g{row['group_id']}.{row['member']}"
+    branches = ()
+    if row["segment"] is not None:
+        place = Place(row["segment"], row["offset"], row["length"], row["crc"])
+        branches = load_branches(run_dir, place, rollout_id)
+    return Rollout(
+        rollout_id=rollout_id,
+        group_id=row["group_id"],
+        member=row["member"],
+        task=task,
+        status=RolloutStatus(row["status"]),
+        branches=branches,
+        reward=row["reward"] or 0.0,
+        metrics=msgspec.json.decode(row["metrics"]) if row["metrics"] else {},
+        num_turns=row["num_turns"] or 0,
+        started_at=row["started_at"] or 0.0,
+        finished_at=row["finished_at"] or 0.0,
+        error=row["error"],
+    )

@@ -1,0 +1,129 @@
+"""The tables of a run's ledger, and how its file is opened.
+
+One writer (the orchestrator) and any number of readers: SQLite in WAL mode. Rows are never deleted; what a
+resume takes back stays as a row in state `undone` or `lost`. The surviving lineage is everything else.
+
+State of a draw (a task drawn, its group):
+
+    drawn -> finished -> shipped -> trained
+    drawn | finished -> dropped              stale, no signal, cancelled
+    drawn -> failed                          no member succeeded
+
+A rewind moves shipped, dropped and failed draws of undone steps back to finished or drawn.
+
+Status of a rollout row: running -> finished | truncated | failed | dropped (cancelled) | lost (its process died,
+or its weights were undone). A rollout that is run again gets a new row; the newest that is not lost counts.
+
+State of a batch: shipped -> trained, undone. State of a version: published -> loaded, undone.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from stretto.base.errors import DataError, EngineError
+
+SCHEMA = 1
+
+TABLES = """
+CREATE TABLE incarnations (
+    incarnation INTEGER PRIMARY KEY, started_at REAL NOT NULL, resumed_step INTEGER, info TEXT NOT NULL
+);
+CREATE TABLE draws (
+    group_id INTEGER PRIMARY KEY, env TEXT NOT NULL, task_id TEXT NOT NULL, data TEXT NOT NULL,
+    state TEXT NOT NULL, reason TEXT, dropped_at_step INTEGER,
+    drawn_at REAL NOT NULL, finished_at REAL, incarnation INTEGER NOT NULL
+);
+CREATE INDEX draws_open ON draws (state) WHERE state IN ('drawn', 'finished', 'shipped');
+CREATE TABLE rollouts (
+    row INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, member INTEGER NOT NULL, incarnation INTEGER NOT NULL,
+    status TEXT NOT NULL, version INTEGER, first_version INTEGER, last_version INTEGER,
+    reward REAL, advantage REAL, num_turns INTEGER, num_tokens INTEGER, num_sampled_tokens INTEGER,
+    started_at REAL, finished_at REAL, error TEXT, metrics TEXT,
+    segment INTEGER, offset INTEGER, length INTEGER, crc INTEGER
+);
+CREATE INDEX rollouts_of_group ON rollouts (group_id);
+CREATE INDEX rollouts_of_segment ON rollouts (segment) WHERE segment IS NOT NULL;
+CREATE INDEX rollouts_running ON rollouts (status) WHERE status = 'running';
+CREATE TABLE batches (
+    batch INTEGER PRIMARY KEY, step INTEGER NOT NULL, incarnation INTEGER NOT NULL, state TEXT NOT NULL,
+    shipped_at REAL NOT NULL, trained_at REAL, metrics TEXT
+);
+CREATE UNIQUE INDEX batches_live ON batches (step) WHERE state != 'undone';
+CREATE TABLE batch_rollouts (
+    batch INTEGER NOT NULL, row INTEGER NOT NULL, PRIMARY KEY (batch, row)
+) WITHOUT ROWID;
+CREATE INDEX batches_of_rollout ON batch_rollouts (row);
+CREATE VIEW live_rollouts AS
+    SELECT b.step, b.state AS batch_state, b.incarnation AS shipped_in, rollouts.*
+    FROM batches b JOIN batch_rollouts USING (batch) JOIN rollouts USING (row) WHERE b.state != 'undone';
+CREATE TABLE versions (
+    id INTEGER PRIMARY KEY, version INTEGER NOT NULL, incarnation INTEGER NOT NULL, state TEXT NOT NULL,
+    published_at REAL NOT NULL, loaded_at REAL
+);
+CREATE TABLE checkpoints (
+    id INTEGER PRIMARY KEY, step INTEGER NOT NULL, incarnation INTEGER NOT NULL, state TEXT NOT NULL,
+    saved_at REAL NOT NULL
+);
+CREATE TABLE segments (
+    segment INTEGER PRIMARY KEY, closed_at_step INTEGER NOT NULL, num_bytes INTEGER NOT NULL, deleted_at REAL
+);
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, incarnation INTEGER NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
+);
+"""
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """The database, made when there is none.
+
+    Raises: DataError when it is of another version of stretto or damaged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, isolation_level=None, timeout=30.0)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        # A killed process loses nothing; a power cut may lose the last rows, never their consistency.
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA wal_autocheckpoint = 4000")
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
+        _check_schema(connection, path)
+    except sqlite3.DatabaseError as cause:
+        connection.close()
+        raise DataError(f"{path}: {cause}; it is no ledger or is damaged.") from cause
+    except DataError:
+        connection.close()
+        raise
+    return connection
+
+
+def open_for_reading(path: Path) -> sqlite3.Connection:
+    """The database of a run, live or ended.
+
+    Raises: DataError when there is none, or it is of another version of stretto or damaged.
+    """
+    if not path.exists():
+        raise DataError(f"{path}: there is no ledger; is this a run directory?")
+    try:
+        connection = sqlite3.connect(
+            path.resolve().as_uri() + "?mode=ro", uri=True, isolation_level=None, timeout=30.0
+        )
+        connection.row_factory = sqlite3.Row
+        _check_schema(connection, path)
+    except sqlite3.DatabaseError as cause:
+        raise DataError(f"{path}: {cause}; it is no ledger or is damaged.") from cause
+    return connection
+
+
+def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found != SCHEMA:
+        older = "the ledger" if found < SCHEMA else "this stretto"
+        raise DataError(f"{path}: ledger schema {found}, this stretto knows {SCHEMA}; {older} is older.")
+
+
+def failed(path: Path, cause: sqlite3.Error) -> EngineError:
+    """What a write that failed is to the run."""
+    return EngineError(f"{path}: {cause}; the run cannot go on without its ledger (is the disk full?).")

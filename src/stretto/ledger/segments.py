@@ -1,0 +1,102 @@
+"""Token payloads beside the database: append-only files of checksummed records.
+
+The branches of a rollout (tokens, logprobs, versions) are one blob (`records.codec`, with its own crc32) in
+the segment that was open when its group finished. The row that names the place is written after the bytes, so
+a row always has its payload; bytes after the last row of a segment are what a killed process left, and are
+cut off.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from stretto.base.errors import DataError, EngineError
+from stretto.base.paths import RunDir
+from stretto.records.codec import decode_blob, encode_blob
+from stretto.records.rollout import Branch, Rollout
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """What of a rollout is not in its row."""
+
+    branches: tuple[Branch, ...]
+
+
+class Place(NamedTuple):
+    """Where a payload lies."""
+
+    segment: int
+    offset: int
+    length: int
+    crc: int
+
+
+class SegmentWriter:
+    """The open segment. One writer."""
+
+    def __init__(self, run_dir: RunDir, segment: int, end: int) -> None:
+        """Go on in `segment` after byte `end`, cutting off what lies beyond."""
+        self._run_dir = run_dir
+        run_dir.tokens.mkdir(parents=True, exist_ok=True)
+        self._open(segment, end)
+
+    def append(self, rollouts: Sequence[Rollout]) -> list[Place]:
+        """Write the payloads of these rollouts, in one call.
+
+        Raises: EngineError when the disk does not take them.
+        """
+        blobs = [encode_blob(Payload(rollout.branches)) for rollout in rollouts]
+        places, end = [], self.end
+        for blob in blobs:
+            places.append(Place(self.segment, end, len(blob), zlib.crc32(blob)))
+            end += len(blob)
+        data = memoryview(b"".join(blobs))
+        try:
+            while data:
+                written = os.pwrite(self._fd, data, end - len(data))
+                data = data[written:]
+        except OSError as cause:
+            raise EngineError(f"{self._run_dir.segment(self.segment)}: {cause}; free some space.") from cause
+        self.end = end
+        return places
+
+    def rotate(self) -> None:
+        """Begin the next segment."""
+        os.close(self._fd)
+        self._open(self.segment + 1, 0)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _open(self, segment: int, end: int) -> None:
+        self.segment, self.end = segment, end
+        self._fd = os.open(self._run_dir.segment(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._fd, end)
+
+
+def load_branches(run_dir: RunDir, place: Place, who: str) -> tuple[Branch, ...]:
+    """The payload of rollout `who`, verified.
+
+    Raises: DataError when it is no longer kept, or damaged.
+    """
+    path = run_dir.segment(place.segment)
+    blob = _read(path, place, who)
+    if len(blob) != place.length or zlib.crc32(blob) != place.crc:
+        raise DataError(f"{path} at {place.offset}: the payload of rollout {who} is damaged or cut off.")
+    return decode_blob(blob, Payload, where=f"{path} at {place.offset}").branches
+
+
+def _read(path: Path, place: Place, who: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return os.pread(file.fileno(), place.length, place.offset)
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} is gone: the payload of rollout {who} is no longer kept (ledger.keep_steps)."
+        ) from None
