@@ -6,23 +6,20 @@ its paged KV cache. Parameter names are those of Hugging Face checkpoints, so a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.attention import PackedLayout, packed_attention
+from stretto.models.attention import Attend, PackedLayout
 from stretto.models.config import ModelConfig, inverse_frequencies
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim].
-
-q and k carry their positions already; scores are scaled by head_dim ** -0.5 and causal within a sequence."""
+CosSin = tuple[Tensor, Tensor]
+"""cos and sin of every token, [tokens, 1, head_dim]; the first half of sin is negated for `rotate`."""
 
 
 class RMSNorm(nn.Module):
@@ -54,13 +51,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
 
     def forward(
-        self, x: Float[Tensor, "tokens dim"], rope: tuple[Tensor, Tensor], layer: int, attend: Attend
-    ) -> Tensor:
+        self, x: Float[Tensor, "tokens dim"], angles: CosSin, layer: int, attend: Attend, rows: Tensor | None
+    ) -> Float[Tensor, "rows dim"]:
         tokens = x.shape[0]
         q = self.q_norm(self.q_proj(x).view(tokens, -1, self.head_dim))
         k = self.k_norm(self.k_proj(x).view(tokens, -1, self.head_dim))
         v = self.v_proj(x).view(tokens, -1, self.head_dim)
-        return self.o_proj(attend(layer, rotate(q, rope), rotate(k, rope), v).reshape(tokens, -1))
+        attended = attend(layer, rotate(q, angles), rotate(k, angles), v).reshape(tokens, -1)
+        return self.o_proj(_only(attended, rows))
 
 
 class MLP(nn.Module):
@@ -87,9 +85,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(
-        self, x: Float[Tensor, "tokens dim"], rope: tuple[Tensor, Tensor], layer: int, attend: Attend
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, layer, attend)
+        self, x: Float[Tensor, "tokens dim"], angles: CosSin, layer: int, attend: Attend, rows: Tensor | None
+    ) -> Float[Tensor, "rows dim"]:
+        x = _only(x, rows) + self.self_attn(self.input_layernorm(x), angles, layer, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -106,55 +104,71 @@ class Stack(nn.Module):
 class Decoder(nn.Module):
     """token ids -> hidden states after the final norm; logits are hidden @ output_weight.T (lm_head.py)."""
 
+    shares_prefixes = True
+    """`hidden` takes layouts whose segments continue others."""
+
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.config = cfg
         self.model = Stack(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
-        self._rope_table: tuple[Tensor, Tensor] | None = None
+        self._angle_table: CosSin | None = None
 
     @property
     def output_weight(self) -> Float[Tensor, "vocab dim"]:
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def forward(
-        self, token_ids: Int[Tensor, " tokens"], position_ids: Int[Tensor, " tokens"], attend: Attend
-    ) -> Float[Tensor, "tokens dim"]:
+        self,
+        token_ids: Int[Tensor, " tokens"],
+        position_ids: Int[Tensor, " tokens"],
+        attend: Attend,
+        rows: Int[Tensor, " rows"] | None = None,
+    ) -> Float[Tensor, "rows dim"]:
+        """Hidden states of all tokens, or of `rows` only: the last block then leaves the others out."""
         x = self.model.embed_tokens(token_ids)
-        rope = self._rope(position_ids, x.dtype)
+        angles = self._angles(position_ids, x.dtype)
+        last = len(self.model.layers) - 1
         for layer, block in enumerate(self.model.layers):
-            x = block(x, rope, layer, attend)
+            x = block(x, angles, layer, attend, rows if layer == last else None)
         return self.model.norm(x)
 
-    def hidden(self, token_ids: Int[Tensor, " tokens"], layout: PackedLayout) -> Float[Tensor, "tokens dim"]:
+    def hidden(
+        self,
+        token_ids: Int[Tensor, " tokens"],
+        layout: PackedLayout,
+        rows: Int[Tensor, " rows"] | None = None,
+    ) -> Float[Tensor, "rows dim"]:
         """Hidden states of packed documents, each as if it stood alone (training and scoring)."""
-        return self(token_ids, layout.position_ids, packed_attention(layout.cu_seqlens))
+        return self(token_ids, layout.position_ids, layout.attend, rows)
 
-    def _rope(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> CosSin:
         """cos and sin of these positions, [tokens, 1, head_dim]; one table lookup shared by all layers."""
-        table = self._rope_table
+        table = self._angle_table
         if table is None or table[0].device != position_ids.device or table[0].dtype != dtype:
-            table = self._rope_table = rope_table(self.config, position_ids.device, dtype)
+            table = self._angle_table = angle_table(self.config, position_ids.device, dtype)
         return table[0][position_ids], table[1][position_ids]
 
 
-def rope_table(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin by position, [positions, 1, head_dim]; the first half of sin is negated for `rotate`."""
+def angle_table(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> CosSin:
+    """cos and sin by position, [positions, 1, head_dim]."""
     freqs, scale = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
     positions = torch.arange(cfg.max_position_embeddings, dtype=torch.float32)
     angles = torch.outer(positions, torch.tensor(freqs, dtype=torch.float32))
     cos, sin = angles.cos() * scale, angles.sin() * scale
-    both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    return tuple(t.unsqueeze(1).to(device=device, dtype=dtype) for t in both)
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return cos.unsqueeze(1).to(device, dtype), sin.unsqueeze(1).to(device, dtype)
 
 
-def rotate(
-    x: Float[Tensor, "tokens heads dim"], rope: tuple[Tensor, Tensor]
-) -> Float[Tensor, "tokens heads dim"]:
+def rotate(x: Float[Tensor, "tokens heads dim"], angles: CosSin) -> Float[Tensor, "tokens heads dim"]:
     """Turn each pair (x[i], x[i + dim/2]) by its position's angle.
 
     Source: RoPE, arXiv:2104.09864, in the half-split layout of Hugging Face checkpoints.
     """
-    cos, sin = rope
+    cos, sin = angles
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _only(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)

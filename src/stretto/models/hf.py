@@ -29,6 +29,8 @@ PACKED_FAMILIES = frozenset({"qwen3", "qwen3_moe", "minimax_m2", "laguna", "glm4
 class HFDecoder(nn.Module):
     """`hidden`, `output_weight`, `config.hf`, `export_tensors`: what the learner asks of a policy."""
 
+    shares_prefixes = False
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -39,8 +41,18 @@ class HFDecoder(nn.Module):
     def output_weight(self) -> Float[Tensor, "vocab dim"]:
         return self.model.get_output_embeddings().weight
 
-    def hidden(self, token_ids: Int[Tensor, " tokens"], layout: PackedLayout) -> Float[Tensor, "tokens dim"]:
-        """Hidden states of packed documents, each as if it stood alone."""
+    def hidden(
+        self,
+        token_ids: Int[Tensor, " tokens"],
+        layout: PackedLayout,
+        rows: Int[Tensor, " rows"] | None = None,
+    ) -> Float[Tensor, "rows dim"]:
+        """Hidden states of packed documents, each as if it stood alone; all of them, or those of `rows`."""
+        hidden = self._all_hidden(token_ids, layout)
+        return hidden if rows is None else hidden.index_select(0, rows)
+
+    def _all_hidden(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+        assert layout.parents is None, "transformers models take whole documents only"
         if self.packs:
             return self._body(token_ids[None], position_ids=layout.position_ids[None])[0]
         rows, columns, mask = _padding(layout)

@@ -43,7 +43,7 @@ def training_device() -> torch.device:
 def load_policy(
     section: ModelSection, *, vocab_size: int | None = None, **token_ids: int | list[int] | None
 ) -> nn.Module:
-    """The network of [model] on this rank's device: from its directory, or random if it has a scratch section.
+    """The network of [model] on this rank's device: from its directory, or random with a scratch section.
 
     vocab_size and token_ids (eos_token_id, ...) are the tokenizer's and needed for a scratch model only.
     What comes back has `hidden(token_ids, layout)`, `output_weight` and `config`, whichever `impl` it is.
@@ -88,6 +88,8 @@ class Learner:
         self._masters = Masters(policy, hub.DTYPES[model.optimization_dtype])
         self._optimizer = build_optimizer(self._masters.parameters, optim)
         self._sums = StepSums()
+        # On a GPU one flash kernel over whole documents is faster than a call for every shape of segment.
+        self._shares_prefixes = policy.shares_prefixes and self._device.type == "cpu"
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of one step's batch; every rank must call it once a step.
@@ -100,7 +102,7 @@ class Learner:
                 f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0"
             )
         for mb in micro_batches:
-            rows = build_rows(mb, self._vocab_size, self._device)
+            rows = build_rows(mb, self._vocab_size, self._device, share_prefixes=self._shares_prefixes)
             if rows is None:
                 continue
             logprobs, entropy = self._score(rows)
@@ -203,7 +205,7 @@ class Learner:
         return self.policy.output_weight.shape[0]
 
     def _score(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        hidden = self.policy.hidden(rows.token_ids, rows.layout)
+        hidden = self.policy.hidden(rows.token_ids, rows.layout, rows.rows)
         picked = hidden.index_select(0, rows.predictors)
         return token_logprobs(picked, self.policy.output_weight, rows.targets, rows.temperatures, self._chunk)
 

@@ -1,9 +1,11 @@
 """A micro batch as the tensors of one forward pass.
 
-Two things save work without changing a result, because attention is causal and a loss is a sum over tokens:
+Work is saved where the result stays the same, because attention is causal and a loss is a sum over tokens:
 documents are cut behind their last trained token (the last token of a document predicts nothing, padding
-trains nothing), and sorted by length, so that equally long ones share an attention call. Log-probabilities
-are asked for trained tokens only. Everything is numpy until the end: one copy to the device a stream.
+trains nothing); documents that begin with the same prompt, as the samples of a group do, share it and
+continue it as segments; segments are sorted by length, so that equal ones share an attention call;
+log-probabilities, and the last block's work, are asked for trained tokens only. All of it is numpy, with
+one copy to the device a stream.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Rows:
 
     token_ids: Tensor  # int64 [inputs]
     layout: PackedLayout
-    predictors: Tensor  # int64 [trained]: the input whose hidden state predicts the token
+    rows: Tensor  # int64 [rows]: the inputs that predict something
+    predictors: Tensor  # int64 [trained]: which of these rows predicts the token
     targets: Tensor  # int64 [trained]
     temperatures: Tensor  # float32 [trained]
     streams: TokenStreams
@@ -69,7 +72,12 @@ def count_tokens(micro_batches: Sequence[MicroBatch]) -> TokenCounts:
 
 
 def build_rows(
-    mb: MicroBatch, vocab_size: int, device: torch.device, *, is_scored: np.ndarray | None = None
+    mb: MicroBatch,
+    vocab_size: int,
+    device: torch.device,
+    *,
+    is_scored: np.ndarray | None = None,
+    share_prefixes: bool = False,
 ) -> Rows | None:
     """The forward pass for the trained tokens of a micro batch (or those of `is_scored`); None: no such.
 
@@ -83,16 +91,8 @@ def build_rows(
     _check(mb, bounds, wanted, vocab_size)
     tokens = np.flatnonzero(wanted)
     documents = np.searchsorted(bounds, tokens, side="right") - 1
-    starts = bounds[:-1]
-    # Inputs of a document: all tokens before its last wanted one.
-    lengths = np.zeros(len(starts), dtype=np.int64)
-    np.maximum.at(lengths, documents, tokens - starts[documents])
-    order = np.argsort(lengths, kind="stable")
-    order = order[lengths[order] > 0]
-    new_bounds = np.concatenate(([0], np.cumsum(lengths[order])))
-    new_start = np.zeros(len(starts), dtype=np.int64)
-    new_start[order] = new_bounds[:-1]
-    inputs = np.arange(new_bounds[-1]) + np.repeat(starts[order] - new_bounds[:-1], lengths[order])
+    segments = _segments(mb.token_ids, bounds[:-1], tokens, documents, share_prefixes=share_prefixes)
+    rows, predictors = np.unique(segments.row_before(tokens, documents), return_inverse=True)
 
     def picked(stream: np.ndarray | None, dtype: type = np.float32) -> Tensor | None:
         return None if stream is None else torch.from_numpy(stream[tokens].astype(dtype)).to(device)
@@ -101,9 +101,10 @@ def build_rows(
         return torch.from_numpy(values.astype(np.int64)).to(device)
 
     return Rows(
-        token_ids=moved(mb.token_ids[inputs]),
-        layout=PackedLayout(tuple(new_bounds.tolist()), device),
-        predictors=moved(tokens - 1 - starts[documents] + new_start[documents]),
+        token_ids=moved(mb.token_ids[segments.inputs]),
+        layout=PackedLayout(segments.cu_seqlens, device, segments.parents),
+        rows=moved(rows),
+        predictors=moved(predictors),
         targets=moved(mb.token_ids[tokens]),
         temperatures=picked(mb.temperatures),
         streams=TokenStreams(
@@ -118,6 +119,84 @@ def build_rows(
         sources=tokens,
         documents=documents,
     )
+
+
+@dataclass(frozen=True)
+class _Segments:
+    """How a micro batch's tokens are laid out anew: roots by length, then continuations by shape."""
+
+    inputs: np.ndarray  # index in the micro batch of every input
+    cu_seqlens: tuple[int, ...]
+    parents: tuple[int, ...] | None
+    starts: np.ndarray  # [documents] where the document begins in the micro batch
+    cuts: np.ndarray  # [documents] tokens of the document that lie in its root
+    root_rows: np.ndarray  # [documents] where its root begins in the new row
+    rest_rows: np.ndarray  # [documents] where its continuation begins there
+
+    def row_before(self, tokens: np.ndarray, documents: np.ndarray) -> np.ndarray:
+        """New row of the token before each of these."""
+        before = tokens - 1 - self.starts[documents]
+        cuts = self.cuts[documents]
+        return np.where(
+            before < cuts, self.root_rows[documents] + before, self.rest_rows[documents] + before - cuts
+        )
+
+
+def _segments(
+    token_ids: np.ndarray,
+    starts: np.ndarray,
+    tokens: np.ndarray,
+    documents: np.ndarray,
+    *,
+    share_prefixes: bool,
+) -> _Segments:
+    """Lay out the inputs of the wanted `tokens`: all tokens of a document before the last wanted one."""
+    lengths = np.zeros(len(starts), dtype=np.int64)
+    lengths[documents] = tokens - starts[documents]  # tokens rise, so the last one of a document stays
+    roots = np.arange(len(starts))  # the document whose root this one uses
+    cuts = lengths.copy()
+    if share_prefixes:
+        firsts = np.zeros_like(lengths)
+        firsts[documents[::-1]] = (tokens - starts[documents])[::-1]
+        _share(token_ids, starts, firsts, roots, cuts)
+    is_root = (roots == np.arange(len(starts))) & (cuts > 0)
+    root_order = np.flatnonzero(is_root)
+    root_order = root_order[np.argsort(cuts[root_order], kind="stable")]
+    rest = np.flatnonzero(lengths > cuts)
+    root_place = np.zeros(len(starts), dtype=np.int64)
+    root_place[root_order] = np.arange(len(root_order))
+    rest = rest[np.lexsort((root_place[roots[rest]], cuts[rest], lengths[rest] - cuts[rest]))]
+
+    begins = np.concatenate((starts[root_order], starts[rest] + cuts[rest]))
+    sizes = np.concatenate((cuts[root_order], lengths[rest] - cuts[rest]))
+    bounds = np.concatenate(([0], np.cumsum(sizes)))
+    inputs = np.arange(bounds[-1]) + np.repeat(begins - bounds[:-1], sizes)
+    rest_rows = np.zeros(len(starts), dtype=np.int64)
+    rest_rows[rest] = bounds[len(root_order) : -1]
+    parents = np.concatenate((np.full(len(root_order), -1), root_place[roots[rest]]))
+    return _Segments(
+        inputs=inputs,
+        cu_seqlens=tuple(bounds.tolist()),
+        parents=tuple(parents.tolist()) if len(rest) else None,
+        starts=starts,
+        cuts=cuts,
+        root_rows=bounds[root_place[roots]],
+        rest_rows=rest_rows,
+    )
+
+
+def _share(
+    token_ids: np.ndarray, starts: np.ndarray, firsts: np.ndarray, roots: np.ndarray, cuts: np.ndarray
+) -> None:
+    """Let documents with equal tokens before their first wanted one use the first one's, in place."""
+    prompts: dict[bytes, list[int]] = {}
+    for document in np.flatnonzero(firsts).tolist():
+        start = starts[document]
+        prompts.setdefault(token_ids[start : start + firsts[document]].tobytes(), []).append(document)
+    for sharing in prompts.values():
+        if len(sharing) > 1:
+            roots[sharing] = sharing[0]
+            cuts[sharing] = firsts[sharing]
 
 
 def _check(mb: MicroBatch, bounds: np.ndarray, wanted: np.ndarray, vocab_size: int) -> None:
