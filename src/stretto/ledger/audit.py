@@ -17,8 +17,6 @@ from stretto.base.paths import RunDir
 from stretto.ledger import schema
 from stretto.ledger.segments import Place, load_branches
 
-_LIVE = "FROM batch_rollouts br JOIN batches b USING (batch) JOIN rollouts r ON r.row = br.row WHERE b.state != 'undone'"
-
 
 def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
     """Every promise the run broke, in words; [] for a clean run.
@@ -37,17 +35,23 @@ def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
 
 
 def _trained_twice(db: sqlite3.Connection) -> Iterator[str]:
-    query = f"SELECT group_id, member, count(*), group_concat(b.step) {_LIVE} GROUP BY group_id, member HAVING count(*) > 1"
+    query = (
+        "SELECT group_id, member, count(*), group_concat(step) FROM live_rollouts "
+        "GROUP BY group_id, member HAVING count(*) > 1"
+    )
     for group_id, member, count, steps in db.execute(query):
         yield f"rollout g{group_id}.{member} is in {count} batches (steps {steps})"
 
 
 def _never_finished(db: sqlite3.Connection) -> Iterator[str]:
-    query = f"SELECT b.step, group_id, member, status {_LIVE} AND status NOT IN ('finished', 'truncated')"
+    query = "SELECT step, group_id, member, status FROM live_rollouts WHERE status NOT IN ('finished', 'truncated')"
     for step, group_id, member, status in db.execute(query):
         yield f"step {step} has rollout g{group_id}.{member}, which is {status}"
-    query = f"SELECT DISTINCT b.step, group_id, d.state {_LIVE.replace('WHERE', 'JOIN draws d USING (group_id) WHERE')} "
-    for step, group_id, state in db.execute(query + "AND d.state NOT IN ('shipped', 'trained')"):
+    query = (
+        "SELECT DISTINCT step, group_id, d.state FROM live_rollouts JOIN draws d USING (group_id) "
+        "WHERE d.state NOT IN ('shipped', 'trained')"
+    )
+    for step, group_id, state in db.execute(query):
         yield f"step {step} has group {group_id}, which is {state}"
 
 
@@ -56,15 +60,14 @@ def _wrong_age(db: sqlite3.Connection) -> Iterator[str]:
     bounds = {
         i: msgspec.json.decode(info) for i, info in db.execute("SELECT incarnation, info FROM incarnations")
     }
-    query = (
-        f"SELECT b.step, b.incarnation, group_id, member, first_version {_LIVE} AND first_version IS NOT NULL"
-    )
+    query = "SELECT step, shipped_in, group_id, member, first_version FROM live_rollouts WHERE first_version NOT NULL"
     for step, incarnation, group_id, member, version in db.execute(query):
         bound = bounds.get(incarnation, {}).get("max_off_policy_steps")
+        what = f"step {step} has rollout g{group_id}.{member} of version {version}"
         if bound is not None and version < step - 1 - bound:
-            yield f"step {step} has rollout g{group_id}.{member} of version {version}, older than {step - 1 - bound}"
+            yield f"{what}, older than {step - 1 - bound}"
         if version > step - 1:
-            yield f"step {step} has rollout g{group_id}.{member} of version {version}, which came after it"
+            yield f"{what}, which came after it"
 
 
 def _step_gaps(db: sqlite3.Connection) -> Iterator[str]:
@@ -90,13 +93,16 @@ def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
     (shipped,) = db.execute("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'").fetchone()
     if versions and versions[-1] > shipped:
         yield f"version {versions[-1]} was published, but only steps up to {shipped} were shipped"
-    query = f"SELECT DISTINCT r.last_version {_LIVE} AND last_version NOT IN (SELECT version FROM versions)"
+    query = "SELECT DISTINCT last_version FROM live_rollouts WHERE last_version NOT IN (SELECT version FROM versions)"
     for (version,) in db.execute(query):
         yield f"rollouts were sampled from version {version}, which was never published"
 
 
 def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
-    query = "SELECT group_id, state FROM draws d WHERE state IN ('finished', 'shipped', 'trained') AND finished_at IS NULL"
+    query = (
+        "SELECT group_id, state FROM draws "
+        "WHERE state IN ('finished', 'shipped', 'trained') AND finished_at IS NULL"
+    )
     for group_id, state in db.execute(query):
         yield f"group {group_id} is {state} but never finished"
     (draws, newest) = db.execute("SELECT count(*), coalesce(max(group_id) + 1, 0) FROM draws").fetchone()
@@ -106,8 +112,8 @@ def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
 
 def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
     query = (
-        "SELECT group_id, member, segment, offset, length, crc FROM rollouts LEFT JOIN segments USING (segment) "
-        "WHERE segment IS NOT NULL AND deleted_at IS NULL"
+        "SELECT group_id, member, segment, offset, length, crc FROM rollouts "
+        "LEFT JOIN segments USING (segment) WHERE segment IS NOT NULL AND deleted_at IS NULL"
     )
     for group_id, member, *place in db.execute(query):
         try:

@@ -59,18 +59,13 @@ class LedgerReader:
 
     def trained_rollouts(self, step: int) -> list[dict[str, Any]]:
         """The rollout rows of the batch of `step`, in the surviving lineage."""
-        query = (
-            "SELECT r.*, 'g' || r.group_id || '.' || r.member AS rollout_id FROM rollouts r JOIN batch_rollouts "
-            "USING (row) JOIN batches b USING (batch) WHERE b.step = ? AND b.state != 'undone' "
-            "ORDER BY r.group_id, r.member"
-        )
+        query = "SELECT * FROM live_rollouts WHERE step = ? ORDER BY group_id, member"
         return self.rows(query, step)
 
     def num_reused(self) -> int:
         """Rollouts trained in a later life of the run than the one that sampled them."""
         query = (
-            "SELECT count(*) FROM rollouts r JOIN batch_rollouts USING (row) JOIN batches b USING (batch) "
-            "WHERE b.state = 'trained' AND r.incarnation < b.incarnation"
+            "SELECT count(*) FROM live_rollouts WHERE batch_state = 'trained' AND incarnation < shipped_in"
         )
         return self._db.execute(query).fetchone()[0]
 

@@ -21,7 +21,10 @@ from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 logger = logging.getLogger(__name__)
 
 # The rows of group ? that count: of each member the newest that is not lost.
-NEWEST_ROWS = "SELECT *, max(row) FROM rollouts WHERE group_id = ? AND status NOT IN ('lost', 'running', 'dropped') GROUP BY member"
+NEWEST_ROWS = """
+    SELECT *, max(row) FROM rollouts WHERE group_id = ? AND status NOT IN ('lost', 'running', 'dropped')
+    GROUP BY member ORDER BY member
+"""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
         )
         db.execute("UPDATE batches SET state = 'undone' WHERE batch = ?", (batch,))
     db.execute(
-        "UPDATE draws SET state = iif(finished_at IS NULL, 'drawn', 'finished'), reason = NULL, dropped_at_step = NULL "
-        "WHERE state = 'dropped' AND dropped_at_step > ?",
+        "UPDATE draws SET state = iif(finished_at IS NULL, 'drawn', 'finished'), reason = NULL, "
+        "dropped_at_step = NULL WHERE state = 'dropped' AND dropped_at_step > ?",
         (step,),
     )
     db.execute("UPDATE versions SET state = 'undone' WHERE version > ?", (step,))
@@ -68,8 +71,8 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     db.execute("UPDATE rollouts SET status = 'lost' WHERE status = 'running'")
     lost = 0
     too_new = db.execute(
-        "SELECT DISTINCT group_id FROM draws JOIN rollouts USING (group_id) WHERE state IN ('drawn', 'finished', 'failed') "
-        "AND status != 'lost' AND coalesce(first_version, version) > ?",
+        "SELECT DISTINCT group_id FROM draws JOIN rollouts USING (group_id) "
+        "WHERE state IN ('drawn', 'finished', 'failed') AND status != 'lost' AND coalesce(first_version, version) > ?",
         (step,),
     ).fetchall()
     for (group_id,) in too_new:
@@ -96,10 +99,10 @@ def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version
             continue
         versions = [v for r in group.rollouts if (v := r.first_version) is not None]
         if min(versions, default=step) < oldest_version:
-            db.execute(
-                "UPDATE draws SET state = 'dropped', reason = 'stale', dropped_at_step = ? WHERE group_id = ?",
-                (step, group_id),
+            drop = (
+                "UPDATE draws SET state = 'dropped', reason = 'stale', dropped_at_step = ? WHERE group_id = ?"
             )
+            db.execute(drop, (step, group_id))
         else:
             groups.append(group)
     return groups
@@ -134,20 +137,20 @@ def load_group(db: sqlite3.Connection, run_dir: RunDir, group_id: int) -> Group:
 def mark_trained(db: sqlite3.Connection, step: int) -> None:
     """The groups of a batch follow its state."""
     db.execute(
-        "UPDATE draws SET state = 'trained' WHERE group_id IN (SELECT group_id FROM batches "
-        "JOIN batch_rollouts USING (batch) JOIN rollouts USING (row) WHERE step = ? AND batches.state = 'trained')",
+        "UPDATE draws SET state = 'trained' WHERE group_id IN "
+        "(SELECT group_id FROM live_rollouts WHERE step = ? AND batch_state = 'trained')",
         (step,),
     )
 
 
 def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:
     """Whether a payload in the segment may still be trained on, or was so after step `horizon`."""
-    query = (
-        "SELECT 1 FROM rollouts r JOIN draws d USING (group_id) WHERE r.segment = ? AND r.status != 'lost' AND ("
-        "d.state IN ('finished', 'shipped') OR (d.state = 'dropped' AND d.dropped_at_step > ?) OR EXISTS (SELECT 1 "
-        "FROM batch_rollouts br JOIN batches b USING (batch) WHERE br.row = r.row AND b.state != 'undone' AND b.step > ?)"
-        ") LIMIT 1"
-    )
+    query = """
+        SELECT 1 FROM rollouts r JOIN draws d USING (group_id) WHERE r.segment = ? AND r.status != 'lost' AND (
+            d.state IN ('finished', 'shipped') OR (d.state = 'dropped' AND d.dropped_at_step > ?)
+            OR EXISTS (SELECT 1 FROM live_rollouts WHERE row = r.row AND step > ?)
+        ) LIMIT 1
+    """
     return db.execute(query, (segment, horizon, horizon)).fetchone() is not None
 
 

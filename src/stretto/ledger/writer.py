@@ -32,8 +32,8 @@ _INSERT_RUNNING = (
     "VALUES (?, ?, ?, ?, 'running', ?, ?)"
 )
 _COLUMNS = (
-    "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, num_turns, "
-    "num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, segment, offset, length, crc"
+    "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, "
+    "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, segment, offset, length, crc"
 )
 _FINISH = (
     f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * (_COLUMNS.count(',') + 1))})"
@@ -148,8 +148,8 @@ class Ledger:
         values = (row, group_id, member, self._incarnation, "failed", version, started, time.time(), error)
         with self.transaction():
             self._db.execute(
-                "INSERT OR REPLACE INTO rollouts (row, group_id, member, incarnation, status, version, started_at, "
-                "finished_at, error) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO rollouts (row, group_id, member, incarnation, status, version, "
+                "started_at, finished_at, error) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 values,
             )
 
@@ -205,7 +205,8 @@ class Ledger:
         """The trainer has done `step`; its rollouts will never be trained on again."""
         with self.transaction():
             self._db.execute(
-                "UPDATE batches SET state = 'trained', trained_at = ?, metrics = ? WHERE step = ? AND state = 'shipped'",
+                "UPDATE batches SET state = 'trained', trained_at = ?, metrics = ? "
+                "WHERE step = ? AND state = 'shipped'",
                 (time.time(), _json(metrics), step),
             )
             resume.mark_trained(self._db, step)
@@ -218,7 +219,8 @@ class Ledger:
         """Every engine samples from `version`."""
         with self.transaction():
             self._db.execute(
-                "UPDATE versions SET state = 'loaded', loaded_at = ? WHERE version = ? AND state = 'published'",
+                "UPDATE versions SET state = 'loaded', loaded_at = ? "
+                "WHERE version = ? AND state = 'published'",
                 (time.time(), version),
             )
 

@@ -70,10 +70,10 @@ class FilesystemSender:
             self._steps.append(step)
         deadline = time.monotonic() + self._cfg.timeout_s
         waits = (self._offer(rank, step, deadline) for rank in range(self._world_size))
-        late = [who for who in await asyncio.gather(*waits) if who]
+        late = ", ".join(who for who in await asyncio.gather(*waits) if who)
         if late:
             raise EngineError(
-                f"the batch of step {step} was not received in {self._cfg.timeout_s:g} s by {', '.join(late)}."
+                f"the batch of step {step} was not received in {self._cfg.timeout_s:g} s by {late}."
             )
         while len(self._steps) > self._cfg.keep_steps:
             shutil.rmtree(self._run_dir.rollout(self._steps.pop(0), 0).parent, ignore_errors=True)
