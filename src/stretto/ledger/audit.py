@@ -44,7 +44,10 @@ def _trained_twice(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _never_finished(db: sqlite3.Connection) -> Iterator[str]:
-    query = "SELECT step, group_id, member, status FROM live_rollouts WHERE status NOT IN ('finished', 'truncated')"
+    query = (
+        "SELECT step, group_id, member, status FROM live_rollouts "
+        "WHERE status NOT IN ('finished', 'truncated')"
+    )
     for step, group_id, member, status in db.execute(query):
         yield f"step {step} has rollout g{group_id}.{member}, which is {status}"
     query = (
@@ -60,7 +63,10 @@ def _wrong_age(db: sqlite3.Connection) -> Iterator[str]:
     bounds = {
         i: msgspec.json.decode(info) for i, info in db.execute("SELECT incarnation, info FROM incarnations")
     }
-    query = "SELECT step, shipped_in, group_id, member, first_version FROM live_rollouts WHERE first_version NOT NULL"
+    query = (
+        "SELECT step, shipped_in, group_id, member, first_version FROM live_rollouts "
+        "WHERE first_version IS NOT NULL"
+    )
     for step, incarnation, group_id, member, version in db.execute(query):
         bound = bounds.get(incarnation, {}).get("max_off_policy_steps")
         what = f"step {step} has rollout g{group_id}.{member} of version {version}"
@@ -93,7 +99,10 @@ def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
     (shipped,) = db.execute("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'").fetchone()
     if versions and versions[-1] > shipped:
         yield f"version {versions[-1]} was published, but only steps up to {shipped} were shipped"
-    query = "SELECT DISTINCT last_version FROM live_rollouts WHERE last_version NOT IN (SELECT version FROM versions)"
+    query = (
+        "SELECT DISTINCT last_version FROM live_rollouts "
+        "WHERE last_version NOT IN (SELECT version FROM versions)"
+    )
     for (version,) in db.execute(query):
         yield f"rollouts were sampled from version {version}, which was never published"
 

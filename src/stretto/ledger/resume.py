@@ -71,8 +71,8 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     db.execute("UPDATE rollouts SET status = 'lost' WHERE status = 'running'")
     lost = 0
     too_new = db.execute(
-        "SELECT DISTINCT group_id FROM draws JOIN rollouts USING (group_id) "
-        "WHERE state IN ('drawn', 'finished', 'failed') AND status != 'lost' AND coalesce(first_version, version) > ?",
+        "SELECT DISTINCT group_id FROM draws JOIN rollouts USING (group_id) WHERE status != 'lost' "
+        "AND state IN ('drawn', 'finished', 'failed') AND coalesce(first_version, version) > ?",
         (step,),
     ).fetchall()
     for (group_id,) in too_new:
@@ -146,7 +146,8 @@ def mark_trained(db: sqlite3.Connection, step: int) -> None:
 def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:
     """Whether a payload in the segment may still be trained on, or was so after step `horizon`."""
     query = """
-        SELECT 1 FROM rollouts r JOIN draws d USING (group_id) WHERE r.segment = ? AND r.status != 'lost' AND (
+        SELECT 1 FROM rollouts r JOIN draws d USING (group_id)
+        WHERE r.segment = ? AND r.status != 'lost' AND (
             d.state IN ('finished', 'shipped') OR (d.state = 'dropped' AND d.dropped_at_step > ?)
             OR EXISTS (SELECT 1 FROM live_rollouts WHERE row = r.row AND step > ?)
         ) LIMIT 1

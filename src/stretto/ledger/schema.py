@@ -11,8 +11,8 @@ State of a draw (a task drawn, its group):
 
 A rewind moves shipped, dropped and failed draws of undone steps back to finished or drawn.
 
-Status of a rollout row: running -> finished | truncated | failed | dropped (cancelled) | lost (its process died,
-or its weights were undone). A rollout that is run again gets a new row; the newest that is not lost counts.
+Status of a rollout row: running -> finished | truncated | failed | dropped (cancelled) | lost (its process
+died, or its weights were undone). A rollout that is run again gets a new row; the newest not lost counts.
 
 State of a batch: shipped -> trained, undone. State of a version: published -> loaded, undone.
 """
@@ -70,7 +70,8 @@ CREATE TABLE segments (
     segment INTEGER PRIMARY KEY, closed_at_step INTEGER NOT NULL, num_bytes INTEGER NOT NULL, deleted_at REAL
 );
 CREATE TABLE events (
-    id INTEGER PRIMARY KEY, at REAL NOT NULL, incarnation INTEGER NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL
+    id INTEGER PRIMARY KEY, at REAL NOT NULL, incarnation INTEGER NOT NULL, kind TEXT NOT NULL,
+    data TEXT NOT NULL
 );
 """
 

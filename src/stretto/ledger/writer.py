@@ -33,7 +33,8 @@ _INSERT_RUNNING = (
 )
 _COLUMNS = (
     "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, "
-    "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, segment, offset, length, crc"
+    "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, "
+    "segment, offset, length, crc"
 )
 _FINISH = (
     f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * (_COLUMNS.count(',') + 1))})"
