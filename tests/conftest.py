@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-# Before anything imports torch: tests run side by side with others, and threads that spin slow everybody down.
+# Before anything imports torch: threads that spin slow down everything else on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

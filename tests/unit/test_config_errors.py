@@ -215,7 +215,8 @@ WRONG_RL = {
         "max_steps = 3\n",
         "",
         [
-            'orchestrator.env: no environment to train on; add one, such as [[orchestrator.env]] id = "sort-letters"'
+            "orchestrator.env: no environment to train on; add one, such as [[orchestrator.env]]",
+            'id = "sort-letters"',
         ],
     ),
     "environments of one name": (
@@ -236,9 +237,7 @@ WRONG_RL = {
     "greedy training": (
         ENV,
         "--orchestrator.train.sampling.temperature 0",
-        [
-            "--orchestrator.train.sampling.temperature 0: orchestrator.train.sampling.temperature = 0 is greedy"
-        ],
+        ["--orchestrator.train.sampling.temperature 0: ", "temperature = 0 is greedy"],
     ),
     "eval beyond the end": (
         "max_steps = 10\n[orchestrator.eval]\ninterval = 20\n" + ENV,

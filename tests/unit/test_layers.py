@@ -67,7 +67,7 @@ EXCEPT = {"torch": ("algorithms/credit.py",)}
 
 
 def imports(file: Path) -> Iterator[tuple[str, int]]:
-    """Every module that a file imports anywhere, with its line; imports for type checkers only are left out."""
+    """Every module that a file imports anywhere, with its line, less what only type checkers import."""
     tree = ast.parse(file.read_text())
     for_types = {
         inner

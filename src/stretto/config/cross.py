@@ -42,9 +42,10 @@ def check_engine_fits(cfg: RLConfig, inference: InferenceSection) -> list[Proble
     hosts = (*LOCAL_HOSTS, inference.server.host)
     if places and not any(host in hosts and url_port == port for host, url_port in places):
         paths = ("orchestrator.client.base_url", "inference.server.port")
+        given = ", ".join(urls(cfg.orchestrator.client))
         message = (
-            f'orchestrator.client.base_url = "{", ".join(urls(cfg.orchestrator.client))}" but the engine '
-            f"of this run listens on inference.server.port = {port}; make them agree, leave base_url out, or use "
+            f'orchestrator.client.base_url = "{given}" but the engine of this run '
+            f"listens on inference.server.port = {port}; make them agree, leave base_url out, or use "
             f"--no-inference for engines that already run"
         )
         problems.append(Problem(paths, message))

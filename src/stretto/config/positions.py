@@ -43,12 +43,14 @@ class _Scanner:
         while self.skip_blank() < len(self.text):
             if not self.take("["):
                 self.pair(table)
+                self.skip_line()
                 continue
             is_list = self.take("[")
             *parents, last = self.key()
             table = ()
             for part in parents:
                 table += (part,)
+                self.mark(table)
                 table += (last_index[table],) if table in last_index else ()
             table += (last,)
             if is_list:
@@ -112,6 +114,11 @@ class _Scanner:
         assert match
         self.position = match.end()
         return self.position
+
+    def skip_line(self) -> None:
+        """To the end of a line on which only blanks, a comment or the time of a date follow."""
+        end = self.text.find("\n", self.position)
+        self.position = len(self.text) if end < 0 else end
 
     def take(self, text: str) -> bool:
         if not self.text.startswith(text, self.position):

@@ -266,7 +266,7 @@ class EvalConfig(RunRoot):
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()
 
-    aliases: ClassVar[dict[str, str]] = {"model.name": "model", "inference.model": "model", "env": "eval.env"}
+    aliases: ClassVar[dict[str, str]] = {"model.name": "model", "env": "eval.env"}
 
     def _default_name(self) -> str:
         return f"eval-{short_name(self.model)}" if self.model else "eval"

@@ -13,9 +13,13 @@ class LossMaskSection(Section):
     """Which roles' tokens are trained."""
 
     system: bool = False
+    """Train on system messages."""
     user: bool = False
+    """Train on user messages."""
     assistant: bool = True
+    """Train on the model's own messages."""
     tool: bool = False
+    """Train on tool results."""
 
 
 class FileData(Section):
