@@ -1,0 +1,367 @@
+"""`sft`: supervised fine-tuning in one process.
+
+    claim the run directory -> build learner and data (or load a checkpoint)
+    -> each step: draw examples, pack, train; validate, checkpoint and export when due
+    -> at the end, or at the first Ctrl-C: validate, checkpoint, export
+
+State of a run: the learner's (weights, optimizer, step, random state) and the number of examples drawn. Both
+are in a checkpoint, so that a resumed run continues with the same bits. The learner is learner.py,
+examples and their order data.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from stretto.base import log, process, rundir
+from stretto.base.errors import DataError
+from stretto.base.paths import RunDir
+from stretto.chat.render import build_renderer
+from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
+from stretto.config.load import dump_text
+from stretto.config.roots import SFTConfig
+from stretto.models import hub
+from stretto.monitors.base import Monitors, build_monitors
+from stretto.records.sample import MicroBatch
+from stretto.trainer.data import ExampleOrder, Examples, load_examples, pack
+from stretto.trainer.learner import Learner, load_policy
+
+logger = logging.getLogger(__name__)
+
+ROLE = "sft"
+TENSORS, VALUES = "state.safetensors", "state.json"
+CONSOLE_INTERVAL_S = 0.5  # steps of a tiny model take milliseconds; more lines than this nobody reads
+VAL_SEED_OFFSET = 1_000_003  # an environment's validation rows are drawn from a stream of their own
+
+
+def main(cfg: SFTConfig) -> int:
+    """Train to the end or to the first Ctrl-C; the exit status."""
+    run = cfg.run_dir
+    resume = cfg.resume
+    claim = rundir.claim(
+        run, resume=resume is not None, step=resume.step if resume else None, clean=cfg.clean
+    )
+    log.setup(ROLE, run, cfg.log.level, cfg.log.json_logging)
+    try:
+        run.configs.mkdir(parents=True, exist_ok=True)
+        run.config(ROLE).write_text(dump_text(cfg))
+        torch.set_num_threads(cfg.num_threads or process.num_cores())
+        torch.manual_seed(cfg.seed)
+        with finish_on_signal() as stop:
+            return run_steps(build_session(cfg, claim.resume_step), stop)
+    finally:
+        claim.close()
+
+
+class StopFlag:
+    """Set by the first SIGINT or SIGTERM; the second SIGINT ends the process at once."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+        logger.warning("%s: finishing this step; once more stops now", signal.Signals(number).name)
+
+
+@contextmanager
+def finish_on_signal() -> Iterator[StopFlag]:
+    """While inside, the first Ctrl-C or SIGTERM asks to finish instead of interrupting."""
+    stop = StopFlag()
+    before = {number: signal.signal(number, stop.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
+    """Model, data and learner, as configured or as they were at the checkpoint of `resume_step`."""
+    run = cfg.run_dir
+    tokenizer_dir = find_tokenizer(cfg)
+    tokenizer = load_tokenizer(tokenizer_dir)
+    policy = load_policy(
+        cfg.model,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=list(tokenizer.eos_ids),
+        pad_token_id=tokenizer.token_id(END_OF_TEXT),
+    )
+    model_type = policy.config.hf["model_type"]
+    renderer = build_renderer(tokenizer, cfg.renderer, model_type)
+    longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
+    examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed)
+    order = ExampleOrder(len(examples), cfg.seed)
+    max_steps = num_steps(cfg, len(examples))
+    validation: list[MicroBatch] = []
+    if cfg.val is not None:
+        rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET)
+        validation = pack(rows.examples, cfg.seq_len)
+    learner = Learner(policy, model=cfg.model, optim=cfg.optim, scheduler=cfg.scheduler, max_steps=max_steps)
+    session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir)
+    if resume_step is not None:
+        load_checkpoint(session, resume_step)
+    logger.info(
+        "%d examples, %d tokens; %d parameters on %s; steps %d to %d",
+        len(examples),
+        examples.num_tokens,
+        sum(p.numel() for p in policy.parameters()),
+        policy.output_weight.device,
+        learner.step + 1,
+        max_steps,
+    )
+    return session
+
+
+def find_tokenizer(cfg: SFTConfig) -> Path:
+    """The tokenizer's directory; a scratch model's is built in the run directory."""
+    if cfg.tokenizer.name is not None:
+        return hub.find_model(cfg.tokenizer.name)
+    if cfg.model.scratch is not None:
+        return build_letters_tokenizer(cfg.run_dir.tokenizer)
+    return hub.find_model(cfg.model.name)
+
+
+def num_steps(cfg: SFTConfig, num_examples: int) -> int:
+    """Steps until max_steps or max_epochs, whichever comes first; the last batch may be smaller."""
+    by_epochs = (
+        math.inf if cfg.max_epochs is None else math.ceil(cfg.max_epochs * num_examples / cfg.batch_size)
+    )
+    by_steps = math.inf if cfg.max_steps is None else cfg.max_steps
+    return int(min(by_epochs, by_steps))
+
+
+@dataclass
+class Session:
+    """Everything a run works with, ready for the next step."""
+
+    cfg: SFTConfig
+    run: RunDir
+    learner: Learner
+    examples: Examples
+    order: ExampleOrder
+    validation: list[MicroBatch]
+    max_steps: int
+    tokenizer_dir: Path
+    resumed_step: int | None = None
+    val_loss: float | None = None
+    validated_step: int | None = None
+    saved_step: int = 0
+    exported_step: int = 0
+    num_tokens: int = 0
+    started_at: float = field(default_factory=time.perf_counter)
+
+
+def run_steps(session: Session, stop: StopFlag) -> int:
+    """Every step until max_steps or a stop, then what is due at the end."""
+    cfg, learner = session.cfg, session.learner
+    monitors = build_monitors(
+        cfg.monitors, session.run, ROLE, cfg.run_name, resumed_step=session.resumed_step
+    )
+    console = Console(session)
+    try:
+        if cfg.val is not None and cfg.val.eval_on_start and session.resumed_step is None:
+            monitors.log(0, validate(session))
+        while learner.step < session.max_steps and not stop.is_set:
+            metrics = train_step(session)
+            if cfg.val is not None and is_due(learner.step, cfg.val.interval):
+                metrics |= validate(session)
+            monitors.log(learner.step, metrics)
+            console.step(metrics)
+            save_what_is_due(session)
+        finish(session, monitors, was_stopped=stop.is_set)
+    finally:
+        monitors.close()
+    return 0
+
+
+def is_due(step: int, interval: int | None) -> bool:
+    """Does an interval end with this step? None: only at the end of the run."""
+    return interval is not None and step % interval == 0
+
+
+def train_step(session: Session) -> dict[str, float]:
+    """One optimizer step on the next batch of examples."""
+    start = time.perf_counter()
+    order, cfg = session.order, session.cfg
+    count = cfg.batch_size
+    if cfg.max_epochs is not None:
+        count = min(count, cfg.max_epochs * len(session.examples) - order.num_drawn)
+    micro_batches = pack([session.examples[i] for i in order.draw(count)], cfg.seq_len)
+    session.learner.forward_backward(micro_batches)
+    metrics = session.learner.optim_step()
+    num_tokens = sum(mb.num_tokens for mb in micro_batches)
+    session.num_tokens += num_tokens
+    time_s = time.perf_counter() - start
+    return {
+        **metrics,
+        "progress/epoch": order.epoch,
+        "progress/total_samples": order.num_drawn,
+        "batch/tokens": num_tokens,
+        "batch/micro_batches": len(micro_batches),
+        "time/step": time_s,
+        "perf/throughput": num_tokens / time_s,
+    }
+
+
+def validate(session: Session) -> dict[str, float]:
+    """Mean loss of the validation rows, nats a trained token."""
+    start = time.perf_counter()
+    session.val_loss = session.learner.evaluate(session.validation)["nll"]
+    session.validated_step = session.learner.step
+    return {"val/loss": session.val_loss, "time/val": time.perf_counter() - start}
+
+
+def save_what_is_due(session: Session) -> None:
+    """A checkpoint and an export every interval of theirs; an export without interval follows checkpoints."""
+    ckpt, step = session.cfg.ckpt, session.learner.step
+    if ckpt is None:
+        return
+    if is_due(step, ckpt.interval):
+        save_checkpoint(session)
+    if ckpt.weights is not None and is_due(step, ckpt.weights.interval or ckpt.interval):
+        export_weights(session)
+
+
+def save_checkpoint(session: Session) -> None:
+    """Write checkpoints/step_N, its marker last; then delete those beyond keep_last."""
+    run, step = session.run, session.learner.step
+    if session.saved_step == step:
+        return
+    start = time.perf_counter()
+    tensors, values = session.learner.state()
+    values |= {"num_drawn": session.order.num_drawn, "data": session.examples.fingerprint()}
+    shutil.rmtree(run.checkpoint(step), ignore_errors=True)
+    directory = run.checkpoint(step) / "trainer"
+    directory.mkdir(parents=True)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / TENSORS)
+    (directory / VALUES).write_text(json.dumps(values))
+    for file in (directory / TENSORS, directory / VALUES):
+        _flush_to_disk(file)
+    run.complete_marker(step).touch()
+    session.saved_step = step
+    for old in (
+        run.complete_checkpoints()[: -session.cfg.ckpt.keep_last] if session.cfg.ckpt.keep_last else []
+    ):
+        run.complete_marker(old).unlink()
+        shutil.rmtree(run.checkpoint(old))
+    logger.info("checkpoint of step %d written in %.2fs", step, time.perf_counter() - start)
+
+
+def load_checkpoint(session: Session, step: int) -> None:
+    """Continue after `step`.
+
+    Raises: DataError when the checkpoint is damaged, or the data is not what it was.
+    """
+    directory = session.run.checkpoint(step) / "trainer"
+    try:
+        tensors = load_file(directory / TENSORS)
+        values = json.loads((directory / VALUES).read_text())
+    except (OSError, ValueError, SafetensorError) as cause:
+        raise DataError(f"{directory}: {cause}; resume from another step with --resume.step") from cause
+    if values.get("data") != session.examples.fingerprint():
+        raise DataError(
+            f"{directory}: was trained on other data than [data] gives now, so it cannot be continued "
+            "exactly; bring the data back, or start a new run from its weights."
+        )
+    session.learner.load_state(tensors, values)
+    session.order.num_drawn = values["num_drawn"]
+    session.resumed_step = session.saved_step = step
+    logger.info("resumed from step %d", step)
+
+
+def export_weights(session: Session) -> None:
+    """Write weights/step_N as a Hugging Face directory, whole or not at all; `latest` points to it."""
+    run, step = session.run, session.learner.step
+    if session.exported_step == step:
+        return
+    part = run.weights / f"step_{step}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    hub.save_hf(session.learner.policy, part, session.tokenizer_dir)
+    shutil.rmtree(run.weights_step(step), ignore_errors=True)
+    part.rename(run.weights_step(step))
+    run.link_latest_weights(step)
+    session.exported_step = step
+
+
+def _flush_to_disk(file: Path) -> None:
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
+    """Validate, save, and say what came of it."""
+    cfg, learner, run = session.cfg, session.learner, session.run
+    if cfg.val is not None and session.validated_step != learner.step and not was_stopped:
+        monitors.log(learner.step, validate(session))
+        logger.info("step %d: val %.4f", learner.step, session.val_loss)
+    if cfg.ckpt is not None:
+        save_checkpoint(session)
+        if cfg.ckpt.weights is not None:
+            export_weights(session)
+    wall_s = time.perf_counter() - session.started_at
+    summary = {
+        "steps": learner.step,
+        "epochs": session.order.epoch,
+        "val_loss": session.val_loss,
+        "wall_s": wall_s,
+        "tokens_per_s": session.num_tokens / wall_s,
+        "resumed": session.resumed_step is not None,
+        "weights": str(run.latest_weights) if session.exported_step else None,
+    }
+    run.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    if was_stopped:
+        logger.info("stopped at step %d of %d; --resume continues", learner.step, session.max_steps)
+    if session.exported_step:
+        logger.info("weights: %s", run.latest_weights)
+    elif cfg.ckpt is None:
+        logger.warning("nothing was saved: ckpt = None")
+
+
+class Console:
+    """One line a step, fewer where steps are shorter than anybody reads."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._first_step = session.learner.step
+        self._started_at = time.perf_counter()
+        self._written_at = -math.inf
+
+    def step(self, metrics: dict[str, float]) -> None:
+        now = time.perf_counter()
+        session, step = self._session, self._session.learner.step
+        is_worth_a_line = step == session.max_steps or "val/loss" in metrics
+        if not is_worth_a_line and now - self._written_at < CONSOLE_INTERVAL_S:
+            return
+        self._written_at = now
+        left_s = (now - self._started_at) / (step - self._first_step) * (session.max_steps - step)
+        val = "" if session.val_loss is None else f"  val {session.val_loss:.4f}"
+        logger.info(
+            "step %d/%d (%d%%, %d:%02d left)  loss %.4f%s  lr %.2e  %.0f tokens/s  epoch %.2f",
+            step,
+            session.max_steps,
+            100 * step // session.max_steps,
+            *divmod(round(left_s), 60),
+            metrics["nll/mean"],
+            val,
+            metrics["optim/lr"],
+            metrics["perf/throughput"],
+            session.order.epoch,
+        )
