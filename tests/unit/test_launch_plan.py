@@ -371,3 +371,16 @@ def test_commands_in_the_table_can_be_pasted(config) -> None:
     plan = planned(config("--run.name", "a@b"))
     last = planning.table(plan).splitlines()[-1]
     assert shlex.split(last)[-1] == str(plan.run.config("trainer"))
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
+    file = tmp_path / "rl.toml"
+    file.write_text(TOML.replace("models/tiny", "models/of/nobody"))
+    run = RunDir(tmp_path / "first")
+    with_checkpoint(run, 10)
+    run.configs.mkdir()
+    words = ["--output-dir", str(tmp_path), "--run.name", "first", "--clean"]
+    command = [sys.executable, "-m", "stretto", "rl", "@", str(file), *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "there is no such directory" in result.stderr and "sft" in result.stderr
+    assert run.complete_checkpoints() == [10]

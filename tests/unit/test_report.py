@@ -238,6 +238,20 @@ def test_the_command_to_type_again_leaves_out_what_belongs_to_one_start(argv: li
     assert report.again_command(argv).endswith(f"rl {again}")
 
 
+def test_a_verb_is_typed_by_name_where_the_shell_finds_it_and_never_as_the_shells_own_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for verb in ("rl", "eval"):
+        (tmp_path / verb).write_text("#!/bin/sh\n")
+        (tmp_path / verb).chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert report.program("rl") == os.path.relpath(tmp_path / "rl")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (report.program("rl"), report.program("eval")) == ("rl", "stretto eval")
+    assert report.program("sft").endswith("python -m stretto sft")
+
+
 def test_a_run_without_metrics_ends_without_a_curve(tmp_path: Path, finished: Plan) -> None:
     finished.run.metrics("orchestrator").unlink()
     text = report.ending(finished, is_complete=True, stopped_early=False)

@@ -18,9 +18,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from stretto.base import log, process, rundir
+from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.process import Child
 from stretto.base.status import STATUS_FD_VAR
@@ -66,6 +68,7 @@ def main(cfg: RLConfig) -> int:
     run = cfg.run_dir
     if cfg.dry_run:
         return _dry_run(cfg, run)
+    _check_model(cfg)
     claim = rundir.claim(run, **_intent(cfg))
     try:
         plan = planning.plan(cfg, run, claim.resume_step)
@@ -85,6 +88,17 @@ def _dry_run(cfg: RLConfig, run: RunDir) -> int:
     written = f"resolved configs and plan.json are in {directory}; dry run: nothing was started"
     sys.stdout.write(f"{dump_text(plan.config)}\n{planning.table(plan)}\n\n{written}\n")
     return 0
+
+
+def _check_model(cfg: RLConfig) -> None:
+    """A model directory that is missing is refused before --clean deletes anything and processes start."""
+    name = cfg.model.name
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if cfg.model.scratch is None and not is_hub_name and not Path(name).expanduser().is_dir():
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no such directory. Where the model comes out of a warm-up, "
+            f"run that first (`sft @ ...`); else give a directory with config.json, safetensors and tokenizer."
+        )
 
 
 def _intent(cfg: RLConfig) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def program(verb: str) -> str:
     beside_python = Path(sys.executable).with_name(verb)
     found = shutil.which(verb)
     if found and Path(found).resolve() == beside_python.resolve():
-        return verb
+        return "stretto eval" if verb == "eval" else verb  # `eval` alone is the shell's own command
     if beside_python.exists():
         return shlex.quote(os.path.relpath(beside_python))
     return f"{shlex.quote(sys.executable)} -m stretto {verb}"
