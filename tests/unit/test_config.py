@@ -199,6 +199,42 @@ def test_an_alias_in_one_file_is_overridden_by_its_key_in_a_later_one(tmp_path: 
     assert rl(tmp_path, first, flags="--orchestrator.group-size 2").orchestrator.group_size == 2
 
 
+SPEC_COMMANDS = (
+    "rl --trainer @ train.toml --orchestrator @ orch.toml --inference @ infer.toml --trainer-gpu-ids 0 "
+    "--inference-gpu-ids 0 --inference.gpu-memory-utilization 0.5",
+    "rl --trainer @ train.toml --orchestrator @ orch.toml --inference @ infer.toml "
+    "--inference-gpu-ids 2 --trainer-gpu-ids 3 --inference.server.port 8001 "
+    "--orchestrator.client.base-url http://localhost:8001/v1 "
+    "--output-dir outputs2",
+    "inference @ infer.toml --gpu-memory-utilization 0.5",
+    "inference @ infer.toml --api-key K --host 0.0.0.0 --port 8001 --tensor-parallel-size 1",
+    "orchestrator @ orch.toml --client.base-url http://10.0.0.1:8000/v1 --output-dir out "
+    "--client.api-key-var INFERENCE_SERVER_API_KEY --weight-broadcast.type filesystem",
+    'orchestrator @ orch.toml --client.base-url ["http://my-exp:8000/v1"] --weight-broadcast.type=filesystem',
+    "trainer @ train.toml --output-dir /data/outputs",
+)
+
+
+@pytest.mark.parametrize("command", SPEC_COMMANDS)
+def test_commands_of_other_frameworks_documents_load(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.toml").write_text('max_steps = 20\n[model]\nname = "m"\n[optim]\nlr = 3e-6\n')
+    orch = (
+        'max_steps = 20\nseq_len = 2048\nbatch_size = 128\nrollouts_per_example = 16\n[model]\nname = "m"\n'
+    )
+    (tmp_path / "orch.toml").write_text(orch + '[sampling]\nmax_tokens = 128\n[[env]]\nid = "reverse-text"\n')
+    (tmp_path / "infer.toml").write_text('[model]\nname = "m"\n')
+    monkeypatch.chdir(tmp_path)
+    verb, *words = command.split()
+    assert load(ROOTS[verb], words).run_name
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "examples").rglob("*.toml")), ids=str)
+def test_every_example_loads(file: Path) -> None:
+    assert load(ROOTS[file.stem], ["@", str(file)])
+
+
 # -- shared keys --
 
 

@@ -309,6 +309,11 @@ WRONG_RL = {
         "",
         ["c.toml:3: trainer.model.scratch.num_heads = 5 must be a multiple of", "num_kv_heads = 2"],
     ),
+    "heartbeats slower than death": (
+        "[control]\nheartbeat_s = 5.0\ndead_after_s = 8.0\n" + ENV,
+        "",
+        ["c.toml:3, c.toml:2: trainer.control.dead_after_s = 8 must be at least twice", "heartbeat_s = 5"],
+    ),
     "a GPU named twice": (ENV, "--trainer-gpu-ids 0,0", ["trainer_gpu_ids = [0, 0]: give each GPU once"]),
     "GPU ids that are none": (
         ENV,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from stretto.config.roots import EvalConfig, RunRoot, SFTConfig
     from stretto.config.trainer import Scheduler, TrainerSection
+    from stretto.config.transport import ControlSection
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]*")
@@ -53,7 +54,17 @@ def check_run(cfg: RunRoot) -> list[Problem]:
 def check_trainer(section: TrainerSection, prefix: str) -> list[Problem]:
     """Schedule against max_steps, model dtypes."""
     problems = check_scheduler(section.scheduler, section.max_steps, prefix) + check_lr(section, prefix)
-    return problems + check_model(section.model, prefix) + check_scratch_len(section, prefix)
+    problems += check_model(section.model, prefix) + check_scratch_len(section, prefix)
+    return problems + check_control(section.control, prefix)
+
+
+def check_control(section: ControlSection, prefix: str) -> list[Problem]:
+    """A peer that is alive is not taken for dead between two heartbeats."""
+    if section.heartbeat_s * 2 <= section.dead_after_s:
+        return []
+    paths = (at(prefix, "control.dead_after_s"), at(prefix, "control.heartbeat_s"))
+    rule = f"must be at least twice {paths[1]} = {section.heartbeat_s:g}, or one late heartbeat stops the run"
+    return [Problem(paths, f"{paths[0]} = {section.dead_after_s:g} {rule}")]
 
 
 def check_model(model: ModelSection, prefix: str) -> list[Problem]:
@@ -140,7 +151,10 @@ def check_orchestrator(section: OrchestratorSection, prefix: str) -> list[Proble
             )
         )
     problems += check_env_names(section.env, at(prefix, "env"))
-    problems += [] if prefix else check_model(section.model, prefix) + check_scratch_len(section, prefix)
+    if not prefix:
+        # Under `rl` these keys are shared with the trainer, whose check speaks for both.
+        problems += check_model(section.model, prefix) + check_scratch_len(section, prefix)
+        problems += check_control(section.control, prefix)
     problems += check_room(section.train.sampling, section.seq_len, prefix, "train.sampling")
     if section.train.sampling.temperature == 0 and section.algo.type == "grpo":
         path = at(prefix, "train.sampling.temperature")

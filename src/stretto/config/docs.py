@@ -7,6 +7,7 @@ Every key stands there with its type, range, default and meaning.
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -64,12 +65,16 @@ def help_text(verb: str, cls: type[Section], wanted: str = "", width: int | None
         rows = [(flag, key) for flag, key in rows if len(key.sections) != 1]
         if rows:
             title = f"[[{path[:-2]}]]" if path.endswith("[]") else f"[{path}]" if path else "at the root"
-            about = " ".join((section.__doc__ or "").split("\n\n")[0].split())
+            about = " ".join((section.__doc__ or "").split("\n\n")[0].split()) if path else ""
             lines = [
                 f"{title}  {note}".rstrip(),
                 *textwrap.wrap(about, width - 2, initial_indent="  ", subsequent_indent="  "),
             ]
             lines += [line for flag, key in rows for line in _help_row(flag, key, width)]
+            also = [f"  --{prefix}{old} is --{prefix}{new}" for old, new in all_aliases(section).items()]
+            lines += [
+                line for line in (line.replace("_", "-") for line in also) if wanted.replace("_", "-") in line
+            ]
             parts.append("\n".join(lines))
     if not parts:
         return f"no key of `{verb}` contains `{wanted}`; `{verb} --help` lists all\n"
@@ -217,4 +222,4 @@ same `output_dir` and `run.name`; when no name is given all three are called `rl
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    sys.stdout.write(markdown())

@@ -215,7 +215,7 @@ class SFTConfig(RunRoot):
     scheduler: Scheduler = ConstantScheduler()
     ckpt: CkptSection | None = CkptSection()
     batch_size: int = Field(64, gt=0)
-    """Packed rows of seq_len tokens in one step."""
+    """Examples in one step; they are packed into as few rows of seq_len tokens as they need."""
     seq_len: int = Field(2048, gt=1)
     """Tokens in one packed row; longer examples are cut."""
     max_steps: int | None = Field(None, gt=0)
