@@ -97,7 +97,7 @@ def _check_model(cfg: RLConfig) -> None:
     if cfg.model.scratch is None and not is_hub_name and not Path(name).expanduser().is_dir():
         raise ConfigError(
             f"[model] name = {name!r}: there is no such directory. Where the model comes out of a warm-up, "
-            f"run that first (`sft @ ...`); else give a directory with config.json, safetensors and tokenizer."
+            f"run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
         )
 
 
