@@ -103,7 +103,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def split_to_multiple(rows: list[list[int]], costs: np.ndarray, multiple: int) -> list[list[int]]:
-    """Halve the dearest rows that hold several samples until the number of rows is a multiple, if possible."""
+    """Halve the dearest rows that hold several samples until their number is a multiple, if possible."""
     rows = [list(row) for row in rows]
     while len(rows) % multiple:
         candidates = [r for r, row in enumerate(rows) if len(row) > 1]

@@ -1,0 +1,346 @@
+"""Groups between their draw and the trainer: who may start, who waits, who is dropped.
+
+Steps are counted from 1, policy versions from 0: step n trains on batch n and makes version n. A batch for
+step n may hold no rollout whose first token came from a version older than n-1-max_off_policy_steps. And no
+batch n is shipped before version n-1-max_async_level is loaded: so many steps may generation run ahead of
+the trained weights.
+
+A group holds a slot from its draw until the weights it was trained into are loaded on every engine; there are
+(max_async_level + 1) batches of slots. Its states:
+
+    RUNNING -> READY       all members are done, they differ in reward, and the group is fresh: waits for a
+    batch RUNNING -> SPARE       no signal; its slot went to another draw; fills the batch only if
+    max_oversampling is used up RUNNING -> FAILED      no member succeeded; its slot went to another draw
+    READY, SPARE -> SHIPPED -> LOADED     trained on; LOADED frees the slot RUNNING, READY, SPARE -> DROPPED
+    too old, without signal, or the run ends; frees the slot
+
+Who unblocks whom: `admit` waits for a slot, which `finish` (failed, no signal, stale) and `on_loaded` free.
+`next_batch` waits for READY groups (`finish`) and for the version (`on_loaded`). Batches take the lowest
+draw numbers that are ready; with max_async_level = 0 that is a function of the rewards alone, whatever
+order groups finish in, because as many draws are made as needed and no more. Every drop is in the ledger
+before its slot is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from stretto.records.rollout import Group, Task
+
+
+class SlotState(StrEnum):
+    RUNNING = "running"
+    READY = "ready"
+    SPARE = "spare"
+    FAILED = "failed"
+    SHIPPED = "shipped"
+    LOADED = "loaded"
+    DROPPED = "dropped"
+
+
+MOVES = {
+    SlotState.RUNNING: {SlotState.READY, SlotState.SPARE, SlotState.FAILED, SlotState.DROPPED},
+    SlotState.READY: {SlotState.SHIPPED, SlotState.DROPPED},
+    SlotState.SPARE: {SlotState.SHIPPED, SlotState.DROPPED},
+    SlotState.SHIPPED: {SlotState.LOADED},
+    SlotState.FAILED: set(),
+    SlotState.LOADED: set(),
+    SlotState.DROPPED: set(),
+}
+
+
+class DropReason(StrEnum):
+    STALE = "stale"
+    ZERO_SIGNAL = "zero_signal"
+    CANCELLED = "cancelled"
+
+
+class DropLog(Protocol):
+    """The part of the ledger that hears of drops before they take effect."""
+
+    def group_dropped(self, group_id: int, reason: str) -> None: ...
+
+
+@dataclass(eq=False)
+class Slot:
+    """One drawn group. `version` is what was loaded when it started, so no first token is older."""
+
+    group_id: int
+    task: Task
+    version: int
+    state: SlotState = SlotState.RUNNING
+    group: Group | None = None
+    has_signal: bool = False
+    step: int | None = None  # the step it was shipped in
+    job: asyncio.Task | None = None  # what produces it; cancelled when it is dropped
+
+    @property
+    def first_version(self) -> int:
+        """Version of the oldest first token of its members; of the draw as long as there is none."""
+        rollouts = self.group.rollouts if self.group else ()
+        versions = [v for r in rollouts if (v := r.first_version) is not None]
+        return min(versions, default=self.version)
+
+    def move(self, to: SlotState) -> None:
+        assert to in MOVES[self.state], f"group {self.group_id} cannot go from {self.state} to {to}"
+        self.state = to
+
+
+@dataclass
+class Counts:
+    """What happened since the last batch; read and reset by whoever logs it."""
+
+    drawn: int = 0
+    finished: int = 0
+    failed: int = 0
+    zero_signal: int = 0
+    stale: int = 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far generation may run ahead, in groups and steps."""
+
+    groups_per_batch: int
+    max_async_level: int
+    max_off_policy_steps: int
+    max_running_groups: int | None = None
+    max_oversampling: float = 4.0
+    filter_zero_signal: bool = True
+    max_steps: int | None = None
+
+    @property
+    def lead(self) -> int:
+        """Steps ahead that are both allowed and not thrown away as too old."""
+        return min(self.max_async_level, self.max_off_policy_steps)
+
+    @property
+    def num_slots(self) -> int:
+        return (self.lead + 1) * self.groups_per_batch
+
+    @property
+    def max_replaced(self) -> int:
+        """Groups without signal that are replaced for one batch."""
+        return int((self.max_oversampling - 1) * self.groups_per_batch) if self.filter_zero_signal else 0
+
+    def oldest_version(self, step: int) -> int:
+        """The oldest version whose first tokens step `step` may train on."""
+        return step - 1 - self.max_off_policy_steps
+
+
+@dataclass(eq=False)
+class Buffer:
+    """All slots of a run. One event loop only; every method without `await` is atomic."""
+
+    bounds: Bounds
+    drops: DropLog
+    version: int = 0  # loaded on every engine
+    next_step: int = 1  # the next batch to ship
+    counts: Counts = field(default_factory=Counts)
+    slots: dict[int, Slot] = field(default_factory=dict)  # those that are not FAILED, LOADED or DROPPED
+    is_closed: bool = False
+    num_replaced: int = 0  # groups without signal since the last batch
+    _num: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(SlotState, 0))
+    _waiters: list[asyncio.Future] = field(default_factory=list)
+    _idle_s: float = 0.0
+    _idle_since: float | None = field(default_factory=time.perf_counter)
+
+    # -- who may start --
+
+    def may_admit(self) -> bool:
+        """Is there a slot, for a group that some batch will still need?"""
+        waiting = self._num[SlotState.RUNNING] + self._num[SlotState.READY]
+        bounds = self.bounds
+        if self.is_closed or waiting + self._num[SlotState.SHIPPED] >= bounds.num_slots:
+            return False
+        if bounds.max_running_groups and self._num[SlotState.RUNNING] >= bounds.max_running_groups:
+            return False
+        if bounds.max_steps is not None:
+            return waiting < (bounds.max_steps + 1 - self.next_step) * bounds.groups_per_batch
+        return True
+
+    async def admit(self) -> bool:
+        """Wait for a free slot; False when no more groups are to be drawn."""
+        await self._until(lambda: self.is_closed or self.may_admit())
+        return not self.is_closed
+
+    def start(self, group_id: int, task: Task) -> Slot:
+        """Put a drawn group into a free slot, stamped with the version that is loaded now."""
+        assert self.may_admit(), f"group {group_id} started without a free slot"
+        assert self.version >= self.bounds.oldest_version(self.next_step), "a group would be born too old"
+        slot = Slot(group_id, task, self.version)
+        self._add(slot)
+        self.counts.drawn += 1
+        return slot
+
+    # -- what becomes of them --
+
+    def finish(self, slot: Slot, group: Group, *, has_signal: bool) -> None:
+        """All members are done and at least one of them succeeded."""
+        slot.group, slot.has_signal, slot.job = group, has_signal, None
+        self.counts.finished += 1
+        self.counts.zero_signal += not has_signal
+        if self._is_stale(slot):
+            self._drop(slot, DropReason.STALE)
+        elif has_signal or self.num_replaced >= self.bounds.max_replaced:
+            self._move(slot, SlotState.READY)
+        else:
+            self.num_replaced += 1
+            self._move(slot, SlotState.SPARE)
+        self._wake()
+
+    def fail(self, slot: Slot) -> None:
+        """No member succeeded; the ledger has the causes."""
+        self.counts.failed += 1
+        slot.job = None
+        self._move(slot, SlotState.FAILED)
+        self._wake()
+
+    def restore(self, group: Group, *, has_signal: bool) -> None:
+        """Take over a group that an earlier life of the run finished."""
+        slot = Slot(group.group_id, group.task, self.bounds.oldest_version(self.next_step))
+        self._add(slot)
+        self.finish(slot, group, has_signal=has_signal)
+        self.counts.finished -= 1
+
+    # -- batches --
+
+    async def next_batch(self) -> list[Slot] | None:
+        """The groups of batch `next_step` in draw order, once it may be shipped.
+
+        None when the buffer closed.
+        """
+        await self._until(lambda: self.is_closed or self._may_ship())
+        return None if self.is_closed else self._choose()
+
+    def ship(self, chosen: list[Slot]) -> None:
+        """These groups are on their way to the trainer, and the ledger says so."""
+        step = self.next_step
+        for slot in chosen:
+            assert not self._is_stale(slot), f"group {slot.group_id} is too old for step {step}"
+            slot.step = step
+            self._move(slot, SlotState.SHIPPED)
+        self.next_step += 1
+        self.num_replaced = 0
+        for slot in self._without_signal():
+            self._drop(slot, DropReason.ZERO_SIGNAL)
+        self._drop_stale()
+        self._wake()
+
+    def on_loaded(self, version: int) -> None:
+        """Every engine samples from `version` now: the slots of the steps that made it are free."""
+        assert version > self.version or version == 0, f"version {version} after {self.version}"
+        self.version = version
+        for slot in [s for s in self.slots.values() if s.state is SlotState.SHIPPED and s.step <= version]:
+            self._move(slot, SlotState.LOADED)
+        self._wake()
+
+    def close(self) -> None:
+        """No more draws and batches; what is still running is dropped. Finished groups stay for a resume."""
+        self.is_closed = True
+        for slot in [s for s in self.slots.values() if s.state is SlotState.RUNNING]:
+            self._move(slot, SlotState.DROPPED)
+            if slot.job:
+                slot.job.cancel()
+        self._wake()
+
+    # -- for metrics and dumps --
+
+    def gauges(self) -> dict[str, int]:
+        """Queue depths by state, and where the run stands."""
+        depths = {str(state): num for state, num in self._num.items() if num}
+        return {
+            "next_step": self.next_step,
+            "version": self.version,
+            "slots": self.bounds.num_slots,
+            **depths,
+        }
+
+    def staleness(self, slot: Slot) -> int:
+        """Versions between a group's first token and the one its batch trains."""
+        return (slot.step or self.next_step) - 1 - slot.first_version
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds so far in which no group was running: generation waited for the trainer."""
+        since = self._idle_since
+        return self._idle_s + (time.perf_counter() - since if since is not None else 0.0)
+
+    # -- inside --
+
+    def _may_ship(self) -> bool:
+        if self.version < self.next_step - 1 - self.bounds.lead:
+            return False
+        return self._num[SlotState.READY] >= self.bounds.groups_per_batch
+
+    def _choose(self) -> list[Slot]:
+        """Lowest draw numbers first; groups without signal only where there are not enough others."""
+        ready = [s for s in self.slots.values() if s.state is SlotState.READY]
+        if self.bounds.filter_zero_signal:
+            ready = [s for s in ready if s.has_signal]
+        chosen = sorted(ready, key=lambda s: s.group_id)[: self.bounds.groups_per_batch]
+        missing = self.bounds.groups_per_batch - len(chosen)
+        if missing:
+            chosen += sorted(self._without_signal(), key=lambda s: s.group_id)[:missing]
+        return sorted(chosen, key=lambda s: s.group_id)
+
+    def _without_signal(self) -> list[Slot]:
+        """Groups that waited only to fill up a batch that lacked better ones."""
+        if not self.bounds.filter_zero_signal:
+            return []
+        waiting = (SlotState.READY, SlotState.SPARE)
+        return [s for s in self.slots.values() if s.state in waiting and not s.has_signal]
+
+    def _is_stale(self, slot: Slot) -> bool:
+        return slot.first_version < self.bounds.oldest_version(self.next_step)
+
+    def _drop_stale(self) -> None:
+        alive = (SlotState.RUNNING, SlotState.READY, SlotState.SPARE)
+        for slot in [s for s in self.slots.values() if s.state in alive and self._is_stale(s)]:
+            self._drop(slot, DropReason.STALE)
+
+    def _drop(self, slot: Slot, reason: DropReason) -> None:
+        self.drops.group_dropped(slot.group_id, reason)
+        self.counts.stale += reason is DropReason.STALE
+        self._move(slot, SlotState.DROPPED)
+        if slot.job:
+            slot.job.cancel()
+
+    def _add(self, slot: Slot) -> None:
+        self.slots[slot.group_id] = slot
+        self._num[SlotState.RUNNING] += 1
+        self._mark_idle()
+
+    def _move(self, slot: Slot, to: SlotState) -> None:
+        self._num[slot.state] -= 1
+        slot.move(to)
+        if MOVES[to]:
+            self._num[to] += 1
+        else:
+            del self.slots[slot.group_id]
+        self._mark_idle()
+
+    def _mark_idle(self) -> None:
+        is_idle = not self._num[SlotState.RUNNING]
+        if is_idle and self._idle_since is None:
+            self._idle_since = time.perf_counter()
+        elif not is_idle and self._idle_since is not None:
+            self._idle_s += time.perf_counter() - self._idle_since
+            self._idle_since = None
+
+    async def _until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

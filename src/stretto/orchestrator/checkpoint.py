@@ -1,0 +1,77 @@
+"""The orchestrator's half of a checkpoint, and the marker that closes both halves.
+
+The trainer writes its half of RUN/checkpoints/step_N first and says so. A checkpoint exists once its
+COMPLETE file does, which is written last and after everything else has reached the disk. Which tasks were
+drawn and which rollouts are left to train is not in here: the ledger knows. What is here is what the end of
+a run tells about all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from stretto.base.errors import DataError
+from stretto.base.paths import RunDir
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """What a run has to tell about itself up to `step`; goes on over restarts."""
+
+    step: int = 0  # trained
+    num_rollouts: int = 0  # trained
+    num_tokens: int = 0  # sampled and trained
+    train_s: float = 0.0  # from the first draw of each life of the run to its latest trained step
+    wall_s: float = 0.0
+    mismatch_kl_max: float | None = None
+    sampled: dict[int, float] = {}  # version -> mean held-out reward
+    greedy: dict[int, float] = {}
+    num_resumes: int = 0
+
+
+def save(run_dir: RunDir, progress: Progress) -> None:
+    """Write orchestrator.json, then the marker.
+
+    From here on the checkpoint of `progress.step` is complete.
+    """
+    directory = run_dir.checkpoint(progress.step)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory / "orchestrator.json", msgspec.json.format(msgspec.json.encode(progress)))
+    marker = {"step": progress.step, "time": time.time()}
+    _write(run_dir.complete_marker(progress.step), json.dumps(marker).encode())
+
+
+def load(run_dir: RunDir, step: int) -> Progress:
+    """What was told up to `step`.
+
+    Raises: DataError when the checkpoint is not complete or its file is damaged.
+    """
+    path = run_dir.checkpoint(step) / "orchestrator.json"
+    if not run_dir.complete_marker(step).exists():
+        raise DataError(f"checkpoint {path.parent} is not complete (no {run_dir.complete_marker(step).name})")
+    try:
+        progress = msgspec.json.decode(path.read_bytes(), type=Progress)
+    except (OSError, msgspec.MsgspecError) as cause:
+        raise DataError(f"{path}: {cause}; resume from another step with --resume.step") from cause
+    if progress.step != step:
+        raise DataError(f"{path} is of step {progress.step}, not {step}; it was moved or copied there")
+    return progress
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all, and on disk when this returns."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

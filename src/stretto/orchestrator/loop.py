@@ -1,0 +1,481 @@
+"""The run: draw -> roll out -> score -> pack -> ship -> follow the policy.
+
+Four loops share one event loop and meet in the buffer, whose file says who unblocks whom:
+
+    draw_groups     waits for a slot, draws a task, starts its group; a group plays, is scored and finishes
+    on its own ship_batches    waits for the groups of the next batch, packs them, sends them to the ranks
+    hear_trainer    steps done, versions published, checkpoints saved, and the end follow_policy   loads
+    each published version, evaluates it if that is due, then frees the slots of its step
+
+Everything that decides what is trained is in the ledger before it takes effect. The first failure of any
+loop ends the run. Built and ended by main.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from stretto.base.aio import task_group
+from stretto.base.errors import EngineError, EnvError, WireError
+from stretto.base.paths import RunDir
+from stretto.base.status import report
+from stretto.base.watch import Watch
+from stretto.config.orchestrator import OrchestratorSection
+from stretto.monitors import Monitors
+from stretto.orchestrator import checkpoint, telemetry
+from stretto.orchestrator.buffer import Buffer, Counts, Slot
+from stretto.orchestrator.checkpoint import Progress
+from stretto.orchestrator.evaluate import Evaluator, is_due, overall
+from stretto.orchestrator.packing import Cost, pack
+from stretto.orchestrator.policy import Policy
+from stretto.orchestrator.rollout import Draw, Player
+from stretto.orchestrator.samples import to_samples
+from stretto.orchestrator.scoring import is_counted, score
+from stretto.orchestrator.tasks import TaskMix
+from stretto.records.rollout import Group, Task
+from stretto.records.sample import TrainBatch
+from stretto.transports.control import (
+    Bye,
+    CheckpointComplete,
+    CheckpointSaved,
+    Event,
+    Failed,
+    Register,
+    StepDone,
+    Stop,
+    VersionLoaded,
+    VersionReady,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Control(Protocol):
+    """The orchestrator's end of the control wire (transports/control.py)."""
+
+    async def wait_registered(self, timeout_s: float | None = None) -> list[Register]: ...
+
+    async def next_event(self) -> Event: ...
+
+    async def send(self, message: Any) -> None: ...
+
+
+class Sender(Protocol):
+    """The orchestrator's end of a rollout transport (transports/rollouts)."""
+
+    async def send(self, batches: list[TrainBatch]) -> None: ...
+
+
+class Engines(Protocol):
+    """The engine client (transports/engine/client.py)."""
+
+    async def wait_ready(self, timeout_s: float) -> None: ...
+
+    async def metrics(self) -> dict[str, float]: ...
+
+
+class RunLog(Protocol):
+    """The ledger (ledger/writer.py), as far as the loops write it."""
+
+    def transaction(self) -> AbstractContextManager[None]: ...
+
+    def task_drawn(self, group_id: int, task: Task) -> None: ...
+
+    def rollouts_started(self, group_id: int, members: Sequence[int], version: int) -> None: ...
+
+    def group_finished(self, group: Group) -> None: ...
+
+    def group_dropped(self, group_id: int, reason: str) -> None: ...
+
+    def batch_shipped(self, step: int, group_ids: list[int]) -> None: ...
+
+    def step_trained(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def checkpoint_saved(self, step: int) -> None: ...
+
+    def event(self, kind: str, data: dict) -> None: ...
+
+
+@dataclass
+class Cursor:
+    """Where drawing goes on: first the draws that an earlier life left unfinished, then new ones."""
+
+    next_draw: int
+    redraws: deque[tuple[int, Task]]
+
+    def take(self, mix: TaskMix) -> tuple[int, Task, bool]:
+        """The next draw number, its task, and whether it is new to the ledger."""
+        if self.redraws:
+            return *self.redraws.popleft(), False
+        self.next_draw += 1
+        return self.next_draw - 1, mix.draw(self.next_draw - 1), True
+
+
+@dataclass(eq=False)
+class Loop:
+    """One life of a run, from step `progress.step` on.
+
+    `run` ends when the last step is trained or on `stop`.
+    """
+
+    cfg: OrchestratorSection
+    run_dir: RunDir
+    mix: TaskMix
+    cursor: Cursor
+    player: Player
+    buffer: Buffer
+    policy: Policy
+    engines: Engines
+    ledger: RunLog
+    sender: Sender
+    control: Control
+    monitors: Monitors
+    watch: Watch
+    cost: Cost
+    progress: Progress
+    evaluator: Evaluator | None = None
+
+    def __post_init__(self) -> None:
+        self.start = self.progress.step
+        self._started_at = self._step_done_at = time.perf_counter()
+        self._before = (self.progress.train_s, self.progress.wall_s)  # of earlier lives
+        self._first_draw_at: float | None = None
+        self._rows: dict[int, telemetry.StepRow] = {}
+        self._failed_in_a_row = 0
+        self._is_stopping = asyncio.Event()
+        self._has_first_version = asyncio.Event()
+        self._trained = asyncio.Condition()
+        self._has_last_version = asyncio.Event()
+        self._idle_s = 0.0
+
+    async def run(self) -> Progress:
+        """Train until the last step, or until `stop`.
+
+        Raises: StrettoError naming who must act.
+        """
+        await self._meet()
+        async with task_group() as tasks:
+            hearing = tasks.create_task(self.hear_trainer(), name="hear_trainer")
+            following = tasks.create_task(self.follow_policy(), name="follow_policy")
+            drawing = tasks.create_task(self.draw_groups(tasks), name="draw_groups")
+            await self.ship_batches()
+            await self._last_step()
+            await hearing
+            following.cancel()
+            drawing.cancel()
+        self.progress.wall_s = self._before[1] + time.perf_counter() - self._started_at
+        return self.progress
+
+    def stop(self) -> None:
+        """End in good order: no more draws; what was shipped is trained, then the trainer saves and ends."""
+        self._is_stopping.set()
+        self.buffer.close()
+
+    @property
+    def was_stopped(self) -> bool:
+        return self._is_stopping.is_set()
+
+    # -- meeting the others --
+
+    async def _meet(self) -> None:
+        """Wait until engines are healthy and all ranks are there; they must continue where we do."""
+        report("phase", text="waiting for the engine and the trainer")
+        async with task_group() as tasks:
+            tasks.create_task(self.engines.wait_ready(self.cfg.client.ready_timeout_s))
+            registering = tasks.create_task(self.control.wait_registered())
+        for register in registering.result():
+            resumed = register.resumed_step or 0
+            if resumed != self.start or register.version != self.start:
+                raise WireError(
+                    f"rank {register.rank} continues after step {resumed} with version {register.version}, "
+                    f"the orchestrator after step {self.start}; start both with the same --resume."
+                )
+        if registering.result()[0].world_size != self.cfg.num_train_workers:
+            raise WireError(
+                f"the trainer has {registering.result()[0].world_size} ranks and batches are packed for "
+                f"num_train_workers = {self.cfg.num_train_workers}; make them equal."
+            )
+        self.watch.progress("everyone is there")
+        report("phase", text="waiting for the first weights")
+
+    # -- draw and play --
+
+    async def draw_groups(self, tasks: asyncio.TaskGroup) -> None:
+        """Start a group for every slot that becomes free."""
+        await self._has_first_version.wait()
+        self._first_draw_at = self._step_done_at = time.perf_counter()
+        while await self.buffer.admit():
+            group_id, task, is_new = self.cursor.take(self.mix)
+            with self.ledger.transaction():
+                if is_new:
+                    self.ledger.task_drawn(group_id, task)
+                self.ledger.rollouts_started(group_id, range(self.cfg.group_size), self.buffer.version)
+            slot = self.buffer.start(group_id, task)
+            slot.job = tasks.create_task(self.play_group(slot), name=f"group {group_id}")
+
+    async def play_group(self, slot: Slot) -> None:
+        """Roll out one group, score it, and hand it to the buffer."""
+        draw = Draw(slot.group_id, slot.task, self.cfg.group_size, slot.version)
+        group = await self.player.play(self.mix.envs[slot.task.env], draw)
+        group, has_signal = score(group, self.cfg.algo)
+        self.ledger.group_finished(group)
+        self.watch.progress(f"group {group.group_id} finished")
+        if any(map(is_counted, group.rollouts)):
+            self._failed_in_a_row = 0
+            self.buffer.finish(slot, group, has_signal=has_signal)
+        else:
+            self._on_failed_group(group)
+            self.buffer.fail(slot)
+
+    def _on_failed_group(self, group: Group) -> None:
+        """Raises: EnvError or EngineError when too many groups in a row have failed."""
+        self._failed_in_a_row += 1
+        cause = group.rollouts[-1].error or "unknown"
+        logger.warning("group %d failed (%d in a row): %s", group.group_id, self._failed_in_a_row, cause)
+        if self._failed_in_a_row >= self.cfg.max_failed_groups:
+            kind = EnvError if cause.startswith("EnvError") else EngineError
+            raise kind(
+                f"{self._failed_in_a_row} groups in a row failed (max_failed_groups); the last one, "
+                f"group {group.group_id} of {group.task.env}: {cause}"
+            )
+
+    # -- pack and ship --
+
+    async def ship_batches(self) -> None:
+        """Send a batch as soon as its groups are there and the bound on staleness allows it."""
+        last = self.cfg.max_steps
+        while last is None or self.buffer.next_step <= last:
+            slots = await self.buffer.next_batch()
+            if slots is None:
+                return
+            await self.ship(slots)
+
+    async def ship(self, slots: Sequence[Slot]) -> None:
+        """Samples, rows, ledger, wire: from here on these groups are trained."""
+        step = self.buffer.next_step
+        started = time.perf_counter()
+        samples = to_samples(slot.group for slot in slots)
+        batches = pack(
+            samples,
+            step=step,
+            seq_len=self.cfg.seq_len,
+            world_size=self.cfg.num_train_workers,
+            cost=self.cost,
+        )
+        row = telemetry.batch_row(slots, self.buffer, self._take_counts())
+        self.ledger.batch_shipped(step, [slot.group_id for slot in slots])
+        self.buffer.ship(list(slots))
+        row.metrics["time/pack"] = time.perf_counter() - started
+        row.idle_s, self._idle_s = self.buffer.idle_s - self._idle_s, self.buffer.idle_s
+        self._rows[step] = row
+        self._warn_without_signal(step, slots)
+        await self.sender.send(batches)
+        self.watch.progress(f"batch {step} shipped")
+        row.metrics |= telemetry.engine_row(await self._engine_metrics())
+
+    def _take_counts(self) -> Counts:
+        counts, self.buffer.counts = self.buffer.counts, Counts()
+        return counts
+
+    def _warn_without_signal(self, step: int, slots: Sequence[Slot]) -> None:
+        num_empty = sum(not slot.has_signal for slot in slots)
+        if num_empty and self.cfg.filter_zero_advantages:
+            logger.warning(
+                "step %d: %d of %d groups have equal rewards: max_oversampling = %g is used up; tasks are "
+                "too easy or too hard for this policy",
+                step,
+                num_empty,
+                len(slots),
+                self.cfg.max_oversampling,
+            )
+
+    # -- the policy and the trainer --
+
+    async def follow_policy(self) -> None:
+        """Load versions as they come.
+
+        A slot is free only when the weights it was trained into are everywhere.
+        """
+        while True:
+            version = await self.policy.load_next()
+            self.watch.progress(f"version {version} loaded")
+            telling = asyncio.create_task(self.control.send(VersionLoaded(version=version)))
+            if not self.was_stopped and self._should_evaluate(version):
+                await self.evaluate(version)
+            self.buffer.on_loaded(version)
+            self._has_first_version.set()
+            await telling
+            if version == self.cfg.max_steps:
+                self._has_last_version.set()
+
+    def _should_evaluate(self, version: int) -> bool:
+        return version not in self.progress.sampled and is_due(self.cfg.eval, version, end=self.cfg.max_steps)
+
+    async def evaluate(self, version: int) -> None:
+        """Held-out reward of the weights that are loaded; the next version waits until it is done."""
+        assert self.evaluator is not None, "an eval is due and there is no evaluator"
+        report("phase", text=f"evaluating version {version}")
+        scores = await self.evaluator.evaluate(version)
+        self.progress.sampled[version] = overall(scores, "sampled")
+        if (greedy := overall(scores, "greedy")) is not None:
+            self.progress.greedy[version] = greedy
+        row = telemetry.eval_row(scores)
+        self.ledger.event("eval", {"version": version, **row})
+        self.monitors.log(version, row)
+        telemetry.report_eval(version, scores)
+        self.watch.progress(f"version {version} evaluated")
+
+    async def hear_trainer(self) -> None:
+        """Take what the ranks say, until the last of them has said Bye."""
+        ranks = set(range(self.cfg.num_train_workers))
+        while ranks:
+            event = await self.control.next_event()
+            match event.message:
+                case VersionReady(manifest=manifest):
+                    self.policy.publish(manifest)
+                case StepDone() as done:
+                    await self._on_step_done(done)
+                case CheckpointSaved(step=step):
+                    await self._complete_checkpoint(step)
+                case Failed(reason=reason):
+                    raise EngineError(f"trainer rank {event.rank} failed: {reason}")
+                case Bye():
+                    ranks.discard(event.rank)
+                case other:
+                    raise WireError(
+                        f"trainer rank {event.rank} sent {type(other).__name__}, which is ours to send"
+                    )
+        if not self._is_complete():
+            raise EngineError(
+                f"the trainer ended after step {self.progress.step}, before the run did; see its log"
+            )
+
+    async def _on_step_done(self, done: StepDone) -> None:
+        if done.step != self.progress.step + 1 or done.step not in self._rows:
+            raise WireError(f"the trainer finished step {done.step} after step {self.progress.step}")
+        self.ledger.step_trained(done.step, done.metrics)
+        row = self._rows.pop(done.step)
+        self._count_step(done, row)
+        metrics, waits = self._step_metrics(done, row)
+        self.monitors.log(done.step, metrics)
+        telemetry.report_step(done.step, self.cfg.max_steps, metrics, waits)
+        self.watch.progress(f"step {done.step} trained")
+        async with self._trained:
+            self._trained.notify_all()
+
+    def _count_step(self, done: StepDone, row: telemetry.StepRow) -> None:
+        progress, now = self.progress, time.perf_counter()
+        progress.step = done.step
+        progress.num_rollouts += row.num_rollouts
+        progress.num_tokens += row.num_tokens
+        progress.train_s = self._before[0] + now - self._first_draw_at
+        progress.wall_s = self._before[1] + now - self._started_at
+        mismatch = done.metrics.get("mismatch_kl/mean")
+        if mismatch is not None:
+            progress.mismatch_kl_max = max(mismatch, progress.mismatch_kl_max or mismatch)
+
+    def _step_metrics(
+        self, done: StepDone, row: telemetry.StepRow
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """The step's row, and which share of it each process waited."""
+        now = time.perf_counter()
+        step_s, self._step_done_at = now - self._step_done_at, now
+        metrics = row.metrics | {
+            "time/step": step_s,
+            "time/wait_for_trainer": row.idle_s,
+            "time/wait_for_rollouts": done.wait_s,
+            "time/update_weights": self.policy.load_s,
+            "tokens_per_s": row.num_tokens / step_s,
+            "trainer/step_s": done.time_s,
+            "trainer/wait_s": done.wait_s,
+            "progress/rollouts": float(self.progress.num_rollouts),
+            "progress/tokens": float(self.progress.num_tokens),
+        }
+        waits = {
+            "engine": min(row.idle_s / step_s, 1.0),
+            "trainer": min(done.wait_s / max(done.time_s, 1e-9), 1.0),
+        }
+        return telemetry.beside(metrics, done.metrics), waits
+
+    async def _engine_metrics(self) -> dict[str, float]:
+        try:
+            return await self.engines.metrics()
+        except (
+            EngineError
+        ) as error:  # figures for a curve; an engine that is really gone fails its next request
+            logger.debug("no engine metrics: %s", error)
+            return {}
+
+    async def _complete_checkpoint(self, step: int) -> None:
+        """The trainer's half is on disk: write ours and the marker."""
+        if step != self.progress.step:
+            raise WireError(f"the trainer saved a checkpoint of step {step} after step {self.progress.step}")
+        # The ledger gives up payloads that no checkpoint needs: it hears of one only when it is complete.
+        checkpoint.save(self.run_dir, self.progress)
+        self.ledger.checkpoint_saved(step)
+        await self.control.send(CheckpointComplete(step=step))
+        logger.info("checkpoint step=%d complete", step)
+
+    # -- the end --
+
+    def _is_complete(self) -> bool:
+        return self.was_stopped or self.progress.step == self.cfg.max_steps
+
+    async def _last_step(self) -> None:
+        """All that was shipped is trained.
+
+        Then the last version is evaluated, or the trainer is told to stop.
+        """
+        shipped = self.buffer.next_step - 1
+        async with self._trained:
+            await self._trained.wait_for(lambda: self.progress.step >= shipped)
+        if not self.was_stopped:
+            await self._has_last_version.wait()
+        elif self.progress.step != self.cfg.max_steps:
+            report("phase", text=f"stopping after step {self.progress.step}")
+            await self.control.send(Stop(reason="interrupted", save=self.progress.step > self.start))
+
+
+def summary_of(progress: Progress, *, max_steps: int | None) -> dict[str, Any]:
+    """summary.json: what a run came to."""
+
+    def first_and_last(means: dict[int, float]) -> tuple[float | None, float | None]:
+        if not means:
+            return None, None
+        return means.get(0), means[max(means)] if max(means) > 0 else None
+
+    reward_before, reward_after = first_and_last(progress.sampled)
+    greedy_before, greedy_after = first_and_last(progress.greedy)
+    return {
+        "reward_before": reward_before,
+        "reward_after": reward_after,
+        "greedy_before": greedy_before,
+        "greedy_after": greedy_after,
+        "steps": progress.step,
+        "max_steps": max_steps,
+        "rollouts": progress.num_rollouts,
+        "tokens": progress.num_tokens,
+        "wall_s": progress.wall_s,
+        "train_s": progress.train_s,
+        "tokens_per_s": progress.num_tokens / progress.train_s if progress.train_s else None,
+        "mismatch_kl_max": progress.mismatch_kl_max,
+        "resumed": progress.num_resumes > 0,
+        "evals": {
+            "sampled": {str(version): mean for version, mean in sorted(progress.sampled.items())},
+            "greedy": {str(version): mean for version, mean in sorted(progress.greedy.items())},
+        },
+    }
+
+
+def copy_of(progress: Progress) -> Progress:
+    """A progress of its own, so that a run can be compared with how it began."""
+    return msgspec.convert(msgspec.to_builtins(progress, str_keys=False), Progress)

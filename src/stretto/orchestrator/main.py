@@ -1,0 +1,222 @@
+"""The orchestrator process: builds what loop.py runs, and ends it in good order.
+
+Exit status: 0 done or stopped by one Ctrl-C, 130 by two, 70 stalled; a failure raises the StrettoError that
+says who must act. torch and transformers are never imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from stretto.base import log
+from stretto.base.errors import ConfigError
+from stretto.base.status import report
+from stretto.base.watch import Watch
+from stretto.chat.render import Renderer
+from stretto.config.orchestrator import OrchestratorSection
+from stretto.config.roots import OrchestratorConfig
+from stretto.envs.base import Environment
+from stretto.ledger.writer import Ledger
+from stretto.monitors import build_monitors
+from stretto.orchestrator import checkpoint
+from stretto.orchestrator.buffer import Bounds, Buffer
+from stretto.orchestrator.build import build_engines, build_env, build_renderer_of
+from stretto.orchestrator.checkpoint import Progress
+from stretto.orchestrator.evaluate import Evaluator, eval_envs
+from stretto.orchestrator.loop import Control, Cursor, Engines, Loop, Sender, summary_of
+from stretto.orchestrator.packing import cost_of_model
+from stretto.orchestrator.policy import Policy
+from stretto.orchestrator.rollout import Player
+from stretto.orchestrator.scoring import is_counted, score
+from stretto.orchestrator.tasks import TaskMix
+from stretto.transports.control import ControlServer
+from stretto.transports.rollouts import build_sender
+
+logger = logging.getLogger(__name__)
+
+
+def main(cfg: OrchestratorConfig) -> int:
+    """Run the orchestrator; its exit status."""
+    log.setup("orchestrator", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+    return asyncio.run(run(cfg))
+
+
+async def run(cfg: OrchestratorConfig) -> int:
+    """Build everything, train, and write the summary."""
+    progress = starting_point(cfg)
+    renderer = build_renderer_of(cfg.tokenizer.name or cfg.model.name, cfg.model.name, cfg.renderer)
+    async with AsyncExitStack() as stack:
+        wires = await open_wires(cfg, progress.step, stack)
+        loop = build_loop(cfg, wires, renderer, progress, stack)
+        handle_interrupts(loop)
+        progress = await loop.run()
+    summary = summary_of(progress, max_steps=cfg.max_steps)
+    cfg.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    report("summary", **summary)
+    logger.info("done steps=%d in %.1fs: %s", progress.step, progress.wall_s, cfg.run_dir.summary)
+    return 0
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The orchestrator's ends of the wires to the other processes."""
+
+    engines: Engines
+    control: Control
+    sender: Sender
+
+
+async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack) -> Wires:
+    """Bind and connect; `stack` closes them in reverse."""
+    engines = await stack.enter_async_context(build_engines(cfg.client))
+    control = ControlServer(cfg.control, cfg.run_name, resume_step=start if cfg.resume else None)
+    await control.open()
+    stack.push_async_callback(control.close)
+    sender = build_sender(cfg.rollout_transport, cfg.run_dir, cfg.num_train_workers)
+    await sender.open()
+    stack.push_async_callback(sender.close)
+    return Wires(engines, control, sender)
+
+
+def build_loop(
+    cfg: OrchestratorConfig, wires: Wires, renderer: Renderer, progress: Progress, stack: AsyncExitStack
+) -> Loop:
+    """All other parts of a run; `stack` closes them."""
+    run_dir, resumed_step = cfg.run_dir, progress.step if cfg.resume else None
+    envs = [build_env(env) for env in cfg.env]
+    player = Player(
+        engine=wires.engines,
+        renderer=renderer,
+        sampling=cfg.train.sampling,
+        seq_len=cfg.seq_len,
+        seed=cfg.seed,
+        run_id=cfg.run_name,
+        timeout_s=cfg.rollout_timeout_s,
+        max_retries=cfg.max_rollout_retries,
+    )
+    ledger = Ledger.open(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
+    stack.callback(ledger.close)
+    buffer = Buffer(bounds_of(cfg), ledger, next_step=progress.step + 1)
+    cursor = (
+        take_over(ledger, buffer, cfg, progress.step) if cfg.resume else Cursor(ledger.next_draw(), deque())
+    )
+    info = {"pid": os.getpid(), "seed": cfg.seed, "max_off_policy_steps": cfg.max_off_policy_steps}
+    ledger.run_started(info, resumed_step=resumed_step)
+    monitors = build_monitors(cfg.monitors, run_dir, "orchestrator", cfg.run_name, resumed_step=resumed_step)
+    stack.callback(monitors.close)
+    policy = Policy(wires.engines, ledger, start=progress.step, timeout_s=cfg.weight_broadcast.timeout_s)
+    watch = Watch(
+        cfg.stall_timeout_s,
+        run_dir.dumps,
+        lambda: {**buffer.gauges(), "versions_waiting": policy.num_waiting, "trained": progress.step},
+        role="orchestrator",
+    )
+    stack.enter_context(watch)
+    return Loop(
+        cfg=cfg,
+        run_dir=run_dir,
+        mix=TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed),
+        cursor=cursor,
+        player=player,
+        buffer=buffer,
+        policy=policy,
+        engines=wires.engines,
+        ledger=ledger,
+        sender=wires.sender,
+        control=wires.control,
+        monitors=monitors,
+        watch=watch,
+        cost=cost_of_model(cfg.model.name),
+        progress=progress,
+        evaluator=build_evaluator(cfg, envs, player),
+    )
+
+
+def build_evaluator(
+    cfg: OrchestratorSection, envs: Sequence[Environment], player: Player
+) -> Evaluator | None:
+    if cfg.eval is None:
+        return None
+    return Evaluator(
+        eval_envs(cfg.eval, envs),
+        cfg.eval,
+        player,
+        max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,
+    )
+
+
+def bounds_of(cfg: OrchestratorSection) -> Bounds:
+    return Bounds(
+        groups_per_batch=cfg.batch_size // cfg.group_size,
+        max_async_level=cfg.max_async_level,
+        max_off_policy_steps=cfg.max_off_policy_steps,
+        max_running_groups=cfg.max_inflight_rollouts and cfg.max_inflight_rollouts // cfg.group_size,
+        max_oversampling=cfg.max_oversampling,
+        filter_zero_signal=cfg.filter_zero_advantages,
+        max_steps=cfg.max_steps,
+    )
+
+
+# -- resuming --
+
+
+def starting_point(cfg: OrchestratorConfig) -> Progress:
+    """Where this life of the run begins.
+
+    Raises: ConfigError when there is nothing to resume from.
+    """
+    if cfg.resume is None:
+        return Progress()
+    step = cfg.resume.step if cfg.resume.step is not None else cfg.run_dir.latest_complete_checkpoint()
+    if step is None:
+        raise ConfigError(f"--resume: {cfg.run_dir} has no complete checkpoint; start over with --clean.")
+    progress = checkpoint.load(cfg.run_dir, step)
+    progress.num_resumes += 1
+    return progress
+
+
+def take_over(ledger: Ledger, buffer: Buffer, cfg: OrchestratorSection, step: int) -> Cursor:
+    """Forget what came after `step`, take over finished groups that are fresh, list what must run again."""
+    rewound = ledger.rewind(step)
+    groups = ledger.resumable(step, buffer.bounds.oldest_version(step + 1))
+    reused = 0
+    for group in groups:
+        group, has_signal = score(group, cfg.algo)
+        if any(map(is_counted, group.rollouts)):
+            buffer.restore(group, has_signal=has_signal)
+            reused += len(group.rollouts)
+    redraws = ledger.unfinished_draws()
+    text = (
+        f"resumed from step {step}: {reused} finished rollouts reused, "
+        f"{len(redraws)} groups run again ({rewound.rollouts_lost} rollouts were of later weights)"
+    )
+    logger.info("%s", text)
+    report("note", text=text)
+    return Cursor(ledger.next_draw(), deque(redraws))
+
+
+# -- ending --
+
+
+def handle_interrupts(loop: Loop) -> None:
+    """SIGINT once ends the run in good order, twice at once."""
+    first_at: list[float] = []
+
+    def on_interrupt() -> None:
+        if first_at:
+            logger.warning("interrupted twice: ending now")
+            os._exit(130)
+        first_at.append(time.monotonic())
+        logger.info("interrupted: finishing step %d, then saving", loop.buffer.next_step - 1)
+        loop.stop()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, on_interrupt)

@@ -1,0 +1,135 @@
+"""What the orchestrator says about a step: one row of metrics, one status line.
+
+A row is put together where the batch is shipped (rewards, staleness, counts) and goes out when the step is
+trained, with the trainer's own metrics beside it; so metrics/orchestrator.jsonl alone draws every curve.
+Names follow prime-rl's:
+
+    reward/{mean,std}  reward/<env>/mean      over the rollouts of the batch off_policy/{mean,max,dropped}
+    versions between first token and training; groups dropped as too old
+    groups/{drawn,failed,zero_signal_share}   since the last batch completion/{mean,max,truncated_share}
+    sampled tokens a rollout time/{step,wait_for_rollouts,wait_for_trainer,pack,update_weights}     seconds
+    tokens_per_s   trainer/{step_s,wait_s}   progress/{rollouts,tokens}   inference/<metric>
+    env/<env>/<metric> eval/<env>/{sampled,greedy}/mean ...      in the row of the step that made the
+    version
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stretto.base.status import report
+from stretto.orchestrator.buffer import Buffer, Counts, Slot
+from stretto.orchestrator.evaluate import Score, overall
+from stretto.orchestrator.scoring import is_counted
+from stretto.records.rollout import RolloutStatus
+
+ENGINE_METRICS = {
+    "vllm:num_requests_running": "inference/num_requests_running",
+    "vllm:num_requests_waiting": "inference/num_requests_waiting",
+    "vllm:kv_cache_usage_perc": "inference/kv_cache_usage",
+    "vllm:num_preemptions_total": "inference/num_preemptions",
+    "vllm:num_preemptions": "inference/num_preemptions",
+}
+
+
+@dataclass
+class StepRow:
+    """The row of a step that was shipped and is not trained yet."""
+
+    metrics: dict[str, float]
+    num_rollouts: int
+    num_tokens: int  # sampled
+    idle_s: float = 0.0  # in which no rollout was running, since the batch before
+
+
+def batch_row(slots: Sequence[Slot], buffer: Buffer, counts: Counts) -> StepRow:
+    """What is known about a batch when it is shipped."""
+    rollouts = [r for slot in slots for r in slot.group.rollouts if is_counted(r)]
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    lengths = np.array([rollout.num_sampled_tokens for rollout in rollouts])
+    staleness = [buffer.staleness(slot) for slot in slots]
+    truncated = sum(rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts)
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "off_policy/mean": float(np.mean(staleness)),
+        "off_policy/max": float(max(staleness)),
+        "off_policy/dropped": float(counts.stale),
+        "groups/drawn": float(counts.drawn),
+        "groups/failed": float(counts.failed),
+        "groups/zero_signal_share": counts.zero_signal / max(counts.finished, 1),
+        "completion/mean": float(lengths.mean()),
+        "completion/max": float(lengths.max()),
+        "completion/truncated_share": truncated / len(rollouts),
+    }
+    metrics |= _by_env(rollouts)
+    return StepRow(metrics, len(rollouts), int(lengths.sum()))
+
+
+def _by_env(rollouts: Sequence) -> dict[str, float]:
+    rewards, custom = defaultdict(list), defaultdict(list)
+    for rollout in rollouts:
+        rewards[rollout.task.env].append(rollout.reward)
+        for name, value in rollout.metrics.items():
+            custom[f"env/{rollout.task.env}/{name}"].append(value)
+    row = {name: float(np.mean(values)) for name, values in custom.items()}
+    if len(rewards) > 1:
+        row |= {f"reward/{env}/mean": float(np.mean(values)) for env, values in rewards.items()}
+        row |= {f"batch/{env}": float(len(values)) for env, values in rewards.items()}
+    return row
+
+
+def beside(row: dict[str, float], trainer: Mapping[str, float]) -> dict[str, float]:
+    """The row with the trainer's metrics.
+
+    A name both use is the orchestrator's, the other is `trainer/<name>`.
+    """
+    return {(f"trainer/{name}" if name in row else name): value for name, value in trainer.items()} | row
+
+
+def engine_row(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The engine's gauges that a training curve is read with."""
+    return {ours: metrics[name] for name, ours in ENGINE_METRICS.items() if name in metrics}
+
+
+def eval_row(scores: Sequence[Score]) -> dict[str, float]:
+    """The row of an eval."""
+    row = {}
+    for score in scores:
+        name = f"eval/{score.env}/{score.mode}"
+        row[f"{name}/mean"] = score.mean
+        row[f"{name}/completion_tokens"] = score.completion_tokens
+        row[f"{name}/num_failed"] = float(score.num_failed)
+        if score.pass_at_k is not None:
+            row[f"{name}/pass@{score.k}"] = score.pass_at_k
+    return row | {"eval/time_s": sum(score.time_s for score in scores)}
+
+
+def report_step(step: int, max_steps: int | None, row: Mapping[str, float], waits: dict[str, float]) -> None:
+    """The step's line for the person at the console."""
+    report(
+        "step",
+        step=step,
+        max_steps=max_steps,
+        time_s=row.get("time/step"),
+        reward=row.get("reward/mean"),
+        loss=row.get("loss/mean"),
+        mismatch_kl=row.get("mismatch_kl/mean"),
+        staleness=row.get("off_policy/mean"),
+        staleness_max=row.get("off_policy/max"),
+        tokens_per_s=row.get("tokens_per_s"),
+        waits=waits,
+    )
+
+
+def report_eval(version: int, scores: Sequence[Score]) -> None:
+    """The eval's line; of all environments, and with their names where there is one."""
+    names = {score.env for score in scores}
+    env = names.pop() if len(names) == 1 else None
+    report(
+        "eval", step=version, env=env, sampled=overall(scores, "sampled"), greedy=overall(scores, "greedy")
+    )

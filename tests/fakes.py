@@ -1,0 +1,300 @@
+"""Stand-ins that keep the real protocols: an engine, a renderer, environments, a trainer, and a clock.
+
+None of them records calls to be asserted on; tests look at what comes out of the code under test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from stretto.base.errors import EngineError
+from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, TaskSource
+from stretto.records.generate import Completion, GenerateRequest, VersionSpan
+from stretto.records.rollout import Task
+from stretto.records.sample import TrainBatch
+from stretto.records.weights import WeightManifest
+from stretto.transports.control import (
+    Bye,
+    CheckpointComplete,
+    CheckpointSaved,
+    Event,
+    Failed,
+    Register,
+    StepDone,
+    Stop,
+    VersionReady,
+)
+
+# -- a clock --
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose sleeps cost nothing: when nobody can run, the clock jumps to the next timer.
+
+    When there is no timer either, everybody waits for somebody: that is a deadlock, and raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:
+        while self._scheduled and self._scheduled[0]._cancelled:
+            # As the base class does before it looks at the first timer.
+            self._timer_cancelled_count -= 1
+            heapq.heappop(self._scheduled)._scheduled = False
+        if not self._ready and not self._stopping:
+            if not self._scheduled:
+                raise RuntimeError("deadlock: every task waits and no timer is set")
+            self._now = max(self._now, self._scheduled[0]._when)
+        super()._run_once()
+
+
+def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
+    """asyncio.run in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main)
+
+
+# -- text --
+
+
+class CharRenderer:
+    """One token a character; a message is its role's first letter, its content and a full stop."""
+
+    END = ord(".")
+    stop_ids = (END,)
+
+    def render_prompt(self, messages: list[Message], tools: Any = None) -> np.ndarray:
+        text = "".join(f"{m['role'][0].upper()}{m.get('content') or ''}." for m in messages)
+        return np.array([ord(c) for c in text + "A"], dtype=np.int32)
+
+    def extend(self, prompt_ids, completion_ids, new_messages, tools: Any = None) -> np.ndarray | None:
+        closing = [] if len(completion_ids) and completion_ids[-1] == self.END else [self.END]
+        return np.concatenate((prompt_ids, completion_ids, closing, self.render_prompt(new_messages))).astype(
+            np.int32
+        )
+
+    def parse(self, completion_ids, prompt_ids: Any = None, tools: Any = None) -> Message:
+        text = "".join(chr(i) for i in completion_ids if i != self.END)
+        return {"role": "assistant", "content": text}
+
+
+# -- an engine --
+
+Answer = Callable[[str, random.Random, int], str]
+"""(prompt text, randomness of this sample, policy version) -> what the policy says."""
+
+
+def parrot(skill: float) -> Answer:
+    """Repeats the last message with probability `skill`, else says something wrong."""
+
+    def answer(prompt: str, rng: random.Random, version: int) -> str:
+        text = prompt.rsplit("U", 1)[-1].removesuffix(".A")
+        return text if rng.random() < skill else text + "x"
+
+    return answer
+
+
+class FakeEngine:
+    """An engine client and its engine in one; what it says depends on seed, sample and version alone.
+
+    `delay(request)` is how long a request takes; after a change of weights tokens carry the newer version.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        *,
+        delay: Callable[[GenerateRequest], float] | None = None,
+        load_delay: float = 0.0,
+        fail: Callable[[GenerateRequest], str | None] = lambda request: None,
+    ) -> None:
+        self.answer, self.delay, self.load_delay, self.fail = answer, delay, load_delay, fail
+        self.version = 0
+        self.num_running = 0
+        self.num_requests = 0
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        self.num_requests += 1
+        self.num_running += 1
+        try:
+            first_version = self.version
+            if self.delay is not None:
+                await asyncio.sleep(self.delay(request))
+            if cause := self.fail(request):
+                raise EngineError(cause)
+            return [self._sample(request, i, first_version) for i in range(request.n)]
+        finally:
+            self.num_running -= 1
+
+    def _sample(self, request: GenerateRequest, index: int, first_version: int) -> Completion:
+        prompt = "".join(map(chr, request.prompt_ids))
+        rng = random.Random(f"{request.sampling.seed}/{index}/{first_version}")
+        text = self.answer(prompt, rng, first_version) + "."
+        text = text[: request.sampling.max_tokens]
+        split = 1 if self.version != first_version else len(text)
+        spans = [VersionSpan(first_version, 0, split), VersionSpan(self.version, split, len(text))]
+        return Completion(
+            token_ids=np.array([ord(c) for c in text], dtype=np.int32),
+            logprobs=np.array([-rng.random() for _ in text], dtype=np.float32),
+            finish_reason="stop" if text.endswith(".") else "length",
+            versions=tuple(span for span in spans if span.end > span.start),
+        )
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        await asyncio.sleep(0)
+
+    async def update_weights(self, manifest: WeightManifest) -> None:
+        await asyncio.sleep(self.load_delay)
+        assert manifest.version >= self.version, f"{manifest.version} after {self.version}"
+        self.version = manifest.version
+
+    async def metrics(self) -> dict[str, float]:
+        return {"vllm:num_requests_running": float(self.num_running)}
+
+
+# -- environments --
+
+
+class EchoEnv(SingleTurnEnv):
+    """Say the word again. `broken` makes every score fail, `num_tasks` bounds the tasks."""
+
+    def __init__(self, broken: bool = False, num_tasks: int | None = None) -> None:
+        self.name = "echo"
+        self.broken = broken
+        self.num_tasks = num_tasks
+
+    def tasks(self, split: str) -> TaskSource:
+        def make(index: int) -> Task:
+            return Task(env=self.name, task_id=f"{split}-{index}", data={"word": f"{split}{index}"})
+
+        return TaskSource(make, self.num_tasks)
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [{"role": "user", "content": task.data["word"]}]
+
+    def score(self, task: Task, text: str) -> float:
+        if self.broken:
+            raise ValueError("the scorer is on strike")
+        return float(text == task.data["word"])
+
+
+class GuessEnv:
+    """Several turns: repeat three words, one after the other; reward is the share that was right."""
+
+    def __init__(self, num_turns: int = 3, rewrite_history: bool = False) -> None:
+        self.name = "guess"
+        self.num_turns = num_turns
+        self.rewrite_history = rewrite_history
+
+    def tasks(self, split: str) -> TaskSource:
+        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"word": f"w{i}"}))
+
+    async def rollout(self, task: Task, ctx: Any) -> RolloutResult:
+        messages: list[Message] = []
+        right = 0
+        for turn in range(self.num_turns):
+            messages.append({"role": "user", "content": f"{task.data['word']}{turn}"})
+            reply = await ctx.chat(messages)
+            right += reply.text == f"{task.data['word']}{turn}"
+            content = "forgotten" if self.rewrite_history else reply.message["content"]
+            messages.append({**reply.message, "content": content})
+        return RolloutResult(reward=right / self.num_turns, metrics={"right": float(right)})
+
+
+# -- a trainer --
+
+
+class FakeTrainer:
+    """All ranks, the control wire and the rollout wire in one: trains by sleeping `step_delay(step)`.
+
+    Satisfies what the orchestrator asks of `ControlServer` and of a rollout sender.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_steps: int | None,
+        start: int = 0,
+        world_size: int = 1,
+        step_delay: Callable[[int], float] = lambda step: 0.0,
+        checkpoint_every: int | None = None,
+        die_after: int | None = None,
+    ) -> None:
+        self.max_steps, self.start, self.world_size = max_steps, start, world_size
+        self.step_delay, self.checkpoint_every, self.die_after = step_delay, checkpoint_every, die_after
+        self.step = start
+        self.batches: list[list[TrainBatch]] = []
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._inbox: asyncio.Queue[list[TrainBatch] | Stop] = asyncio.Queue()
+        self._completed: asyncio.Queue[int] = asyncio.Queue()
+        self._training: asyncio.Task | None = None
+
+    # -- what the orchestrator calls --
+
+    async def wait_registered(self, timeout_s: float | None = None) -> list[Register]:
+        self._training = asyncio.create_task(self._train())
+        resumed = self.start or None
+        return [
+            Register(rank=r, world_size=self.world_size, resumed_step=resumed, version=self.start)
+            for r in range(self.world_size)
+        ]
+
+    async def next_event(self) -> Event:
+        return await self._events.get()
+
+    async def send(self, message: Any) -> None:
+        if isinstance(message, list | Stop):
+            self._inbox.put_nowait(message)
+        elif isinstance(message, CheckpointComplete):
+            self._completed.put_nowait(message.step)
+        await asyncio.sleep(0)
+
+    # -- what goes on in the other process --
+
+    async def _train(self) -> None:
+        self._say(VersionReady(manifest=manifest(self.start)))
+        while self.max_steps is None or self.step < self.max_steps:
+            order = await self._inbox.get()
+            if isinstance(order, Stop):
+                if order.save:
+                    await self._save()
+                break
+            assert {b.step for b in order} == {self.step + 1}, "batches come one by one"
+            assert [b.rank for b in order] == list(range(self.world_size))
+            await asyncio.sleep(self.step_delay(self.step + 1))
+            self.step += 1
+            self.batches.append(order)
+            self._say(StepDone(step=self.step, metrics={"loss/mean": 0.5, "mismatch_kl/mean": 1e-7}))
+            self._say(VersionReady(manifest=manifest(self.step)))
+            if self.die_after == self.step:
+                self._events.put_nowait(Event(0, Failed(reason="killed")))
+                return
+            if self.checkpoint_every and self.step % self.checkpoint_every == 0:
+                await self._save()
+        for rank in range(self.world_size):
+            self._events.put_nowait(Event(rank, Bye()))
+
+    async def _save(self) -> None:
+        self._say(CheckpointSaved(step=self.step))
+        assert await self._completed.get() == self.step
+
+    def _say(self, message: Any) -> None:
+        self._events.put_nowait(Event(0, message))
+
+
+def manifest(version: int) -> WeightManifest:
+    """A manifest of nothing."""
+    return WeightManifest(
+        version=version, transport="filesystem", location="nowhere", shards=(), tensors=(), checksum=0
+    )
