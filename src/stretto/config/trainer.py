@@ -140,6 +140,8 @@ class TrainerSection(Section):
     """Tokens in one packed row."""
     seed: int = 0
     """Seed of everything random in the trainer."""
+    batch_timeout_s: float = Field(3600.0, gt=0)
+    """Longest wait for a batch before the trainer stops."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of one rank; None: given out by the launcher."""
     enable_token_export: bool = False

@@ -9,7 +9,7 @@ belong to rl.py and sft.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,9 @@ from stretto.trainer.optim import (
 )
 from stretto.trainer.rows import Rows, build_rows, count_tokens
 from stretto.trainer.schedule import learning_rate
+
+Observer = Callable[[int, MicroBatch, Rows, Tensor, Tensor], None]
+"""Sees (step, micro batch, its rows, log-probabilities, entropy) of every forward pass that is trained."""
 
 
 def training_device() -> torch.device:
@@ -77,13 +80,14 @@ class Learner:
         max_steps: int | None,
         loss: DefaultLoss | None = None,
         reduce: Reduce = alone,
+        observe: Observer | None = None,
     ) -> None:
         self.policy = policy
         self.step = 0
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
         self._loss = loss or DefaultLoss()
         self._chunk = model.fused_lm_head_token_chunk_size
-        self._reduce = reduce
+        self._reduce, self._observe = reduce, observe
         self._device = policy.output_weight.device
         self._masters = Masters(policy, hub.DTYPES[model.optimization_dtype])
         self._optimizer = build_optimizer(self._masters.parameters, optim)
@@ -113,6 +117,8 @@ class Learner:
             if len(set(mb.envs)) > 1:
                 sums |= sums_by_env(mb, rows, logprobs.detach(), entropy)
             self._sums.add(sums)
+            if self._observe is not None:
+                self._observe(self.step + 1, mb, rows, logprobs, entropy)
 
     def optim_step(self) -> dict[str, float]:
         """Clip, update the weights, and give the metrics of the step.

@@ -1,0 +1,338 @@
+"""The trainer process of an rl run: batches in, versions out.
+
+    meet the orchestrator -> publish the version it starts from
+    -> each step: wait for the batch, train, tell, publish the new version, checkpoint when due
+    -> at max_steps, at Stop or at Ctrl-C: checkpoint, wait until engines hold the last version, say Bye
+
+The orchestrator tells when to stop and completes checkpoints; both ways of waiting for it have a deadline,
+and its death ends every wait (transports/control.py). Learning itself is learner.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from stretto.base import log, process
+from stretto.base.errors import ConfigError, EngineError, WireError
+from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
+from stretto.config.roots import TrainerConfig
+from stretto.models import hub
+from stretto.monitors import build_monitors
+from stretto.records.sample import TrainBatch
+from stretto.trainer import checkpoint
+from stretto.trainer.export import export_weights
+from stretto.trainer.interrupt import StopFlag, finish_on_signal
+from stretto.trainer.learner import Learner, load_policy
+from stretto.trainer.throughput import Throughput
+from stretto.trainer.token_export import TokenExport
+from stretto.transports.control import (
+    Bye,
+    CheckpointComplete,
+    CheckpointSaved,
+    ControlClient,
+    Failed,
+    Register,
+    StepDone,
+    Stop,
+    VersionLoaded,
+    VersionReady,
+)
+from stretto.transports.rollouts import build_receiver
+from stretto.transports.weights import build_publisher
+
+logger = logging.getLogger(__name__)
+
+ROLE = "trainer"
+POLL_S = 0.1  # how long a Stop may go unnoticed while waiting for a batch
+MONITOR_CLOSE_S = 10.0
+
+
+def main(cfg: TrainerConfig) -> int:
+    """Train to the end, until told to stop, or until the first Ctrl-C; the exit status."""
+    log.setup(ROLE, cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+    torch.set_num_threads(cfg.num_threads or process.num_cores())
+    torch.manual_seed(cfg.seed)
+    signal.signal(signal.SIGTERM, _exit_in_order)
+    with finish_on_signal(signal.SIGINT) as interrupt, ExitStack() as stack:
+        Trainer(cfg, interrupt, stack).run()
+    return 0
+
+
+class Trainer:
+    """One life of the trainer process. `stack` closes what it opens, in reverse."""
+
+    def __init__(self, cfg: TrainerConfig, interrupt: StopFlag, stack: ExitStack) -> None:
+        self.cfg, self.run_dir = cfg, cfg.run_dir
+        self.interrupt = interrupt
+        self.tokenizer_dir = find_tokenizer(cfg)
+        self.learner = build_learner(cfg, self.tokenizer_dir)
+        self.resumed_step = resume(cfg, self.learner)
+        self.control = ControlClient(cfg.control, cfg.run_name)
+        stack.callback(self.control.close)
+        self.receiver = build_receiver(cfg.rollout_transport, self.run_dir, rank=0)
+        stack.callback(self.receiver.close)
+        self.publisher = build_publisher(cfg.weight_broadcast, self.run_dir, cfg.run_name)
+        stack.callback(self.publisher.close)
+        self.monitors = build_monitors(
+            cfg.monitors, self.run_dir, ROLE, cfg.run_name, resumed_step=self.resumed_step
+        )
+        stack.callback(self.monitors.close, MONITOR_CLOSE_S)
+        self.throughput = Throughput()
+        self.stop: Stop | None = None
+        self.loaded_version = -1
+        self.saved_step = self.complete_step = self.exported_step = self.learner.step
+        self.num_tokens = 0
+
+    def run(self) -> None:
+        """Every step, then what is due at the end; an error is told to the orchestrator before it ends us."""
+        self.meet()
+        try:
+            self.publish()
+            self.step_started_at = time.perf_counter()
+            while self.learner.step != self.cfg.max_steps and (batch := self.next_batch()) is not None:
+                self.train(batch)
+                self.publish()
+                self.save_if_due()
+            self.finish()
+        except Exception as error:
+            self.tell_failure(error)
+            raise
+        self.control.send(Bye())
+        logger.info("done at step %d", self.learner.step)
+
+    # -- a step --
+
+    def next_batch(self) -> TrainBatch | None:
+        """The batch of the next step; None when told to stop.
+
+        Raises: EngineError when none comes in batch_timeout_s.
+        """
+        self.wait_s = -time.perf_counter()
+        step = self.learner.step + 1
+        deadline = time.monotonic() + self.cfg.batch_timeout_s
+        while not self.should_stop():
+            batch = self.receiver.try_receive(POLL_S)
+            if batch is not None:
+                check_batch(batch, step)
+                self.wait_s += time.perf_counter()
+                return batch
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the orchestrator sent no batch for step {step} within batch_timeout_s = "
+                    f"{self.cfg.batch_timeout_s:g}; see its log for what it waits for"
+                )
+        return None
+
+    def train(self, batch: TrainBatch) -> None:
+        """One optimizer step, told to orchestrator and monitors."""
+        start = time.perf_counter()
+        self.learner.forward_backward(batch.micro_batches)
+        metrics = self.learner.optim_step()
+        now = time.perf_counter()
+        num_tokens = sum(mb.num_tokens for mb in batch.micro_batches)
+        self.num_tokens += num_tokens
+        time_s, self.step_started_at = now - self.step_started_at, now
+        metrics |= {
+            "batch/tokens": num_tokens,
+            "batch/micro_batches": len(batch.micro_batches),
+            "progress/total_tokens": self.num_tokens,
+            "perf/throughput": self.throughput.add(num_tokens, time_s),
+            "time/step": time_s,
+            "time/wait_for_batch": self.wait_s,
+            "time/train": now - start,
+        }
+        step = self.learner.step
+        self.control.send(
+            StepDone(step=step, metrics=metrics, num_tokens=num_tokens, time_s=time_s, wait_s=self.wait_s)
+        )
+        self.monitors.log(step, metrics)
+        logger.info(
+            "step %d loss=%.4f mismatch_kl=%.2e entropy=%.3f grad_norm=%.3f lr=%.2e "
+            "%.0f tokens/s %.3fs (waited %.3fs)",
+            step,
+            metrics["loss/mean"],
+            metrics.get("mismatch_kl/mean", 0.0),
+            metrics["entropy/mean"],
+            metrics["optim/grad_norm"],
+            metrics["optim/lr"],
+            metrics["perf/throughput"],
+            time_s,
+            self.wait_s,
+        )
+
+    def publish(self) -> None:
+        """Hand the current weights to the engines; the version is the number of steps done."""
+        start = time.perf_counter()
+        self.hear()
+        manifest = self.publisher.publish(self.learner.step, self.learner.export_tensors())
+        self.control.send(VersionReady(manifest=manifest))
+        self.monitors.log(self.learner.step, {"time/publish": time.perf_counter() - start})
+
+    def save_if_due(self, *, is_last: bool = False) -> None:
+        """Checkpoint and export at their intervals, and both at the end."""
+        ckpt, step = self.cfg.ckpt, self.learner.step
+        if ckpt is None:
+            return
+        start = time.perf_counter()
+        is_saving = is_last or (ckpt.interval is not None and step % ckpt.interval == 0)
+        if ckpt.weights is not None and step != self.exported_step:
+            interval = ckpt.weights.interval
+            if is_last or (is_saving if interval is None else step % interval == 0):
+                export_weights(self.run_dir, self.learner.policy, step, self.tokenizer_dir)
+                self.exported_step = step
+        if is_saving and step != self.saved_step:
+            checkpoint.save(self.run_dir, self.learner)
+            self.saved_step = step
+            self.control.send(CheckpointSaved(step=step))
+        if step in (self.saved_step, self.exported_step):
+            self.monitors.log(step, {"time/save_ckpt": time.perf_counter() - start})
+
+    # -- the orchestrator --
+
+    def meet(self) -> None:
+        """Register.
+
+        Raises: ConfigError when the orchestrator continues from another step.
+        """
+        step = self.learner.step
+        registered = self.control.register(Register(resumed_step=self.resumed_step, version=step))
+        if (registered.resume_step or 0) != step:
+            raise ConfigError(
+                f"the orchestrator continues after step {registered.resume_step or 0}, this trainer after "
+                f"step {step}; start both with the same --resume"
+            )
+        logger.info("registered with the orchestrator; starting at step %d", step + 1)
+
+    def hear(self) -> None:
+        """Take in what the orchestrator said, without waiting."""
+        for message in self.control.poll():
+            self.on_message(message)
+
+    def on_message(self, message: object) -> None:
+        match message:
+            case Stop():
+                logger.info("told to stop: %s", message.reason)
+                self.stop = message
+            case VersionLoaded(version=version):
+                self.loaded_version = version
+                self.publisher.release(version - 1)
+            case CheckpointComplete(step=step):
+                self.complete_step = step
+                gone = checkpoint.prune(self.run_dir, self.cfg.ckpt.keep_last if self.cfg.ckpt else None)
+                if gone:
+                    logger.info("deleted checkpoints of steps %s", ", ".join(map(str, gone)))
+            case _:
+                raise WireError(f"the orchestrator sent {type(message).__name__}, which is ours to send")
+
+    def should_stop(self) -> bool:
+        self.hear()
+        return self.stop is not None or self.interrupt.is_set
+
+    def wait_until(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Hear the orchestrator until something is so.
+
+        Raises: EngineError naming what was waited for.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not is_done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise EngineError(f"waited {timeout_s:g} s for {what}; see the orchestrator's log")
+            for message in self.control.wait(left):
+                self.on_message(message)
+
+    # -- the end --
+
+    def finish(self) -> None:
+        """Save unless told not to; leave only when nobody needs what only this process has."""
+        step = self.learner.step
+        if self.stop is None or self.stop.save:
+            self.save_if_due(is_last=True)
+        if self.cfg.ckpt is None and step:
+            logger.warning("nothing was saved: ckpt = None")
+        timeout_s = self.cfg.weight_broadcast.timeout_s
+        self.wait_until(
+            lambda: self.complete_step == self.saved_step,
+            timeout_s,
+            f"the orchestrator to complete the checkpoint of step {self.saved_step}",
+        )
+        # Closing the publisher takes back the memory that engines read a version from.
+        what = f"the engines to load the last version, {step}"
+        self.wait_until(lambda: self.loaded_version == step, timeout_s, what)
+
+    def tell_failure(self, error: Exception) -> None:
+        try:
+            self.control.send(Failed(reason=f"{type(error).__name__}: {error}"), timeout_s=2.0)
+        except (EngineError, WireError) as also:
+            logger.debug("could not tell the orchestrator: %s", also)
+
+
+def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
+    """The policy and its learner, as configured."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    policy = load_policy(
+        cfg.model,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=list(tokenizer.eos_ids),
+        pad_token_id=tokenizer.token_id(END_OF_TEXT),
+    )
+    logger.info(
+        "%d parameters on %s", sum(p.numel() for p in policy.parameters()), policy.output_weight.device
+    )
+    return Learner(
+        policy,
+        model=cfg.model,
+        optim=cfg.optim,
+        scheduler=cfg.scheduler,
+        max_steps=cfg.max_steps,
+        loss=cfg.loss,
+        observe=TokenExport(cfg.run_dir.trained_tokens) if cfg.enable_token_export else None,
+    )
+
+
+def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
+    """Load the checkpoint that [resume] asks for; its step, None without [resume].
+
+    Raises: ConfigError when there is none.
+    """
+    if cfg.resume is None:
+        return None
+    step = cfg.resume.step if cfg.resume.step is not None else cfg.run_dir.latest_complete_checkpoint()
+    if step is None or step not in cfg.run_dir.complete_checkpoints():
+        which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        raise ConfigError(f"--resume: {cfg.run_dir} has {which}; start over with --clean")
+    checkpoint.load(cfg.run_dir, learner, step)
+    logger.info("resumed after step %d", step)
+    return step
+
+
+def find_tokenizer(cfg: TrainerConfig) -> Path:
+    """The tokenizer's directory; a scratch model's is built in the run directory."""
+    if cfg.tokenizer.name is not None:
+        return hub.find_model(cfg.tokenizer.name)
+    if cfg.model.scratch is not None:
+        return build_letters_tokenizer(cfg.run_dir.tokenizer)
+    return hub.find_model(cfg.model.name)
+
+
+def check_batch(batch: TrainBatch, step: int) -> None:
+    """Raises: WireError when it is not this rank's batch of this step."""
+    if (batch.step, batch.rank, batch.world_size) != (step, 0, 1):
+        raise WireError(
+            f"got the batch of step {batch.step} for rank {batch.rank} of {batch.world_size}; "
+            f"expected step {step} for rank 0 of 1"
+        )
+
+
+def _exit_in_order(number: int, frame: FrameType | None) -> None:
+    """SIGTERM: leave through every `finally`, so that shared memory and sockets are given back."""
+    sys.exit(128 + number)
