@@ -1,15 +1,17 @@
-"""Text in, text out: /v1/completions, /v1/chat/completions (both also as server-sent events), /tokenize, /detokenize.
+"""Text in, text out: /v1/completions, /v1/chat/completions (both also as server-sent events), /tokenize,
+/detokenize.
 
-Everything here ends in the same GenerateRequest as the token route; tokenizer and renderer are loaded by the first
-request that needs them. A setting that this engine cannot honour is refused, never ignored.
+Everything here ends in the same GenerateRequest as the token route; tokenizer and renderer are loaded by the
+first request that needs them. A setting that this engine cannot honour is refused, never ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,118 +21,24 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from stretto.base.errors import StrettoError
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
 from stretto.config.model import RendererSection
+from stretto.inference.bodies import (
+    ChatBody,
+    CompletionsBody,
+    DetokenizeBody,
+    TextBody,
+    TokenizeBody,
+    decode_text_body,
+)
 from stretto.inference.embedded.engine import Engine
 from stretto.inference.embedded.scheduler import Request
 from stretto.inference.text import Decode, Detokenizer, cut_at_stop
-from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.records.generate import GenerateRequest
 from stretto.transports.engine import api
-from stretto.transports.engine.api import NEUTRAL, Refusal
-
-NEUTRAL_TEXT: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "top_logprobs": (None, 0),
-    "tool_choice": (None, "auto"),
-    "response_format": (None, {"type": "text"}),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "parallel_tool_calls": (None, True),
-}
-
-
-class _TextBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both routes take. Fields typed Any must have a neutral value (api.NEUTRAL, NEUTRAL_TEXT)."""
-
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    skip_special_tokens: bool = True
-    user: str | None = None
-    metadata: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    min_tokens: Any = None
-    structured_outputs: Any = None
-    include_stop_str_in_output: Any = False
-    kv_transfer_params: Any = None
-
-    def sampling(self, stop_ids: Sequence[int] = ()) -> SamplingParams:
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=None if self.top_k in (0, -1) else self.top_k,
-            min_p=self.min_p or 0.0,
-            max_tokens=self.max_tokens,
-            stop_token_ids=(*(self.stop_token_ids or ()), *(() if self.ignore_eos else stop_ids)),
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-        )
-
-
-class CompletionsBody(_TextBody, kw_only=True):
-    """Body of /v1/completions."""
-
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = None
-    echo: bool = False
-    prompt_logprobs: int | None = None
-    add_special_tokens: bool = True
-    suffix: Any = None
-    best_of: Any = None
-
-
-class ChatBody(_TextBody, kw_only=True):
-    """Body of /v1/chat/completions."""
-
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Any = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    response_format: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Any = True
-    continue_final_message: Any = False
-
-
-class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of /tokenize: a prompt, or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of /detokenize."""
-
-    tokens: list[int]
-    model: str | None = None
+from stretto.transports.engine.api import Refusal
 
 
 class OpenAIRoutes:
@@ -180,7 +88,7 @@ class OpenAIRoutes:
         if body.stream:
             if body.echo or body.prompt_logprobs is not None:
                 raise Refusal("stream: echo and prompt_logprobs cannot be streamed")
-            return await self._stream(http, body, asked, frame, _completion_delta)
+            return await self._stream(http, body, asked, frame, self._completion_piece)
         done = await self._generate_all(asked)
         choices = [
             self._completion_choice(body, request, member, index * (body.n or 1) + member)
@@ -214,7 +122,7 @@ class OpenAIRoutes:
             }
             if body.tools:
                 return await self._stream_whole(http, body, asked, frame, renderer)
-            return await self._stream(http, body, [asked], frame, _chat_delta)
+            return await self._stream(http, body, [asked], frame, self._chat_piece)
         frame = {"id": request_id, "object": "chat.completion", "created": created, "model": self.model_name}
         done = await self._engine().generate(asked)
         choices = [self._chat_choice(body, renderer, done, member) for member in range(asked.n)]
@@ -242,28 +150,21 @@ class OpenAIRoutes:
         return _json({"prompt": self.tokenizer.decode(body.tokens)})
 
     def _decode(self, data: bytes, kind: type[Any]) -> Any:
-        body = api.decode_json(data, kind)
+        body = decode_text_body(data, kind)
         self.check_model(body.model)
-        for name in body.__struct_fields__:
-            allowed = NEUTRAL_TEXT.get(name) or (
-                None if name in ("stream", "stream_options") else NEUTRAL.get(name)
-            )
-            if allowed is not None and getattr(body, name) not in allowed:
-                raise Refusal(
-                    f"{name}: {getattr(body, name)!r} is not supported by the embedded engine; leave it out"
-                )
         return body
 
     def _prompts(self, body: CompletionsBody) -> list[np.ndarray]:
         prompt = body.prompt
-        several = (
-            prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-        )
+        is_ids = isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)
+        several = [prompt] if isinstance(prompt, str) or is_ids else prompt
+        if any(isinstance(one, int) for one in several):
+            raise Refusal("prompt: give one text, one list of token ids, or a list of texts or of such lists")
         return [
-            np.array(self.tokenizer.encode(p, add_special_tokens=body.add_special_tokens), np.int32)
-            if isinstance(p, str)
-            else api.token_array(p, "prompt")
-            for p in several
+            np.array(self.tokenizer.encode(one, add_special_tokens=body.add_special_tokens), np.int32)
+            if isinstance(one, str)
+            else api.token_array(one, "prompt")
+            for one in several
         ]
 
     def _check_ids(self, ids: np.ndarray, where: str) -> None:
@@ -356,94 +257,93 @@ class OpenAIRoutes:
             "message": message,
             "finish_reason": finish,
             "stop_reason": reason,
-            "logprobs": {"content": self._chat_logprobs(body, completion)} if body.logprobs else None,
+            "logprobs": {
+                "content": self._chat_logprobs(
+                    body, completion.token_ids.tolist(), completion.logprobs.tolist()
+                )
+            }
+            if body.logprobs
+            else None,
         }
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids.tolist()
         return choice
 
-    def _chat_logprobs(self, body: ChatBody, completion: Any) -> list[dict[str, Any]]:
+    def _chat_logprobs(self, body: ChatBody, ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
         out = []
-        for token, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist()):
+        for token, logprob in zip(ids, logprobs):
             text = f"token_id:{token}" if body.return_tokens_as_token_ids else self.tokenizer.decode([token])
             out.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
         return out
 
-    def _text(self, body: _TextBody, ids: list[int]) -> str:
+    def _text(self, body: TextBody, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
 
     async def _stream(
-        self, http: web.Request, body: _TextBody, asked: list[GenerateRequest], frame: dict[str, Any],
-        delta: Callable[[str, bool], dict[str, Any]],
+        self, http: web.Request, body: TextBody, asked: list[GenerateRequest], frame: dict[str, Any],
+        format_piece: Callable[[Any, Piece], dict[str, Any]],
     ) -> web.StreamResponse:  # fmt: skip
         """Server-sent events: pieces of text as they come, finish reasons, the usage if asked for, [DONE]."""
-        engine = self._engine()
         for one in asked:
-            if reason := engine.core.refusal(one):
+            if reason := self._engine().core.refusal(one):
                 raise Refusal(reason)
-        decode = lambda ids: self._text(body, list(ids))
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-
-        async def read(index: int, one: GenerateRequest) -> Request:
-            async for choice in self._pieces(engine, one, decode, body):
-                choice["index"] += index * one.n
-                await queue.put(choice)
-            return self._ended.pop(one.request_id)
-
-        self._ended: dict[str, Request] = getattr(self, "_ended", {})
+        done: list[Request] = []
+        events = _merged([self._pieces(i * one.n, one, body, done) for i, one in enumerate(asked)])
         response = await _open_stream(http)
-        tasks = [asyncio.create_task(read(i, one)) for i, one in enumerate(asked)]
-        everything = asyncio.ensure_future(asyncio.gather(*tasks))
         try:
-            is_first: set[int] = set()
-            while True:
-                taken = asyncio.ensure_future(queue.get())
-                await asyncio.wait({taken, everything}, return_when=asyncio.FIRST_COMPLETED)
-                if not taken.done():
-                    taken.cancel()
-                    break
-                choice = taken.result()
-                text, index = choice.pop("text"), choice["index"]
-                choice |= delta(text, index not in is_first)
-                is_first.add(index)
-                await _send(response, frame | {"choices": [choice]})
-            done = await everything
-            if (body.stream_options or {}).get("include_usage"):
-                await _send(response, frame | {"choices": [], "usage": _usage(done)})
-            await response.write(b"data: [DONE]\n\n")
-            await response.write_eof()
-        finally:
-            everything.cancel()
-            for task in tasks:
-                task.cancel()
+            async with aclosing(events):
+                async for piece in events:
+                    await _send(response, frame | {"choices": [format_piece(body, piece)]})
+        except StrettoError as error:  # the status line is long sent: say it in the stream
+            status = error.status if isinstance(error, Refusal) else 500
+            await response.write(b"data: " + Refusal(str(error), status).body() + b"\n\n")
+        else:
+            await _finish_stream(response, body, frame, done)
         return response
 
     async def _pieces(
-        self, engine: Engine, asked: GenerateRequest, decode: Decode, body: _TextBody
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Choices with a piece of text each; text that may be the start of a stop string waits."""
+        self, first_index: int, asked: GenerateRequest, body: TextBody, done: list[Request]
+    ) -> AsyncIterator[Piece]:
+        """One request as pieces of text; text that may be the start of a stop string waits."""
+        engine = self._engine()
+        decode = lambda ids: self._text(body, list(ids))
         hold = max(map(len, asked.sampling.stop), default=1) - 1
         writers = [_PieceWriter(decode, hold) for _ in range(asked.n)]
         ticket = engine.submit(asked, is_streamed=True)
         async with aclosing(engine.stream(ticket)) as lists:
             async for events in lists:
-                fresh: dict[int, list[int]] = {}
-                for member, token, _ in events:
-                    fresh.setdefault(member, []).append(token)
-                for member, ids in fresh.items():
-                    if (text := writers[member].push(ids)) or body.return_token_ids:
-                        choice = {"index": member, "text": text, "finish_reason": None}
-                        yield choice | ({"token_ids": ids} if body.return_token_ids else {})
+                fresh: dict[int, Piece] = {}
+                for member, token, logprob in events:
+                    piece = fresh.setdefault(member, Piece(first_index + member))
+                    piece.ids.append(token)
+                    piece.logprobs.append(logprob)
+                for member, piece in fresh.items():
+                    piece.is_first = not writers[member].has_begun
+                    piece.text = writers[member].push(piece.ids)
+                    yield piece
         request = await ticket.done
         for member, (completion, reason) in enumerate(zip(request.completions, request.stop_reasons)):
             whole = cut_at_stop(decode(completion.token_ids.tolist()), reason)
-            yield {
-                "index": member,
-                "text": whole[len(writers[member].written) :],
-                "finish_reason": completion.finish_reason,
-                "stop_reason": reason,
-            }
-        self._ended[asked.request_id] = request
+            rest = whole[len(writers[member].written) :]
+            yield Piece(
+                first_index + member, rest, finish_reason=completion.finish_reason, stop_reason=reason
+            )
+        done.append(request)
+
+    def _completion_piece(self, body: CompletionsBody, piece: Piece) -> dict[str, Any]:
+        choice = {"index": piece.index, "text": piece.text} | _reasons(piece)
+        if body.logprobs is not None and piece.ids:
+            choice["logprobs"] = self._completion_logprobs(piece.ids, piece.logprobs)
+        return choice | ({"token_ids": piece.ids} if body.return_token_ids else {})
+
+    def _chat_piece(self, body: ChatBody, piece: Piece) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": piece.text} if piece.is_first else {}
+        if piece.text:
+            delta["content"] = piece.text
+        choice = {"index": piece.index, "delta": delta} | _reasons(piece)
+        if body.logprobs and piece.ids:
+            choice["logprobs"] = {"content": self._chat_logprobs(body, piece.ids, piece.logprobs)}
+        return choice | ({"token_ids": piece.ids} if body.return_token_ids else {})
 
     async def _stream_whole(
         self,
@@ -464,11 +364,21 @@ class OpenAIRoutes:
             finish = {k: choice.pop(k) for k in ("finish_reason", "stop_reason")}
             await _send(response, frame | {"choices": [choice | {"delta": message, "finish_reason": None}]})
             await _send(response, frame | {"choices": [{"index": member, "delta": {}} | finish]})
-        if (body.stream_options or {}).get("include_usage"):
-            await _send(response, frame | {"choices": [], "usage": _usage([done])})
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        await _finish_stream(response, body, frame, [done])
         return response
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one step added to one streamed sample, or its end."""
+
+    index: int
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_first: bool = False
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 class _PieceWriter:
@@ -478,8 +388,10 @@ class _PieceWriter:
         self._detokenizer, self._hold = Detokenizer(decode), hold
         self._waiting = ""
         self.written = ""
+        self.has_begun = False
 
     def push(self, ids: list[int]) -> str:
+        self.has_begun = True
         text = self._waiting + "".join(map(self._detokenizer.push, ids))
         cut = max(len(text) - self._hold, 0)
         piece, self._waiting = text[:cut], text[cut:]
@@ -487,13 +399,39 @@ class _PieceWriter:
         return piece
 
 
-def _completion_delta(text: str, _: bool) -> dict[str, Any]:
-    return {"text": text, "logprobs": None}
+async def _merged(sources: list[AsyncIterator[Piece]]) -> AsyncIterator[Piece]:
+    """The items of all sources as they come; the failure of one ends all."""
+    queue: asyncio.Queue[Piece | None] = asyncio.Queue()
+
+    async def drain(source: AsyncIterator[Piece]) -> None:
+        try:
+            async with aclosing(source) as items:
+                async for item in items:
+                    queue.put_nowait(item)
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(drain(source)) for source in sources]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if item is not None:
+                yield item
+                continue
+            num_open -= 1
+            await asyncio.sleep(0)  # let the task that said it ended do so
+            for task in tasks:
+                if task.done():
+                    task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
-def _chat_delta(text: str, is_first: bool) -> dict[str, Any]:
-    role = {"role": "assistant"} if is_first else {}
-    return {"delta": role | ({"content": text} if text or is_first else {}), "logprobs": None}
+def _reasons(piece: Piece) -> dict[str, Any]:
+    reasons: dict[str, Any] = {"logprobs": None, "finish_reason": piece.finish_reason}
+    return reasons | ({"stop_reason": piece.stop_reason} if piece.finish_reason else {})
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -520,6 +458,15 @@ async def _open_stream(http: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(http)
     return response
+
+
+async def _finish_stream(
+    response: web.StreamResponse, body: TextBody, frame: dict[str, Any], done: list[Request]
+) -> None:
+    if (body.stream_options or {}).get("include_usage"):
+        await _send(response, frame | {"choices": [], "usage": _usage(done)})
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:

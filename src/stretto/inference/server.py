@@ -1,8 +1,9 @@
 """The inference process: one embedded engine behind vLLM's and OpenAI's HTTP routes.
 
-`main` listens at once (/liveness 200, /health 503), loads the model, then serves. Token routes are here, text routes in
-openai.py; what happens to a request is in embedded/. A request's exception becomes a 500 with its id; an exception
-of the engine itself ends the process with a traceback in the log, so that whoever watches it notices.
+`main` listens at once (/liveness 200, /health 503), loads the model, then serves. Token routes are here, text
+routes in openai.py; what happens to a request is in embedded/. A request's exception becomes a 500 with its
+id; an exception of the engine itself ends the process with a traceback in the log, so that whoever watches it
+notices.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from stretto.base.errors import ConfigError, StrettoError
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import Engine, EngineState
 from stretto.inference.openai import OpenAIRoutes
-
 from stretto.models.hub import find_model, load_model
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal

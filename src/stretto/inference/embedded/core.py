@@ -1,8 +1,8 @@
 """The engine without clock, threads or HTTP: submit requests, call `step` until they are finished.
 
-One step: the scheduler picks tokens, the runner computes them, the sampler draws one token for every sequence whose
-tokens are all computed, and what ended becomes completions. `update` may be called between any two steps: sequences
-keep their cache and go on under the new weights. engine.py drives this from an event loop.
+One step: the scheduler picks tokens, the runner computes them, the sampler draws one token for every sequence
+whose tokens are all computed, and what ended becomes completions. `update` may be called between any two
+steps: sequences keep their cache and go on under the new weights. engine.py drives this from an event loop.
 """
 
 from __future__ import annotations

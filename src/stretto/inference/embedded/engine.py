@@ -1,13 +1,15 @@
-"""The engine on an event loop: requests and admin calls come in at any time and take effect between two steps.
+"""The engine on an event loop: requests and admin calls come in at any time and take effect between two
+steps.
 
     LOADING -> RUNNING <-> PAUSED         pause(keep), pause(abort), resume
                RUNNING -> DRAINING -> PAUSED   pause(wait); requests that come meanwhile are held until resume
                any -> FAILED               a step raised; every request fails, `run` raises, the process ends
 
-One task, `run`, owns the core. It applies commands, makes a step, hands out what ended, and lets the loop serve
-sockets. A short step (tiny models on a CPU) is made on the loop itself: the interpreter's lock would go back and forth
-between two threads at every tensor operation, which costs more than sockets waiting a few milliseconds (measured in
-benchmarks/engine.py). From INLINE_BELOW_S on, a step goes to a thread and the loop stays responsive.
+One task, `run`, owns the core. It applies commands, makes a step, hands out what ended, and lets the loop
+serve sockets. A short step (tiny models on a CPU) is made on the loop itself: the interpreter's lock would go
+back and forth between two threads at every tensor operation, which costs more than sockets waiting a few
+milliseconds (measured in benchmarks/engine.py). From INLINE_BELOW_S on, a step goes to a thread and the loop
+stays responsive.
 """
 
 from __future__ import annotations
@@ -144,7 +146,8 @@ class Engine:
     async def update(self, manifest: WeightManifest) -> None:
         """Load new weights between two steps; requests under way go on under them.
 
-        Raises: Refusal when they are another model's, WireError when they cannot be read; then nothing has changed.
+        Raises: Refusal when they are another model's, WireError when they cannot be read; then nothing has
+        changed.
         """
         reason = self.core.weights_refusal(manifest)
         if reason is not None:

@@ -1,13 +1,14 @@
 """Keys and values in blocks, and the attention that reads them.
 
-Every query row (one token, whether it is being decoded or stands in a prompt) attends by itself over the cached
-keys of its sequence, padded to one of a few widths that depends on its own position only. A row's result is then
-made by matrix products whose shape does not depend on the rest of the batch, on how a prompt was cut into chunks, or
-on what came from the prefix cache: equal bits in every batch (`is_exact`; measured in test_engine_invariance.py).
-Long prompts share one read of their keys. Without `is_exact` (bfloat16, CUDA) their queries are also multiplied together.
+Every query row (one token, whether it is being decoded or stands in a prompt) attends by itself over the
+cached keys of its sequence, padded to one of a few widths that depends on its own position only. A row's
+result is then made by matrix products whose shape does not depend on the rest of the batch, on how a prompt
+was cut into chunks, or on what came from the prefix cache: equal bits in every batch (`is_exact`; measured in
+test_engine_invariance.py). Long prompts share one read of their keys. Without `is_exact` (bfloat16, CUDA)
+their queries are also multiplied together.
 
-Layout: [layers, kv_heads, blocks, block_size * head_dim], so that one row gather yields a batch of [keys, head_dim]
-matrices for a batched product without another copy.
+Layout: [layers, kv_heads, blocks, block_size * head_dim], so that one row gather yields a batch of [keys,
+head_dim] matrices for a batched product without another copy.
 """
 
 from __future__ import annotations

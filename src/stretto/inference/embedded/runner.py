@@ -1,8 +1,9 @@
 """One forward pass over the tokens of a plan: rows in, logits of the last rows out.
 
-Bits: a row of a matrix product may depend on how many rows are multiplied (BLAS has other kernels for a few rows), so
-rows are padded to a multiple of `_ROWS`. At start `row_tile` checks on the model's own weight shapes that then every
-row count gives the same bits; where a BLAS does not, every product has exactly `tile` rows.
+Bits: a row of a matrix product may depend on how many rows are multiplied (BLAS has other kernels for a few
+rows), so rows are padded to a multiple of `_ROWS`. At start `row_tile` checks on the model's own weight
+shapes that then every row count gives the same bits; where a BLAS does not, every product has exactly `tile`
+rows.
 """
 
 from __future__ import annotations

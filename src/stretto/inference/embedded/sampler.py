@@ -1,8 +1,9 @@
 """From logits to tokens: temperature, min-p, top-k, top-p, and the draw; all rows at once.
 
-The draw is by inverse distribution function with one uniform number a token, and that number is a hash of (seed,
-sample, position): what a request samples depends on its own logits only, not on the batch, on preemption or on how
-its prompt was cut into chunks. Every operation here treats a row by itself, so equal logits give equal bits.
+The draw is by inverse distribution function with one uniform number a token, and that number is a hash of
+(seed, sample, position): what a request samples depends on its own logits only, not on the batch, on
+preemption or on how its prompt was cut into chunks. Every operation here treats a row by itself, so equal
+logits give equal bits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Which tokens are computed in the next step: admission, chunked prefill, preemption, forks, finishes.
 
-First come, first served, by arrival order. A step takes the one next token of every running sequence, then pieces of
-prompts until `max_num_batched_tokens`. When blocks run out the latest sequence gives its blocks back and is computed
-again later (its tokens stay; recomputing them gives the same bits). The earliest sequence can always go on, because
-everything after it can be preempted and the cache holds at least one sequence of full length.
+First come, first served, by arrival order. A step takes the one next token of every running sequence, then
+pieces of prompts until `max_num_batched_tokens`. When blocks run out the latest sequence gives its blocks
+back and is computed again later (its tokens stay; recomputing them gives the same bits). The earliest
+sequence can always go on, because everything after it can be preempted and the cache holds at least one
+sequence of full length.
 
-A request's n samples are n slots: the first computes the prompt, then `fork` gives the others its blocks (the half-full
-last block is copied) and all draw their first token from the same logits.
+A request's n samples are n slots: the first computes the prompt, then `fork` gives the others its blocks (the
+half-full last block is copied) and all draw their first token from the same logits.
 """
 
 from __future__ import annotations
@@ -142,9 +143,11 @@ class Scheduler:
                 self.pool.register(int(slots.blocks[slot, b]), hashes[b])
 
     def fork(self, leaders: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Give the siblings of these slots the prompt's blocks; returns (from, to) blocks whose content to copy.
+        """Give the siblings of these slots the prompt's blocks; returns (from, to) blocks whose content to
+        copy.
 
-        A sibling for whose copy no block is free becomes PREEMPTED: it has its place and computes its prompt itself.
+        A sibling for whose copy no block is free becomes PREEMPTED: it has its place and computes its prompt
+        itself.
         """
         slots, pool = self.slots, self.pool
         sources, targets, started = [], [], [self.running]

@@ -1,7 +1,7 @@
 """The sequences' state as arrays, one row a slot, so that a step works on all of them at once.
 
-A slot is FREE -> RESERVED (a sample that waits for its group's prefill) -> RUNNING <-> PREEMPTED -> FREE; a group's
-first sample starts as PREEMPTED, i.e. it has tokens but no blocks. Only scheduler.py moves slots.
+A slot is FREE -> RESERVED (a sample that waits for its group's prefill) -> RUNNING <-> PREEMPTED -> FREE; a
+group's first sample starts as PREEMPTED, i.e. it has tokens but no blocks. Only scheduler.py moves slots.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine's token-in/token-out route and admin routes: names, bodies, and both directions of each.
 
-The JSON is that of vLLM's `/inference/v1/generate` (0.32), so the same client drives the embedded engine and vLLM.
-The server decodes with `decode_generate` and answers with `encode_completions`; the client does the reverse. A body
-that breaks the schema raises `Refusal`, whose `body()` is the error every route answers with.
+The JSON is that of vLLM's `/inference/v1/generate` (0.32), so the same client drives the embedded engine and
+vLLM. The server decodes with `decode_generate` and answers with `encode_completions`; the client does the
+reverse. A body that breaks the schema raises `Refusal`, whose `body()` is the error every route answers with.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Refusal(StrettoError):
     def __init__(self, message: str, status: int = 400, *, kind: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.kind = kind or HTTPStatus(status).phrase.replace(" ", "") + "Error"
+        self.kind = kind or HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
 
     def body(self) -> bytes:
         return msgspec.json.encode({"error": {"message": str(self), "type": self.kind, "code": self.status}})

@@ -1,8 +1,9 @@
 """The orchestrator's side of the engine's HTTP API: generate on one engine, admin calls to all of them.
 
-A rollout's turns carry a session id and go to the engine it hashes to, where their prefix is cached; requests without
-one go to the engine with the fewest under way. Only infrastructure is retried (connection refused or cut, 5xx, 429),
-elsewhere if there is another engine, within the deadline; a 4xx is our own mistake and raises with the server's words.
+A rollout's turns carry a session id and go to the engine it hashes to, where their prefix is cached; requests
+without one go to the engine with the fewest under way. Only infrastructure is retried (connection refused or
+cut, 5xx, 429), elsewhere if there is another engine, within the deadline; a 4xx is our own mistake and raises
+with the server's words.
 """
 
 from __future__ import annotations

@@ -1,0 +1,136 @@
+"""Bodies of the text routes, as OpenAI and vLLM define them.
+
+Fields typed Any are settings that must have a neutral value here (NEUTRAL_TEXT, and api.NEUTRAL for those of
+the token route): anything else is refused, because an engine that ignores a setting gives wrong answers
+silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from stretto.records.generate import SamplingParams
+from stretto.transports.engine import api
+from stretto.transports.engine.api import NEUTRAL, Refusal
+
+NEUTRAL_TEXT: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "top_logprobs": (None, 0),
+    "tool_choice": (None, "auto"),
+    "response_format": (None, {"type": "text"}),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "parallel_tool_calls": (None, True),
+}
+
+
+class TextBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both routes take."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool = True
+    user: str | None = None
+    metadata: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    min_tokens: Any = None
+    structured_outputs: Any = None
+    include_stop_str_in_output: Any = False
+    kv_transfer_params: Any = None
+
+    def sampling(self, stop_ids: Sequence[int] = ()) -> SamplingParams:
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=None if self.top_k in (0, -1) else self.top_k,
+            min_p=self.min_p or 0.0,
+            max_tokens=self.max_tokens,
+            stop_token_ids=(*(self.stop_token_ids or ()), *(() if self.ignore_eos else stop_ids)),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+        )
+
+
+class CompletionsBody(TextBody, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]  # one text, one list of ids, or a list of either
+    logprobs: int | None = None
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool = True
+    suffix: Any = None
+    best_of: Any = None
+
+
+class ChatBody(TextBody, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    response_format: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Any = True
+    continue_final_message: Any = False
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def decode_text_body(data: bytes, kind: type[Any]) -> Any:
+    """A CompletionsBody or ChatBody. Raises Refusal for what does not fit or is not supported."""
+    body = api.decode_json(data, kind)
+    for name in body.__struct_fields__:
+        allowed = NEUTRAL_TEXT.get(name) or NEUTRAL.get(name)
+        if name in ("stream", "stream_options") or allowed is None:
+            continue
+        if getattr(body, name) not in allowed:
+            raise Refusal(
+                f"{name}: {getattr(body, name)!r} is not supported by the embedded engine; leave it out"
+            )
+    if unknown := (body.stream_options or {}).keys() - {"include_usage", "continuous_usage_stats"}:
+        raise Refusal(f"stream_options: {sorted(unknown)} is not supported; include_usage is")
+    return body

@@ -1,0 +1,178 @@
+"""The engine in a process of its own: started by the verb, spoken to by the client, updated, stopped, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from stretto.base.errors import EngineError
+from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+from stretto.config.model import ScratchSection
+from stretto.models.attention import PackedLayout
+from stretto.models.hub import export_tensors, random_model, save_hf
+from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.transports.engine import api
+from stretto.transports.engine.client import EngineClient
+from stretto.transports.weights.shm import ShmPublisher
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def scratch(seed: int):
+    return random_model(ScratchSection(seed=seed, max_position_embeddings=1024), 112, eos_token_id=2)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    path = build_letters_tokenizer(tmp_path_factory.mktemp("model"))
+    assert load_tokenizer(path).vocab_size == 112
+    save_hf(scratch(0), path, path)
+    return path
+
+
+@contextlib.contextmanager
+def serve(model_dir: Path, port: int, log: Path, *flags: str) -> Iterator[subprocess.Popen]:
+    """`stretto inference` as a child process."""
+    words = ["inference", "--model", str(model_dir), "--server.port", str(port), "--output-dir", str(log.parent), *flags]
+    with log.open("wb") as out:
+        child = subprocess.Popen([sys.executable, "-m", "stretto", *words], stdout=out, stderr=out)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def ask(name: str, **sampling) -> GenerateRequest:
+    sampling = {"max_tokens": 8, "seed": 1, "ignore_eos": True} | sampling
+    return GenerateRequest(
+        request_id=name, prompt_ids=np.arange(20, 50, dtype=np.int32), n=2, sampling=SamplingParams(**sampling)
+    )
+
+
+def logprobs_of(model, request: GenerateRequest, completion) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]).astype(np.int64))
+    with torch.no_grad():
+        hidden = model.hidden(ids, PackedLayout((0, len(ids)), ids.device))
+        logprobs = torch.log_softmax(hidden @ model.output_weight.T, -1)
+    start = len(request.prompt_ids)
+    return logprobs[start - 1 : -1].gather(1, ids[start:, None]).squeeze(1).numpy()
+
+
+async def test_an_engine_process_from_start_to_stop(model_dir, tmp_path):
+    port = free_port()
+    publisher = ShmPublisher("test-engine-http")
+    try:
+        with serve(model_dir, port, tmp_path / "log") as child:
+            async with EngineClient([f"http://127.0.0.1:{port}/v1"], timeout_s=60) as client:
+                await client.wait_ready(60)
+
+                before = await client.generate(ask("before"))
+                for completion in before:
+                    expected = logprobs_of(scratch(0), ask("before"), completion)
+                    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+
+                running = asyncio.create_task(client.generate(ask("running", max_tokens=400)))
+                while (await client.metrics())["vllm:generation_tokens_total"] < 40:
+                    await asyncio.sleep(0)
+                await client.update_weights(publisher.publish(1, export_tensors(scratch(1))))
+                for completion in await running:
+                    assert len(completion.token_ids) == 400
+                    assert [span.version for span in completion.versions] == [0, 1]
+
+                after = await client.generate(ask("after"))
+                for completion in after:
+                    expected = logprobs_of(scratch(1), ask("after"), completion)
+                    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+                    assert completion.cached_tokens == 0
+
+                child.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(child.wait, 10) == 0
+    finally:
+        publisher.close()
+
+
+async def test_a_killed_engine_is_an_engine_error_for_everybody_who_waits(model_dir, tmp_path):
+    port = free_port()
+    with serve(model_dir, port, tmp_path / "log", "--api-key", "k") as child:
+        async with EngineClient([f"http://127.0.0.1:{port}"], api_key="k", timeout_s=60, max_retries=1) as client:
+            await client.wait_ready(60)
+            async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=60) as stranger:
+                with pytest.raises(EngineError, match="API key"):
+                    await stranger.generate(ask("stranger"))
+            tasks = [asyncio.create_task(client.generate(ask(f"r{i}", max_tokens=400))) for i in range(3)]
+            while (await client.metrics())["vllm:num_requests_running"] == 0:
+                await asyncio.sleep(0)
+            os.kill(child.pid, signal.SIGKILL)
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(result, EngineError)
+
+
+async def test_a_failed_engine_says_so_and_ends_its_process(model_dir, tmp_path):
+    port = free_port()
+    breaking = """
+import sys
+from stretto.config.roots import InferenceConfig
+from stretto.inference import server
+from stretto.inference.embedded.core import EngineCore
+def step(self):
+    raise RuntimeError("the step broke")
+EngineCore.step = step
+sys.exit(server.main(InferenceConfig(model=sys.argv[1], server={"port": int(sys.argv[2])})))
+"""
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        child = subprocess.Popen([sys.executable, "-c", breaking, str(model_dir), str(port)], stdout=out, stderr=out)
+    try:
+        async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=30, max_retries=0) as client:
+            await client.wait_ready(60)
+            with pytest.raises(EngineError):
+                await client.generate(ask("r"))
+        assert await asyncio.to_thread(child.wait, 10) == 1
+        assert "RuntimeError: the step broke" in log.read_text()
+    finally:
+        child.kill()
+        child.wait()
+
+
+async def test_a_port_in_use_is_a_message_not_a_traceback(model_dir, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with serve(model_dir, port, tmp_path / "log") as child:
+            assert await asyncio.to_thread(child.wait, 60) != 0
+    text = (tmp_path / "log").read_text()
+    assert f"cannot listen on 127.0.0.1:{port}" in text
+    assert "Traceback" not in text
+
+
+async def test_health_answers_while_a_request_is_long(model_dir, tmp_path):
+    port = free_port()
+    with serve(model_dir, port, tmp_path / "log"):
+        async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=60) as client, aiohttp.ClientSession() as http:
+            await client.wait_ready(60)
+            task = asyncio.create_task(client.generate(ask("long", max_tokens=400)))
+            answers = 0
+            while not task.done():
+                async with http.get(f"http://127.0.0.1:{port}{api.HEALTH}") as response:
+                    assert response.status == 200
+                answers += 1
+            assert answers > 5
+            await task
