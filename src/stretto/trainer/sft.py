@@ -14,19 +14,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import shutil
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from stretto.base import log, process, rundir
 from stretto.base.errors import DataError
@@ -38,13 +30,16 @@ from stretto.config.roots import SFTConfig
 from stretto.models import hub
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.records.sample import MicroBatch
+from stretto.trainer import checkpoint
 from stretto.trainer.data import ExampleOrder, Examples, load_examples, pack
+from stretto.trainer.export import export_weights
+from stretto.trainer.interrupt import StopFlag, finish_on_signal
 from stretto.trainer.learner import Learner, load_policy
+from stretto.trainer.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
 ROLE = "sft"
-TENSORS, VALUES = "state.safetensors", "state.json"
 CONSOLE_INTERVAL_S = 0.5  # steps of a tiny model take milliseconds; more lines than this nobody reads
 VAL_SEED_OFFSET = 1_000_003  # an environment's validation rows are drawn from a stream of their own
 
@@ -66,31 +61,6 @@ def main(cfg: SFTConfig) -> int:
             return run_steps(build_session(cfg, claim.resume_step), stop)
     finally:
         claim.close()
-
-
-class StopFlag:
-    """Set by the first SIGINT or SIGTERM; the second SIGINT ends the process at once."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.is_set:
-            raise KeyboardInterrupt
-        self.is_set = True
-        logger.warning("%s: finishing this step; once more stops now", signal.Signals(number).name)
-
-
-@contextmanager
-def finish_on_signal() -> Iterator[StopFlag]:
-    """While inside, the first Ctrl-C or SIGTERM asks to finish instead of interrupting."""
-    stop = StopFlag()
-    before = {number: signal.signal(number, stop.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
@@ -167,6 +137,7 @@ class Session:
     exported_step: int = 0
     num_tokens: int = 0
     started_at: float = field(default_factory=time.perf_counter)
+    throughput: Throughput = field(default_factory=Throughput)
 
 
 def run_steps(session: Session, stop: StopFlag) -> int:
@@ -217,7 +188,7 @@ def train_step(session: Session) -> dict[str, float]:
         "batch/tokens": num_tokens,
         "batch/micro_batches": len(micro_batches),
         "time/step": time_s,
-        "perf/throughput": num_tokens / time_s,
+        "perf/throughput": session.throughput.add(num_tokens, time_s),
     }
 
 
@@ -237,7 +208,7 @@ def save_what_is_due(session: Session) -> None:
     if is_due(step, ckpt.interval):
         save_checkpoint(session)
     if ckpt.weights is not None and is_due(step, ckpt.weights.interval or ckpt.interval):
-        export_weights(session)
+        export(session)
 
 
 def save_checkpoint(session: Session) -> None:
@@ -245,24 +216,12 @@ def save_checkpoint(session: Session) -> None:
     run, step = session.run, session.learner.step
     if session.saved_step == step:
         return
-    start = time.perf_counter()
-    tensors, values = session.learner.state()
-    values |= {"num_drawn": session.order.num_drawn, "data": session.examples.fingerprint()}
-    shutil.rmtree(run.checkpoint(step), ignore_errors=True)
-    directory = run.checkpoint(step) / "trainer"
-    directory.mkdir(parents=True)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / TENSORS)
-    (directory / VALUES).write_text(json.dumps(values))
-    for file in (directory / TENSORS, directory / VALUES):
-        _flush_to_disk(file)
-    run.complete_marker(step).touch()
+    cursor = {"num_drawn": session.order.num_drawn, "data": session.examples.fingerprint()}
+    checkpoint.save(run, session.learner, cursor)
+    run.complete_marker(step).write_text(json.dumps({"step": step, "time": time.time()}) + "\n")
+    checkpoint.flush_to_disk(run.complete_marker(step))
     session.saved_step = step
-    for old in (
-        run.complete_checkpoints()[: -session.cfg.ckpt.keep_last] if session.cfg.ckpt.keep_last else []
-    ):
-        run.complete_marker(old).unlink()
-        shutil.rmtree(run.checkpoint(old))
-    logger.info("checkpoint of step %d written in %.2fs", step, time.perf_counter() - start)
+    checkpoint.prune(run, session.cfg.ckpt.keep_last)
 
 
 def load_checkpoint(session: Session, step: int) -> None:
@@ -270,40 +229,22 @@ def load_checkpoint(session: Session, step: int) -> None:
 
     Raises: DataError when the checkpoint is damaged, or the data is not what it was.
     """
-    directory = session.run.checkpoint(step) / "trainer"
-    try:
-        tensors = load_file(directory / TENSORS)
-        values = json.loads((directory / VALUES).read_text())
-    except (OSError, ValueError, SafetensorError) as cause:
-        raise DataError(f"{directory}: {cause}; resume from another step with --resume.step") from cause
-    if values.get("data") != session.examples.fingerprint():
+    cursor = checkpoint.load(session.run, session.learner, step)
+    if cursor["data"] != session.examples.fingerprint():
         raise DataError(
-            f"{directory}: was trained on other data than [data] gives now, so it cannot be continued "
-            "exactly; bring the data back, or start a new run from its weights."
+            f"{session.run.checkpoint(step)}: was trained on other data than [data] gives now, so it cannot "
+            "be continued exactly; bring the data back, or start a new run from its weights."
         )
-    session.learner.load_state(tensors, values)
-    session.order.num_drawn = values["num_drawn"]
+    session.order.num_drawn = cursor["num_drawn"]
     session.resumed_step = session.saved_step = step
     logger.info("resumed from step %d", step)
 
 
-def export_weights(session: Session) -> None:
-    """Write weights/step_N as a Hugging Face directory, whole or not at all; `latest` points to it."""
-    run, step = session.run, session.learner.step
-    if session.exported_step == step:
-        return
-    part = run.weights / f"step_{step}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    hub.save_hf(session.learner.policy, part, session.tokenizer_dir)
-    shutil.rmtree(run.weights_step(step), ignore_errors=True)
-    part.rename(run.weights_step(step))
-    run.link_latest_weights(step)
-    session.exported_step = step
-
-
-def _flush_to_disk(file: Path) -> None:
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
+def export(session: Session) -> None:
+    """Write weights/step_N, once."""
+    if session.exported_step != session.learner.step:
+        export_weights(session.run, session.learner.policy, session.learner.step, session.tokenizer_dir)
+        session.exported_step = session.learner.step
 
 
 def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
@@ -315,7 +256,7 @@ def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
     if cfg.ckpt is not None:
         save_checkpoint(session)
         if cfg.ckpt.weights is not None:
-            export_weights(session)
+            export(session)
     wall_s = time.perf_counter() - session.started_at
     summary = {
         "steps": learner.step,
