@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from stretto.chat.render import Renderer, build_renderer
-from stretto.chat.tokenizer import load_tokenizer
-from stretto.config.model import RendererSection
+from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+from stretto.config.model import RendererSection, ScratchSection
 from stretto.config.orchestrator import ClientSection, EnvSection
 from stretto.envs.base import Environment, load_environment
 from stretto.transports.engine.client import EngineClient
@@ -30,11 +31,18 @@ def build_engines(section: ClientSection) -> EngineClient:
     )
 
 
-def build_renderer_of(tokenizer: str, model: str, section: RendererSection) -> Renderer:
-    """The renderer of a tokenizer; which family by the model's (or the tokenizer's) config.json."""
+def build_renderer_of(model: str, tokenizer: str | None, section: RendererSection) -> Renderer:
+    """The renderer of a model's tokenizer (or of another one); its family by config.json."""
     model_type = None
-    for directory in (Path(model), Path(tokenizer)):
-        path = directory / "config.json"
+    for directory in filter(None, (model, tokenizer)):
+        path = Path(directory) / "config.json"
         if model_type is None and path.is_file():
             model_type = json.loads(path.read_text()).get("model_type")
-    return build_renderer(load_tokenizer(tokenizer), section, model_type)
+    return build_renderer(load_tokenizer(tokenizer or model), section, model_type)
+
+
+def build_scratch_renderer(scratch: ScratchSection, section: RendererSection) -> Renderer:
+    """The renderer of a model that is made from scratch; its tokenizer is the same wherever it is built."""
+    with TemporaryDirectory() as directory:
+        tokenizer = load_tokenizer(build_letters_tokenizer(directory))
+    return build_renderer(tokenizer, section, scratch.family)

@@ -175,8 +175,8 @@ def main(cfg: EvalConfig) -> int:
 
 async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
     """Scores of the engines the config names."""
-    tokenizer = cfg.tokenizer.name or cfg.model
-    if tokenizer is None:
+    model = cfg.model or cfg.tokenizer.name
+    if model is None:
         raise ConfigError("tokenizer.name: give the tokenizer of the model that runs at client.base_url.")
     envs = [build_env(env) for env in cfg.eval.env]
     async with _engine_url(cfg) as url:
@@ -185,7 +185,7 @@ async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
             await engines.wait_ready(section.ready_timeout_s)
             player = Player(
                 engine=engines,
-                renderer=build_renderer_of(tokenizer, cfg.model or tokenizer, cfg.renderer),
+                renderer=build_renderer_of(model, cfg.tokenizer.name, cfg.renderer),
                 sampling=cfg.eval.sampling,
                 seq_len=cfg.seq_len,
                 seed=cfg.seed,

@@ -154,6 +154,7 @@ class Loop:
         self._is_stopping = asyncio.Event()
         self._has_first_version = asyncio.Event()
         self._trained = asyncio.Condition()
+        self._is_trainer_gone = False
         self._has_last_version = asyncio.Event()
         self._idle_s = 0.0
 
@@ -214,13 +215,18 @@ class Loop:
         await self._has_first_version.wait()
         self._first_draw_at = self._step_done_at = time.perf_counter()
         while await self.buffer.admit():
-            group_id, task, is_new = self.cursor.take(self.mix)
-            with self.ledger.transaction():
-                if is_new:
-                    self.ledger.task_drawn(group_id, task)
-                self.ledger.rollouts_started(group_id, range(self.cfg.group_size), self.buffer.version)
-            slot = self.buffer.start(group_id, task)
-            slot.job = tasks.create_task(self.play_group(slot), name=f"group {group_id}")
+            with self.ledger.transaction():  # one commit for all slots that became free together
+                slots = [self._draw() for _ in iter(self.buffer.may_admit, False)]
+            for slot in slots:
+                slot.job = tasks.create_task(self.play_group(slot), name=f"group {slot.group_id}")
+
+    def _draw(self) -> Slot:
+        """The next task, in the ledger and in a slot."""
+        group_id, task, is_new = self.cursor.take(self.mix)
+        if is_new:
+            self.ledger.task_drawn(group_id, task)
+        self.ledger.rollouts_started(group_id, range(self.cfg.group_size), self.buffer.version)
+        return self.buffer.start(group_id, task)
 
     async def play_group(self, slot: Slot) -> None:
         """Roll out one group, score it, and hand it to the buffer."""
@@ -354,6 +360,9 @@ class Loop:
                     raise WireError(
                         f"trainer rank {event.rank} sent {type(other).__name__}, which is ours to send"
                     )
+        async with self._trained:
+            self._is_trainer_gone = True
+            self._trained.notify_all()
         if not self._is_complete():
             raise EngineError(
                 f"the trainer ended after step {self.progress.step}, before the run did; see its log"
@@ -437,7 +446,7 @@ class Loop:
         """
         shipped = self.buffer.next_step - 1
         async with self._trained:
-            await self._trained.wait_for(lambda: self.progress.step >= shipped)
+            await self._trained.wait_for(lambda: self.progress.step >= shipped or self._is_trainer_gone)
         if not self.was_stopped:
             await self._has_last_version.wait()
         elif self.progress.step != self.cfg.max_steps:

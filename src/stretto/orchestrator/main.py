@@ -29,7 +29,7 @@ from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
 from stretto.orchestrator import checkpoint
 from stretto.orchestrator.buffer import Bounds, Buffer
-from stretto.orchestrator.build import build_engines, build_env, build_renderer_of
+from stretto.orchestrator.build import build_engines, build_env, build_renderer_of, build_scratch_renderer
 from stretto.orchestrator.checkpoint import Progress
 from stretto.orchestrator.evaluate import Evaluator, eval_envs
 from stretto.orchestrator.loop import Control, Cursor, Engines, Loop, Sender, summary_of
@@ -53,7 +53,10 @@ def main(cfg: OrchestratorConfig) -> int:
 async def run(cfg: OrchestratorConfig) -> int:
     """Build everything, train, and write the summary."""
     progress = starting_point(cfg)
-    renderer = build_renderer_of(cfg.tokenizer.name or cfg.model.name, cfg.model.name, cfg.renderer)
+    if cfg.model.scratch is not None and cfg.tokenizer.name is None:
+        renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
+    else:
+        renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
     async with AsyncExitStack() as stack:
         wires = await open_wires(cfg, progress.step, stack)
         loop = build_loop(cfg, wires, renderer, progress, stack)
