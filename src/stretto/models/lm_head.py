@@ -57,11 +57,10 @@ class _TokenLogprobs(torch.autograd.Function):
         probs = None
         for rows in _chunks(tokens, chunk):
             logits = head_logits(hidden[rows], weight).div_(temperatures[rows, None])
-            log_z = torch.logsumexp(logits, dim=-1)
-            logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_z
-            probs = (logits - log_z[:, None]).exp_()
-            # H = log Z - sum p * logit
-            entropy[rows] = log_z - torch.linalg.vecdot(probs, logits)
+            normalised = logits.sub_(torch.logsumexp(logits, dim=-1, keepdim=True))
+            logprobs[rows] = normalised.gather(1, targets[rows, None]).squeeze(1)
+            probs = normalised.exp()
+            entropy[rows] = torch.linalg.vecdot(probs, normalised).neg_()
         ctx.chunk = chunk
         ctx.save_for_backward(hidden, weight, targets, temperatures, probs if keep else None)
         ctx.mark_non_differentiable(entropy)
