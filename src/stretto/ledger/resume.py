@@ -68,8 +68,7 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     )
     db.execute("UPDATE versions SET state = 'undone' WHERE version > ?", (step,))
     db.execute("UPDATE checkpoints SET state = 'undone' WHERE step > ?", (step,))
-    db.execute("UPDATE rollouts SET status = 'lost' WHERE status = 'running'")
-    lost = 0
+    lost = db.execute("UPDATE rollouts SET status = 'lost' WHERE status = 'running'").rowcount
     too_new = db.execute(
         "SELECT DISTINCT group_id FROM draws JOIN rollouts USING (group_id) WHERE status != 'lost' "
         "AND state IN ('drawn', 'finished', 'failed') AND coalesce(first_version, version) > ?",

@@ -57,16 +57,12 @@ class Ledger:
         self._run_dir = run_dir
         self._keep_steps = keep_steps
         self._segment_bytes = segment_bytes
-        run_dir.tokens.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(run_dir.tokens, os.O_RDONLY | os.O_CLOEXEC)
+        self._lock = _lock(run_dir)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self._db = schema.open_for_writing(run_dir.ledger)
+        except BaseException:
             os.close(self._lock)
-            raise EngineError(
-                f"{run_dir.ledger}: another process writes this ledger; end it first."
-            ) from None
-        self._db = schema.open_for_writing(run_dir.ledger)
+            raise
         self._depth = 0
         self._running: dict[
             tuple[int, int], tuple[int, int, float]
@@ -74,12 +70,7 @@ class Ledger:
         self._next_row = self._scalar("SELECT coalesce(max(row), 0) + 1 FROM rollouts")
         self._incarnation = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
-        segment = self._scalar("SELECT coalesce(max(segment), 0) FROM rollouts")
-        segment = max(segment, self._scalar("SELECT coalesce(max(segment) + 1, 0) FROM segments"))
-        end = self._scalar(
-            "SELECT coalesce(max(offset + length), 0) FROM rollouts WHERE segment = ?", segment
-        )
-        self._segments = SegmentWriter(run_dir, segment, end)
+        self._segments = self._open_segment()
 
     def close(self) -> None:
         self._segments.close()
@@ -286,6 +277,18 @@ class Ledger:
             rollout.started_at or started, rollout.finished_at, rollout.error, _json(rollout.metrics), *place,
         )  # fmt: skip
 
+    def _open_segment(self) -> SegmentWriter:
+        """Go on where the last row ends; what a killed process was about to delete goes now."""
+        for (segment,) in self._db.execute("SELECT segment FROM segments WHERE deleted_at IS NOT NULL"):
+            self._run_dir.segment(segment).unlink(missing_ok=True)
+        newest = self._scalar("SELECT coalesce(max(segment), 0) FROM rollouts")
+        after_closed = self._scalar("SELECT coalesce(max(segment) + 1, 0) FROM segments")
+        segment = max(newest, after_closed)
+        end = self._scalar(
+            "SELECT coalesce(max(offset + length), 0) FROM rollouts WHERE segment = ?", segment
+        )
+        return SegmentWriter(self._run_dir, segment, end)
+
     def _rotate(self) -> None:
         with self.transaction():
             self._insert("segments", self._segments.segment, self._step, self._segments.end, None)
@@ -311,12 +314,25 @@ class Ledger:
         for (segment,) in closed:
             if resume.is_needed(self._db, segment, horizon):
                 continue
+            with (
+                self.transaction()
+            ):  # first the row: a file that outlives a kill is removed at the next opening
+                deleted = "UPDATE segments SET deleted_at = ? WHERE segment = ?"
+                self._db.execute(deleted, (time.time(), segment))
             self._run_dir.segment(segment).unlink(missing_ok=True)
-            with self.transaction():
-                self._db.execute(
-                    "UPDATE segments SET deleted_at = ? WHERE segment = ?", (time.time(), segment)
-                )
             logger.info("deleted token payloads of segment %d: all older than step %d", segment, horizon)
+
+
+def _lock(run_dir: RunDir) -> int:
+    """Make this process the only writer; the kernel ends that when the process ends, however it does."""
+    run_dir.tokens.mkdir(parents=True, exist_ok=True)
+    fd = os.open(run_dir.tokens, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise EngineError(f"{run_dir.ledger}: another process writes this ledger; end it first.") from None
+    return fd
 
 
 def _json(value: Any) -> str:

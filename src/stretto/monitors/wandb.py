@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 
 from stretto.base.paths import RunDir
 from stretto.config.monitors import WandbSection
@@ -42,7 +43,11 @@ class WandbMonitor:
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
+        """Also ends wandb's own process, which otherwise writes on after we have left."""
+        import wandb
+
         self._run.finish()
+        wandb.teardown()
 
 
 def build(
@@ -52,7 +57,7 @@ def build(
     return WandbMonitor(section, run_dir, role, run_name)
 
 
-def _run_id(path) -> str:
+def _run_id(path: Path) -> str:
     """The id under which this process of this run is known there, kept in the run directory."""
     if not path.exists():
         path.write_text(secrets.token_hex(6))

@@ -124,7 +124,7 @@ def decode_blob(blob: Buffer, type: type[T] | Any, *, where: str = "blob") -> T:
     view = memoryview(blob).toreadonly().cast("B")
     if len(view) < _BLOB.size:
         raise DataError(f"{where}: {len(view)} bytes are fewer than a header; it is cut off.")
-    magic, schema, _, num_frames, crc, length = _BLOB.unpack_from(view)
+    magic, schema, zero, num_frames, crc, length = _BLOB.unpack_from(view)
     if magic != _BLOB_MAGIC:
         raise DataError(
             f"{where}: starts with {bytes(magic)!r}, not {_BLOB_MAGIC!r}; it is not a record or is damaged."
@@ -135,7 +135,7 @@ def decode_blob(blob: Buffer, type: type[T] | Any, *, where: str = "blob") -> T:
         raise DataError(
             f"{where}: holds {len(rest)} bytes where its header says {length}; it is cut off or damaged."
         )
-    if zlib.crc32(rest) != crc:
+    if zero or zlib.crc32(rest) != crc:
         raise DataError(f"{where}: checksum mismatch; it is damaged.")
     if num_frames * 8 > length:
         raise DataError(f"{where}: says it has {num_frames} frames in {length} bytes; it is damaged.")
