@@ -105,16 +105,17 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     )
 
 
-def build_letters_tokenizer(directory: str | Path) -> Path:
+def build_letters_tokenizer(directory: str | Path, characters: str = CHARACTERS) -> Path:
     """Write the 112-token tokenizer of the examples: one token a character, and Qwen3's chat tokens.
 
     Role names are single tokens only where a role stands (right after <|im_start|>), so the text `user` in a
-    message is four letters. A blank line is one token, as in Qwen3. Characters outside printable ASCII become
-    <|unk|>. The files load with transformers' AutoTokenizer; its chat template gives the ids render.py gives.
+    message is four letters. A blank line is one token, as in Qwen3. Characters not in `characters` (by default
+    printable ASCII) become <|unk|>. The files load with transformers' AutoTokenizer; its chat template gives
+    the ids render.py gives.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-    words = [*CHAT_TOKENS, UNKNOWN, *ROLES, "\n\n", *CHARACTERS]
+    words = [*CHAT_TOKENS, UNKNOWN, *ROLES, "\n\n", *characters]
     vocab = {word: i for i, word in enumerate(words)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     # The text between two special tokens is one segment, so \A is "right after a special token".

@@ -50,6 +50,8 @@ class SamplingSection(Section):
     """Drop tokens less likely than min_p times the likeliest."""
     max_completion_tokens: int | None = Field(None, gt=0)
     """Tokens in one reply; None: up to seq_len."""
+    ignore_eos: bool = False
+    """Go on past end tokens up to the limit: fixed lengths, for benchmarks."""
 
     aliases: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
 

@@ -1,0 +1,181 @@
+"""The whole system: completion tokens per second against TRL's GRPOTrainer, and what asynchrony buys.
+
+    python benchmarks/loop.py [--quick] [--trl-python PATH]
+
+1. Side by side: a random Qwen3 (2 layers, hidden 64, 64 tokens), 64 completions of exactly 32 tokens a step in groups
+   of 8, AdamW, float32 on the CPU, one thread a process. Ours is inference server, orchestrator and trainer as `rl`
+   starts them; TRL is its GRPOTrainer in a virtual environment of its own (`--trl-python`, else build/trl, which is
+   made when it is missing). They run in turns, and the ratio is taken round by round.
+2. Asynchrony: the same work with an environment whose latency is log-normal (sigma 1), synchronous
+   (max_async_level = 0) and asynchronous, and how close the latter comes to the longer of generation and training.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import loop_env
+
+HERE = Path(__file__).resolve().parent
+CHARACTERS = loop_env.LETTERS + loop_env.LETTERS[:12].upper() + "0123456789\n"
+COMPLETIONS, GROUP, NEW_TOKENS, WARMUP = 64, 8, 32, 5
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def build_model(directory: Path) -> None:
+    """A random model in Hugging Face form with a tokenizer of exactly 64 tokens."""
+    from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+    from stretto.config.model import ScratchSection
+    from stretto.models.hub import random_model, save_hf
+
+    build_letters_tokenizer(directory, CHARACTERS)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.vocab_size == 64, tokenizer.vocab_size
+    shape = ScratchSection(hidden_size=64, intermediate_size=192, num_layers=2, max_position_embeddings=4096)
+    model = random_model(shape, 64, eos_token_id=tokenizer.eos_token_id)
+    save_hf(model, directory, directory)
+
+
+def trl_python(work: Path) -> Path:
+    """The interpreter of TRL's own virtual environment, made on first use."""
+    python = work / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", work], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "torch==2.13.0"], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "trl==1.16.0", "transformers>=5.16,<5.20"], check=True)
+    return python
+
+
+def run_trl(python: Path, model: Path, work: Path, steps: int) -> list[dict]:
+    """TRL's step times; one dict a step with wall_s and cpu_s."""
+    command = [python, HERE / "loop_trl.py", model, str(steps), work]
+    out = subprocess.run(command, check=True, env=ENV, capture_output=True, text=True).stdout
+    times = json.loads(out.splitlines()[-1])
+    wall, cpu = times["wall"], times["cpu"]
+    return [
+        {"wall_s": wall[i] - wall[i - 1], "cpu_s": cpu[i] - cpu[i - 1]} for i in range(max(WARMUP, 1), len(wall))
+    ]
+
+
+def run_ours(model: Path, work: Path, steps: int, name: str, *overrides: str) -> dict:
+    """One `rl` run. Step rows after the warm-up, and the CPU seconds of all its processes per step."""
+    command = [
+        sys.executable, "-m", "stretto", "rl",
+        "--output-dir", str(work), "--run.name", name, "--clean",
+        "--model.name", str(model), "--max-steps", str(steps), "--seq-len", "4096",
+        "--orchestrator.env", '[{"id": "loop_env:DistinctLetters"}]',
+        "--orchestrator.batch-size", str(COMPLETIONS), "--orchestrator.group-size", str(GROUP),
+        "--orchestrator.train.sampling.max-completion-tokens", str(NEW_TOKENS),
+        "--orchestrator.train.sampling.ignore-eos", "--no-orchestrator.filter-zero-advantages",
+        "--trainer.optim.lr", "1e-4",
+        *overrides,
+    ]  # fmt: skip
+    before = os.times()
+    started = time.perf_counter()
+    done = subprocess.run(
+        command, env={**ENV, "PYTHONPATH": f"{HERE}:{ENV.get('PYTHONPATH', '')}"}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    after = os.times()
+    rows = [json.loads(line) for line in (work / name / "metrics" / "orchestrator.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "time/step" in row]
+    return {
+        "rows": rows[WARMUP:],
+        "cpu_s": after.children_user - before.children_user + after.children_system - before.children_system,
+        "wall_s": time.perf_counter() - started,
+        "steps": steps,
+    }
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def tokens_per_s(walls: list[float]) -> float:
+    return len(walls) * COMPLETIONS * NEW_TOKENS / sum(walls)
+
+
+def side_by_side(python: Path, model: Path, work: Path, steps: int, rounds: int) -> dict:
+    """Completion tokens per second of both, in turns."""
+    ratios, ours, theirs = [], [], []
+    cpu: dict[int, float] = {}
+    for i in range(rounds):
+        trl = run_trl(python, model, work, steps)
+        run = run_ours(model, work, steps, f"side-{i}")
+        walls = [row["time/step"] for row in run["rows"]]
+        ratios.append(tokens_per_s(walls) / tokens_per_s([step["wall_s"] for step in trl]))
+        ours += run["rows"]
+        theirs += trl
+        cpu[steps] = run["cpu_s"]
+    # Start-up is paid once: CPU time a step is the difference between a long and a short run.
+    short = run_ours(model, work, steps // 2, "side-short")
+    cpu_step = (cpu[steps] - short["cpu_s"]) / (steps - steps // 2)
+    walls = [row["time/step"] for row in ours]
+    trl_walls = [step["wall_s"] for step in theirs]
+    return {
+        "ratio_tokens_per_s": statistics.median(ratios),
+        "ratio_tokens_per_s_rounds": [round(r, 3) for r in ratios],
+        "tokens_per_s": tokens_per_s(walls),
+        "step_wall_ms_p50": 1e3 * percentile(walls, 0.5),
+        "step_wall_ms_p10": 1e3 * percentile(walls, 0.1),
+        "step_cpu_ms": 1e3 * cpu_step,
+        "trl_tokens_per_s": tokens_per_s(trl_walls),
+        "trl_step_wall_ms_p50": 1e3 * percentile(trl_walls, 0.5),
+        "trl_step_wall_ms_p10": 1e3 * percentile(trl_walls, 0.1),
+        "trl_step_cpu_ms_p50": 1e3 * percentile([step["cpu_s"] for step in theirs], 0.5),
+        "trl_step_cpu_ms_p10": 1e3 * percentile([step["cpu_s"] for step in theirs], 0.1),
+        "wait_share_trainer": sum(row["time/wait_for_rollouts"] for row in ours) / sum(walls),
+        "wait_share_engine": sum(row["time/wait_for_trainer"] for row in ours) / sum(walls),
+    }
+
+
+def asynchrony(model: Path, work: Path, steps: int, latency_s: float) -> dict:
+    """Wall time of the same steps under a slow environment, synchronous and asynchronous."""
+    env = ("--orchestrator.env", json.dumps([{"id": "loop_env:DistinctLetters", "args": {"latency_s": latency_s}}]))
+    # Training heavy enough to be worth hiding: more tokens a step than the engine needs time for.
+    sync = run_ours(model, work, steps, "sync", *env, "--orchestrator.max-async-level", "0")["rows"]
+    result = {"latency_median_s": latency_s, "sync_step_ms": 1e3 * statistics.mean(r["time/step"] for r in sync)}
+    train = statistics.mean(r["trainer/step_s"] - r["trainer/wait_s"] for r in sync)
+    generate = result["sync_step_ms"] / 1e3 - train
+    for level in (1, 2, 4):
+        rows = run_ours(model, work, steps, f"async-{level}", *env, "--orchestrator.max-async-level", str(level))["rows"]
+        step = statistics.mean(r["time/step"] for r in rows)
+        result[f"async_{level}_step_ms"] = 1e3 * step
+        result[f"async_{level}_speedup"] = result["sync_step_ms"] / 1e3 / step
+        result[f"async_{level}_against_max_of_generation_and_training"] = step / max(train, generate)
+    return result | {"generation_ms": 1e3 * generate, "training_ms": 1e3 * train}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer steps and rounds; under a minute")
+    parser.add_argument("--trl-python", type=Path, help="interpreter of an environment with TRL 1.16")
+    args = parser.parse_args()
+    work = HERE.parent / "build" / "bench-loop"
+    model = work / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    build_model(model)
+    (work / "prompts.json").write_text(json.dumps([loop_env.prompt_text(i) for i in range(4096)]))
+    python = args.trl_python or trl_python(HERE.parent / "build" / "trl")
+    steps, rounds = (25, 1) if args.quick else (150, 3)
+    result = {"benchmark": "loop", "quick": args.quick, "steps": steps}
+    result |= side_by_side(python, model, work, steps, rounds)
+    if not args.quick:
+        result["asynchrony"] = asynchrony(model, work, 40, 0.1)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The loop benchmark's environment: random letters in, reward for distinct characters out. Costs next to nothing."""
+
+from __future__ import annotations
+
+import random
+
+from stretto.envs.base import Message, SingleTurnEnv, Split, TaskSource
+from stretto.records.rollout import Task
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def prompt_text(index: int, num_letters: int = 16) -> str:
+    """The letters of prompt `index`; the same in both systems."""
+    return "".join(random.Random(index).choices(LETTERS, k=num_letters))
+
+
+def distinct_share(text: str) -> float:
+    """Share of distinct characters: differs within a group of random completions, so every group has a gradient."""
+    return len(set(text)) / max(len(text), 1)
+
+
+class DistinctLetters(SingleTurnEnv):
+    """Prompts of 16 random letters; latency_s > 0 adds a log-normal wait (sigma 1, this median) to every rollout."""
+
+    def __init__(self, latency_s: float = 0.0) -> None:
+        self.name = "distinct-letters"
+        self.latency_s = latency_s
+
+    def tasks(self, split: Split) -> TaskSource:
+        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"text": prompt_text(i)}))
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [{"role": "user", "content": task.data["text"]}]
+
+    def score(self, task: Task, text: str):
+        if not self.latency_s:
+            return distinct_share(text)
+        return self._score_later(text)
+
+    async def _score_later(self, text: str) -> float:
+        import asyncio
+
+        await asyncio.sleep(self.latency_s * random.lognormvariate(0.0, 1.0))
+        return distinct_share(text)
