@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.base import process, rundir
+from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.config.load import load
@@ -34,8 +34,10 @@ id = "sort-letters"
 
 
 @pytest.fixture(autouse=True)
-def cpu_only_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def lonely_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No GPU, and no other run that sets ports aside."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(ports.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
 @pytest.fixture
@@ -124,7 +126,7 @@ def test_threads_of_the_user_stay_and_too_many_are_told(config, monkeypatch: pyt
     monkeypatch.setattr(process, "num_cores", lambda: 2)
     plan = planned(config("--trainer.num-threads", "3"))
     assert plan.trainer.num_threads == 3
-    assert "4 threads on 2 cores" in plan.notes[0]
+    assert any("4 threads on 2 cores" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_a_port_given_through_the_address_of_the_engine_is_given(config, listene
 
 def test_default_ports_that_are_taken_move_in_every_config(config, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {8000, 8001, 5555, 5556}
-    monkeypatch.setattr(planning, "_is_free", lambda host, port: port not in taken)
+    monkeypatch.setattr(ports, "is_free", lambda host, port: port not in taken)
     plan = planned(config())
     assert plan.inference is not None and plan.inference.server.port == 8002
     assert plan.orchestrator.client.base_url == "http://127.0.0.1:8002/v1"
@@ -217,11 +219,28 @@ def test_default_ports_that_are_taken_move_in_every_config(config, monkeypatch: 
 
 
 def test_a_port_is_free_once_nobody_listens(listener: int) -> None:
-    assert not planning._is_free("127.0.0.1", listener)
+    assert not ports.is_free("127.0.0.1", listener)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    assert planning._is_free("127.0.0.1", port)
+    assert ports.is_free("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on '192\.0\.2\.1'"):
+        ports.is_free("192.0.2.1", 8000)
+
+
+def test_two_launchers_do_not_choose_the_same_port_before_either_listens(config, tmp_path: Path) -> None:
+    first, second = ports.PortClaims(tmp_path / "ports"), ports.PortClaims(tmp_path / "ports")
+    plans = [planning.plan(cfg, cfg.run_dir, ports=p) for cfg, p in ((config(), first), (config(), second))]
+    chosen = [port for plan in plans for spec in plan.processes for port in spec.ports.values()]
+    assert len(chosen) == len(set(chosen)) == 6
+    first.close()
+    again = ports.PortClaims(tmp_path / "ports")
+    assert again.claim("127.0.0.1", chosen[0])
+    again.close()
+    second.close()
 
 
 # -- run directory --
@@ -369,8 +388,8 @@ def test_a_dry_run_leaves_the_record_of_a_run_that_exists_alone(tmp_path: Path) 
 
 def test_commands_in_the_table_can_be_pasted(config) -> None:
     plan = planned(config("--run.name", "a@b"))
-    last = planning.table(plan).splitlines()[-1]
-    assert shlex.split(last)[-1] == str(plan.run.config("trainer"))
+    [line] = [line for line in planning.table(plan).splitlines() if line.startswith("trainer ")]
+    assert shlex.split(line)[-1] == str(plan.run.config("trainer"))
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class Console:
         if kind == "step":
             self._show_step(status)
         elif kind == "eval":
+            self._phase = ""
             self.line(eval_line(status))
         elif kind == "note":
             self.line(str(status.get("text", "")))

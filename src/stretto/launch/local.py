@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.base.ports import PortClaims
 from stretto.base.process import Child
 from stretto.base.status import STATUS_FD_VAR
 from stretto.base.watch import EXIT_STALLED
@@ -69,14 +71,11 @@ def main(cfg: RLConfig) -> int:
     if cfg.dry_run:
         return _dry_run(cfg, run)
     _check_model(cfg)
-    claim = rundir.claim(run, **_intent(cfg))
-    try:
-        plan = planning.plan(cfg, run, claim.resume_step)
+    with closing(rundir.claim(run, **_intent(cfg))) as claim, closing(PortClaims()) as ports:
+        plan = planning.plan(cfg, run, claim.resume_step, ports=ports)
         planning.write(plan, run.path)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
         return _run(plan, claim)
-    finally:
-        claim.close()
 
 
 def _dry_run(cfg: RLConfig, run: RunDir) -> int:

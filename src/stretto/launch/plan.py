@@ -7,12 +7,11 @@ ports).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import json
 import math
 import shlex
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.base.ports import PortClaims
 from stretto.config.deployment import ResumeSection
 from stretto.config.inference import InferenceSection
 from stretto.config.load import dump
@@ -106,13 +106,17 @@ class Plan:
         return {verb: config for verb, config in all_of_them.items() if config is not None}
 
 
-def plan(cfg: RLConfig, run: RunDir, resume_step: int | None = None) -> Plan:
-    """Place the three processes on this machine.
+def plan(
+    cfg: RLConfig, run: RunDir, resume_step: int | None = None, *, ports: PortClaims | None = None
+) -> Plan:
+    """Place the three processes on this machine; their ports are set aside for as long as `ports` lives.
 
     Raises: ConfigError for a port given by the user that is taken, and for GPUs that are not there.
     """
     notes: list[str] = []
-    cfg = _with_free_ports(cfg, notes)
+    with contextlib.ExitStack() as stack:
+        claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
+        cfg = _with_free_ports(cfg, claims, notes)
     trainer_gpus, inference_gpus = _assign_gpus(cfg, notes)
     cfg = _share_gpu_memory(cfg, set(trainer_gpus) & set(inference_gpus), notes)
     threads = _assign_threads(cfg, trainer_gpus, inference_gpus, notes)
@@ -145,15 +149,14 @@ def _replaced(section: Any, path: str, value: Any) -> Any:
 # -- ports --
 
 
-def _with_free_ports(cfg: RLConfig, notes: list[str]) -> RLConfig:
+def _with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
     """A port the user gave must be free; a default one moves to the next free, wherever it is named."""
-    taken: set[int] = set()
     for wire in ("control", "rollout_transport"):
         listener = getattr(cfg.orchestrator, wire)
         if not hasattr(listener, "port"):
             continue
         is_given = "port" in listener.model_fields_set
-        port = _free_port(f"{wire}.port", listener.host, listener.port, is_given, taken)
+        port = _free_port(f"{wire}.port", listener.host, listener.port, is_given, ports)
         if port != listener.port:
             notes.append(f"{wire}.port is {port}, since {listener.port} is taken on this machine")
             for place in (wire, f"orchestrator.{wire}", f"trainer.{wire}"):
@@ -163,7 +166,7 @@ def _with_free_ports(cfg: RLConfig, notes: list[str]) -> RLConfig:
     server, client = cfg.inference.server, cfg.orchestrator.client
     # An address the user gave the orchestrator fixes the port of the engine behind it.
     is_given = "port" in server.model_fields_set or "base_url" in client.model_fields_set
-    port = _free_port("inference.server.port", server.host, server.port, is_given, taken)
+    port = _free_port("inference.server.port", server.host, server.port, is_given, ports)
     if port != server.port:
         notes.append(f"inference.server.port is {port}, since {server.port} is taken on this machine")
         cfg = _replaced(cfg, "inference.server.port", port)
@@ -171,37 +174,18 @@ def _with_free_ports(cfg: RLConfig, notes: list[str]) -> RLConfig:
     return cfg
 
 
-def _free_port(key: str, host: str, port: int, is_given: bool, taken: set[int]) -> int:
-    if is_given and not _is_free(host, port):
-        flag = "--" + key.replace("_", "-")
+def _free_port(key: str, host: str, port: int, is_given: bool, ports: PortClaims) -> int:
+    flag = "--" + key.replace("_", "-")
+    last = port if is_given else min(port + _PORTS_TRIED, 65535)
+    for candidate in range(port, last + 1):
+        if ports.claim(host, candidate):
+            return candidate
+    if is_given:
         raise ConfigError(
             f"{key} = {port} is taken by another process on this machine (`ss -ltnp | grep :{port}` names "
             f"it); stop that process, give another port with {flag}, or leave it out and a free one is found."
         )
-    last = min(port + _PORTS_TRIED, 65536)
-    for candidate in range(port, last):
-        if candidate not in taken and _is_free(host, candidate):
-            taken.add(candidate)
-            return candidate
-    raise ConfigError(
-        f"{key}: no free port between {port} and {last - 1}; give one with --{key.replace('_', '-')}."
-    )
-
-
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as error:
-            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) or isinstance(error, socket.gaierror):
-                raise ConfigError(
-                    f"cannot listen on {host!r}: {error.strerror}; give an address of this machine."
-                ) from error
-            return False
-    return True
+    raise ConfigError(f"{key}: no free port between {port} and {last}; give one with {flag}.")
 
 
 def _reachable(host: str) -> str:

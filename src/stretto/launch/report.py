@@ -166,7 +166,8 @@ def program(verb: str) -> str:
     if found and Path(found).resolve() == beside_python.resolve():
         return "stretto eval" if verb == "eval" else verb  # `eval` alone is the shell's own command
     if beside_python.exists():
-        return shlex.quote(os.path.relpath(beside_python))
+        is_below = beside_python.is_relative_to(Path.cwd())
+        return shlex.quote(os.path.relpath(beside_python) if is_below else str(beside_python))
     return f"{shlex.quote(sys.executable)} -m stretto {verb}"
 
 
