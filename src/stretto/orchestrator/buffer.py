@@ -8,11 +8,11 @@ the trained weights.
 A group holds a slot from its draw until the weights it was trained into are loaded on every engine; there are
 (max_async_level + 1) batches of slots. Its states:
 
-    RUNNING -> READY       all members are done, they differ in reward, and the group is fresh: waits for a
-    batch RUNNING -> SPARE       no signal; its slot went to another draw; fills the batch only if
-    max_oversampling is used up RUNNING -> FAILED      no member succeeded; its slot went to another draw
-    READY, SPARE -> SHIPPED -> LOADED     trained on; LOADED frees the slot RUNNING, READY, SPARE -> DROPPED
-    too old, without signal, or the run ends; frees the slot
+    RUNNING -> READY      all members are done, they differ in reward, the group is fresh: waits for a batch
+    RUNNING -> SPARE      no signal; its slot went to another draw; fills a batch only past max_oversampling
+    RUNNING -> FAILED     no member succeeded; its slot went to another draw
+    READY, SPARE -> SHIPPED -> LOADED    trained on; LOADED frees the slot
+    RUNNING, READY, SPARE -> DROPPED     too old, without signal, or the run ends; frees the slot
 
 Who unblocks whom: `admit` waits for a slot, which `finish` (failed, no signal, stale) and `on_loaded` free.
 `next_batch` waits for READY groups (`finish`) and for the version (`on_loaded`). Batches take the lowest

@@ -2,10 +2,10 @@
 
 Four loops share one event loop and meet in the buffer, whose file says who unblocks whom:
 
-    draw_groups     waits for a slot, draws a task, starts its group; a group plays, is scored and finishes
-    on its own ship_batches    waits for the groups of the next batch, packs them, sends them to the ranks
-    hear_trainer    steps done, versions published, checkpoints saved, and the end follow_policy   loads
-    each published version, evaluates it if that is due, then frees the slots of its step
+    draw_groups     waits for slots, draws tasks, starts groups; each plays, is scored and finishes on its own
+    ship_batches    waits for the groups of the next batch, packs them, sends them to the ranks
+    hear_trainer    steps done, versions published, checkpoints saved, and the end
+    follow_policy   loads each published version, frees the slots of its step, evaluates it if that is due
 
 Everything that decides what is trained is in the ledger before it takes effect. The first failure of any
 loop ends the run. Built and ended by main.py.
@@ -214,6 +214,7 @@ class Loop:
         """Start a group for every slot that becomes free."""
         await self._has_first_version.wait()
         self._first_draw_at = self._step_done_at = time.perf_counter()
+        self._idle_s = self.buffer.idle_s
         while await self.buffer.admit():
             with self.ledger.transaction():  # one commit for all slots that became free together
                 slots = [self._draw() for _ in iter(self.buffer.may_admit, False)]
@@ -315,16 +316,21 @@ class Loop:
             version = await self.policy.load_next()
             self.watch.progress(f"version {version} loaded")
             telling = asyncio.create_task(self.control.send(VersionLoaded(version=version)))
-            if not self.was_stopped and self._should_evaluate(version):
+            is_due = self._should_evaluate(version)
+            if is_due and self.cfg.max_async_level == 0:  # synchronous: nothing runs beside an eval
                 await self.evaluate(version)
             self.buffer.on_loaded(version)
             self._has_first_version.set()
             await telling
+            if is_due and self.cfg.max_async_level > 0:
+                await self.evaluate(version)
             if version == self.cfg.max_steps:
                 self._has_last_version.set()
 
     def _should_evaluate(self, version: int) -> bool:
-        return version not in self.progress.sampled and is_due(self.cfg.eval, version, end=self.cfg.max_steps)
+        if self.was_stopped or version in self.progress.sampled:
+            return False
+        return is_due(self.cfg.eval, version, end=self.cfg.max_steps)
 
     async def evaluate(self, version: int) -> None:
         """Held-out reward of the weights that are loaded; the next version waits until it is done."""

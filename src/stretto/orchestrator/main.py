@@ -147,11 +147,14 @@ def build_loop(
 def build_evaluator(
     cfg: OrchestratorSection, envs: Sequence[Environment], player: Player
 ) -> Evaluator | None:
+    """Evals as configured; replies are no longer than in training where nothing else is said."""
     if cfg.eval is None:
         return None
+    limit = cfg.eval.sampling.max_completion_tokens or cfg.train.sampling.max_completion_tokens
+    sampling = cfg.eval.sampling.model_copy(update={"max_completion_tokens": limit})
     return Evaluator(
         eval_envs(cfg.eval, envs),
-        cfg.eval,
+        cfg.eval.model_copy(update={"sampling": sampling}),
         player,
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,
     )
@@ -200,7 +203,7 @@ def take_over(ledger: Ledger, buffer: Buffer, cfg: OrchestratorSection, step: in
     redraws = ledger.unfinished_draws()
     text = (
         f"resumed from step {step}: {reused} finished rollouts reused, "
-        f"{len(redraws)} groups run again ({rewound.rollouts_lost} rollouts were of later weights)"
+        f"{len(redraws)} groups run again ({rewound.rollouts_lost} rollouts were unfinished or too new)"
     )
     logger.info("%s", text)
     report("note", text=text)

@@ -218,7 +218,8 @@ class Player:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "stop_token_ids": self.renderer.stop_ids,
+            "stop_token_ids": () if sampling.ignore_eos else self.renderer.stop_ids,
+            "ignore_eos": sampling.ignore_eos,
         }
         return SamplingParams(**settings | overrides, max_tokens=min(wanted, room), seed=seed)
 

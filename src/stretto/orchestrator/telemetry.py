@@ -4,13 +4,13 @@ A row is put together where the batch is shipped (rewards, staleness, counts) an
 trained, with the trainer's own metrics beside it; so metrics/orchestrator.jsonl alone draws every curve.
 Names follow prime-rl's:
 
-    reward/{mean,std}  reward/<env>/mean      over the rollouts of the batch off_policy/{mean,max,dropped}
-    versions between first token and training; groups dropped as too old
-    groups/{drawn,failed,zero_signal_share}   since the last batch completion/{mean,max,truncated_share}
-    sampled tokens a rollout time/{step,wait_for_rollouts,wait_for_trainer,pack,update_weights}     seconds
-    tokens_per_s   trainer/{step_s,wait_s}   progress/{rollouts,tokens}   inference/<metric>
-    env/<env>/<metric> eval/<env>/{sampled,greedy}/mean ...      in the row of the step that made the
-    version
+    reward/{mean,std}  reward/<env>/mean       over the rollouts of the batch
+    off_policy/{mean,max,dropped}              versions from first token to training; groups that were too old
+    groups/{drawn,failed,zero_signal_share}    since the last batch
+    completion/{mean,max,truncated_share}      sampled tokens a rollout
+    time/{step,wait_for_rollouts,wait_for_trainer,pack,update_weights}      seconds
+    tokens_per_s  trainer/{step_s,wait_s}  progress/{rollouts,tokens}  inference/<metric>  env/<env>/<metric>
+    eval/<env>/{sampled,greedy}/{mean,...}     in the row of the step that made the version
 """
 
 from __future__ import annotations
