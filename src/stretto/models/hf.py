@@ -130,8 +130,8 @@ def _check_output_head(decoder: HFDecoder, where: str) -> None:
     if changes or (logits - ours).abs().max() > tolerance * logits.abs().max():
         raise DataError(
             f"{where}: {decoder.config.family} changes its logits after the output head "
-            f"({', '.join(changes) or 'as a try showed'}); training it would use the wrong log-probabilities, "
-            "so it is not supported"
+            f"({', '.join(changes) or 'as a try showed'}); training it would use the wrong "
+            "log-probabilities, so it is not supported"
         )
 
 

@@ -23,6 +23,7 @@ import torch
 
 from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError, WireError
+from stretto.base.memory import keep_freed_memory
 from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
 from stretto.config.roots import TrainerConfig
 from stretto.models import hub
@@ -61,6 +62,7 @@ def main(cfg: TrainerConfig) -> int:
     log.setup(ROLE, cfg.run_dir, cfg.log.level, cfg.log.json_logging)
     torch.set_num_threads(cfg.num_threads or process.num_cores())
     torch.manual_seed(cfg.seed)
+    keep_freed_memory()
     signal.signal(signal.SIGTERM, _exit_in_order)
     with finish_on_signal(signal.SIGINT) as interrupt, ExitStack() as stack:
         Trainer(cfg, interrupt, stack).run()
