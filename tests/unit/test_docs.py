@@ -1,0 +1,93 @@
+"""Documents hold: links lead somewhere, named functions exist, commands are understood."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.cli import main
+from stretto.config.model import ScratchSection
+from stretto.models.hub import random_model, save_hf
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+VERBS = {"rl", "sft", "trainer", "orchestrator", "inference", "eval"}
+LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Words of every command of ours in the page's shell blocks, with continued lines joined."""
+    found = []
+    for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", page.read_text(), re.S):
+        for line in re.split(r"\n|&&", block.replace("\\\n", " ")):
+            words = shlex.split(line.split("#")[0].removeprefix("$ "))
+            while words and (words[0] in ("stretto", "uv", "run") or words[0].startswith(".venv/bin/")):
+                words = [Path(words[0]).name, *words[1:]]
+                if words[0] in VERBS:
+                    break
+                words = words[1:]
+            if words and words[0] in VERBS:
+                found.append(words)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_files_that_exist(page: Path):
+    for _, target in LINK.findall(page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_function_named_on_the_way_of_a_rollout_exists_where_the_link_says():
+    page = ROOT / "docs" / "one_rollout.md"
+    stops = re.findall(r"^\*\*(\d+)\.", page.read_text(), re.M)
+    assert stops == [str(n) for n in range(1, 15)]
+    named = [(name.strip("`"), target) for name, target in LINK.findall(page.read_text()) if name.startswith("`")]
+    assert len(named) > 25
+    for name, target in named:
+        source = (page.parent / target).read_text()
+        if name == Path(target).parent.name:
+            continue  # a package, named by its folder
+        for part in name.split("."):
+            assert re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", source, re.M), f"{name} is not in {target}"
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder as a reader of the documents has it: the examples, their warmed-up models, and files of his own."""
+    folder = tmp_path_factory.mktemp("workplace")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    tokenizer = build_letters_tokenizer(folder / "tokenizer")
+    for name in ("sort-letters", "reverse-text"):
+        for model in (f"outputs/{name}-sft/weights/latest", f"outputs/{name}/weights/latest"):
+            (folder / model).mkdir(parents=True)
+            save_hf(random_model(ScratchSection(), 112), folder / model, tokenizer)
+    whole = tomllib.loads((ROOT / "examples/sort_letters/rl.toml").read_text())
+    model = f'[model]\nname = "{whole["model"]["name"]}"\n'
+    env = '[[orchestrator.env]]\nid = "sort-letters"\n'
+    for name in ("rl.toml", "base.toml"):
+        (folder / name).write_text(model + env)
+    (folder / "mine.toml").write_text("seed = 1\n")
+    for name, text in {"train": model, "orch": '[[env]]\nid = "sort-letters"\n', "infer": ""}.items():
+        (folder / f"{name}.toml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [(page, words) for page in PAGES for words in commands(page)],
+    ids=lambda v: shlex.join(v)[:60] if isinstance(v, list) else v.stem,
+)
+def test_every_command_in_the_documents_is_understood(page, words, workplace, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(workplace)
+    if words[0] in ("sft", "rl") and "--output-dir" not in words:
+        words = [*words, "--output-dir", str(tmp_path)]
+    # Whether a run is there to continue or to delete is tested elsewhere.
+    words = [w for w in words if w not in ("--resume", "--clean")]
+    assert main([*words, "--dry-run"]) in (0, None), capsys.readouterr().err
