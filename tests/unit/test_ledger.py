@@ -112,7 +112,8 @@ def same_group(a: Group, b: Group) -> bool:
     def plain(g: Group) -> list:
         return [
             (r.rollout_id, r.status, r.reward, r.metrics, r.error, r.num_turns, r.started_at, r.finished_at,
-             r.task, [(x.token_ids.tolist(), x.is_sampled.tolist(), x.logprobs.tolist(), x.temperature, x.versions)
+             r.task,
+             [(x.token_ids.tolist(), x.is_sampled.tolist(), x.logprobs.tolist(), x.temperature, x.versions)
               for x in r.branches])
             for r in g.rollouts
         ]  # fmt: skip

@@ -123,13 +123,12 @@ class Received:
                 )
 
     def close(self) -> None:
-        """Unmap; a mapping that tensors still refer to goes with the last of them."""
-        maps, self._maps = self._maps, []
-        for mapped in maps:
-            try:
-                mapped.close()
-            except BufferError:
-                continue
+        """Let the mappings go; each ends with the last tensor that refers to it.
+
+        They are never closed by hand: torch keeps the mapping object alive but does not lock its buffer, so that
+        closing it would leave tensors over unmapped memory.
+        """
+        self._maps = []
 
     def _tensor(self, entry: TensorEntry) -> torch.Tensor:
         dtype = DTYPES.get(entry.dtype)
@@ -137,9 +136,8 @@ class Received:
         for n in entry.shape:
             count *= n
         if dtype is None or count * dtype.itemsize != entry.num_bytes:
-            raise WireError(
-                f"tensor {entry.name}: {entry.dtype}{list(entry.shape)} is not {entry.num_bytes} bytes."
-            )
+            what = f"{entry.dtype}{list(entry.shape)}"
+            raise WireError(f"tensor {entry.name}: {what} is not {entry.num_bytes} bytes.")
         if count == 0:
             return torch.empty(entry.shape, dtype=dtype)
         mapped = self._maps[entry.shard]

@@ -60,10 +60,10 @@ class ShmPublisher:
         started = time.perf_counter()
         segment = self._free_segment()
         head = shard_head(version)
-        os.pwrite(segment.fd, bytes(HEAD_BYTES), 0)
         entries: list[TensorEntry] = []
         crc, end = zlib.crc32(head), HEAD_BYTES
         try:
+            os.pwrite(segment.fd, bytes(HEAD_BYTES), 0)
             for name, tensor in tensors:
                 data = tensor_bytes(tensor)
                 shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)

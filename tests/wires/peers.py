@@ -1,0 +1,57 @@
+"""The other process of a wire's test: a script that is started, spoken to over pipes, and killed."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Peer:
+    """A running script; `line` waits for its next line of output."""
+
+    def __init__(self, code: str, *args: object) -> None:
+        command = [sys.executable, "-W", "error", "-c", code, *map(str, args)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def line(self) -> str:
+        got = self.process.stdout.readline()
+        if not got:
+            raise AssertionError(f"the other process ended:\n{self.process.stderr.read()}")
+        return got.strip()
+
+    def tell(self, text: str) -> None:
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        """It must end by itself, in good order."""
+        _, errors = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, errors
+
+
+@contextmanager
+def peer(code: str, *args: object) -> Iterator[Peer]:
+    """A script as a process, killed at the latest when the test is done."""
+    started = Peer(code, *args)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.kill()
+        for pipe in (started.process.stdin, started.process.stdout, started.process.stderr):
+            pipe.close()

@@ -1,0 +1,316 @@
+"""Published weights arrive bit for bit, or not at all, whoever dies on the way."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from peers import peer
+from safetensors.torch import load_file
+
+from stretto.base.errors import DataError, EngineError, WireError
+from stretto.base.paths import RunDir
+from stretto.config.transport import FilesystemWeights, ShmWeights, WeightBroadcast
+from stretto.records.weights import WeightManifest
+from stretto.transports.weights import Publisher, build_publisher, receive
+from stretto.transports.weights.filesystem import FilesystemPublisher, load_manifest
+from stretto.transports.weights.shm import ShmPublisher, remove_stale_segments
+
+BOTH = pytest.mark.parametrize("cfg", [ShmWeights(), FilesystemWeights()], ids=lambda cfg: cfg.type)
+
+
+def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    """Every kind of tensor a checkpoint may hold."""
+    gen = torch.Generator().manual_seed(seed)
+    base = torch.randn(6, 4, generator=gen)
+    return [
+        ("fp32", torch.randn(16, 8, generator=gen)),
+        ("bf16", torch.randn(5, 3, generator=gen).bfloat16()),
+        ("fp16", torch.randn(7, generator=gen).half()),
+        ("fp8", torch.randn(9, generator=gen).to(torch.float8_e4m3fn)),
+        ("int", torch.randint(0, 9, (3,), generator=gen)),
+        ("flags", torch.randn(5, generator=gen) > 0),
+        ("scalar", torch.tensor(float(seed))),
+        ("empty", torch.empty(0, 4)),
+        ("transposed", base.t()),
+        ("slice", base[1:3]),
+        ("grad", torch.nn.Parameter(torch.randn(2, 2, generator=gen))),
+    ]
+
+
+def assert_received(manifest: WeightManifest, sent: list[tuple[str, torch.Tensor]]) -> None:
+    with receive(manifest) as tensors:
+        got = [(name, tensor.clone()) for name, tensor in tensors]
+    assert [name for name, _ in got] == [name for name, _ in sent]
+    for (name, a), (_, b) in zip(got, sent):
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        assert a.view(torch.uint8).equal(b.detach().contiguous().view(torch.uint8)) if a.ndim else a == b, (
+            name
+        )
+
+
+def publisher(cfg: WeightBroadcast, tmp_path: Path) -> Publisher:
+    return build_publisher(cfg, RunDir(tmp_path / "run"), "a run/of tests")
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("stretto-weights-*")}
+
+
+@BOTH
+def test_every_kind_of_tensor_arrives_bit_for_bit(cfg: WeightBroadcast, tmp_path: Path) -> None:
+    source = publisher(cfg, tmp_path)
+    for version in range(4):
+        manifest = source.publish(version, iter(weights(version)))
+        # The manifest travels as JSON and as msgpack.
+        manifest = msgspec.json.decode(msgspec.json.encode(manifest), type=WeightManifest)
+        assert manifest.version == version and manifest.transport == cfg.type
+        assert_received(manifest, weights(version))
+        source.release(version - 1)
+    source.close()
+
+
+@BOTH
+def test_a_version_that_is_not_released_can_still_be_read(cfg: WeightBroadcast, tmp_path: Path) -> None:
+    source = publisher(cfg, tmp_path)
+    manifests = [source.publish(version, weights(version)) for version in range(5)]
+    for version, manifest in enumerate(manifests):
+        assert_received(manifest, weights(version))
+    source.close()
+
+
+@BOTH
+def test_a_damaged_byte_is_noticed(cfg: WeightBroadcast, tmp_path: Path) -> None:
+    source = publisher(cfg, tmp_path)
+    manifest = source.publish(0, weights())
+    path = Path(manifest.location, manifest.shards[0])
+    with path.open("r+b") as file:
+        file.seek(-70, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-70, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(WireError, match="checksum"):
+        receive(manifest)
+    with path.open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(WireError, match="checksum"):
+        receive(manifest)
+    path.unlink()
+    with pytest.raises(WireError, match="does not exist"):
+        receive(manifest)
+    source.close()
+
+
+@BOTH
+def test_a_manifest_that_lies_is_refused(cfg: WeightBroadcast, tmp_path: Path) -> None:
+    source = publisher(cfg, tmp_path)
+    manifest = source.publish(0, weights())
+    first = manifest.tensors[0]
+    for change in ({"dtype": "float99"}, {"shape": (99,)}, {"offset": 1 << 40}):
+        lie = msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(first, **change),))
+        with pytest.raises(WireError, match="fp32"):
+            list(receive(lie))
+    source.close()
+
+
+@BOTH
+def test_what_was_received_is_not_changed_by_the_receiver(cfg: WeightBroadcast, tmp_path: Path) -> None:
+    source = publisher(cfg, tmp_path)
+    manifest = source.publish(0, weights())
+    with receive(manifest) as tensors:
+        dict(tensors)["fp32"].zero_()
+    assert_received(manifest, weights())
+    source.close()
+
+
+@BOTH
+def test_tensors_may_outlive_the_context(cfg: WeightBroadcast, tmp_path: Path) -> None:
+    source = publisher(cfg, tmp_path)
+    with receive(source.publish(0, weights())) as tensors:
+        kept = dict(tensors)
+    source.close()
+    assert kept["fp32"].equal(weights()[0][1])
+
+
+def test_shared_memory_is_used_again_only_after_release(tmp_path: Path) -> None:
+    source = publisher(ShmWeights(), tmp_path)
+    old = source.publish(0, weights(0))
+    new = source.publish(1, weights(1))
+    assert old.shards != new.shards
+    source.release(0)
+    assert source.publish(2, weights(2)).shards == old.shards
+    with pytest.raises(WireError, match="holds version 2"):
+        receive(old)
+    assert_received(new, weights(1))
+    source.close()
+
+
+def test_a_reader_notices_that_its_version_was_overwritten(tmp_path: Path) -> None:
+    source = publisher(ShmWeights(), tmp_path)
+    manifest = source.publish(0, weights(0))
+    with pytest.raises(WireError, match="overwritten while they were read"), receive(manifest):
+        source.release(0)
+        source.publish(1, weights(1))
+    source.close()
+
+
+def test_a_model_that_shrinks_leaves_no_old_bytes(tmp_path: Path) -> None:
+    source = publisher(ShmWeights(), tmp_path)
+    source.publish(0, weights())
+    source.release(0)
+    assert_received(source.publish(1, weights()[:2]), weights()[:2])
+    source.close()
+
+
+def test_a_version_that_was_not_finished_is_refused(tmp_path: Path) -> None:
+    def fails():
+        yield weights()[0]
+        raise RuntimeError("out of memory")
+
+    source = publisher(ShmWeights(), tmp_path)
+    manifest = source.publish(0, weights())
+    source.release(0)
+    with pytest.raises(RuntimeError):
+        source.publish(1, fails())
+    with pytest.raises(WireError, match="unfinished"):
+        receive(manifest)
+    assert_received(source.publish(1, weights(1)), weights(1))
+    source.close()
+
+
+def test_closing_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+    before = segments()
+    source = publisher(ShmWeights(), tmp_path)
+    for version in range(3):
+        source.publish(version, weights())
+    assert len(segments() - before) == 3
+    source.close()
+    assert segments() <= before
+
+
+def test_a_full_shared_memory_is_an_error_that_says_so(tmp_path: Path) -> None:
+    source = ShmPublisher("run")
+    source.publish(0, weights())
+    segment = source._segments[0]
+    os.close(segment.fd)
+    segment.fd = os.open("/dev/full", os.O_RDWR)
+    source.release(0)
+    with pytest.raises(EngineError, match=r"No space left.*--shm-size"):
+        source.publish(1, weights())
+    source.close()
+
+
+PUBLISH_AND_HANG = """
+import sys, time
+from pathlib import Path
+import torch
+from stretto.base.paths import RunDir
+from stretto.config.transport import ShmWeights
+from stretto.transports.weights import build_publisher
+publisher = build_publisher(ShmWeights(), RunDir(Path(sys.argv[1])), "killed")
+manifest = publisher.publish(0, [("w", torch.arange(10.0))])
+print(manifest.shards[0], flush=True)
+time.sleep(100)
+"""
+
+
+def test_segments_of_a_killed_publisher_are_removed_and_those_of_a_live_one_are_not(tmp_path: Path) -> None:
+    alive = publisher(ShmWeights(), tmp_path)
+    live_segment = alive.publish(0, weights()).shards[0]
+    with peer(PUBLISH_AND_HANG, tmp_path) as dead:
+        dead_segment = dead.line()
+        remove_stale_segments()
+        assert {dead_segment, live_segment} <= segments()
+        dead.kill()
+        publisher(ShmWeights(), tmp_path).close()
+        assert dead_segment not in segments() and live_segment in segments()
+    alive.close()
+
+
+READ = """
+import sys
+import msgspec, torch
+from stretto.records.weights import WeightManifest
+from stretto.transports.weights import receive
+for line in sys.stdin:
+    manifest = msgspec.json.decode(line, type=WeightManifest)
+    with receive(manifest) as tensors:
+        total = sum(float(t.double().sum()) for _, t in tensors)
+    print(total, flush=True)
+"""
+
+
+def test_another_process_reads_every_version_and_its_death_takes_nothing_away(tmp_path: Path) -> None:
+    sources = [publisher(cfg, tmp_path) for cfg in (ShmWeights(), FilesystemWeights())]
+    tensors = [("a", torch.arange(1000.0)), ("b", torch.ones(10))]
+    with peer(READ) as reader:
+        for version in range(3):
+            for _, tensor in tensors:
+                tensor += 1
+            manifests = [source.publish(version, tensors) for source in sources]
+            for manifest in manifests:
+                reader.tell(msgspec.json.encode(manifest).decode())
+                assert float(reader.line()) == sum(float(t.double().sum()) for _, t in tensors)
+            for source in sources:
+                source.release(version - 1)
+        reader.kill()
+    for manifest in manifests:
+        assert_received(manifest, tensors)
+    for source in sources:
+        source.close()
+
+
+# -- files --
+
+
+def test_shards_are_split_by_size_and_any_safetensors_reader_loads_them(tmp_path: Path) -> None:
+    source = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2, shard_bytes=200)
+    manifest = source.publish(3, weights())
+    assert len(manifest.shards) > 2
+    assert_received(manifest, weights())
+    loaded = {}
+    for shard in manifest.shards:
+        loaded.update(load_file(Path(manifest.location, shard)))
+    assert loaded["fp32"].equal(weights()[0][1]) and len(loaded) == len(weights())
+    assert load_manifest(Path(manifest.location)) == manifest
+    source.close()
+
+
+def test_the_newest_versions_and_those_in_use_are_kept(tmp_path: Path) -> None:
+    def kept() -> list[int]:
+        return sorted(int(path.name.split("_")[1]) for path in (tmp_path / "b").glob("version_*"))
+
+    source = FilesystemPublisher(tmp_path / "b", keep_versions=2)
+    for version in range(5):
+        source.publish(version, weights())
+        if version >= 1:
+            source.release(version - 1)
+    assert kept() == [3, 4]
+    source.publish(5, weights())
+    source.publish(6, weights())
+    assert kept() == [4, 5, 6]
+    source.close()
+
+    resumed = FilesystemPublisher(tmp_path / "b", keep_versions=2)
+    resumed.publish(4, weights(4))  # the run went back to step 4: what came after never was
+    assert kept() == [4]
+    assert_received(load_manifest(tmp_path / "b" / "version_4"), weights(4))
+    resumed.close()
+
+
+def test_a_half_written_version_is_never_seen(tmp_path: Path) -> None:
+    def fails():
+        yield weights()[0]
+        raise RuntimeError("killed")
+
+    source = FilesystemPublisher(tmp_path / "b", keep_versions=2)
+    with pytest.raises(RuntimeError):
+        source.publish(0, fails())
+    assert not (tmp_path / "b" / "version_0").exists()
+    with pytest.raises(DataError, match="no published weights"):
+        load_manifest(tmp_path / "b" / "version_0")
+    FilesystemPublisher(tmp_path / "b", keep_versions=2).close()
+    assert list((tmp_path / "b").iterdir()) == []
