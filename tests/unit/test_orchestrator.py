@@ -20,7 +20,8 @@ from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.orchestrator import checkpoint
 from stretto.orchestrator.buffer import SlotState
-from stretto.orchestrator.loop import Loop, summary_of
+from stretto.orchestrator.checkpoint import summary_of
+from stretto.orchestrator.loop import Loop
 from stretto.orchestrator.main import Wires, build_loop, starting_point
 
 ECHO = "fakes:EchoEnv"

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -75,3 +76,34 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def summary_of(progress: Progress, *, max_steps: int | None) -> dict[str, Any]:
+    """summary.json: what a run came to."""
+
+    def first_and_last(means: dict[int, float]) -> tuple[float | None, float | None]:
+        if not means:
+            return None, None
+        return means.get(0), means[max(means)] if max(means) > 0 else None
+
+    reward_before, reward_after = first_and_last(progress.sampled)
+    greedy_before, greedy_after = first_and_last(progress.greedy)
+    return {
+        "reward_before": reward_before,
+        "reward_after": reward_after,
+        "greedy_before": greedy_before,
+        "greedy_after": greedy_after,
+        "steps": progress.step,
+        "max_steps": max_steps,
+        "rollouts": progress.num_rollouts,
+        "tokens": progress.num_tokens,
+        "wall_s": progress.wall_s,
+        "train_s": progress.train_s,
+        "tokens_per_s": progress.num_tokens / progress.train_s if progress.train_s else None,
+        "mismatch_kl_max": progress.mismatch_kl_max,
+        "resumed": progress.num_resumes > 0,
+        "evals": {
+            "sampled": {str(version): mean for version, mean in sorted(progress.sampled.items())},
+            "greedy": {str(version): mean for version, mean in sorted(progress.greedy.items())},
+        },
+    }

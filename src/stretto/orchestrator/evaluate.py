@@ -22,6 +22,7 @@ import numpy as np
 
 from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError
+from stretto.base.watch import Watch
 from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.config.roots import EvalConfig, InferenceConfig
 from stretto.envs.base import Environment
@@ -59,11 +60,13 @@ class Evaluator:
         player: Player,
         *,
         max_inflight_rollouts: int = 256,
+        watch: Watch | None = None,
     ) -> None:
         self.section = section
         self._tasks = {env.name: (env, _held_out(env, section.num_examples)) for env in envs}
         self._player = dataclasses.replace(player, sampling=section.sampling)
         self._max_inflight = max_inflight_rollouts
+        self._watch = watch
 
     async def evaluate(self, version: int) -> list[Score]:
         """Scores of every environment, sampled and (if asked for) greedy.
@@ -91,7 +94,10 @@ class Evaluator:
         async def play(index: int) -> Group:
             async with slots:
                 draw = Draw(index, tasks[index], k, version, name=f"eval-{env.name}-{mode}-")
-                return await player.play(env, draw)
+                group = await player.play(env, draw)
+            if self._watch is not None:
+                self._watch.progress(f"eval task {index} of {env.name} played")
+            return group
 
         started = time.perf_counter()
         groups = await asyncio.gather(*map(play, range(len(tasks))))

@@ -22,8 +22,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
 from stretto.base.aio import task_group
 from stretto.base.errors import EngineError, EnvError, WireError
 from stretto.base.paths import RunDir
@@ -57,6 +55,8 @@ from stretto.transports.control import (
 )
 
 logger = logging.getLogger(__name__)
+
+WARN_EVERY_STEPS = 20
 
 
 class Control(Protocol):
@@ -151,6 +151,7 @@ class Loop:
         self._first_draw_at: float | None = None
         self._rows: dict[int, telemetry.StepRow] = {}
         self._failed_in_a_row = 0
+        self._next_warning = 0  # step
         self._is_stopping = asyncio.Event()
         self._has_first_version = asyncio.Event()
         self._trained = asyncio.Condition()
@@ -295,7 +296,8 @@ class Loop:
 
     def _warn_without_signal(self, step: int, slots: Sequence[Slot]) -> None:
         num_empty = sum(not slot.has_signal for slot in slots)
-        if num_empty and self.cfg.filter_zero_advantages:
+        if num_empty and self.cfg.filter_zero_advantages and step >= self._next_warning:
+            self._next_warning = step + WARN_EVERY_STEPS
             logger.warning(
                 "step %d: %d of %d groups have equal rewards: max_oversampling = %g is used up; tasks are "
                 "too easy or too hard for this policy",
@@ -458,39 +460,3 @@ class Loop:
         elif self.progress.step != self.cfg.max_steps:
             report("phase", text=f"stopping after step {self.progress.step}")
             await self.control.send(Stop(reason="interrupted", save=self.progress.step > self.start))
-
-
-def summary_of(progress: Progress, *, max_steps: int | None) -> dict[str, Any]:
-    """summary.json: what a run came to."""
-
-    def first_and_last(means: dict[int, float]) -> tuple[float | None, float | None]:
-        if not means:
-            return None, None
-        return means.get(0), means[max(means)] if max(means) > 0 else None
-
-    reward_before, reward_after = first_and_last(progress.sampled)
-    greedy_before, greedy_after = first_and_last(progress.greedy)
-    return {
-        "reward_before": reward_before,
-        "reward_after": reward_after,
-        "greedy_before": greedy_before,
-        "greedy_after": greedy_after,
-        "steps": progress.step,
-        "max_steps": max_steps,
-        "rollouts": progress.num_rollouts,
-        "tokens": progress.num_tokens,
-        "wall_s": progress.wall_s,
-        "train_s": progress.train_s,
-        "tokens_per_s": progress.num_tokens / progress.train_s if progress.train_s else None,
-        "mismatch_kl_max": progress.mismatch_kl_max,
-        "resumed": progress.num_resumes > 0,
-        "evals": {
-            "sampled": {str(version): mean for version, mean in sorted(progress.sampled.items())},
-            "greedy": {str(version): mean for version, mean in sorted(progress.greedy.items())},
-        },
-    }
-
-
-def copy_of(progress: Progress) -> Progress:
-    """A progress of its own, so that a run can be compared with how it began."""
-    return msgspec.convert(msgspec.to_builtins(progress, str_keys=False), Progress)

@@ -30,9 +30,9 @@ from stretto.monitors import build_monitors
 from stretto.orchestrator import checkpoint
 from stretto.orchestrator.buffer import Bounds, Buffer
 from stretto.orchestrator.build import build_engines, build_env, build_renderer_of, build_scratch_renderer
-from stretto.orchestrator.checkpoint import Progress
+from stretto.orchestrator.checkpoint import Progress, summary_of
 from stretto.orchestrator.evaluate import Evaluator, eval_envs
-from stretto.orchestrator.loop import Control, Cursor, Engines, Loop, Sender, summary_of
+from stretto.orchestrator.loop import Control, Cursor, Engines, Loop, Sender
 from stretto.orchestrator.packing import cost_of_model
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Player
@@ -140,12 +140,12 @@ def build_loop(
         watch=watch,
         cost=cost_of_model(cfg.model.name),
         progress=progress,
-        evaluator=build_evaluator(cfg, envs, player),
+        evaluator=build_evaluator(cfg, envs, player, watch),
     )
 
 
 def build_evaluator(
-    cfg: OrchestratorSection, envs: Sequence[Environment], player: Player
+    cfg: OrchestratorSection, envs: Sequence[Environment], player: Player, watch: Watch
 ) -> Evaluator | None:
     """Evals as configured; replies are no longer than in training where nothing else is said."""
     if cfg.eval is None:
@@ -157,6 +157,7 @@ def build_evaluator(
         cfg.eval.model_copy(update={"sampling": sampling}),
         player,
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,
+        watch=watch,
     )
 
 
