@@ -180,3 +180,11 @@ class OrchestratorSection(Section):
         "student.client": "client",
         "wandb": "monitors.wandb",
     }
+
+    def eval_as_trained(self) -> EvalSection | None:
+        """[eval] with replies no longer than in training where it sets no length of its own."""
+        if self.eval is None:
+            return None
+        limit = self.eval.sampling.max_completion_tokens or self.train.sampling.max_completion_tokens
+        sampling = self.eval.sampling.model_copy(update={"max_completion_tokens": limit})
+        return self.eval.model_copy(update={"sampling": sampling})

@@ -312,7 +312,7 @@ def _processes(
 
 def _eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
     """Evaluates this run's newest weights on what the run was evaluated on, with an engine of its own."""
-    section = cfg.orchestrator.eval or EvalSection(sampling=cfg.orchestrator.train.sampling)
+    section = cfg.orchestrator.eval_as_trained() or EvalSection(sampling=cfg.orchestrator.train.sampling)
     engine = cfg.inference or InferenceSection()
     return EvalConfig.model_validate(
         {

@@ -147,14 +147,13 @@ def build_loop(
 def build_evaluator(
     cfg: OrchestratorSection, envs: Sequence[Environment], player: Player, watch: Watch
 ) -> Evaluator | None:
-    """Evals as configured; replies are no longer than in training where nothing else is said."""
-    if cfg.eval is None:
+    """Evals as configured; None: there are none."""
+    section = cfg.eval_as_trained()
+    if section is None:
         return None
-    limit = cfg.eval.sampling.max_completion_tokens or cfg.train.sampling.max_completion_tokens
-    sampling = cfg.eval.sampling.model_copy(update={"max_completion_tokens": limit})
     return Evaluator(
-        eval_envs(cfg.eval, envs),
-        cfg.eval.model_copy(update={"sampling": sampling}),
+        eval_envs(section, envs),
+        section,
         player,
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,
         watch=watch,
