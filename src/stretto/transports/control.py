@@ -253,7 +253,7 @@ class ControlServer:
         while True:
             event = await self.next_event()
             yield event
-            if isinstance(event.message, Bye) and all(peer.is_gone for peer in self._peers.values()):
+            if self._events.empty() and all(peer.is_gone for peer in self._peers.values()):
                 return
 
     async def send(
@@ -283,6 +283,8 @@ class ControlServer:
 
     async def close(self) -> None:
         """Tell ranks that are still there, and unbind."""
+        if not self._tasks:
+            return
         for peer in self._peers.values():
             if not peer.is_gone and self._error is None:
                 await self._send(peer, [END, b""])
@@ -290,10 +292,9 @@ class ControlServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._events.put_nowait(None)
-        if self._tasks:
-            self._tasks = []
-            self._socket.close()
-            self._context.term()
+        self._tasks = []
+        self._socket.close()
+        self._context.term()
 
     # -- inside --
 

@@ -125,8 +125,8 @@ class Received:
     def close(self) -> None:
         """Let the mappings go; each ends with the last tensor that refers to it.
 
-        They are never closed by hand: torch keeps the mapping object alive but does not lock its buffer, so that
-        closing it would leave tensors over unmapped memory.
+        They are never closed by hand: torch keeps the mapping object alive but does not lock its buffer, so
+        that closing it would leave tensors over unmapped memory.
         """
         self._maps = []
 
