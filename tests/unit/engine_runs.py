@@ -36,7 +36,15 @@ def prompt(rng: np.random.Generator, length: int) -> np.ndarray:
     return rng.integers(2, VOCAB, length).astype(np.int32)
 
 
-def ask(name: str, prompt_ids: np.ndarray, *, n: int = 1, salt: str | None = None, scored: bool = False, **sampling):
+def ask(
+    name: str,
+    prompt_ids: np.ndarray,
+    *,
+    n: int = 1,
+    salt: str | None = None,
+    scored: bool = False,
+    **sampling,
+):
     sampling = {"max_tokens": 12, "seed": 7, "ignore_eos": True} | sampling
     return GenerateRequest(
         request_id=name,
@@ -83,5 +91,5 @@ def packed_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         ids = torch.from_numpy(tokens.astype(np.int64))
         hidden = model.hidden(ids, PackedLayout((0, len(ids)), ids.device))
-        logprobs = torch.log_softmax(hidden @ model.output_weight.T, -1)
+        logprobs = torch.log_softmax((hidden @ model.output_weight.T).float(), -1)
         return logprobs[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()

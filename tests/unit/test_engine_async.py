@@ -28,19 +28,11 @@ async def until(condition) -> None:
             await asyncio.sleep(0.001)
 
 
-@pytest.fixture(params=["inline", "thread"])
-def build_engine(request):
-    """Both ways of making a step: on the loop, and in a thread."""
-    inline_below_s = 10.0 if request.param == "inline" else 0.0
-
-    def build(model=MODEL, *, max_waiting=64, **settings) -> Engine:
-        core = build_core(model, **settings)
-        return Engine(core, max_waiting=max_waiting, decoder=lambda: decode, inline_below_s=inline_below_s)
-
-    return build
+def build_engine(model=MODEL, *, max_waiting=64, **settings) -> Engine:
+    return Engine(build_core(model, **settings), max_waiting=max_waiting, decoder=lambda: decode)
 
 
-async def test_answers_equal_the_synchronous_core(build_engine):
+async def test_answers_equal_the_synchronous_core():
     rng = np.random.default_rng(0)
     asked = [ask(f"r{i}", prompt(rng, 10 + i), n=2) for i in range(6)]
     expected = run(build_core(MODEL), *asked)
@@ -50,7 +42,7 @@ async def test_answers_equal_the_synchronous_core(build_engine):
         assert [bits(c) for c in request.completions] == [bits(c) for c in completions]
 
 
-async def test_a_cancelled_request_frees_its_blocks(build_engine):
+async def test_a_cancelled_request_frees_its_blocks():
     async with running(build_engine()) as engine:
         task = asyncio.create_task(engine.generate(ask("r", [2, 3], n=3, **LONG)))
         other = asyncio.create_task(engine.generate(ask("other", [2, 3], max_tokens=60)))
@@ -64,7 +56,7 @@ async def test_a_cancelled_request_frees_its_blocks(build_engine):
         assert engine.metrics.finished["abort"] == 3
 
 
-async def test_keep_freezes_requests_and_resume_lets_them_go_on(build_engine):
+async def test_keep_freezes_requests_and_resume_lets_them_go_on():
     expected = run(build_core(MODEL), ask("r", [2, 3], **LONG))[0][0]
     async with running(build_engine()) as engine:
         task = asyncio.create_task(engine.generate(ask("r", [2, 3], **LONG)))
@@ -80,7 +72,7 @@ async def test_keep_freezes_requests_and_resume_lets_them_go_on(build_engine):
         await late
 
 
-async def test_wait_returns_when_all_are_done_and_holds_newcomers(build_engine):
+async def test_wait_returns_when_all_are_done_and_holds_newcomers():
     async with running(build_engine()) as engine:
         task = asyncio.create_task(engine.generate(ask("r", [2, 3], **LONG)))
         await until(lambda: len(engine.core.scheduler.running))
@@ -95,7 +87,7 @@ async def test_wait_returns_when_all_are_done_and_holds_newcomers(build_engine):
         assert len((await late).completions[0].token_ids) == 3
 
 
-async def test_abort_ends_running_and_waiting_requests_with_what_they_have(build_engine):
+async def test_abort_ends_running_and_waiting_requests_with_what_they_have():
     async with running(build_engine(max_num_seqs=1)) as engine:
         tasks = [asyncio.create_task(engine.generate(ask(f"r{i}", [2, 3], **LONG))) for i in range(3)]
         await until(lambda: engine.core.scheduler.counters.generation_tokens > 3)
@@ -106,10 +98,12 @@ async def test_abort_ends_running_and_waiting_requests_with_what_they_have(build
         assert len(done[2].completions[0].token_ids) == 0
         assert engine.core.pool.num_free == engine.core.pool.num_usable
         await engine.resume()
-        assert (await engine.generate(ask("again", [2, 3], max_tokens=2))).completions[0].finish_reason == "length"
+        assert (await engine.generate(ask("again", [2, 3], max_tokens=2))).completions[
+            0
+        ].finish_reason == "length"
 
 
-async def test_abort_by_id_leaves_the_others(build_engine):
+async def test_abort_by_id_leaves_the_others():
     async with running(build_engine()) as engine:
         tasks = {i: asyncio.create_task(engine.generate(ask(i, [2, 3], **LONG))) for i in ("a", "b")}
         await until(lambda: len(engine.core.scheduler.running) == 2)
@@ -118,11 +112,13 @@ async def test_abort_by_id_leaves_the_others(build_engine):
         assert (await tasks["b"]).completions[0].finish_reason == "length"
 
 
-async def test_an_update_reaches_a_busy_engine_and_loses_no_request(build_engine, tmp_path):
+async def test_an_update_reaches_a_busy_engine_and_loses_no_request(tmp_path):
     publisher = FilesystemPublisher(tmp_path, keep_versions=2)
     other = build_model(seed=1)
     async with running(build_engine(build_model())) as engine:
-        tasks = [asyncio.create_task(engine.generate(ask(f"r{i}", [2, 3 + i], n=2, **LONG))) for i in range(4)]
+        tasks = [
+            asyncio.create_task(engine.generate(ask(f"r{i}", [2, 3 + i], n=2, **LONG))) for i in range(4)
+        ]
         await until(lambda: engine.core.scheduler.counters.generation_tokens > 20)
         await engine.update(publisher.publish(1, export_tensors(other)))
         assert engine.core.version == 1
@@ -135,7 +131,7 @@ async def test_an_update_reaches_a_busy_engine_and_loses_no_request(build_engine
     assert bits(fresh.completions[0]) == bits(run(build_core(other), ask("new", [2, 3]))[0][0])
 
 
-async def test_weights_of_another_model_are_refused_and_nothing_changes(build_engine, tmp_path):
+async def test_weights_of_another_model_are_refused_and_nothing_changes(tmp_path):
     publisher = FilesystemPublisher(tmp_path, keep_versions=2)
     wider = build_model(hidden_size=32)
     async with running(build_engine()) as engine:
@@ -150,7 +146,7 @@ async def test_weights_of_another_model_are_refused_and_nothing_changes(build_en
         assert bits((await engine.generate(ask("r", [2, 3]))).completions[0]) == bits(expected)
 
 
-async def test_too_many_waiting_requests_are_sent_away(build_engine):
+async def test_too_many_waiting_requests_are_sent_away():
     async with running(build_engine(max_num_seqs=1, max_waiting=2)) as engine:
         await engine.pause("keep")
         tasks = [asyncio.create_task(engine.generate(ask(f"r{i}", [2], max_tokens=1))) for i in range(2)]
@@ -162,7 +158,7 @@ async def test_too_many_waiting_requests_are_sent_away(build_engine):
         await asyncio.gather(*tasks)
 
 
-async def test_an_id_in_use_is_refused(build_engine):
+async def test_an_id_in_use_is_refused():
     async with running(build_engine()) as engine:
         task = asyncio.create_task(engine.generate(ask("same", [2], **LONG)))
         await asyncio.sleep(0)
@@ -172,7 +168,7 @@ async def test_an_id_in_use_is_refused(build_engine):
         await task
 
 
-async def test_a_stream_gives_every_token_once(build_engine):
+async def test_a_stream_gives_every_token_once():
     async with running(build_engine()) as engine:
         ticket = engine.submit(ask("r", [2, 3], n=3, max_tokens=20), is_streamed=True)
         drawn: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -183,7 +179,7 @@ async def test_a_stream_gives_every_token_once(build_engine):
     assert [drawn[i] for i in range(3)] == [c.token_ids.tolist() for c in request.completions]
 
 
-async def test_leaving_a_stream_aborts_the_request(build_engine):
+async def test_leaving_a_stream_aborts_the_request():
     async with running(build_engine()) as engine:
         ticket = engine.submit(ask("r", [2, 3], **LONG), is_streamed=True)
         async with contextlib.aclosing(engine.stream(ticket)) as lists:
@@ -192,7 +188,7 @@ async def test_leaving_a_stream_aborts_the_request(build_engine):
         assert not engine.core.requests
 
 
-async def test_a_stop_string_ends_a_sample_where_it_is_complete(build_engine):
+async def test_a_stop_string_ends_a_sample_where_it_is_complete():
     free = run(build_core(MODEL), ask("r", [2, 3], max_tokens=40))[0][0]
     stop = decode(free.token_ids[10:13])
     text = decode(free.token_ids)
@@ -204,7 +200,7 @@ async def test_a_stop_string_ends_a_sample_where_it_is_complete(build_engine):
     assert cut_at_stop(decode(completion.token_ids), stop) == text[: text.find(stop)]
 
 
-async def test_a_failing_step_fails_every_request_and_ends_run(build_engine):
+async def test_a_failing_step_fails_every_request_and_ends_run():
     engine = build_engine()
     engine.core.runner.cache.head_dim = 5  # breaks the next step
     task = asyncio.create_task(engine.run())

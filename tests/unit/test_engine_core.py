@@ -16,7 +16,9 @@ MODEL = build_model()
 def test_logprobs_equal_the_trainers_forward_pass():
     rng = np.random.default_rng(0)
     core = build_core(MODEL)
-    asked = [ask(f"r{i}", prompt(rng, int(rng.integers(1, 90))), n=3, max_tokens=40, scored=True) for i in range(6)]
+    asked = [
+        ask(f"r{i}", prompt(rng, int(rng.integers(1, 90))), n=3, max_tokens=40, scored=True) for i in range(6)
+    ]
     for one, completions in zip(asked, run(core, *asked)):
         for completion in completions:
             reference = packed_logprobs(MODEL, np.concatenate([one.prompt_ids, completion.token_ids]))
@@ -77,7 +79,9 @@ def test_a_group_computes_its_prompt_once():
 @pytest.mark.parametrize("budget", [1, 7, 16, 33])
 def test_chunked_prefill_changes_no_bit(budget):
     rng = np.random.default_rng(2)
-    asked = [ask(f"r{i}", prompt(rng, length), n=2, scored=i % 2 == 0) for i, length in enumerate((70, 3, 33, 120))]
+    asked = [
+        ask(f"r{i}", prompt(rng, length), n=2, scored=i % 2 == 0) for i, length in enumerate((70, 3, 33, 120))
+    ]
     whole = run(build_core(MODEL), *asked)
     chunked = run(build_core(MODEL, max_num_batched_tokens=budget), *asked)
     for a, b in zip(whole, chunked):
@@ -102,7 +106,9 @@ def test_preemption_changes_no_bit():
     rng = np.random.default_rng(5)
     asked = [ask(f"r{i}", prompt(rng, int(rng.integers(5, 60))), n=2, max_tokens=60) for i in range(8)]
     roomy, tight = build_core(MODEL), build_core(MODEL, kv_cache_tokens=256)
-    assert [[bits(c) for c in g] for g in run(roomy, *asked)] == [[bits(c) for c in g] for g in run(tight, *asked)]
+    assert [[bits(c) for c in g] for g in run(roomy, *asked)] == [
+        [bits(c) for c in g] for g in run(tight, *asked)
+    ]
     assert roomy.scheduler.counters.num_preemptions == 0
     assert tight.scheduler.counters.num_preemptions > 3
 
@@ -174,7 +180,14 @@ def test_nothing_is_lost_or_shared_wrongly_in_a_tiny_cache(random):
         ids = common[:length] if random.random() < 0.5 else prompt(rng, length)
         stop = tuple(range(2, random.choice([2, 4, 12])))
         requests += submit(
-            core, ask(f"r{i}", ids, n=random.randrange(1, 4), max_tokens=random.randrange(1, 60), stop_token_ids=stop)
+            core,
+            ask(
+                f"r{i}",
+                ids,
+                n=random.randrange(1, 4),
+                max_tokens=random.randrange(1, 60),
+                stop_token_ids=stop,
+            ),
         )
         for _ in range(random.randrange(3)):
             core.step()
@@ -190,7 +203,9 @@ def test_nothing_is_lost_or_shared_wrongly_in_a_tiny_cache(random):
     for request in requests:
         asked = request.request
         for completion in request.completions:
-            assert completion.finish_reason in (("abort", "stop", "length") if asked.request_id in aborted else ("stop", "length"))
+            assert completion.finish_reason in (
+                ("abort", "stop", "length") if asked.request_id in aborted else ("stop", "length")
+            )
             ended = len(completion.token_ids) and completion.token_ids[-1] in asked.sampling.stop_token_ids
             if completion.finish_reason == "stop":
                 assert ended
@@ -211,7 +226,10 @@ def test_requests_are_served_in_order_of_arrival():
 def test_equal_salt_shares_blocks_and_another_salt_does_not():
     core = build_core(MODEL)
     ids = prompt(np.random.default_rng(7), 50)
-    cached = [run(core, ask(f"r{i}", ids, salt=salt))[0][0].cached_tokens for i, salt in enumerate(("a", "a", "b", None, None, "a"))]
+    cached = [
+        run(core, ask(f"r{i}", ids, salt=salt))[0][0].cached_tokens
+        for i, salt in enumerate(("a", "a", "b", None, None, "a"))
+    ]
     assert cached == [0, 48, 0, 0, 48, 48]
 
 
@@ -325,10 +343,11 @@ def test_sizes_that_cannot_work_are_config_errors():
     assert EngineCore(build_model(), CoreSettings(kv_cache_tokens=64)).max_model_len == 64
 
 
-def test_bfloat16_runs_and_stays_near_float32():
+def test_in_bfloat16_the_engine_stays_as_near_to_the_trainer_as_rounding_allows():
     model = build_model().to(torch.bfloat16)
-    core = build_core(model)
-    one = ask("r", prompt(np.random.default_rng(14), 100), max_tokens=30)
-    completion = run(core, one)[0][0]
-    reference = packed_logprobs(MODEL, np.concatenate([one.prompt_ids, completion.token_ids]))[99:]
-    assert np.abs(completion.logprobs - reference).mean() < 0.3
+    rng = np.random.default_rng(14)
+    for length in (5, 60, 130):
+        one = ask("r", prompt(rng, length), max_tokens=30)
+        completion = run(build_core(model), one)[0][0]
+        reference = packed_logprobs(model, np.concatenate([one.prompt_ids, completion.token_ids]))
+        assert np.abs(completion.logprobs - reference[length - 1 :]).mean() < 0.01

@@ -78,7 +78,14 @@ async def site(directory):
 async def test_generate_speaks_vllms_schema(site):
     body = {
         "token_ids": [20, 21, 22],
-        "sampling_params": {"n": 2, "max_tokens": 5, "seed": 1, "logprobs": 0, "prompt_logprobs": 0, "ignore_eos": True},
+        "sampling_params": {
+            "n": 2,
+            "max_tokens": 5,
+            "seed": 1,
+            "logprobs": 0,
+            "prompt_logprobs": 0,
+            "ignore_eos": True,
+        },
         "request_id": "abc",
         "model": "tiny",
     }
@@ -147,8 +154,17 @@ async def test_bad_input_is_a_clear_error(site, body, code, words):
 
 
 async def test_settings_with_their_neutral_value_are_fine(site):
-    neutral = {"presence_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "top_k": -1, "max_tokens": 1, "logit_bias": None}
-    status, _ = await site.post(api.GENERATE, {"token_ids": [1], "sampling_params": neutral, "features": None})
+    neutral = {
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+        "top_k": -1,
+        "max_tokens": 1,
+        "logit_bias": None,
+    }
+    status, _ = await site.post(
+        api.GENERATE, {"token_ids": [1], "sampling_params": neutral, "features": None}
+    )
     assert status == 200
 
 
@@ -157,7 +173,9 @@ async def test_without_the_key_only_health_answers(site):
         for path, expected in ((api.HEALTH, 200), (api.LIVENESS, 200), (api.MODELS, 401), (api.METRICS, 401)):
             async with stranger.get(site.url + path) as response:
                 assert response.status == expected
-        async with stranger.post(site.url + api.GENERATE, headers={"Authorization": "Bearer wrong"}) as response:
+        async with stranger.post(
+            site.url + api.GENERATE, headers={"Authorization": "Bearer wrong"}
+        ) as response:
             assert response.status == 401
             assert "API key" in (await response.json())["error"]["message"]
 
@@ -195,7 +213,9 @@ async def test_too_many_requests_are_429_and_the_client_tries_again(site):
     async with EngineClient([site.url], api_key="secret", max_retries=20) as client:
         await client.pause("keep")
         asked = [
-            GenerateRequest(request_id=f"r{i}", prompt_ids=np.array([20], np.int32), sampling=SamplingParams(max_tokens=2))
+            GenerateRequest(
+                request_id=f"r{i}", prompt_ids=np.array([20], np.int32), sampling=SamplingParams(max_tokens=2)
+            )
             for i in range(12)
         ]
         tasks = [asyncio.create_task(client.generate(one)) for one in asked]
@@ -223,8 +243,12 @@ async def test_admin_routes(site):
 
 
 async def test_metrics_are_prometheus_text_under_vllms_names(site):
-    await site.post(api.GENERATE, {"token_ids": [20] * 40, "sampling_params": {"max_tokens": 4, "ignore_eos": True}})
-    await site.post(api.GENERATE, {"token_ids": [20] * 40, "sampling_params": {"max_tokens": 4, "ignore_eos": True}})
+    await site.post(
+        api.GENERATE, {"token_ids": [20] * 40, "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+    )
+    await site.post(
+        api.GENERATE, {"token_ids": [20] * 40, "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+    )
     status, text = await site.get(api.METRICS)
     assert status == 200
     for line in text.strip().splitlines():
@@ -242,7 +266,9 @@ async def test_metrics_are_prometheus_text_under_vllms_names(site):
 async def test_completions_of_text_and_of_token_ids(site):
     base = {"max_tokens": 6, "seed": 3, "logprobs": 0, "return_token_ids": True}
     _, by_text = await site.post(api.COMPLETIONS, base | {"prompt": "abc"})
-    _, by_ids = await site.post(api.COMPLETIONS, base | {"prompt": load_tokenizer(site.server.directory).encode("abc")})
+    _, by_ids = await site.post(
+        api.COMPLETIONS, base | {"prompt": load_tokenizer(site.server.directory).encode("abc")}
+    )
     assert by_text["choices"][0]["text"] == by_ids["choices"][0]["text"]
     assert by_text["choices"][0]["logprobs"] == by_ids["choices"][0]["logprobs"]
     _, several = await site.post(api.COMPLETIONS, base | {"prompt": ["abc", "de"], "n": 2, "echo": True})
@@ -255,9 +281,13 @@ async def test_completions_of_text_and_of_token_ids(site):
 async def test_streamed_completions_add_up_to_the_whole(site):
     body = {"prompt": ["abc", "x"], "n": 2, "max_tokens": 12, "seed": 3, "stop": ["zz", "q"]}
     _, whole = await site.post(api.COMPLETIONS, body)
-    events = await site.events(api.COMPLETIONS, body | {"stream": True, "stream_options": {"include_usage": True}})
+    events = await site.events(
+        api.COMPLETIONS, body | {"stream": True, "stream_options": {"include_usage": True}}
+    )
     for choice in whole["choices"]:
-        mine = [e["choices"][0] for e in events if e["choices"] and e["choices"][0]["index"] == choice["index"]]
+        mine = [
+            e["choices"][0] for e in events if e["choices"] and e["choices"][0]["index"] == choice["index"]
+        ]
         assert "".join(piece["text"] for piece in mine) == choice["text"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         assert all(piece["finish_reason"] is None for piece in mine[:-1])
@@ -265,9 +295,18 @@ async def test_streamed_completions_add_up_to_the_whole(site):
 
 
 async def test_chat_completions_stop_at_the_turns_end_and_stream_the_same(site):
-    body = {"messages": MESSAGES, "max_tokens": 40, "n": 4, "seed": 2, "logprobs": True, "return_token_ids": True}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 40,
+        "n": 4,
+        "seed": 2,
+        "logprobs": True,
+        "return_token_ids": True,
+    }
     _, whole = await site.post(api.CHAT_COMPLETIONS, body)
-    assert whole["object"] == "chat.completion" and whole["usage"]["prompt_tokens"] == len(whole["prompt_token_ids"])
+    assert whole["object"] == "chat.completion" and whole["usage"]["prompt_tokens"] == len(
+        whole["prompt_token_ids"]
+    )
     _, tokens = await site.post(api.TOKENIZE, {"messages": MESSAGES})
     assert tokens["tokens"] == whole["prompt_token_ids"]
     for choice in whole["choices"]:
@@ -282,7 +321,9 @@ async def test_chat_completions_stop_at_the_turns_end_and_stream_the_same(site):
 
 
 async def test_chat_with_tools_streams_one_whole_message(site):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    ]
     body = {"messages": MESSAGES, "max_tokens": 10, "seed": 2, "tools": tools, "stream": True}
     events = await site.events(api.CHAT_COMPLETIONS, body)
     assert events[0]["choices"][0]["delta"]["role"] == "assistant"
@@ -323,7 +364,9 @@ async def test_the_served_model_is_listed(site):
 
 async def test_an_unexpected_error_is_a_500_with_an_id(site, caplog):
     site.server.openai._renderers[False] = object()  # no renderer at all
-    status, answer = await site.post(api.CHAT_COMPLETIONS, {"messages": MESSAGES}, headers={"X-Request-Id": "id-7"})
+    status, answer = await site.post(
+        api.CHAT_COMPLETIONS, {"messages": MESSAGES}, headers={"X-Request-Id": "id-7"}
+    )
     assert status == 500
     assert "id-7" in answer["error"]["message"] and "id-7" in caplog.text
     assert (await site.get(api.HEALTH))[0] == 200

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from stretto.base import log
 from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.memory import keep_freed_memory
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import Engine, EngineState
 from stretto.inference.openai import OpenAIRoutes
@@ -177,6 +178,7 @@ class Server:
 def main(cfg: InferenceConfig) -> int:
     """Serve until SIGTERM or SIGINT (0), or until the engine fails (1)."""
     log.setup("inference", cfg.run_dir if cfg.run.name else None, cfg.log.level, cfg.log.json_logging)
+    keep_freed_memory()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     return asyncio.run(serve(cfg))

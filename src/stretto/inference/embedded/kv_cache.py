@@ -1,11 +1,10 @@
 """Keys and values in blocks, and the attention that reads them.
 
-Every query row (one token, whether it is being decoded or stands in a prompt) attends by itself over the
-cached keys of its sequence, padded to one of a few widths that depends on its own position only. A row's
-result is then made by matrix products whose shape does not depend on the rest of the batch, on how a prompt
-was cut into chunks, or on what came from the prefix cache: equal bits in every batch (`is_exact`; measured in
-test_engine_invariance.py). Long prompts share one read of their keys. Without `is_exact` (bfloat16, CUDA)
-their queries are also multiplied together.
+Every query row (one token, whether it is being decoded or stands in a prompt) attends over the cached keys of
+its sequence, padded to one of a few widths that depends on its own position only. In float32 on a CPU
+(`is_exact`) it does so by matrix products whose shape does not depend on the rest of the batch, on how a
+prompt was cut into chunks, or on what came from the prefix cache: equal bits in every batch. Rows of one long
+prompt share one read of its keys.
 
 Layout: [layers, kv_heads, blocks, block_size * head_dim], so that one row gather yields a batch of [keys,
 head_dim] matrices for a batched product without another copy.
@@ -14,10 +13,12 @@ head_dim] matrices for a batched product without another copy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.models.config import ModelConfig
@@ -51,8 +52,8 @@ class Layout:
 
 
 def key_widths(block_size: int, max_len: int) -> np.ndarray:
-    """Multiples of block_size, growing by at most a half: 32, 48, 64, 96, 128, 192, ..."""
-    widths, width = [], -(-32 // block_size) * block_size
+    """Multiples of block_size, growing by at most a half (twice at the start): 16, 32, 48, 64, 96, ..."""
+    widths, width = [], -(-16 // block_size) * block_size
     while True:
         widths.append(width)
         if width >= max_len:
@@ -86,8 +87,8 @@ class KVCache:
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole blocks in all layers: what a fork does with its half-full last block."""
         src, dst = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
-        self.keys[:, :, dst] = self.keys[:, :, src]
-        self.values[:, :, dst] = self.values[:, :, src]
+        self.keys.index_copy_(2, dst, self.keys.index_select(2, src))
+        self.values.index_copy_(2, dst, self.values.index_select(2, src))
 
     def width_index(self, positions: Int[np.ndarray, " rows"]) -> np.ndarray:
         """Which of `widths` a query at each position uses; rows are sorted by it before `layout`."""
@@ -152,18 +153,19 @@ class KVCache:
             keys.view(-1, dim).index_copy_(0, layout.write, k.transpose(0, 1).reshape(-1, dim))
             values.view(-1, dim).index_copy_(0, layout.write, v.transpose(0, 1).reshape(-1, dim))
             keys, values = keys.view(-1, self.block_size * dim), values.view(-1, self.block_size * dim)
-            # [kv_heads, rows, group, head_dim]
-            q = (q * self.scale).view(rows, self.num_kv_heads, self.group, dim).transpose(0, 1)
-            out = [self._part(q, keys, values, part) for part in layout.parts]
+            q = q.view(rows, self.num_kv_heads, self.group, dim).transpose(0, 1)  # [kv_heads, rows, group, dim]
+            read = self._read_exactly if self.is_exact else self._read
+            out = [read(q, keys, values, part) for part in layout.parts]
             merged = out[0] if len(out) == 1 else torch.cat(out, dim=1)
             return merged.transpose(0, 1).reshape(rows, heads, dim)
 
         return attend
 
-    def _part(self, q: Tensor, keys: Tensor, values: Tensor, part: _Part) -> Tensor:
+    def _read_exactly(self, q: Tensor, keys: Tensor, values: Tensor, part: _Part) -> Tensor:
+        """Softmax attention as one [group, dim] product a row, so that no row sees the batch's shape."""
         kv_heads, group, dim = self.num_kv_heads, self.group, self.head_dim
         rows = part.stop - part.start
-        q = q[:, part.start : part.stop]
+        q = q[:, part.start : part.stop] * self.scale
         k = keys.index_select(0, part.gather)
         v = values.index_select(0, part.gather)
         if not part.is_shared:
@@ -172,15 +174,27 @@ class KVCache:
             scores.view(kv_heads, rows, group, part.width).add_(part.bias.unsqueeze(1))
             return torch.bmm(torch.softmax(scores, dim=-1), v).view(kv_heads, rows, group, dim)
         k, v = k.view(kv_heads, part.width, dim), v.view(kv_heads, part.width, dim)
-        if not self.is_exact:
-            scores = torch.bmm(q.reshape(kv_heads, rows * group, dim), k.transpose(1, 2))
-            scores.view(kv_heads, rows, group, part.width).add_(part.bias.unsqueeze(1))
-            return torch.bmm(torch.softmax(scores, dim=-1), v).view(kv_heads, rows, group, dim)
         out = []
         for head in range(kv_heads):
-            # One [group, head_dim] product a row, as in a decode step; the keys are not copied (stride 0).
-            scores = torch.bmm(q[head], k[head].expand(rows, -1, -1).transpose(1, 2)).add_(
-                part.bias.unsqueeze(1)
-            )
+            # Every row multiplies the same keys; they are not copied (stride 0).
+            scores = torch.bmm(q[head], k[head].expand(rows, -1, -1).transpose(1, 2))
+            scores.add_(part.bias.unsqueeze(1))
             out.append(torch.bmm(torch.softmax(scores, dim=-1), v[head].expand(rows, -1, -1)))
         return torch.stack(out)
+
+    def _read(self, q: Tensor, keys: Tensor, values: Tensor, part: _Part) -> Tensor:
+        """The library's fused attention, as in the trainer: scores stay in float32 whatever the dtype."""
+        kv_heads, group, dim = self.num_kv_heads, self.group, self.head_dim
+        rows = part.stop - part.start
+        q = q[:, part.start : part.stop]
+        k = keys.index_select(0, part.gather).view(kv_heads, -1, part.width, dim)
+        v = values.index_select(0, part.gather).view(kv_heads, -1, part.width, dim)
+        attend = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=True)
+        if part.is_shared:
+            q = q.transpose(1, 2).reshape(1, kv_heads * group, rows, dim)
+            out = attend(q, k.transpose(0, 1), v.transpose(0, 1), attn_mask=part.bias)
+            return out.view(kv_heads, group, rows, dim).transpose(1, 2)
+        q = q.transpose(0, 1).reshape(rows, kv_heads * group, 1, dim)
+        mask = part.bias.view(rows, 1, 1, part.width)
+        out = attend(q, k.transpose(0, 1), v.transpose(0, 1), attn_mask=mask)
+        return out.reshape(rows, kv_heads, group, dim).transpose(0, 1)

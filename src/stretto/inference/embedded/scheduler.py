@@ -26,6 +26,8 @@ from stretto.inference.embedded.sampler import stream_key
 from stretto.inference.embedded.slots import Slots, SlotState
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 
+# As plain integers: looking members of an enum up costs more than the comparisons they are for.
+_RESERVED, _RUNNING, _PREEMPTED = int(SlotState.RESERVED), int(SlotState.RUNNING), int(SlotState.PREEMPTED)
 _MEMBERS = 1 << 20  # samples a request may have, as far as ordering goes
 
 
@@ -95,6 +97,7 @@ class Scheduler:
         self.version = 0
         self.counters = Counters()
         self._arrivals = itertools.count()
+        self._ended: list[int] = []
         self._count = np.zeros(slots.capacity, np.int64)  # tokens in this step, of running slots
 
     @property
@@ -154,14 +157,15 @@ class Scheduler:
         for leader in leaders:
             request = self.request_of[leader]
             request.is_forked = True
-            siblings = np.array([s for s in request.slots if slots.state[s] == SlotState.RESERVED], np.int64)
+            siblings = np.array(request.slots, np.int64)
+            siblings = siblings[slots.state[siblings] == _RESERVED]
             if not len(siblings):
                 continue
             length = int(slots.num_tokens[leader])
             full, partial = divmod(length, self.block_size)
             fit = min(len(siblings), pool.num_free) if partial else len(siblings)
             for late in siblings[fit:].tolist():
-                slots.state[late] = SlotState.PREEMPTED
+                slots.state[late] = _PREEMPTED
                 self.preempted.append(late)
             siblings = siblings[:fit]
             if full and fit:
@@ -174,7 +178,7 @@ class Scheduler:
                 targets.append(copies)
             slots.num_blocks[siblings] = full + bool(partial)
             slots.num_computed[siblings] = length
-            slots.state[siblings] = SlotState.RUNNING
+            slots.state[siblings] = _RUNNING
             started.append(siblings)
         self.preempted.sort(key=lambda slot: slots.order[slot])
         self._set_running(np.concatenate(started))
@@ -183,19 +187,16 @@ class Scheduler:
         return np.concatenate(sources), np.concatenate(targets)
 
     def finish(self, slot: int, reason: str, stop_reason: int | str | None) -> Request | None:
-        """Turn a slot into a completion and free it; returns the request when it was the last of its samples.
+        """Turn a slot into a completion; returns the request when it was the last of its samples.
 
-        `running` still names the slot until `drop_finished`, so that many can finish in one step.
+        The slot and its blocks are free after `drop_finished`, so that many can finish in one step.
         """
         request, slots = self.request_of[slot], self.slots
-        completion = self._completion(slot, request, reason)
         member = int(slots.member[slot])
-        request.completions[member], request.stop_reasons[member] = completion, stop_reason
+        request.completions[member] = self._completion(slot, request, reason)
+        request.stop_reasons[member] = stop_reason
         self._register(slot)
-        self._release(slot)
-        if slots.state[slot] == SlotState.PREEMPTED:
-            self.preempted.remove(slot)
-        slots.free(slot)
+        self._ended.append(slot)
         self.request_of[slot] = None
         request.num_open -= 1
         if request.num_open:
@@ -204,7 +205,16 @@ class Scheduler:
         return request
 
     def drop_finished(self) -> None:
-        self.running = self.running[self.slots.state[self.running] == SlotState.RUNNING]
+        """Free what `finish` ended."""
+        if not self._ended:
+            return
+        slots, ended = self.slots, np.array(self._ended, np.int64)
+        for slot in ended[slots.state[ended] == _PREEMPTED].tolist():
+            self.preempted.remove(slot)
+        self._release(ended)
+        slots.free(self._ended)
+        self._ended.clear()
+        self.running = self.running[slots.state[self.running] == _RUNNING]
 
     def abort(self, request: Request) -> None:
         """End a request now with what it has; samples that never began are empty."""
@@ -244,9 +254,9 @@ class Scheduler:
         slots = self.slots
         assert len(self.running) > 1, "one sequence of full length must fit into the cache"
         self._register(slot)
-        self._release(slot)
+        self._release(np.array([slot]))
         slots.num_computed[slot] = 0
-        slots.state[slot] = SlotState.PREEMPTED
+        slots.state[slot] = _PREEMPTED
         self.preempted.append(slot)
         self.preempted.sort(key=lambda s: slots.order[s])
         self.running = self.running[:-1]
@@ -288,7 +298,7 @@ class Scheduler:
         is_filtered = not is_greedy and (params.top_k is not None or params.top_p < 1 or params.min_p > 0)
         for member, slot in enumerate(seats):
             slots.rows[slot] = (
-                SlotState.RESERVED if member else SlotState.PREEMPTED, arrival + member, len(prompt), len(prompt), 0, 0,
+                _RESERVED if member else _PREEMPTED, arrival + member, len(prompt), len(prompt), 0, 0,
                 request.end, member, stream_key(request.seed, member), 1.0 if is_greedy else 1 / params.temperature,
                 is_greedy, top_k, params.top_p, params.min_p, is_filtered, request.watcher is not None,
             )  # fmt: skip
@@ -322,7 +332,7 @@ class Scheduler:
         slots.blocks[slot, len(known) : len(known) + need] = pool.take(need)
         slots.num_blocks[slot] = len(known) + need
         slots.num_computed[slot] = cached
-        slots.state[slot] = SlotState.RUNNING
+        slots.state[slot] = _RUNNING
         self._count[slot] = count
         if request.started_s is None:
             self._count_admission(request, cached)
@@ -358,22 +368,24 @@ class Scheduler:
 
     def _register(self, slot: int) -> None:
         """Make the full blocks of a slot that gives them up findable: the next turn of a dialogue begins with them."""
-        slots = self.slots
-        if not self.pool.is_caching:
+        computed, num_prompt = int(self.slots.num_computed[slot]), int(self.slots.num_prompt[slot])
+        num_full, num_prompt_full = computed // self.block_size, num_prompt // self.block_size
+        if not self.pool.is_caching or num_full <= num_prompt_full:
             return
-        computed = min(int(slots.num_computed[slot]), int(slots.num_tokens[slot]))
         hashes = self._hashes(slot, computed)
-        num_prompt_full = int(slots.num_prompt[slot]) // self.block_size
-        for b in range(min(num_prompt_full, len(hashes)), len(hashes)):
-            self.pool.register(int(slots.blocks[slot, b]), hashes[b])
+        for b in range(num_prompt_full, num_full):
+            self.pool.register(int(self.slots.blocks[slot, b]), hashes[b])
 
-    def _release(self, slot: int) -> None:
+    def _release(self, released: np.ndarray) -> None:
+        """Give back the blocks of these slots."""
         slots = self.slots
-        held = int(slots.num_blocks[slot])
-        if held:
-            self.pool.release(slots.blocks[slot, :held])
-        slots.blocks[slot, :held] = 0
-        slots.num_blocks[slot] = 0
+        held = slots.num_blocks[released]
+        most = int(held.max())
+        if most:
+            tables = slots.blocks[released, :most]
+            self.pool.release(tables[np.arange(most) < held[:, None]])
+            slots.blocks[released, :most] = 0
+            slots.num_blocks[released] = 0
 
     def _set_running(self, run: np.ndarray) -> None:
         order = self.slots.order[run]

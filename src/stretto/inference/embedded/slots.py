@@ -76,9 +76,9 @@ class Slots:
         del self._free[-count:]
         return taken
 
-    def free(self, slot: int) -> None:
-        self.state[slot] = SlotState.FREE
-        self._free.append(slot)
+    def free(self, slots: list[int]) -> None:
+        self.state[slots] = SlotState.FREE
+        self._free.extend(slots)
 
     def reserve(self, length: int) -> None:
         """Make sure that a sequence of `length` tokens fits in a row."""
