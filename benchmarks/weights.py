@@ -1,0 +1,100 @@
+"""A weight update of a 1M model, publisher to tensors in another process: milliseconds by transport.
+
+    python benchmarks/weights.py [--quick]
+
+The publisher is this process; the receiver is another one, as trainer and engine are, told of a version
+through a pipe. `publish_ms`: model to shared memory or disk, checksum included. `receive_ms`: map, verify,
+copy into the engine's tensors. `update_ms`: both, and the message. A first update pays for fresh memory;
+figures are of the later ones.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import msgspec
+import torch
+
+from stretto.base.paths import RunDir
+from stretto.config.transport import FilesystemWeights, ShmWeights
+from stretto.records.weights import WeightManifest
+from stretto.transports.weights import build_publisher, receive
+
+
+def model(num_parameters: int) -> list[tuple[str, torch.Tensor]]:
+    """Matrices of 128 x 128, as a small transformer has."""
+    return [(f"layers.{i}.weight", torch.randn(128, 128)) for i in range(num_parameters // 128**2)]
+
+
+def receiver() -> None:
+    """The engine's part: answers every manifest with the milliseconds it took."""
+    held: dict[str, torch.Tensor] = {}
+    for line in sys.stdin:
+        manifest = msgspec.json.decode(line, type=WeightManifest)
+        started = time.perf_counter()
+        with receive(manifest) as tensors:
+            for name, tensor in tensors:
+                held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+        print((time.perf_counter() - started) * 1e3, flush=True)
+
+
+def measure(cfg: ShmWeights | FilesystemWeights, num_parameters: int, rounds: int) -> dict[str, float]:
+    tensors = model(num_parameters)
+    taken: dict[str, list[float]] = {"publish_ms": [], "receive_ms": [], "update_ms": []}
+    command = [sys.executable, __file__, "--receiver"]
+    with (
+        tempfile.TemporaryDirectory() as work,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine,
+    ):
+        publisher = build_publisher(cfg, RunDir(Path(work)), "benchmark")
+        for version in range(rounds + 3):
+            started = time.perf_counter()
+            manifest = publisher.publish(version, tensors)
+            published = time.perf_counter()
+            engine.stdin.write(msgspec.json.encode(manifest).decode() + "\n")
+            engine.stdin.flush()
+            receive_ms = float(engine.stdout.readline())
+            done = time.perf_counter()
+            publisher.release(version - 1)
+            if version >= 3:
+                taken["publish_ms"].append((published - started) * 1e3)
+                taken["receive_ms"].append(receive_ms)
+                taken["update_ms"].append((done - started) * 1e3)
+        publisher.close()
+        engine.stdin.close()
+    return {name: round(statistics.median(values), 3) for name, values in taken.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, no big model")
+    parser.add_argument("--receiver", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.receiver:
+        return receiver()
+    rounds = 20 if args.quick else 200
+    sizes = {"1M": 1_000_000} if args.quick else {"1M": 1_000_000, "100M": 100_000_000}
+    figures: dict[str, float] = {}
+    for size, num_parameters in sizes.items():
+        for cfg in (ShmWeights(), FilesystemWeights()):
+            found = measure(cfg, num_parameters, rounds if size == "1M" else 5)
+            print(f"{size} float32 parameters, {cfg.type}: {found}")
+            figures.update({f"{cfg.type}_{size}_{name}": value for name, value in found.items()})
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
