@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -59,16 +60,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Job:
-    """One run directory and the commands on it."""
+    """One run directory and the commands on it; nothing of it outlives the test."""
 
     def __init__(self, directory: Path, model: Path, max_steps: int) -> None:
         self.run = RunDir(directory / "killed")
+        self._popen: subprocess.Popen[str] | None = None
         self._toml = directory / "rl.toml"
         self._toml.write_text(TOML.format(directory=directory, model=model, max_steps=max_steps))
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "stretto", "rl", "@", str(self._toml), *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return self._popen
+
+    def close(self) -> None:
+        if self._popen is not None:
+            self._popen.kill()
+            self._popen.communicate()
 
     def way_on(self) -> list[str]:
         """What a person types after a failure: on from a checkpoint where there is one."""
@@ -104,6 +112,13 @@ def wait_for_step(job: Job, popen: subprocess.Popen[str], step: int) -> None:
     raise AssertionError(f"no checkpoint of step {step}")
 
 
+def kill(popen: subprocess.Popen[str], victim: int) -> None:
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:
+        raise AssertionError(f"it had ended by itself: {popen.communicate()[0]}") from None
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -111,24 +126,37 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.fixture
+def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[[int], Job]]:
+    jobs: list[Job] = []
+
+    def build(max_steps: int) -> Job:
+        jobs.append(Job(tmp_path, model, max_steps))
+        return jobs[-1]
+
+    yield build
+    for job in jobs:
+        job.close()
+
+
 def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(
-    tmp_path: Path, model: Path
+    start_job: Callable[[int], Job],
 ) -> None:
-    job = Job(tmp_path, model, max_steps=100_000)
+    job = start_job(100_000)
     moments = random.Random(7)
     words: list[str] = []
     reached = []
-    for kill in range(NUM_KILLS):
-        role = ROLES[kill % 3]
+    for number in range(NUM_KILLS):
+        role = ROLES[number % 3]
         popen = job.start(*words)
         victim = wait_for_child(popen, role)
         everyone = [wait_for_child(popen, other) for other in ROLES]
-        if kill % 2 == 0:  # somewhere in training
+        if number % 2 == 0:  # somewhere in training
             wait_for_step(job, popen, (reached[-1] if reached else 0) + moments.randint(1, 8))
             time.sleep(moments.uniform(0.0, 0.3))
         else:  # somewhere in start-up, or shortly after it
             time.sleep(moments.uniform(0.0, 6.0))
-        os.kill(victim, signal.SIGKILL)
+        kill(popen, victim)
         killed_at = time.monotonic()
         output, _ = popen.communicate(timeout=60)
         assert time.monotonic() - killed_at < 10, output
@@ -155,9 +183,9 @@ def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(
 
 
 def test_a_launcher_that_is_killed_takes_everyone_with_it_and_the_run_goes_on(
-    tmp_path: Path, model: Path
+    start_job: Callable[[int], Job],
 ) -> None:
-    job = Job(tmp_path, model, max_steps=12)
+    job = start_job(12)
     popen = job.start()
     everyone = [wait_for_child(popen, role) for role in ROLES]
     wait_for_step(job, popen, 2)
