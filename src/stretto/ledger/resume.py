@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import sqlite3
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
 from stretto.ledger.segments import Place, load_branches
-from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
+from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
 logger = logging.getLogger(__name__)
 
@@ -169,9 +170,9 @@ def _task(env: str, task_id: str, data: str) -> Task:
     return Task(env=env, task_id=task_id, data=msgspec.json.decode(data))
 
 
-def _rollout(run_dir: RunDir, task: Task, row: dict) -> Rollout:
+def _rollout(run_dir: RunDir, task: Task, row: dict[str, Any]) -> Rollout:
     rollout_id = f"g{row['group_id']}.{row['member']}"
-    branches = ()
+    branches: tuple[Branch, ...] = ()
     if row["segment"] is not None:
         place = Place(row["segment"], row["offset"], row["length"], row["crc"])
         branches = load_branches(run_dir, place, rollout_id)

@@ -43,8 +43,10 @@ class SegmentWriter:
     def __init__(self, run_dir: RunDir, segment: int, end: int) -> None:
         """Go on in `segment` after byte `end`, cutting off what lies beyond."""
         self._run_dir = run_dir
+        self.segment = segment
+        self.end = end
         run_dir.tokens.mkdir(parents=True, exist_ok=True)
-        self._open(segment, end)
+        self._fd = self._open()
 
     def append(self, rollouts: Sequence[Rollout]) -> list[Place]:
         """Write the payloads of these rollouts, in one call.
@@ -69,15 +71,16 @@ class SegmentWriter:
     def rotate(self) -> None:
         """Begin the next segment."""
         os.close(self._fd)
-        self._open(self.segment + 1, 0)
+        self.segment, self.end = self.segment + 1, 0
+        self._fd = self._open()
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _open(self, segment: int, end: int) -> None:
-        self.segment, self.end = segment, end
-        self._fd = os.open(self._run_dir.segment(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._fd, end)
+    def _open(self) -> int:
+        fd = os.open(self._run_dir.segment(self.segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(fd, self.end)
+        return fd
 
 
 def load_branches(run_dir: RunDir, place: Place, who: str) -> tuple[Branch, ...]:

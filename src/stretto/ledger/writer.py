@@ -261,11 +261,10 @@ class Ledger:
 
     def _take_row(self, group_id: int, member: int) -> tuple[int, int | None, float | None]:
         """The row of a running member, or a new one for a member that was never said to start."""
-        running = self._running.pop((group_id, member), None)
-        if running is None:
-            running = (self._next_row, None, None)
-            self._next_row += 1
-        return running
+        if (group_id, member) in self._running:
+            return self._running.pop((group_id, member))
+        self._next_row += 1
+        return self._next_row - 1, None, None
 
     def _row(self, rollout: Rollout, advantage: float, place: Place) -> tuple[Any, ...]:
         row, version, started = self._take_row(rollout.group_id, rollout.member)

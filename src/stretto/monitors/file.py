@@ -87,7 +87,7 @@ def _end_torn_line(fd: int) -> int:
         for line in reversed(os.pread(fd, end - start, start).splitlines()):
             row = _parse(line)
             if row is not None and isinstance(row.get("incarnation"), int):
-                return row["incarnation"]
+                return int(row["incarnation"])
         if start == 0:
             return 0
         span *= 2

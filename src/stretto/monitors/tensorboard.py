@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from stretto.base.paths import RunDir
 from stretto.config.monitors import TensorboardSection
@@ -31,7 +32,7 @@ class TensorboardMonitor:
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, step: int, **content) -> None:
+    def _add(self, step: int, **content: Any) -> None:
         self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, **content))
 
 

@@ -16,7 +16,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -64,7 +64,11 @@ def encode(obj: Any) -> list[Buffer]:
     return [first, *(a.reshape(-1).view(np.uint8).data for a in arrays)]
 
 
-def decode(frames: Sequence[Buffer], type: type[T] | Any) -> T:
+@overload
+def decode(frames: Sequence[Buffer], kind: type[T]) -> T: ...
+@overload
+def decode(frames: Sequence[Buffer], kind: Any) -> Any: ...
+def decode(frames: Sequence[Buffer], kind: Any) -> Any:
     """The record of these frames; its arrays are read-only views of them.
 
     Raises: WireError when the frames are of another schema, of another type, or damaged.
@@ -82,15 +86,14 @@ def decode(frames: Sequence[Buffer], type: type[T] | Any) -> T:
     check_schema(schema, "message")
     try:
         header = _header_decoder().decode(views[0][_PREFIX.size :])
-        name = getattr(type, "__name__", None)
-        if isinstance(type, _StructMeta) and header.type != name:
-            raise WireError(f"expected a {name}, received a {header.type}.")
+        if isinstance(kind, _StructMeta) and header.type != kind.__name__:
+            raise WireError(f"expected a {kind.__name__}, received a {header.type}.")
         if len(header.arrays) != len(views) - 1:
             raise WireError(
                 f"{header.type} says it has {len(header.arrays)} arrays, received {len(views) - 1}."
             )
         arrays = [_array(view, *meta) for view, meta in zip(views[1:], header.arrays)]
-        return _decode_body(header.body, type, arrays)
+        return _decode_body(header.body, kind, arrays)
     except (
         msgspec.MsgspecError,
         UnicodeDecodeError,
@@ -116,7 +119,7 @@ def encode_blob(obj: Any) -> bytes:
     return _BLOB.pack(_BLOB_MAGIC, SCHEMA, 0, len(frames), zlib.crc32(rest), len(rest)) + rest
 
 
-def decode_blob(blob: Buffer, type: type[T] | Any, *, where: str = "blob") -> T:
+def decode_blob(blob: Buffer, kind: type[T], *, where: str = "blob") -> T:
     """The record of a blob. `where` names the file in errors.
 
     Raises: DataError when it is damaged, WireError when it is of another schema or type.
@@ -145,12 +148,12 @@ def decode_blob(blob: Buffer, type: type[T] | Any, *, where: str = "blob") -> T:
             raise DataError(f"{where}: a frame ends beyond the end; it is damaged.")
         frames.append(rest[start : start + size])
         start += size + -size % _ALIGN
-    return decode(frames, type)
+    return decode(frames, kind)
 
 
 def blob_bytes(head: Buffer) -> int:
     """Whole length of the blob that begins with `head` (at least `BLOB_HEAD_BYTES` long)."""
-    return _BLOB.size + _BLOB.unpack_from(head)[-1]
+    return _BLOB.size + int(_BLOB.unpack_from(head)[-1])
 
 
 BLOB_HEAD_BYTES = _BLOB.size
@@ -192,14 +195,14 @@ def _array(view: memoryview, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return array.reshape(shape)
 
 
-def _decode_body(body: msgspec.Raw, type: Any, arrays: list[np.ndarray]) -> Any:
+def _decode_body(body: msgspec.Raw, kind: Any, arrays: list[np.ndarray]) -> Any:
     def ext_hook(code: int, data: memoryview) -> Any:
         index = int.from_bytes(data, "little")
         if code != _ARRAY or index >= len(arrays):
             raise WireError(f"reference to array {index} (extension {code}) of {len(arrays)}.")
         return arrays[index]
 
-    return msgspec.msgpack.decode(body, type=type, ext_hook=ext_hook)
+    return msgspec.msgpack.decode(body, type=kind, ext_hook=ext_hook)
 
 
 @lru_cache(maxsize=1)

@@ -22,6 +22,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
@@ -121,7 +122,9 @@ class Event:
     message: Message
 
 
-# A frame list is [kind, number, ...]; the kinds mean the same in every schema.
+Frames = list[Any]
+
+# Frames are [kind, number, ...]; the kinds mean the same in every schema.
 REGISTER, REGISTERED, MESSAGE, ACK, HEARTBEAT, REFUSED, END = b"R", b"D", b"M", b"A", b"H", b"X", b"E"
 
 
@@ -132,9 +135,9 @@ class Link:
     heard_at: float
     sent: int = 0  # numbers given out
     received: int = 0  # numbers delivered
-    unacked: OrderedDict[int, tuple[float, list]] = field(default_factory=OrderedDict)
+    unacked: OrderedDict[int, tuple[float, Frames]] = field(default_factory=OrderedDict)
 
-    def outgoing(self, message: Message, now: float) -> tuple[int, list]:
+    def outgoing(self, message: Message, now: float) -> tuple[int, Frames]:
         """The frames of the next message, and its number."""
         self.sent += 1
         frames = [MESSAGE, self.sent.to_bytes(8, "little"), *encode(message)]
@@ -151,7 +154,7 @@ class Link:
             return True, True
         return False, number <= self.received
 
-    def due(self, now: float) -> list[list]:
+    def due(self, now: float) -> list[Frames]:
         """Frames to send again."""
         late = [n for n, (at, _) in self.unacked.items() if now - at >= RESEND_AFTER_S]
         for n in late:
@@ -165,7 +168,7 @@ class _Peer:
     info: Register
     link: Link
     is_gone: bool = False
-    acks: dict[int, asyncio.Future] = field(default_factory=dict)
+    acks: dict[int, asyncio.Future[None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -186,7 +189,7 @@ class ControlServer:
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._error: StrettoError | None = None
-        self._tasks: list[asyncio.Task] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def ranks(self) -> dict[int, Register]:
@@ -309,7 +312,7 @@ class ControlServer:
         if self._error:
             raise self._error
 
-    def _task_ended(self, task: asyncio.Task) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (cause := task.exception()):
             self._fail(EngineError(f"control wire: {type(cause).__name__}: {cause}"))
 
@@ -323,7 +326,7 @@ class ControlServer:
                     future.set_exception(self._error)
                     future.exception()  # read: a sender that was cancelled does not come back for it
 
-    async def _send(self, peer: _Peer, frames: list) -> None:
+    async def _send(self, peer: _Peer, frames: Frames) -> None:
         await self._socket.send_multipart([peer.identity, *frames])
 
     async def _read(self) -> None:
@@ -428,7 +431,7 @@ class ControlClient:
         self._address = f"tcp://{cfg.host}:{cfg.port}"
         self._link = Link(time.monotonic())
         self._state = threading.Condition()  # guards everything below and the link
-        self._outbox: deque[list] = deque()
+        self._outbox: deque[Frames] = deque()
         self._inbox: deque[Message] = deque()
         self._registered: Registered | None = None
         self._error: StrettoError | None = None
@@ -535,13 +538,13 @@ class ControlClient:
             dealer.close()
             context.term()
 
-    def _loop(self, dealer: zmq.Socket, registration: list) -> None:
+    def _loop(self, dealer: zmq.Socket[bytes], registration: Frames) -> None:
         poller = zmq.Poller()
         poller.register(dealer, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         beat_at = last = time.monotonic()
         while True:
-            poller.poll(max(beat_at - time.monotonic(), 0) * 1000)
+            poller.poll(int(max(beat_at - time.monotonic(), 0) * 1000) + 1)
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
             with self._state:
@@ -561,7 +564,7 @@ class ControlClient:
             if is_done:
                 return
 
-    def _beat(self, now: float, late: float, registration: list) -> list[list]:
+    def _beat(self, now: float, late: float, registration: Frames) -> list[Frames]:
         """What is due every heartbeat; an orchestrator that is silent for too long ends the wire."""
         if self._registered is None:
             return [registration]
@@ -572,7 +575,7 @@ class ControlClient:
             self._fail(_silent(self._peer, silence, self._cfg.dead_after_s))
         return [[HEARTBEAT, b""], *self._link.due(now)]
 
-    def _receive(self, frames: list[bytes]) -> list[list]:
+    def _receive(self, frames: list[bytes]) -> list[Frames]:
         """Take in one message; the frames to answer with."""
         if len(frames) < 2:
             return []  # not one of ours

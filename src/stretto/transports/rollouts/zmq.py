@@ -16,7 +16,7 @@ import queue
 import secrets
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -54,7 +54,7 @@ class _Rank:
     session: str = ""
     last_step: int | None = None
     pending: TrainBatch | None = None
-    is_received: asyncio.Event | None = None
+    is_received: asyncio.Event = field(default_factory=asyncio.Event)
     sent_at: float = 0.0
     resend_after_s: float = RESEND_AFTER_S
 
@@ -72,7 +72,7 @@ class ZmqSender:
         self._run = run
         self._ranks = [_Rank(rank) for rank in range(world_size)]
         self._replaced: set[str] = set()  # sessions whose rank another process has taken over
-        self._reader: asyncio.Task | None = None
+        self._reader: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Bind.
@@ -238,7 +238,7 @@ class ZmqReceiver:
             dealer.close()
             context.term()
 
-    def _loop(self, dealer: zmq.Socket, session: str) -> None:
+    def _loop(self, dealer: zmq.Socket[bytes], session: str) -> None:
         hello_at = 0.0
         while not self._is_closing.is_set():
             now = time.monotonic()
@@ -248,7 +248,7 @@ class ZmqReceiver:
                 hello_at = now + HELLO_S
             if self._batches.qsize() >= UNREAD_BATCHES:
                 self._is_closing.wait(0.01)
-            elif dealer.poll(min(hello_at - now, 0.1) * 1000):
+            elif dealer.poll(int(min(hello_at - now, 0.1) * 1000) + 1):
                 kind, *body = dealer.recv_multipart(copy=False)
                 if kind.bytes == REFUSED:
                     raise WireError(f"the orchestrator at {self._address} refused: {body[0].bytes.decode()}")

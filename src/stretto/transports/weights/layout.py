@@ -49,7 +49,7 @@ class Publisher(Protocol):
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
