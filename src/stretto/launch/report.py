@@ -55,7 +55,7 @@ def ending(plan: Plan, *, is_complete: bool, stopped_early: bool) -> str:
     """What a run leaves behind: summary, curve and next commands; after a failure, how to go on."""
     if not is_complete:
         return _way_on(plan)
-    parts = [""]
+    parts: list[str] = []
     if summary := read_summary(plan.run):
         parts.append(summary_table(summary))
     if len((curve := Curve.read(plan.run)).steps) >= 2:
@@ -69,7 +69,7 @@ def ending(plan: Plan, *, is_complete: bool, stopped_early: bool) -> str:
     parts.append(_where(plan, stopped_early))
     if commands := next_commands(plan):
         parts.append("\n".join(["next:", *(f"  {command}" for command in commands)]))
-    return "\n\n".join(parts)
+    return "\n" + "\n\n".join(parts)
 
 
 def _where(plan: Plan, stopped_early: bool) -> str:
