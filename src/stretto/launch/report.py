@@ -240,8 +240,8 @@ class Curve:
 
         figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
         axes = figure.add_subplot()
-        axes.plot(self.steps, self.rewards, color=_RAW, linewidth=1, label="training, each step")
-        axes.plot(self.steps, self.smoothed(), color=_SMOOTH, linewidth=2.2, label="training, smoothed")
+        axes.plot(self.steps, self.rewards, color=_RAW, linewidth=1, label="training batch")
+        axes.plot(self.steps, self.smoothed(), color=_SMOOTH, linewidth=2.2, label="training batch, smoothed")
         _draw_points(axes, self.greedy, _GREEDY, "D", "held-out, greedy", label_above=True)
         _draw_points(axes, self.sampled, _SAMPLED, "o", "held-out, sampled", label_above=False)
         low, high = self.bounds()
