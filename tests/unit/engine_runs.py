@@ -88,8 +88,17 @@ def bits(completion: Completion) -> tuple[bytes, bytes]:
 
 def packed_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     """Logprob of each token after the first, by the trainer's forward pass over the whole sequence."""
+    logprobs = _forward(model, tokens)[:-1]
+    return logprobs.gather(1, torch.from_numpy(tokens[1:, None].astype(np.int64))).squeeze(1).numpy()
+
+
+def packed_distribution(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    """Logprobs of all tokens that may come next."""
+    return _forward(model, tokens)[-1].numpy()
+
+
+def _forward(model: Decoder, tokens: np.ndarray) -> torch.Tensor:
     with torch.no_grad():
         ids = torch.from_numpy(tokens.astype(np.int64))
         hidden = model.hidden(ids, PackedLayout((0, len(ids)), ids.device))
-        logprobs = torch.log_softmax((hidden @ model.output_weight.T).float(), -1)
-        return logprobs[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()
+        return torch.log_softmax((hidden @ model.output_weight.T).float(), -1)

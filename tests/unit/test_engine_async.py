@@ -3,8 +3,8 @@ import contextlib
 
 import numpy as np
 import pytest
-
 from engine_runs import VOCAB, ask, bits, build_core, build_model, prompt, run
+
 from stretto.base.errors import EngineError
 from stretto.inference.embedded.engine import Engine, EngineState, running
 from stretto.inference.text import Detokenizer, StopSearch, cut_at_stop
@@ -162,8 +162,9 @@ async def test_an_id_in_use_is_refused():
     async with running(build_engine()) as engine:
         task = asyncio.create_task(engine.generate(ask("same", [2], **LONG)))
         await asyncio.sleep(0)
-        with pytest.raises(Refusal, match="in use"):
+        with pytest.raises(Refusal, match="in use") as refused:
             await engine.generate(ask("same", [2]))
+        assert refused.value.status == 409
         await engine.abort()
         await task
 
@@ -202,11 +203,11 @@ async def test_a_stop_string_ends_a_sample_where_it_is_complete():
 
 async def test_a_failing_step_fails_every_request_and_ends_run():
     engine = build_engine()
-    engine.core.runner.cache.head_dim = 5  # breaks the next step
+    engine.core.runner.model = None  # breaks the next step
     task = asyncio.create_task(engine.run())
     with pytest.raises(EngineError, match="the engine failed"):
         await engine.generate(ask("r", [2, 3]))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(TypeError):
         await task
     assert engine.state is EngineState.FAILED
     with pytest.raises(Refusal, match="has failed"):

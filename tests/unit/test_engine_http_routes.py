@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from aiohttp.test_utils import TestServer
-
 from engine_runs import build_core
+
 from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.model import ScratchSection
@@ -104,7 +104,9 @@ async def test_generate_speaks_vllms_schema(site):
 async def test_the_client_gets_exactly_what_the_engine_made(site):
     request = GenerateRequest(
         request_id="r", prompt_ids=np.array([20, 30], np.int32), n=3, prompt_logprobs=True, cache_salt="4",
-        sampling=SamplingParams(temperature=0.8, top_p=0.95, top_k=50, min_p=0.01, max_tokens=9, seed=5, stop_token_ids=(7,)),
+        sampling=SamplingParams(
+            temperature=0.8, top_p=0.95, top_k=50, min_p=0.01, max_tokens=9, seed=5, stop_token_ids=(7,)
+        ),
     )  # fmt: skip
     async with EngineClient([site.url + "/v1"], api_key="secret", model="tiny") as client:
         completions = await client.generate(request)
@@ -316,7 +318,7 @@ async def test_chat_completions_stop_at_the_turns_end_and_stream_the_same(site):
     for choice in whole["choices"]:
         mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
         assert mine[0]["delta"]["role"] == "assistant"
-        assert sum((piece.get("token_ids", []) for piece in mine), []) == choice["token_ids"]
+        assert [i for piece in mine for i in piece.get("token_ids", [])] == choice["token_ids"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
 
 

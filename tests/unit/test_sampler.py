@@ -101,7 +101,7 @@ def test_uniforms_depend_on_seed_sample_and_position_only():
     for i in range(64):
         assert uniforms(keys[i : i + 1], positions[i : i + 1])[0] == together[i]
     many = uniforms(np.full(100_000, keys[0]), np.arange(100_000))
-    assert 0 <= many.min() and many.max() < 1
+    assert many.min() >= 0 and many.max() < 1
     assert abs(many.mean() - 0.5) < 0.005
     assert abs(np.corrcoef(many[1:], many[:-1])[0, 1]) < 0.01
     assert np.abs(np.histogram(many, 20)[0] / 5000 - 1).max() < 0.06

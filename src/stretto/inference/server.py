@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,7 @@ from aiohttp import web
 
 from stretto.base import log
 from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.limits import raise_file_limit
 from stretto.base.memory import keep_freed_memory
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import Engine, EngineState
@@ -42,6 +44,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_BODY_BYTES = 256 << 20
 _SHUTDOWN_S = 0.5
+_ONE_THREAD_BELOW_PARAMETERS = 30_000_000
 
 
 class Server:
@@ -148,7 +151,7 @@ class Server:
         return _json({"status": "ok"})
 
     def _guarded(self, handler: Handler) -> Handler:
-        """The boundary of one request: the key, refusals as their status, everything else as a 500 with an id."""
+        """The boundary of one request: the key; refusals by their status, the rest as a 500 with its id."""
 
         async def guarded(http: web.Request) -> web.StreamResponse:
             try:
@@ -179,6 +182,7 @@ def main(cfg: InferenceConfig) -> int:
     """Serve until SIGTERM or SIGINT (0), or until the engine fails (1)."""
     log.setup("inference", cfg.run_dir if cfg.run.name else None, cfg.log.level, cfg.log.json_logging)
     keep_freed_memory()
+    raise_file_limit()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     return asyncio.run(serve(cfg))
@@ -250,6 +254,9 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('[inference] device = "cuda", but no CUDA device is visible; use "cpu" or "auto".')
     model = load_model(directory, dtype=getattr(torch, cfg.dtype), device=device)
+    is_small = sum(p.numel() for p in model.parameters()) < _ONE_THREAD_BELOW_PARAMETERS
+    if is_small and cfg.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # handing a small product to several threads takes longer than computing it
     settings = CoreSettings(
         max_model_len=cfg.max_model_len,
         kv_cache_tokens=cfg.kv_cache_tokens,

@@ -46,7 +46,7 @@ class StopSearch:
 
 
 class Watcher:
-    """Reads a request's tokens in the step that draws them: for its stop strings, and for a stream's reader."""
+    """Reads a request's tokens in the step that draws them: for stop strings, and for streams."""
 
     def __init__(self, n: int, stops: Sequence[str], decode: Decode | None, *, is_streamed: bool) -> None:
         self._searches = [StopSearch(stops, decode) for _ in range(n)] if stops else None

@@ -22,7 +22,7 @@ NULL_BLOCK = 0
 
 
 def chain_hashes(seed: bytes, token_ids: np.ndarray, block_size: int) -> list[bytes]:
-    """One hash for each full block of token_ids (int32); each covers the seed and all tokens up to its end."""
+    """One hash a full block of token_ids (int32); each covers the seed and all tokens up to its end."""
     data, step = token_ids.tobytes(), block_size * token_ids.itemsize
     hashes, last = [], seed
     for start in range(0, len(data) - step + 1, step):
@@ -32,7 +32,7 @@ def chain_hashes(seed: bytes, token_ids: np.ndarray, block_size: int) -> list[by
 
 
 class BlockPool:
-    """Reference counts, free lists and the prefix cache of `num_blocks` blocks (block 0 is never handed out)."""
+    """Reference counts, free lists and the prefix cache; block 0 is never handed out."""
 
     def __init__(self, num_blocks: int, *, is_caching: bool = True) -> None:
         assert num_blocks > 1, "a pool needs the null block and at least one more"

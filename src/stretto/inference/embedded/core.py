@@ -196,7 +196,8 @@ class EngineCore:
             return f"weights of version {manifest.version} lack {name}"
         for name in ours:
             if ours[name] != theirs[name]:
-                return f"weights of version {manifest.version}: {name} is {theirs[name]}, the model has {ours[name]}"
+                wrong = f"{name} is {theirs[name]}, the model has {ours[name]}"
+                return f"weights of version {manifest.version}: {wrong}"
         return None
 
     def reset_prefix_cache(self) -> None:
@@ -212,7 +213,7 @@ class EngineCore:
         return wanted
 
     def _fork(self, drawn: np.ndarray, logits: Tensor) -> tuple[np.ndarray, Tensor]:
-        """Requests whose prompt is now computed get all their samples; each draws from the prompt's last logits."""
+        """Requests whose prompt is now computed get all their samples, which share its last logits."""
         scheduler, slots = self.scheduler, self.slots
         is_first = slots.num_tokens[drawn] == slots.num_prompt[drawn]
         if not is_first.any():
@@ -314,15 +315,16 @@ def _cache_size(model: Decoder, settings: CoreSettings) -> tuple[int, int]:
     limit = settings.max_model_len or config.max_position_embeddings
     if limit > config.max_position_embeddings:
         raise ConfigError(
-            f"[inference] max_model_len = {limit} is more than the model's {config.max_position_embeddings} positions."
+            f"[inference] max_model_len = {limit} is more than the model's "
+            f"{config.max_position_embeddings} positions; lower it."
         )
     tokens = settings.kv_cache_tokens or _tokens_by_memory(model, settings, weight.device)
     num_blocks = tokens // settings.block_size
     if num_blocks * settings.block_size < limit:
         if settings.max_model_len is not None or num_blocks == 0:
             raise ConfigError(
-                f"[inference] kv_cache_tokens = {tokens} cannot hold one sequence of max_model_len = {limit} tokens; "
-                f"raise the one or lower the other."
+                f"[inference] kv_cache_tokens = {tokens} cannot hold one sequence of max_model_len = {limit} "
+                f"tokens; raise the one or lower the other."
             )
         limit = num_blocks * settings.block_size
     return num_blocks, limit

@@ -1,5 +1,4 @@
-"""The engine on an event loop: requests and admin calls come in at any time and take effect between two
-steps.
+"""The engine on an event loop: requests and admin calls come at any time and take effect between two steps.
 
     LOADING -> RUNNING <-> PAUSED         pause(keep), pause(abort), resume
                RUNNING -> DRAINING -> PAUSED   pause(wait); requests that come meanwhile are held until resume
@@ -81,14 +80,14 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
 
     def submit(self, asked: GenerateRequest, *, is_streamed: bool = False) -> Ticket:
-        """Take a request in. Raises Refusal: 400 for what can never be served, 429 and 503 for not now."""
+        """Take a request in. Raises Refusal: 400 for what can never be served; 409, 429, 503 for not now."""
         if self.state is EngineState.FAILED:
             raise Refusal("the engine has failed; its log says why", 503)
         reason = self.core.refusal(asked)
         if reason is not None:
             raise Refusal(reason)
         if asked.request_id in self._tickets:
-            raise Refusal(f"request_id: {asked.request_id!r} is in use by a request under way")
+            raise Refusal(f"request_id: {asked.request_id!r} is in use by a request under way", 409)
         if self.num_waiting >= self.max_waiting:
             raise Refusal(
                 f"{self.num_waiting} requests wait already (max_waiting_requests); try again later", 429
@@ -113,7 +112,7 @@ class Engine:
         return ticket
 
     async def generate(self, asked: GenerateRequest) -> Request:
-        """The finished request; when the caller is cancelled the request is aborted and its blocks are freed."""
+        """The finished request; a caller that is cancelled aborts it, which frees its blocks."""
         ticket = self.submit(asked)
         try:
             return await ticket.done
@@ -122,7 +121,7 @@ class Engine:
             raise
 
     async def stream(self, ticket: Ticket) -> AsyncIterator[list[tuple[int, int, float]]]:
-        """Lists of (sample, token, logprob) as they are drawn; `ticket.done` has the result after the last."""
+        """Lists of (sample, token, logprob) as they are drawn; then `ticket.done` has the result."""
         try:
             while (events := await ticket.events.get()) is not None:
                 yield events
@@ -175,7 +174,7 @@ class Engine:
         await self._between_steps(command)
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Stop stepping. keep: requests stay where they are; wait: returns when they are done; abort: they end now."""
+        """Stop stepping; requests are kept as they are, waited for, or aborted."""
 
         async def command() -> asyncio.Future[None] | None:
             if mode == "abort":

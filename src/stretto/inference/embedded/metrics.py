@@ -1,4 +1,4 @@
-"""Prometheus text under vLLM's metric names, so that dashboards and routers made for vLLM read this engine."""
+"""Prometheus text under vLLM's metric names: dashboards and routers made for vLLM read this engine."""
 
 from __future__ import annotations
 

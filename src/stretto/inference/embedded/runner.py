@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 16
 _TILE = 64
+_PROBED_DIM = 4096
 _PROMPT_ROWS = 256  # rows of prompt whose logits exist at one time
 
 
 def row_tile(model: Decoder) -> int | None:
-    """None when products of any multiple of _ROWS rows agree bit for bit on this machine, else the fixed row count."""
-    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2 and p.shape[0] <= 65_536}
-    shapes.add((min(model.output_weight.shape[0], 65_536), model.output_weight.shape[1]))
+    """The row count all products must have here; None: any multiple of _ROWS gives the same bits."""
+    shapes = {(min(p.shape[0], _PROBED_DIM), p.shape[1]) for p in model.parameters() if p.dim() == 2}
     generator = torch.Generator().manual_seed(0)
     for out_dim, in_dim in shapes:
         weight = torch.randn(out_dim, in_dim, generator=generator)
-        rows = torch.randn(8 * _ROWS, in_dim, generator=generator)
+        rows = torch.randn(32 * _ROWS, in_dim, generator=generator)
         whole = F.linear(rows, weight)
-        for count in (_ROWS, 2 * _ROWS, 3 * _ROWS, 5 * _ROWS):
+        for count in (_ROWS, 2 * _ROWS, 3 * _ROWS, 7 * _ROWS, 16 * _ROWS):
             if not torch.equal(F.linear(rows[-count:].clone(), weight), whole[-count:]):
                 logger.warning(
                     "matrix products depend on the row count here; every product gets %d rows", _TILE
@@ -61,7 +61,7 @@ class Runner:
     def run(
         self, plan: Plan, slots: Slots, prompt_logprobs: dict[int, np.ndarray]
     ) -> Float[Tensor, "last vocab"] | None:
-        """Logits (float32) of the plan's last rows in plan order; fills the arrays of `prompt_logprobs` by slot."""
+        """Logits (float32) of the plan's last rows in plan order; fills `prompt_logprobs`, by slot."""
         if len(plan.slots) == int(plan.count.sum()):
             owners, positions = plan.slots, plan.start
         else:

@@ -90,7 +90,7 @@ def token_logprobs(
 
 
 def _filter(logits: Float[Tensor, "rows vocab"], rows: SamplingRows, index: Tensor) -> Tensor:
-    """-inf for what min-p, then top-k, then top-p (of what top-k left) take away; the likeliest token stays."""
+    """-inf for what min-p, then top-k, then top-p (of the rest) take away; the likeliest token stays."""
 
     def column(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values[index.numpy()]).to(logits.device).unsqueeze(1)
@@ -100,7 +100,8 @@ def _filter(logits: Float[Tensor, "rows vocab"], rows: SamplingRows, index: Tens
     is_cut |= torch.arange(logits.shape[1], device=logits.device) >= column(rows.top_k)
     probs = torch.softmax(ranked.masked_fill(is_cut, -torch.inf), dim=-1)
     before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
-    is_cut |= before >= column(rows.top_p)
+    top_p = column(rows.top_p)
+    is_cut |= (before >= top_p) & (top_p < 1)
     is_cut[:, 0] = False
     return torch.empty_like(logits).scatter_(1, order, ranked.masked_fill(is_cut, -torch.inf))
 

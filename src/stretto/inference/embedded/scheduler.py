@@ -294,13 +294,14 @@ class Scheduler:
         seats = request.slots = slots.take(asked.n)
         arrival = next(self._arrivals) * _MEMBERS
         is_greedy = params.temperature == 0
+        inv_temperature = 1.0 if is_greedy else 1 / params.temperature
         top_k = params.top_k or np.iinfo(np.int64).max
         is_filtered = not is_greedy and (params.top_k is not None or params.top_p < 1 or params.min_p > 0)
         for member, slot in enumerate(seats):
             slots.rows[slot] = (
                 _RESERVED if member else _PREEMPTED, arrival + member, len(prompt), len(prompt), 0, 0,
-                request.end, member, stream_key(request.seed, member), 1.0 if is_greedy else 1 / params.temperature,
-                is_greedy, top_k, params.top_p, params.min_p, is_filtered, request.watcher is not None,
+                request.end, member, stream_key(request.seed, member), inv_temperature, is_greedy, top_k,
+                params.top_p, params.min_p, is_filtered, request.watcher is not None,
             )  # fmt: skip
             self.request_of[slot] = request
         slots.tokens[seats, : len(prompt)] = prompt
@@ -314,7 +315,7 @@ class Scheduler:
             request.prompt_hashes = chain_hashes(request.hash_seed, prompt, self.block_size)
 
     def _admit(self, slot: int, budget: int, num_admitted: int) -> int:
-        """Give a slot the blocks of its first chunk, known ones first; returns the chunk's tokens, 0 = no room."""
+        """Give a slot the blocks of its first chunk, known ones first; returns its tokens, 0: no room."""
         slots, pool, request = self.slots, self.pool, self.request_of[slot]
         length = int(slots.num_tokens[slot])
         known = np.empty(0, np.int64)
@@ -367,7 +368,7 @@ class Scheduler:
         return Plan(run, start, count, start + count == self.slots.num_tokens[run])
 
     def _register(self, slot: int) -> None:
-        """Make the full blocks of a slot that gives them up findable: the next turn of a dialogue begins with them."""
+        """Make the sampled full blocks of a slot findable: the next turn of a dialogue begins with them."""
         computed, num_prompt = int(self.slots.num_computed[slot]), int(self.slots.num_prompt[slot])
         num_full, num_prompt_full = computed // self.block_size, num_prompt // self.block_size
         if not self.pool.is_caching or num_full <= num_prompt_full:

@@ -52,7 +52,7 @@ class Refusal(StrettoError):
 
 
 class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """`sampling_params` of the generate route. Fields typed Any are vLLM's that must have a neutral value here."""
+    """`sampling_params` of the generate route; fields typed Any must have their NEUTRAL value."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -130,7 +130,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": (None, {}),
     "priority": (0,),
 }
-"""Values under which a setting of vLLM's changes nothing; any other value is refused by the embedded engine."""
+"""Values with which a setting of vLLM's changes nothing; the embedded engine refuses any other."""
 
 
 def require_neutral(body: msgspec.Struct) -> None:
@@ -154,7 +154,7 @@ def decode_json(data: bytes, kind: type[Any]) -> Any:
 
 
 def sampling_params(body: SamplingBody) -> SamplingParams:
-    """The record of a `sampling_params` body; vLLM's spellings of "all tokens" (top_k 0 and -1) are understood."""
+    """The record of a `sampling_params` body; top_k 0 and -1 mean all tokens, as in vLLM."""
     require_neutral(body)
     if body.logprobs is not None and not 0 <= body.logprobs <= 1:
         raise Refusal(f"logprobs: {body.logprobs} is not supported; 0 and 1 give the sampled token's logprob")

@@ -2,8 +2,8 @@
 
 A rollout's turns carry a session id and go to the engine it hashes to, where their prefix is cached; requests
 without one go to the engine with the fewest under way. Only infrastructure is retried (connection refused or
-cut, 5xx, 429), elsewhere if there is another engine, within the deadline; a 4xx is our own mistake and raises
-with the server's words.
+cut, 5xx, 429, 409), elsewhere if there is another engine, within the deadline; any other 4xx is our own
+mistake and raises with the server's words.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from stretto.base.errors import EngineError
+from stretto.base.limits import raise_file_limit
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.weights import WeightManifest
 from stretto.transports.engine import api
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _POLL_S = 0.05
+_TRY_AGAIN = (409, 429)  # 409: the engine has not yet noticed that this request's last connection is gone
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -35,7 +37,7 @@ class _Transient(Exception):
 
 
 class EngineClient:
-    """All engines of a run. `urls` may end in /v1; `admin_urls` are the engines themselves behind a router."""
+    """All engines of a run. `urls` may end in /v1; `admin_urls` are the engines behind a router."""
 
     def __init__(
         self, urls: Iterable[str], admin_urls: Iterable[str] | None = None, api_key: str | None = None, *,
@@ -175,12 +177,13 @@ class EngineClient:
         if response.status == 200:
             return data
         message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
-        if response.status == 429 or response.status >= 500:
+        if response.status in _TRY_AGAIN or response.status >= 500:
             raise _Transient(message)
         raise EngineError(message)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
+            raise_file_limit()
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
                 timeout=aiohttp.ClientTimeout(total=None),
