@@ -53,7 +53,9 @@ def trl_python(work: Path) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", work], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "torch==2.13.0"], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "trl==1.16.0", "transformers>=5.16,<5.20"], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "-q", "trl==1.16.0", "transformers>=5.16,<5.20"], check=True
+        )
     return python
 
 
@@ -64,7 +66,8 @@ def run_trl(python: Path, model: Path, work: Path, steps: int) -> list[dict]:
     times = json.loads(out.splitlines()[-1])
     wall, cpu = times["wall"], times["cpu"]
     return [
-        {"wall_s": wall[i] - wall[i - 1], "cpu_s": cpu[i] - cpu[i - 1]} for i in range(max(WARMUP, 1), len(wall))
+        {"wall_s": wall[i] - wall[i - 1], "cpu_s": cpu[i] - cpu[i - 1]}
+        for i in range(max(WARMUP, 1), len(wall))
     ]
 
 
@@ -84,12 +87,17 @@ def run_ours(model: Path, work: Path, steps: int, name: str, *overrides: str) ->
     before = os.times()
     started = time.perf_counter()
     done = subprocess.run(
-        command, env={**ENV, "PYTHONPATH": f"{HERE}:{ENV.get('PYTHONPATH', '')}"}, capture_output=True, text=True
+        command,
+        env={**ENV, "PYTHONPATH": f"{HERE}:{ENV.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     after = os.times()
-    rows = [json.loads(line) for line in (work / name / "metrics" / "orchestrator.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (work / name / "metrics" / "orchestrator.jsonl").read_text().splitlines()
+    ]
     rows = [row for row in rows if "time/step" in row]
     return {
         "rows": rows[WARMUP:],
@@ -143,14 +151,22 @@ def side_by_side(python: Path, model: Path, work: Path, steps: int, rounds: int)
 
 def asynchrony(model: Path, work: Path, steps: int, latency_s: float) -> dict:
     """Wall time of the same steps under a slow environment, synchronous and asynchronous."""
-    env = ("--orchestrator.env", json.dumps([{"id": "loop_env:DistinctLetters", "args": {"latency_s": latency_s}}]))
+    env = (
+        "--orchestrator.env",
+        json.dumps([{"id": "loop_env:DistinctLetters", "args": {"latency_s": latency_s}}]),
+    )
     # Training heavy enough to be worth hiding: more tokens a step than the engine needs time for.
     sync = run_ours(model, work, steps, "sync", *env, "--orchestrator.max-async-level", "0")["rows"]
-    result = {"latency_median_s": latency_s, "sync_step_ms": 1e3 * statistics.mean(r["time/step"] for r in sync)}
+    result = {
+        "latency_median_s": latency_s,
+        "sync_step_ms": 1e3 * statistics.mean(r["time/step"] for r in sync),
+    }
     train = statistics.mean(r["trainer/step_s"] - r["trainer/wait_s"] for r in sync)
     generate = result["sync_step_ms"] / 1e3 - train
     for level in (1, 2, 4):
-        rows = run_ours(model, work, steps, f"async-{level}", *env, "--orchestrator.max-async-level", str(level))["rows"]
+        rows = run_ours(
+            model, work, steps, f"async-{level}", *env, "--orchestrator.max-async-level", str(level)
+        )["rows"]
         step = statistics.mean(r["time/step"] for r in rows)
         result[f"async_{level}_step_ms"] = 1e3 * step
         result[f"async_{level}_speedup"] = result["sync_step_ms"] / 1e3 / step

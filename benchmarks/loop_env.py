@@ -28,7 +28,9 @@ class DistinctLetters(SingleTurnEnv):
         self.latency_s = latency_s
 
     def tasks(self, split: Split) -> TaskSource:
-        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"text": prompt_text(i)}))
+        return TaskSource(
+            lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"text": prompt_text(i)})
+        )
 
     def prompt(self, task: Task) -> list[Message]:
         return [{"role": "user", "content": task.data["text"]}]

@@ -8,9 +8,10 @@ the trained weights.
 A group holds a slot from its draw until the weights it was trained into are loaded on every engine; there are
 (max_async_level + 1) batches of slots. Its states:
 
-    RUNNING -> READY      all members are done, they differ in reward, the group is fresh: waits for a batch
-    RUNNING -> SPARE      no signal; its slot went to another draw; fills a batch only past max_oversampling
-    RUNNING -> FAILED     no member succeeded; its slot went to another draw
+    RUNNING -> READY                 all members are done, they differ in reward, the group is fresh: waits for a batch
+    RUNNING -> SPARE                 no signal; its slot went to another draw; it fills a batch only if max_oversampling
+                                     is used up
+    RUNNING -> FAILED                no member succeeded; its slot went to another draw
     READY, SPARE -> SHIPPED -> LOADED    trained on; LOADED frees the slot
     RUNNING, READY, SPARE -> DROPPED     too old, without signal, or the run ends; frees the slot
 
@@ -248,6 +249,11 @@ class Buffer:
             if slot.job:
                 slot.job.cancel()
         self._wake()
+
+    def left_out(self, chosen: list[Slot]) -> list[Slot]:
+        """The groups without signal that this batch does without, in draw order."""
+        without = [slot for slot in self._without_signal() if slot not in chosen]
+        return sorted(without, key=lambda s: s.group_id)
 
     # -- for metrics and dumps --
 

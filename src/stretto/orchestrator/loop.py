@@ -2,10 +2,10 @@
 
 Four loops share one event loop and meet in the buffer, whose file says who unblocks whom:
 
-    draw_groups     waits for slots, draws tasks, starts groups; each plays, is scored and finishes on its own
-    ship_batches    waits for the groups of the next batch, packs them, sends them to the ranks
-    hear_trainer    steps done, versions published, checkpoints saved, and the end
-    follow_policy   loads each published version, frees the slots of its step, evaluates it if that is due
+    draw_groups    waits for a slot, draws a task, starts its group; a group plays, is scored and finishes on its own
+    ship_batches   waits for the groups of the next batch, packs them, sends them to the ranks
+    hear_trainer   steps done, versions published, checkpoints saved, and the end
+    follow_policy  loads each published version, evaluates it if that is due, frees the slots of its step
 
 Everything that decides what is trained is in the ledger before it takes effect. The first failure of any
 loop ends the run. Built and ended by main.py.
@@ -279,7 +279,7 @@ class Loop:
             world_size=self.cfg.num_train_workers,
             cost=self.cost,
         )
-        row = telemetry.batch_row(slots, self.buffer, self._take_counts())
+        row = telemetry.batch_row(slots, self.buffer.left_out(list(slots)), self.buffer, self._take_counts())
         self.ledger.batch_shipped(step, [slot.group_id for slot in slots])
         self.buffer.ship(list(slots))
         row.metrics["time/pack"] = time.perf_counter() - started

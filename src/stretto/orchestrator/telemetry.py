@@ -4,7 +4,8 @@ A row is put together where the batch is shipped (rewards, staleness, counts) an
 trained, with the trainer's own metrics beside it; so metrics/orchestrator.jsonl alone draws every curve.
 Names follow prime-rl's:
 
-    reward/{mean,std}  reward/<env>/mean       over the rollouts of the batch
+    reward/{mean,std}  reward/<env>/mean       over the groups of the batch and those left out for want of signal
+    reward/trained                             over the rollouts of the batch alone
     off_policy/{mean,max,dropped}              versions from first token to training; groups that were too old
     groups/{drawn,failed,zero_signal_share}    since the last batch
     completion/{mean,max,truncated_share}      sampled tokens a rollout
@@ -46,16 +47,21 @@ class StepRow:
     idle_s: float = 0.0  # in which no rollout was running, since the batch before
 
 
-def batch_row(slots: Sequence[Slot], buffer: Buffer, counts: Counts) -> StepRow:
-    """What is known about a batch when it is shipped."""
+def batch_row(slots: Sequence[Slot], left_out: Sequence[Slot], buffer: Buffer, counts: Counts) -> StepRow:
+    """What is known about a batch when it is shipped.
+
+    Groups whose members all fail or all succeed are in no batch; a mean without them would hide how far a policy is.
+    """
     rollouts = [r for slot in slots for r in slot.group.rollouts if is_counted(r)]
-    rewards = np.array([rollout.reward for rollout in rollouts])
+    played = rollouts + [r for slot in left_out for r in slot.group.rollouts if is_counted(r)]
+    rewards = np.array([rollout.reward for rollout in played])
     lengths = np.array([rollout.num_sampled_tokens for rollout in rollouts])
     staleness = [buffer.staleness(slot) for slot in slots]
     truncated = sum(rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts)
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
+        "reward/trained": float(np.mean([rollout.reward for rollout in rollouts])),
         "off_policy/mean": float(np.mean(staleness)),
         "off_policy/max": float(max(staleness)),
         "off_policy/dropped": float(counts.stale),
@@ -66,7 +72,7 @@ def batch_row(slots: Sequence[Slot], buffer: Buffer, counts: Counts) -> StepRow:
         "completion/max": float(lengths.max()),
         "completion/truncated_share": truncated / len(rollouts),
     }
-    metrics |= _by_env(rollouts)
+    metrics |= _by_env(played)
     return StepRow(metrics, len(rollouts), int(lengths.sum()))
 
 
