@@ -77,7 +77,10 @@ def test_every_process_is_started_from_the_config_the_plan_writes(config) -> Non
         assert (verb, at) == (spec.role, "@")
         assert load(roots[verb], ["@", path]) == plan.configs()[verb]
     assert load(RLConfig, ["@", str(plan.run.config("rl"))]).trainer_config() == plan.trainer
-    assert load(EvalConfig, ["@", str(plan.run.config("eval"))]) == plan.evaluation
+    evaluation = load(EvalConfig, ["@", str(plan.run.config("eval"))])
+    assert evaluation == plan.evaluation
+    # Written down, the run's port would be somebody else's when the eval is run.
+    assert "port" not in evaluation.inference.server.model_fields_set
     assert json.loads(plan.run.plan.read_text())["batch"]["rollouts"] == 32
 
 

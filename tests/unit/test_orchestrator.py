@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import socket
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -13,12 +14,12 @@ from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot, run_virtual
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stretto.base.errors import EngineError, EnvError, StrettoError, WireError
-from stretto.config.roots import OrchestratorConfig
+from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError, WireError
+from stretto.config.roots import EvalConfig, OrchestratorConfig
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
-from stretto.orchestrator import checkpoint
+from stretto.orchestrator import checkpoint, evaluate
 from stretto.orchestrator.buffer import SlotState
 from stretto.orchestrator.checkpoint import summary_of
 from stretto.orchestrator.loop import Loop
@@ -312,6 +313,19 @@ def test_the_summary_has_what_the_end_of_a_run_tells(tmp_path):
     assert None not in [summary[name] for name in wanted]
     assert summary["steps"] == 5 and summary["mismatch_kl_max"] == 1e-7 and summary["resumed"] is False
     assert json.loads(json.dumps(summary)) == summary
+
+
+def test_an_eval_never_takes_another_engine_for_its_own(tmp_path):
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen(1)
+        server = {"port": stranger.getsockname()[1]}
+        cfg = EvalConfig.model_validate(
+            {"model": "m", "output_dir": str(tmp_path), "inference": {"server": server}}
+            | {"eval": {"env": [{"id": "sort-letters"}]}, "run": {"name": "eval"}}
+        )
+        with pytest.raises(ConfigError, match=f"port = {server['port']} is taken"):
+            evaluate.main(cfg)
 
 
 def test_no_library_that_takes_seconds_is_imported():

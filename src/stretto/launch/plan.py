@@ -319,7 +319,8 @@ def _eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
             "model": str(run.latest_weights),
             "eval": section.model_dump()
             | {"env": [env.model_dump() for env in section.env or cfg.orchestrator.env]},
-            "inference": engine.model_dump(exclude={"model", "api_key"}),
+            # The run's own port may be in use by then, by this run or another: a free one is found.
+            "inference": engine.model_dump(exclude={"model": True, "api_key": True, "server": {"port"}}),
             "renderer": cfg.orchestrator.renderer,
             "tokenizer": cfg.orchestrator.tokenizer,
             "seq_len": cfg.orchestrator.seq_len,
@@ -358,6 +359,7 @@ def write(plan: Plan, directory: Path) -> None:
         data = dump(config)
         if verb == "eval":
             del data["inference"]["model"]  # another spelling of the root's model
+            del data["inference"]["server"]["port"]
         _write_json(target.config(verb), data, is_secret=has_key and verb in ("rl", "inference"))
     _write_json(target.plan, as_json(plan))
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError
+from stretto.base.ports import is_free
 from stretto.base.watch import Watch
 from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.config.roots import EvalConfig, InferenceConfig
@@ -211,8 +212,15 @@ async def _engine_url(cfg: EvalConfig) -> AsyncIterator[str | None]:
     if cfg.model is None:
         yield None
         return
-    port = _free_port() if "port" not in cfg.inference.server.model_fields_set else cfg.inference.server.port
-    server = cfg.inference.server.model_dump() | {"port": port}
+    server = cfg.inference.server
+    port = server.port if "port" in server.model_fields_set else _free_port()
+    if not is_free(server.host, port):
+        # Whoever listens there would be evaluated instead of `model`.
+        raise ConfigError(
+            f"inference.server.port = {port} is taken by another process on this machine; stop it, give another "
+            "port, or leave it out and a free one is found."
+        )
+    server = server.model_dump() | {"port": port}
     section = cfg.inference.model_dump() | {"model": cfg.model, "server": server}
     whereabouts = {"output_dir": cfg.output_dir, "run": {"name": cfg.run_name}}
     inference = InferenceConfig.model_validate(section | whereabouts)
