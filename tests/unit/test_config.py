@@ -318,7 +318,7 @@ def test_trainer_and_engine_share_a_gpu_when_memory_is_left(tmp_path: Path) -> N
 
 
 EVERYTHING = (
-    "max_steps = 50\n[model.scratch]\nhidden_size = 32\n"
+    'max_steps = 50\n[tokenizer]\nname = "t"\n'
     '[trainer]\nseed = 4\n[trainer.scheduler]\ntype = "cosine"\n'
     '[trainer.model]\nimpl = "custom"\n[trainer.log]\nlevel = "debug"\n[orchestrator.algo]\ntype = "zero"\n'
     "[orchestrator.eval]\ninterval = 10\n[monitors.wandb]\noffline = true\n[inference.server]\nport = 8123\n"

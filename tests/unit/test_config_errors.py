@@ -304,6 +304,11 @@ WRONG_RL = {
         "--seq-len 128",
         ["--seq-len 128, c.toml:2: trainer.seq_len = 128 is longer than", "= 64"],
     ),
+    "a new model that no engine has": (
+        "seq_len = 64\n[model.scratch]\nnum_layers = 1\n" + ENV,
+        "",
+        ["c.toml:2: trainer.model.scratch makes a network that no engine has", "make one with `sft`"],
+    ),
     "heads that do not group": (
         "seq_len = 64\n[model.scratch]\nnum_heads = 5\n" + ENV,
         "",

@@ -36,6 +36,12 @@ def check_rl(cfg: RLConfig) -> list[Problem]:
 def check_engine_fits(cfg: RLConfig, inference: InferenceSection) -> list[Problem]:
     """The orchestrator talks to the engine that this run starts, and the engine takes what it sends."""
     problems = []
+    if cfg.trainer.model.scratch is not None:
+        message = (
+            "trainer.model.scratch makes a network that no engine has, and the engine starts from a directory; make "
+            "one with `sft` (its weights are in RUN/weights/latest) and give it as model.name"
+        )
+        problems.append(Problem(("trainer.model.scratch",), message))
     addresses = [urlsplit(url) for url in urls(cfg.orchestrator.client) if is_address(url)]
     places = {(parts.hostname, parts.port or 80) for parts in addresses}
     port = inference.server.port
