@@ -1,5 +1,4 @@
-"""The embedded engine alone: decode speed against a plain transformers `generate` loop, and what a step
-costs.
+"""The embedded engine alone: decode speed against transformers' `generate`, and what a step costs.
 
     python benchmarks/engine.py [--quick]
 
@@ -86,7 +85,7 @@ def against_transformers(size: str, batch: int, max_tokens: int, rounds: int) ->
         with torch.inference_mode():
             theirs.generate(
                 tokens, attention_mask=torch.ones_like(tokens), do_sample=True, temperature=1.0, top_k=0,
-                top_p=1.0, max_new_tokens=max_tokens, min_new_tokens=max_tokens, pad_token_id=0, use_cache=True,
+                top_p=1.0, max_new_tokens=max_tokens, min_new_tokens=max_tokens, pad_token_id=0,
             )  # fmt: skip
 
     ours, others = [], []

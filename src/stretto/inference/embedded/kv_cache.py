@@ -189,6 +189,8 @@ class KVCache:
         )
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        if len(q) == 1:  # BLAS has another kernel for a batch of one
+            return self._softmax(*(x.expand(2, -1, -1) for x in (q, k, v, bias)))[:1]
         scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=self.scale)
         return torch.bmm(torch.softmax(scores, dim=-1), v)
 
