@@ -304,6 +304,11 @@ WRONG_RL = {
         "--seq-len 128",
         ["--seq-len 128, c.toml:2: trainer.seq_len = 128 is longer than", "= 64"],
     ),
+    "a control that would learn": (
+        '[orchestrator.algo]\ntype = "zero"\n' + ENV,
+        "",
+        ["c.toml:2: ", 'orchestrator.algo.type = "zero" with trainer.loss.kl_tau = 0.001', "kl_tau = 0"],
+    ),
     "a new model that no engine has": (
         "seq_len = 64\n[model.scratch]\nnum_layers = 1\n" + ENV,
         "",

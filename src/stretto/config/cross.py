@@ -30,7 +30,20 @@ def check_rl(cfg: RLConfig) -> list[Problem]:
     if cfg.inference is not None:
         problems += check_inference(cfg.inference, "inference")
         problems += check_engine_fits(cfg, cfg.inference)
-    return problems + check_ports(cfg) + check_gpus(cfg)
+    return problems + check_control(cfg) + check_ports(cfg) + check_gpus(cfg)
+
+
+def check_control(cfg: RLConfig) -> list[Problem]:
+    """The control that must not learn has no other gradient either."""
+    kl_tau = getattr(cfg.trainer.loss, "kl_tau", 0.0)
+    if cfg.orchestrator.algo.type != "zero" or not kl_tau:
+        return []
+    message = (
+        f'orchestrator.algo.type = "zero" with trainer.loss.kl_tau = {kl_tau:g}: the pull towards the sampling policy '
+        "would be the only gradient, and an optimizer that does not care how small a gradient is makes full steps of "
+        "it; set trainer.loss.kl_tau = 0"
+    )
+    return [Problem(("trainer.loss.kl_tau", "orchestrator.algo.type"), message)]
 
 
 def check_engine_fits(cfg: RLConfig, inference: InferenceSection) -> list[Problem]:
