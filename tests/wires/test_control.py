@@ -97,14 +97,14 @@ async def test_a_rank_is_told_where_to_resume_and_the_server_who_it_is(cfg: Cont
 async def test_every_message_arrives_once_and_in_order_both_ways(cfg: ControlSection) -> None:
     async with opened(cfg) as server, joined(cfg, server) as client:
         await server.wait_registered()
-        for message in EVERY_MESSAGE:
-            await asyncio.to_thread(client.send, message)
-        assert [await server.next_event() for _ in EVERY_MESSAGE] == [Event(0, m) for m in EVERY_MESSAGE]
         got = []
         for message in EVERY_MESSAGE:
             await server.send(message)
             got += client.poll()
         assert got == EVERY_MESSAGE and client.poll() == []
+        for message in EVERY_MESSAGE:
+            await asyncio.to_thread(client.send, message)
+        assert [await server.next_event() for _ in EVERY_MESSAGE] == [Event(0, m) for m in EVERY_MESSAGE]
         await asyncio.to_thread(client.send, Bye())
         assert [event async for event in server.events()] == [Event(0, Bye())]
 
@@ -197,6 +197,26 @@ async def test_a_rank_that_said_bye_may_be_silent(cfg: ControlSection) -> None:
         assert (await server.next_event()).message == Bye()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(server.next_event(), 3 * cfg.dead_after_s)
+
+
+@pytest.mark.parametrize("last_word", [Bye(), Failed(reason="out of memory")])
+async def test_nobody_waits_for_an_answer_of_a_rank_that_has_said_its_last_word(
+    cfg: ControlSection, last_word: Bye | Failed
+) -> None:
+    async with opened(cfg.model_copy(update={"dead_after_s": 20.0})) as server:
+        context = zmq.asyncio.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{cfg.port}")
+        await dealer.send_multipart([REGISTER, b"", *encode(Register(run_id="run"))])
+        await server.wait_registered()
+        sending = asyncio.create_task(server.send(VersionLoaded(version=1)))
+        await asyncio.sleep(2 * cfg.heartbeat_s)
+        assert not sending.done()
+        await dealer.send_multipart([MESSAGE, (1).to_bytes(8, "little"), *encode(last_word)])
+        await asyncio.wait_for(sending, 2)
+        assert (await server.next_event()).message == last_word
+        dealer.close(linger=0)
+        context.term()
 
 
 async def test_an_orchestrator_that_ends_early_ends_every_call_of_the_rank(cfg: ControlSection) -> None:

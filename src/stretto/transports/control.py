@@ -262,7 +262,7 @@ class ControlServer:
     async def send(
         self, message: Message, *, rank: int | None = None, timeout_s: float | None = None
     ) -> None:
-        """Send to one rank, or to all that are not gone; returns when each has acknowledged.
+        """Send to one rank, or to all that are not gone; returns when each has acknowledged or is gone.
 
         Raises: EngineError naming the rank that did not.
         """
@@ -364,7 +364,10 @@ class ControlServer:
                 message = decode(body, Message)
             except WireError as error:
                 return self._fail(WireError(f"from {peer.name}: {error}"))
-            peer.is_gone = isinstance(message, Bye)
+            if isinstance(message, (Bye, Failed)):  # its last word: it acknowledges nothing any more
+                peer.is_gone = True
+                for waiting in list(peer.acks):
+                    self._acknowledged(peer, waiting)
             self._events.put_nowait(Event(peer.info.rank, message))
         if ack:
             await self._send(peer, [ACK, number])
