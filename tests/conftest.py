@@ -6,6 +6,9 @@ import os
 import sys
 from pathlib import Path
 
+# Early: pytest compiles it at its very end otherwise, where CPython 3.11's parser now and then fails.
+import hypothesis  # noqa: F401
+
 # Before anything imports torch: threads that spin slow down everything else on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
