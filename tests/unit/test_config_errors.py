@@ -25,6 +25,36 @@ def complaints(folder: Path, toml: str, flags: str, verb: str = "rl") -> list[st
 
 
 WRONG_RL = {
+    "a loss that does not exist": (
+        '[trainer.loss]\ntype = "gpso"\n' + ENV,
+        "",
+        ["c.toml:2: trainer.loss.type", '"gpso"', 'did you mean "gspo"?'],
+    ),
+    "a key of another loss": (
+        '[trainer.loss]\ntype = "ppo"\nkl_tau = 0.1\n' + ENV,
+        "",
+        ["c.toml:3: trainer.loss.kl_tau: unknown key", '"ppo"'],
+    ),
+    "a dual clip that would bound every token": (
+        '[trainer.loss]\ntype = "ppo"\nclip_dual = 0.5\n' + ENV,
+        "",
+        ["c.toml:3: trainer.loss.clip_dual = 0.5", "1"],
+    ),
+    "a constant reduction without its constant": (
+        '[trainer.loss]\nreduction = "constant"\n' + ENV,
+        "",
+        ['c.toml:2: trainer.loss.reduction = "constant" needs trainer.loss.reduction_tokens'],
+    ),
+    "a constant without its reduction": (
+        "[trainer.loss]\nreduction_tokens = 8\n" + ENV,
+        "",
+        ['trainer.loss.reduction_tokens = 8 does nothing with trainer.loss.reduction = "token"'],
+    ),
+    "a loss of nothing": (
+        "[trainer.loss]\nadv_tau = 0.0\nkl_tau = 0.0\n" + ENV,
+        "",
+        ["trainer.loss.adv_tau = trainer.loss.kl_tau = 0 leave no loss"],
+    ),
     "unknown key in a section": (
         "[orchestrator]\nbatchsize = 64\n" + ENV,
         "",

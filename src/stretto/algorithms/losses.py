@@ -4,32 +4,35 @@
 
 N counts the tokens of non-zero weight over all ranks and micro batches (at least 1), so a step does not
 depend on how the batch was cut, and weights scale the numerator only. Components may overlap on a token.
-Here are membership, counts, and the sum for one micro batch; the losses of single tokens stand in
-policy_loss.py.
+The rl component can be reduced otherwise: by sample, or by a constant (`reduce_rl`). Here are membership,
+counts, and the sum for one micro batch; the losses of single tokens stand in policy_loss.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stretto.algorithms import kl
-from stretto.algorithms.policy_loss import dppo_kl, ref_kl
-from stretto.config.trainer import DefaultLoss
+from stretto.algorithms.policy_loss import PolicyLoss, cispo, dppo_kl, gspo, ipo, ppo, ref_kl, reinforce
+from stretto.algorithms.segments import Segments
+from stretto.config.algorithm import LossSection
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
 class TokenCounts(NamedTuple):
-    """Tokens of non-zero weight in each component."""
+    """Tokens of non-zero weight in each component, and samples that have such tokens in rl."""
 
     rl: float
     ce: float
     ref_kl: float
+    rl_samples: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,67 @@ class TokenStreams:
     ce_weights: Float[Tensor, " tokens"] | None = None
     ref_kl_weights: Float[Tensor, " tokens"] | None = None
     ref_logprobs: Float[Tensor, " tokens"] | None = None
+    segments: Segments | None = None
+    """Which sample a token belongs to; needed where `needs_samples` says so."""
+
+    @property
+    def samples(self) -> Segments:
+        assert self.segments is not None, "this loss looks at whole samples; build rows with their segments"
+        return self.segments
+
+
+TokenLoss = Callable[[Tensor, TokenStreams, Any], PolicyLoss]
+"""(logprobs, streams with rl weights, section of its type) -> losses of single tokens."""
+
+POLICY_LOSSES: dict[str, TokenLoss] = {
+    "default": lambda logprobs, s, cfg: dppo_kl(
+        logprobs,
+        s.behavior_logprobs,
+        s.advantages,
+        mask_low=cfg.dppo_mask_low,
+        mask_high=cfg.dppo_mask_high,
+        adv_tau=cfg.adv_tau,
+        kl_tau=cfg.kl_tau,
+    ),
+    "ipo": lambda logprobs, s, cfg: ipo(
+        logprobs,
+        s.behavior_logprobs,
+        s.advantages,
+        threshold=cfg.ipo_threshold,
+        adv_tau=cfg.adv_tau,
+        kl_tau=cfg.kl_tau,
+    ),
+    "ppo": lambda logprobs, s, cfg: ppo(
+        logprobs,
+        s.behavior_logprobs,
+        s.advantages,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        clip_dual=cfg.clip_dual,
+    ),
+    "reinforce": lambda logprobs, s, cfg: reinforce(logprobs, s.advantages),
+    "gspo": lambda logprobs, s, cfg: gspo(
+        logprobs,
+        s.behavior_logprobs,
+        s.advantages,
+        s.samples,
+        s.rl_weights != 0,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+    ),
+    "cispo": lambda logprobs, s, cfg: cispo(
+        logprobs, s.behavior_logprobs, s.advantages, clip_low=cfg.clip_low, clip_high=cfg.clip_high
+    ),
+}
+
+
+def needs_samples(cfg: LossSection) -> bool:
+    """Does the loss look at more than one token at a time?"""
+    return cfg.type == "gspo" or cfg.reduction == "sample"
 
 
 def total_loss(
-    logprobs: Float[Tensor, " tokens"], streams: TokenStreams, counts: TokenCounts, cfg: DefaultLoss
+    logprobs: Float[Tensor, " tokens"], streams: TokenStreams, counts: TokenCounts, cfg: LossSection
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """This micro batch's share of the step's loss, and detached sums for metrics.
 
@@ -60,16 +120,8 @@ def total_loss(
     loss = logprobs.new_zeros(())
     sums: dict[str, Tensor] = {}
     if streams.rl_weights is not None:
-        policy = dppo_kl(
-            logprobs,
-            streams.behavior_logprobs,
-            streams.advantages,
-            mask_low=cfg.dppo_mask_low,
-            mask_high=cfg.dppo_mask_high,
-            adv_tau=cfg.adv_tau,
-            kl_tau=cfg.kl_tau,
-        )
-        loss = loss + weighted_sum(policy.loss, streams.rl_weights) / max(counts.rl, 1)
+        policy = POLICY_LOSSES[cfg.type](logprobs, streams, cfg)
+        loss = loss + reduce_rl(policy.loss, streams.rl_weights, streams, counts, cfg)
         is_member = streams.rl_weights != 0
         sums["is_masked_low"] = (policy.is_dropped_low & is_member).sum()
         sums["is_masked_high"] = (policy.is_dropped_high & is_member).sum()
@@ -90,6 +142,33 @@ def total_loss(
         sums["sampled_tokens"] = streams.is_sampled.sum()
         sums["max/mismatch_kl"] = mismatch.max() if len(mismatch) else mismatch.sum()
     return loss, sums
+
+
+def reduce_rl(
+    values: Float[Tensor, " tokens"],
+    weights: Float[Tensor, " tokens"],
+    streams: TokenStreams,
+    counts: TokenCounts,
+    cfg: LossSection,
+) -> Float[Tensor, ""]:
+    """This micro batch's share of the rl component of one value a token.
+
+    token: sum / N_rl. sample: sum over samples of (sum / the sample's members) / samples. constant: sum /
+    (samples * reduction_tokens). A sample's members are its tokens of non-zero rl weight in `streams`,
+    whatever `weights` makes of them.
+
+    Source: token, DAPO, arXiv:2503.14476, eq. 8; sample, GRPO, arXiv:2402.03300, eq. 3; constant, Dr. GRPO,
+    arXiv:2503.20783, section 3.1.
+    """
+    if cfg.reduction == "token":
+        return weighted_sum(values, weights) / max(counts.rl, 1)
+    samples = max(counts.rl_samples, 1)
+    if cfg.reduction == "constant":
+        assert cfg.reduction_tokens is not None, "checked with the config"
+        return weighted_sum(values, weights) / (samples * cfg.reduction_tokens)
+    assert streams.rl_weights is not None
+    lengths = streams.samples.count(streams.rl_weights != 0).clamp(min=1)
+    return weighted_sum(values, weights / streams.samples.spread(lengths)) / samples
 
 
 def weighted_sum(values: Float[Tensor, " tokens"], weights: Float[Tensor, " tokens"]) -> Float[Tensor, ""]:

@@ -3,23 +3,34 @@
 In: log-probabilities of the sampled tokens under the trained policy (with gradient) and under the policy
 that sampled them, both at the sampling temperature, and advantages. Out: a loss a token, and which tokens
 were dropped.
+
+With r = p / q, p the trained policy and q the sampler, the losses are `dppo_kl` and `ipo` (drop tokens that
+moved too far), `ppo` (bound r), `gspo` (bound one r a sample), `cispo` (bound r as a mere weight) and
+`reinforce` (no r). A step trains on its batch once, so the policy before the step is p itself and r measures
+the distance to the sampler only.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
+
+from stretto.algorithms.segments import Segments
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
+MAX_LOG_RATIO = 20.0
+"""Log ratios are cut here where they are exponentiated: r stays finite, and nothing but r's bound changes."""
 REF_KL_MASK_LOW = 0.2
 REF_KL_TAU = 1e-3
 
 
 class PolicyLoss(NamedTuple):
-    """A loss a token, and the tokens dropped for having moved too far down or up."""
+    """A loss a token, and the tokens dropped (in cispo: bounded) for having moved too far down or up."""
 
     loss: Float[Tensor, " tokens"]
     is_dropped_low: Bool[Tensor, " tokens"]
@@ -54,6 +65,114 @@ def dppo_kl(
     pushed = (adv_tau * advantages).masked_fill(dropped_high | dropped_low, 0.0)
     loss = kl_tau * log_ratio.square() - pushed * log_ratio.exp()
     return PolicyLoss(loss, dropped_low, dropped_high)
+
+
+def ipo(
+    logprobs: Float[Tensor, " tokens"],
+    behavior_logprobs: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    *,
+    threshold: float,
+    adv_tau: float = 1.0,
+    kl_tau: float = 1e-3,
+) -> PolicyLoss:
+    """As dppo_kl, but a token is dropped when |p - q| > threshold, whatever its advantage.
+
+    -keep * adv_tau * A * r + kl_tau * (log r)^2
+
+    Source: the `ipo` loss of prime-rl 0.8. Differs: nothing; what fell and what rose are counted apart.
+    """
+    log_ratio = logprobs - behavior_logprobs
+    moved = logprobs.detach().exp() - behavior_logprobs.exp()
+    dropped_high, dropped_low = moved > threshold, moved < -threshold
+    pushed = (adv_tau * advantages).masked_fill(dropped_high | dropped_low, 0.0)
+    loss = kl_tau * log_ratio.square() - pushed * log_ratio.exp()
+    return PolicyLoss(loss, dropped_low, dropped_high)
+
+
+def ppo(
+    logprobs: Float[Tensor, " tokens"],
+    behavior_logprobs: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None = None,
+) -> PolicyLoss:
+    """Clipped surrogate: max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) a token.
+
+    With clip_dual = c and A < 0 it is at most -c A. A bounded token has no gradient.
+
+    Source: PPO, arXiv:1707.06347, eq. 7; clip-higher of DAPO, arXiv:2503.14476, eq. 8; dual clip,
+    arXiv:1912.09729, eq. 5. Differs: r is to the sampler, for a step trains on its batch once.
+    """
+    return _clipped(_ratio(logprobs - behavior_logprobs), advantages, clip_low, clip_high, clip_dual)
+
+
+def gspo(
+    logprobs: Float[Tensor, " tokens"],
+    behavior_logprobs: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    segments: Segments,
+    is_member: Bool[Tensor, " tokens"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """PPO's surrogate on s = exp(mean log r over a sample's member tokens), the same for all its tokens.
+
+    The gradient runs through the mean. With the `sample` reduction a sample adds its surrogate once.
+
+    Source: GSPO, arXiv:2507.18071, eq. 5-7. Differs: a sample is one branch of a rollout.
+    """
+    mean = segments.mean(logprobs - behavior_logprobs, is_member)
+    return _clipped(segments.spread(_ratio(mean)), advantages, clip_low, clip_high, None)
+
+
+def cispo(
+    logprobs: Float[Tensor, " tokens"],
+    behavior_logprobs: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    *,
+    clip_low: float | None,
+    clip_high: float,
+) -> PolicyLoss:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p: every token keeps a gradient.
+
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4-5; the default bound of 5 as in ScaleRL, arXiv:2510.13786.
+    """
+    ratio = _ratio((logprobs - behavior_logprobs).detach())
+    low = 0.0 if clip_low is None else 1 - clip_low
+    weights = ratio.clamp(low, 1 + clip_high)
+    return PolicyLoss(-weights * advantages * logprobs, ratio < low, ratio > 1 + clip_high)
+
+
+def reinforce(logprobs: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]) -> PolicyLoss:
+    """-A log p: the policy gradient of on-policy tokens; correction.py has the weights for others.
+
+    Source: Williams, Machine Learning 8, 1992, eq. 4.
+    """
+    nothing = logprobs.new_zeros(logprobs.shape, dtype=torch.bool)
+    return PolicyLoss(-advantages * logprobs, nothing, nothing)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _clipped(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_dual: float | None
+) -> PolicyLoss:
+    """PPO's surrogate: r is bounded above where A > 0, below (and by the dual clip) where A < 0."""
+    is_positive = advantages > 0
+    highest = torch.full_like(ratio, clip_dual or math.inf).masked_fill(is_positive, 1 + clip_high)
+    lowest = torch.full_like(ratio, 1 - clip_low).masked_fill(is_positive, 0.0)
+    detached, is_pushed = ratio.detach(), advantages != 0
+    return PolicyLoss(
+        -advantages * ratio.clamp(lowest, highest),
+        is_pushed & (detached < lowest),
+        is_pushed & (detached > highest),
+    )
 
 
 def ref_kl(

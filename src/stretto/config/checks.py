@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from stretto.config.shared import Problem
 
 if TYPE_CHECKING:
+    from stretto.config.algorithm import LossSection
     from stretto.config.inference import InferenceSection
     from stretto.config.model import ModelSection
     from stretto.config.orchestrator import (
@@ -55,7 +56,24 @@ def check_trainer(section: TrainerSection, prefix: str) -> list[Problem]:
     """Schedule against max_steps, model dtypes."""
     problems = check_scheduler(section.scheduler, section.max_steps, prefix) + check_lr(section, prefix)
     problems += check_model(section.model, prefix) + check_scratch_len(section, prefix)
+    problems += check_loss(section.loss, at(prefix, "loss"))
     return problems + check_control(section.control, prefix)
+
+
+def check_loss(loss: LossSection, path: str) -> list[Problem]:
+    """Settings of the loss that would do nothing, or lack their partner."""
+    problems = []
+    if loss.reduction == "constant" and loss.reduction_tokens is None:
+        message = f'{path}.reduction = "constant" needs {path}.reduction_tokens, such as the longest reply'
+        problems.append(Problem((f"{path}.reduction",), message))
+    if loss.reduction != "constant" and loss.reduction_tokens is not None:
+        paths = (f"{path}.reduction_tokens", f"{path}.reduction")
+        rule = f'does nothing with {paths[1]} = "{loss.reduction}"; drop it or use "constant"'
+        problems.append(Problem(paths, f"{paths[0]} = {loss.reduction_tokens} {rule}"))
+    if getattr(loss, "adv_tau", 1.0) == getattr(loss, "kl_tau", 1.0) == 0:
+        paths = (f"{path}.adv_tau", f"{path}.kl_tau")
+        problems.append(Problem(paths, f"{paths[0]} = {paths[1]} = 0 leave no loss; give one of them a value"))
+    return problems
 
 
 def check_control(section: ControlSection, prefix: str) -> list[Problem]:

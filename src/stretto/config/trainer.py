@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from stretto.config.algorithm import DefaultLoss, Loss
 from stretto.config.model import ModelSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.section import Section
@@ -88,20 +89,6 @@ class CosineScheduler(Section):
 Scheduler = Annotated[ConstantScheduler | LinearScheduler | CosineScheduler, Field(discriminator="type")]
 
 
-class DefaultLoss(Section):
-    """DPPO mask and squared log-ratio KL to the sampling policy."""
-
-    type: Literal["default"] = "default"
-    dppo_mask_low: float = Field(0.2, ge=0)
-    """Probability drop beyond which a token of negative advantage no longer contributes."""
-    dppo_mask_high: float = Field(0.2, ge=0)
-    """Probability rise beyond which a token of positive advantage no longer contributes."""
-    adv_tau: float = Field(1.0, ge=0)
-    """Weight of the policy gradient."""
-    kl_tau: float = Field(1e-3, ge=0)
-    """Weight of the squared log ratio between trainer and sampler."""
-
-
 class CkptWeightsSection(Section):
     """Hugging Face weights, config and tokenizer under RUN/weights/step_N; `latest` links to the newest."""
 
@@ -127,7 +114,7 @@ class TrainerSection(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     optim: Optim = AdamWOptim()
     scheduler: Scheduler = ConstantScheduler()
-    loss: DefaultLoss = DefaultLoss()
+    loss: Loss = DefaultLoss()
     ckpt: CkptSection | None = CkptSection()
     weight_broadcast: WeightBroadcast = ShmWeights()
     rollout_transport: RolloutTransport = ZmqRollouts()

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.algorithms.losses import TokenCounts, total_loss
+from stretto.algorithms.losses import TokenCounts, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError, EngineError
+from stretto.config.algorithm import DefaultLoss, LossSection
 from stretto.config.model import ModelSection
-from stretto.config.trainer import DefaultLoss, Optim, Scheduler
+from stretto.config.trainer import Optim, Scheduler
 from stretto.models import hub
 from stretto.models.lm_head import token_logprobs
 from stretto.records.sample import MicroBatch
@@ -78,7 +79,7 @@ class Learner:
         optim: Optim,
         scheduler: Scheduler,
         max_steps: int | None,
-        loss: DefaultLoss | None = None,
+        loss: LossSection | None = None,
         reduce: Reduce = alone,
         observe: Observer | None = None,
     ) -> None:
@@ -100,13 +101,20 @@ class Learner:
 
         Raises: DataError when a batch does not fit the model, or trains no token at all.
         """
-        counts = TokenCounts(**self._reduce(count_tokens(micro_batches)._asdict()))
+        with_samples, by_sample = needs_samples(self._loss), self._loss.reduction != "token"
+        counts = TokenCounts(**self._reduce(count_tokens(micro_batches, by_sample=by_sample)._asdict()))
         if not any(counts):
             raise DataError(
                 f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0"
             )
         for mb in micro_batches:
-            rows = build_rows(mb, self._vocab_size, self._device, share_prefixes=self._shares_prefixes)
+            rows = build_rows(
+                mb,
+                self._vocab_size,
+                self._device,
+                share_prefixes=self._shares_prefixes,
+                with_samples=with_samples,
+            )
             if rows is None:
                 continue
             logprobs, entropy = self._score(rows)

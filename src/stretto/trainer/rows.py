@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.losses import TokenCounts, TokenStreams
+from stretto.algorithms.segments import Segments
 from stretto.base.errors import DataError
 from stretto.models.attention import PackedLayout
 from stretto.records.sample import MicroBatch
@@ -61,14 +62,21 @@ class Membership:
         return np.logical_or.reduce(present) if present else None
 
 
-def count_tokens(micro_batches: Sequence[MicroBatch]) -> TokenCounts:
-    """Members of each component on this rank."""
-    counts = np.zeros(3)
+def count_tokens(micro_batches: Sequence[MicroBatch], *, by_sample: bool = False) -> TokenCounts:
+    """Members of each component on this rank; samples are counted only `by_sample`."""
+    counts = np.zeros(4)
     for mb in micro_batches:
         members = Membership.of(mb)
         streams = (members.rl, members.ce, members.ref_kl)
-        counts += [0 if w is None else np.count_nonzero(w) for w in streams]
+        samples = 0
+        if by_sample and members.rl is not None:
+            samples = len(np.unique(_documents_of(np.flatnonzero(members.rl), np.asarray(mb.cu_seqlens))))
+        counts += [*(0 if w is None else np.count_nonzero(w) for w in streams), samples]
     return TokenCounts(*counts.tolist())
+
+
+def _documents_of(tokens: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    return np.searchsorted(bounds, tokens, side="right") - 1
 
 
 def build_rows(
@@ -78,8 +86,11 @@ def build_rows(
     *,
     is_scored: np.ndarray | None = None,
     share_prefixes: bool = False,
+    with_samples: bool = False,
 ) -> Rows | None:
     """The forward pass for the trained tokens of a micro batch (or those of `is_scored`); None: no such.
+
+    with_samples: also say which tokens are one sample.
 
     Raises: DataError for a token outside the vocabulary, or a trained token that nothing precedes.
     """
@@ -90,7 +101,7 @@ def build_rows(
     bounds = np.asarray(mb.cu_seqlens, dtype=np.int64)
     _check(mb, bounds, wanted, vocab_size)
     tokens = np.flatnonzero(wanted)
-    documents = np.searchsorted(bounds, tokens, side="right") - 1
+    documents = _documents_of(tokens, bounds)
     segments = _segments(mb.token_ids, bounds[:-1], tokens, documents, share_prefixes=share_prefixes)
     rows, predictors = np.unique(segments.row_before(tokens, documents), return_inverse=True)
 
@@ -115,6 +126,11 @@ def build_rows(
             ce_weights=picked(members.ce),
             ref_kl_weights=picked(members.ref_kl),
             ref_logprobs=picked(mb.ref_logprobs),
+            segments=(
+                Segments(moved(np.bincount(documents, minlength=len(bounds) - 1)), moved(documents))
+                if with_samples
+                else None
+            ),
         ),
         sources=tokens,
         documents=documents,
