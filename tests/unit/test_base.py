@@ -201,6 +201,8 @@ def test_a_stalled_process_dumps_stacks_and_gauges_and_ends_with_its_own_exit_co
 import asyncio
 from stretto.base.watch import Watch
 async def waits_for_ever():
+    await innermost()
+async def innermost():
     await asyncio.Event().wait()
 async def main():
     with Watch(0.2, {str(tmp_path)!r}, lambda: {{"queue": 41 + 1}}, role="worker") as watch:
@@ -212,7 +214,8 @@ asyncio.run(main())
     assert result.returncode == EXIT_STALLED
     [dump] = tmp_path.iterdir()
     text = dump.read_text()
-    assert "last: batch 7" in text and "waits_for_ever" in text and '"queue": 42' in text
+    assert "last: batch 7" in text and '"queue": 42' in text
+    assert "waits_for_ever" in text and "innermost" in text  # down to where it hangs
 
 
 def test_progress_keeps_a_process_alive(tmp_path: Path) -> None:

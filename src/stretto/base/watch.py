@@ -16,9 +16,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
@@ -131,8 +133,8 @@ class Watch:
         if self._loop is not None:
             file.write("\n== asyncio tasks ==\n")
             for task in asyncio.all_tasks(self._loop):
-                file.write(f"\n{task.get_name()}: {task.get_coro()!r}\n")
-                task.print_stack(limit=12, file=file)
+                file.write(f"\n{task.get_name()}:\n")
+                file.writelines(traceback.StackSummary.extract(_awaiting(task)).format())
         file.flush()
         # Last, because it runs foreign code: a gauge that fails costs only itself.
         file.write("\n== gauges ==\n")
@@ -141,3 +143,14 @@ class Watch:
         except Exception as error:  # the process ends either way; the dump must be written
             gauges = f"not available: {type(error).__name__}: {error}"
         file.write(gauges + "\n")
+
+
+def _awaiting(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
+    """The frames of a suspended task down to what it waits in; `Task.print_stack` knows only the outermost."""
+    waits_in: Any = task.get_coro()
+    while waits_in is not None:
+        frame = getattr(waits_in, "cr_frame", None) or getattr(waits_in, "gi_frame", None)
+        if frame is None:
+            return
+        yield frame, frame.f_lineno
+        waits_in = getattr(waits_in, "cr_await", None) or getattr(waits_in, "gi_yieldfrom", None)

@@ -1,0 +1,75 @@
+"""Environments that misbehave, or that need no learned skill; the runs under test load them as `envs:<class>`."""
+
+from __future__ import annotations
+
+import asyncio
+from zlib import crc32
+
+from stretto.envs.base import SingleTurnEnv, TaskSource
+from stretto.envs.sort_letters import SortLetters
+from stretto.records.rollout import Task
+
+
+class SlowSort(SortLetters):
+    """sort-letters whose scores take `latency_s`, so that a test can act in the middle of a step."""
+
+    def __init__(self, num_letters: int, latency_s: float) -> None:
+        super().__init__(num_letters=num_letters)
+        self.latency_s = latency_s
+
+    async def score(self, task: Task, text: str) -> float:
+        await asyncio.sleep(self.latency_s)
+        return super().score(task, text)
+
+
+class Vowels(SingleTurnEnv):
+    """Reward: the share of vowels in the reply. Even a random network's replies differ in it."""
+
+    name = "vowels"
+
+    def tasks(self, split: str) -> TaskSource:
+        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"word": f"{i:x}"}))
+
+    def prompt(self, task: Task) -> list[dict]:
+        return [{"role": "user", "content": task.data["word"]}]
+
+    def score(self, task: Task, text: str) -> float:
+        return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+
+
+class Broken(Vowels):
+    """Every rollout raises."""
+
+    name = "broken"
+
+    def score(self, task: Task, text: str) -> float:
+        raise RuntimeError("the judge is on holiday")
+
+
+class Flaky(Vowels):
+    """About `share` of all rollouts raise, by what was replied."""
+
+    name = "flaky"
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def score(self, task: Task, text: str) -> float:
+        if crc32(f"{task.task_id}/{text}".encode()) % 1000 < 1000 * self.share:
+            raise ValueError("this reply cannot be judged")
+        return super().score(task, text)
+
+
+class Hanging(Vowels):
+    """Every `every`-th task's episodes never end; None: those of all tasks."""
+
+    name = "hanging"
+
+    def __init__(self, every: int | None = None) -> None:
+        self.every = every
+
+    async def score(self, task: Task, text: str) -> float:
+        number = int(task.task_id.rpartition("-")[2])
+        if self.every is None or number % self.every == 0:
+            await asyncio.Event().wait()
+        return super().score(task, text)

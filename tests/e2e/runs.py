@@ -1,0 +1,131 @@
+"""Starts the real verbs on small configs, and reads what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base.paths import RunDir
+from stretto.ledger.reader import LedgerReader
+from stretto.monitors.file import read_metrics
+
+HERE = Path(__file__).parent
+DEADLINE_S = 180  # for a hung process to be a failure with its output, never reached otherwise
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A verb that has run to its end."""
+
+    code: int
+    output: str
+    run: RunDir
+
+    def steps(self, role: str = "orchestrator") -> dict[int, dict[str, float]]:
+        """The metrics of every step, all rows of a step joined."""
+        rows: dict[int, dict[str, float]] = {}
+        for row in read_metrics(self.run.metrics(role)):
+            rows.setdefault(row["step"], {}).update(row)
+        return {step: rows[step] for step in sorted(rows) if step > 0}
+
+    def column(self, name: str, role: str = "orchestrator") -> list[float]:
+        return [row[name] for row in self.steps(role).values() if name in row]
+
+    def weights(self, step: int) -> bytes:
+        return (self.run.weights_step(step) / "model.safetensors").read_bytes()
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads(self.run.summary.read_text())
+
+    def ledger(self) -> LedgerReader:
+        return LedgerReader(self.run)
+
+
+def start(verb: str, words: list[str], cwd: Path) -> subprocess.Popen[str]:
+    """A verb as a user types it, in a directory from which `envs:<class>` is found."""
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "stretto", verb, *words],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait(popen: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> tuple[int, str]:
+    """Exit status and output. A process that does not end in time is killed, and that is a failure."""
+    try:
+        output, _ = popen.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        popen.kill()
+        output, _ = popen.communicate()
+        raise AssertionError(f"not done after {deadline_s:g} s:\n{output}") from None
+    return popen.returncode, output
+
+
+def start_rl(directory: Path, settings: Mapping[str, Any], *words: str) -> subprocess.Popen[str]:
+    """`rl @ <settings as TOML>` with its run directory in `directory`/run."""
+    path = directory / "rl.toml"
+    path.write_text(toml({"output_dir": str(directory), "run": {"name": "run"}} | dict(settings)))
+    return start("rl", ["@", str(path), *words], directory)
+
+
+def rl(directory: Path, settings: Mapping[str, Any], *words: str, is_ok: bool = True) -> Ended:
+    """Run `rl` to its end; with is_ok, anything but exit 0 is a failure that shows its output."""
+    code, output = wait(start_rl(directory, settings, *words))
+    assert not is_ok or code == 0, output
+    return Ended(code, output, RunDir(directory / "run"))
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings laid over each other; later ones win."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+            result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def toml(settings: Mapping[str, Any]) -> str:
+    """Settings as TOML: one inline value a key. JSON's strings and numbers are TOML's, None is "None"."""
+    return "".join(f"{key} = {_inline(value)}\n" for key, value in settings.items())
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return json.dumps(str(value) if value is None or isinstance(value, Path) else value)
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports nobody listens on at the moment, all different."""
+    sockets = [socket.socket() for _ in range(number)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def until(is_so: Callable[[], bool], popen: subprocess.Popen[str], what: str) -> None:
+    """Wait for something a running process does; its end before that is a failure."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert popen.poll() is None, f"ended before {what}:\n{popen.communicate()[0]}"
+        assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S} s"
+        time.sleep(0.01)
