@@ -50,6 +50,33 @@ WRONG_RL = {
         "",
         ['trainer.loss.reduction_tokens = 8 does nothing with trainer.loss.reduction = "token"'],
     ),
+    "a group of one where one environment compares": (
+        '[orchestrator]\ngroup_size = 1\nbatch_size = 4\n[orchestrator.algo]\ntype = "reinforce_plus_plus"\n'
+        + ENV
+        + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "rloo" }\n',
+        "",
+        ["c.toml:2: orchestrator.group_size = 1: every advantage would be zero, for rloo subtracts"],
+    ),
+    "credit that no environment uses": (
+        '[orchestrator.algo]\ntype = "rloo"\n' + ENV + 'algo = { type = "max_rl" }\n',
+        "",
+        ["c.toml:1: orchestrator.algo does nothing: every environment has an `algo` of its own"],
+    ),
+    "a length penalty of nothing": (
+        "[orchestrator.algo.length_penalty]\noutput_weight = 0\ninput_weight = 0\nturns_weight = 0\n" + ENV,
+        "",
+        ["c.toml:1: orchestrator.algo.length_penalty: all its weights are 0, so it does nothing"],
+    ),
+    "an overlong penalty that nobody pays": (
+        "seq_len = 64\n[orchestrator.algo.overlong]\nmax_tokens = 200\nbuffer_tokens = 10\n" + ENV,
+        "",
+        ["orchestrator.algo.overlong.max_tokens = 200: the penalty would begin at 190 tokens", "seq_len = 64"],
+    ),
+    "an overlong penalty that everybody pays": (
+        ENV + 'algo = { type = "grpo", overlong = { max_tokens = 8, buffer_tokens = 10 } }\n',
+        "",
+        ["orchestrator.env.0.algo.overlong.buffer_tokens = 10 is longer than", "max_tokens = 8"],
+    ),
     "a loss of nothing": (
         "[trainer.loss]\nadv_tau = 0.0\nkl_tau = 0.0\n" + ENV,
         "",

@@ -8,7 +8,14 @@ import pytest
 from fakes import CharRenderer, EchoEnv, FakeEngine, GuessEnv, manifest, parrot, run_virtual
 
 from stretto.base.errors import ConfigError, EngineError, WireError
-from stretto.config.orchestrator import EvalSection, GrpoAlgo, SamplingSection, ZeroAlgo
+from stretto.config.algorithm import (
+    GrpoAlgo,
+    LengthPenaltySection,
+    OverlongSection,
+    ReinforcePlusPlusAlgo,
+    ZeroAlgo,
+)
+from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.envs.base import RolloutResult
 from stretto.orchestrator.evaluate import Evaluator, is_due, overall, table
 from stretto.orchestrator.policy import Policy
@@ -189,6 +196,41 @@ def test_a_sample_trains_exactly_the_sampled_tokens_with_the_rollouts_advantage(
         np.testing.assert_array_equal(sample.loss_mask, branch.is_sampled)
         np.testing.assert_array_equal(sample.advantages, np.float32(advantage) * branch.is_sampled)
         assert sample.advantages.dtype == np.float32 and sample.first_version == 0
+
+
+def test_lengths_shape_what_is_compared_but_not_what_is_reported():
+    played = play(GuessEnv(), FakeEngine(parrot(1.0)))
+    plain, has_signal = score(played, GrpoAlgo())
+    assert not has_signal and not any(plain.advantages)
+    longest = max(r.num_sampled_tokens for r in played.rollouts)
+    first, *others = played.rollouts
+    (branch,) = first.branches
+    kept = [i for i in range(len(branch.token_ids)) if i < branch.is_sampled.nonzero()[0][-1]]
+    shorter = msgspec.structs.replace(
+        branch, **{n: getattr(branch, n)[kept] for n in ("token_ids", "is_sampled", "logprobs")}
+    )
+    ragged = msgspec.structs.replace(
+        played, rollouts=(msgspec.structs.replace(first, branches=(shorter,)), *others)
+    )
+    for algo in (
+        GrpoAlgo(length_penalty=LengthPenaltySection()),
+        GrpoAlgo(overlong=OverlongSection(max_tokens=longest, buffer_tokens=2)),
+    ):
+        shaped, has_signal = score(ragged, algo)
+        assert has_signal and shaped.advantages[0] > 0 > max(shaped.advantages[1:])
+        assert [r.reward for r in shaped.rollouts] == [1.0] * len(shaped.rollouts)
+
+
+def test_whitening_is_over_all_trained_tokens_of_the_environments_that_ask_for_it():
+    groups = [score(play(EchoEnv(), FakeEngine(parrot(p))), ReinforcePlusPlusAlgo())[0] for p in (0.3, 0.8)]
+    plain, whitened = to_samples(groups), to_samples(groups, ["echo"])
+    values = np.concatenate([s.advantages[s.loss_mask] for s in plain]).astype(np.float64)
+    for before, after in zip(plain, whitened, strict=True):
+        expected = (before.advantages - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8) * before.loss_mask
+        np.testing.assert_allclose(after.advantages, expected, rtol=1e-5, atol=1e-7)
+        assert after.advantages.dtype == np.float32
+    untouched = to_samples(groups, ["other"])
+    assert all((s.advantages == t.advantages).all() for s, t in zip(untouched, plain))
 
 
 def test_the_first_token_of_a_document_is_never_trained():

@@ -1,4 +1,4 @@
-"""What is learned from a rollout: the policy loss, `[trainer.loss]`, and how its tokens are added up."""
+"""What is learned from a rollout, and how: `[trainer.loss]` and `[orchestrator.algo]` (credit)."""
 
 from __future__ import annotations
 
@@ -90,4 +90,93 @@ class CispoLoss(LossSection):
 
 Loss = Annotated[
     DefaultLoss | IpoLoss | PpoLoss | ReinforceLoss | GspoLoss | CispoLoss, Field(discriminator="type")
+]
+
+
+class LengthPenaltySection(Section):
+    """Long members of a group cost reward, the more the better the group does; 0 where it solves nothing.
+
+    Each weight is for the longest member; the others pay in proportion.
+    """
+
+    output_weight: float = Field(0.25, ge=0)
+    """Of sampled tokens."""
+    input_weight: float = Field(0.1, ge=0)
+    """Of prompt, tool and environment tokens."""
+    turns_weight: float = Field(0.1, ge=0)
+    """Of turns."""
+
+
+class OverlongSection(Section):
+    """A penalty that rises linearly over the last tokens before a limit, DAPO's soft overlong punishment."""
+
+    max_tokens: int = Field(gt=0)
+    """Sampled tokens of a rollout from which on it pays the whole penalty; usually max_completion_tokens."""
+    buffer_tokens: int = Field(gt=0)
+    """Tokens before max_tokens over which the penalty rises from 0."""
+    penalty: float = Field(1.0, gt=0)
+    """The whole penalty, in reward units."""
+
+
+class CreditSection(Section):
+    """What all rules of credit but the control have: rewards are shaped first, then compared."""
+
+    type: str
+    length_penalty: LengthPenaltySection | None = None
+    overlong: OverlongSection | None = None
+
+
+class GrpoAlgo(CreditSection):
+    """Advantage = reward minus the group's mean."""
+
+    type: Literal["grpo"] = "grpo"
+    normalize_std: bool = False
+    """Also divide by the group's standard deviation."""
+
+
+class DrGrpoAlgo(CreditSection):
+    """Reward minus the group's mean, never divided; its loss has reduction = "constant"."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+
+
+class RlooAlgo(CreditSection):
+    """Reward minus the mean of the group's other members."""
+
+    type: Literal["rloo"] = "rloo"
+
+
+class MaxRlAlgo(CreditSection):
+    """Reward minus the group's mean, divided by that mean: rarely solved tasks count more."""
+
+    type: Literal["max_rl"] = "max_rl"
+
+
+class ReinforcePlusPlusAlgo(CreditSection):
+    """The reward itself, whitened over the trained tokens of the batch."""
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+
+
+class ReinforcePlusPlusBaselineAlgo(CreditSection):
+    """Reward minus the group's mean, then whitened over the trained tokens of the batch."""
+
+    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+
+
+class ZeroAlgo(Section):
+    """Advantages forced to zero: the control that must not learn."""
+
+    type: Literal["zero"] = "zero"
+
+
+Algo = Annotated[
+    GrpoAlgo
+    | DrGrpoAlgo
+    | RlooAlgo
+    | MaxRlAlgo
+    | ReinforcePlusPlusAlgo
+    | ReinforcePlusPlusBaselineAlgo
+    | ZeroAlgo,
+    Field(discriminator="type"),
 ]

@@ -11,10 +11,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from stretto.config.algorithm_checks import check_algos, check_loss
 from stretto.config.shared import Problem
 
 if TYPE_CHECKING:
-    from stretto.config.algorithm import LossSection
     from stretto.config.inference import InferenceSection
     from stretto.config.model import ModelSection
     from stretto.config.orchestrator import (
@@ -58,22 +58,6 @@ def check_trainer(section: TrainerSection, prefix: str) -> list[Problem]:
     problems += check_model(section.model, prefix) + check_scratch_len(section, prefix)
     problems += check_loss(section.loss, at(prefix, "loss"))
     return problems + check_control(section.control, prefix)
-
-
-def check_loss(loss: LossSection, path: str) -> list[Problem]:
-    """Settings of the loss that would do nothing, or lack their partner."""
-    problems = []
-    if loss.reduction == "constant" and loss.reduction_tokens is None:
-        message = f'{path}.reduction = "constant" needs {path}.reduction_tokens, such as the longest reply'
-        problems.append(Problem((f"{path}.reduction",), message))
-    if loss.reduction != "constant" and loss.reduction_tokens is not None:
-        paths = (f"{path}.reduction_tokens", f"{path}.reduction")
-        rule = f'does nothing with {paths[1]} = "{loss.reduction}"; drop it or use "constant"'
-        problems.append(Problem(paths, f"{paths[0]} = {loss.reduction_tokens} {rule}"))
-    if getattr(loss, "adv_tau", 1.0) == getattr(loss, "kl_tau", 1.0) == 0:
-        paths = (f"{path}.adv_tau", f"{path}.kl_tau")
-        problems.append(Problem(paths, f"{paths[0]} = {paths[1]} = 0 leave no loss; give one of them a value"))
-    return problems
 
 
 def check_control(section: ControlSection, prefix: str) -> list[Problem]:
@@ -174,10 +158,7 @@ def check_orchestrator(section: OrchestratorSection, prefix: str) -> list[Proble
         problems += check_model(section.model, prefix) + check_scratch_len(section, prefix)
         problems += check_control(section.control, prefix)
     problems += check_room(section.train.sampling, section.seq_len, prefix, "train.sampling")
-    if section.train.sampling.temperature == 0 and section.algo.type == "grpo":
-        path = at(prefix, "train.sampling.temperature")
-        rule = "the rollouts of a group would be equal and every advantage zero; use more, such as 1.0"
-        problems.append(Problem((path,), f"{path} = 0 is greedy: {rule}"))
+    problems += check_algos(section, prefix)
     if section.eval is not None:
         problems += check_env_names(section.eval.env, at(prefix, "eval.env"))
         problems += check_room(section.eval.sampling, section.seq_len, prefix, "eval.sampling")
@@ -193,11 +174,8 @@ def check_orchestrator(section: OrchestratorSection, prefix: str) -> list[Proble
 
 
 def check_groups(section: OrchestratorSection, prefix: str) -> list[Problem]:
-    """Whole groups fill a batch, and a group has something to compare."""
+    """Whole groups fill a batch."""
     batch, group = at(prefix, "batch_size"), at(prefix, "group_size")
-    if section.group_size == 1 and section.algo.type == "grpo":
-        rule = "every advantage would be zero, for grpo subtracts the group's mean and one is its own mean"
-        return [Problem((group,), f"{group} = 1: {rule}; use 2 or more (8 is the default)")]
     problems = []
     if section.batch_size % section.group_size:
         low = section.batch_size // section.group_size * section.group_size

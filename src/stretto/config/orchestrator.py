@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
+from stretto.config.algorithm import Algo, GrpoAlgo
 from stretto.config.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.section import Section
@@ -69,6 +70,13 @@ class EnvSection(Section):
     """Share of tasks drawn from it, relative to the others."""
 
 
+class TrainEnvSection(EnvSection):
+    """One training environment."""
+
+    algo: Algo | None = None
+    """Credit of its groups; None: [orchestrator.algo]."""
+
+
 class TrainSection(Section):
     """What is trained on."""
 
@@ -95,23 +103,6 @@ class EvalSection(Section):
     aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
 
 
-class GrpoAlgo(Section):
-    """Advantage = reward minus the group's mean."""
-
-    type: Literal["grpo"] = "grpo"
-    normalize_std: bool = False
-    """Also divide by the group's standard deviation."""
-
-
-class ZeroAlgo(Section):
-    """Advantages forced to zero: the control that must not learn."""
-
-    type: Literal["zero"] = "zero"
-
-
-Algo = Annotated[GrpoAlgo | ZeroAlgo, Field(discriminator="type")]
-
-
 class LedgerSection(Section):
     """The run's database."""
 
@@ -129,7 +120,7 @@ class OrchestratorSection(Section):
     renderer: RendererSection = RendererSection()
     client: ClientSection = ClientSection()
     train: TrainSection = TrainSection()
-    env: list[EnvSection] = Field([])
+    env: list[TrainEnvSection] = Field([])
     """Training environments, `[[orchestrator.env]]`."""
     eval: EvalSection | None = None
     algo: Algo = GrpoAlgo()
@@ -180,6 +171,11 @@ class OrchestratorSection(Section):
         "student.client": "client",
         "wandb": "monitors.wandb",
     }
+
+    def algo_of(self, env: str) -> Algo:
+        """Credit of an environment, by its name."""
+        own = (section.algo for section in self.env if (section.name or section.id) == env)
+        return next(own, None) or self.algo
 
     def eval_as_trained(self) -> EvalSection | None:
         """[eval] with replies no longer than in training where it sets no length of its own."""

@@ -318,7 +318,7 @@ def _eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
         {
             "model": str(run.latest_weights),
             "eval": section.model_dump()
-            | {"env": [env.model_dump() for env in section.env or cfg.orchestrator.env]},
+            | {"env": [env.model_dump(exclude={"algo"}) for env in section.env or cfg.orchestrator.env]},
             # The run's own port may be in use by then, by this run or another: a free one is found.
             "inference": engine.model_dump(exclude={"model": True, "api_key": True, "server": {"port"}}),
             "renderer": cfg.orchestrator.renderer,

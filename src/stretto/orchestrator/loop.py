@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from stretto.algorithms.credit import WHITENED
 from stretto.base.aio import task_group
 from stretto.base.errors import EngineError, EnvError, WireError
 from stretto.base.paths import RunDir
@@ -158,6 +159,8 @@ class Loop:
         self._is_trainer_gone = False
         self._has_last_version = asyncio.Event()
         self._idle_s = 0.0
+        names = [env.name or env.id for env in self.cfg.env]
+        self._whitened = [name for name in names if self.cfg.algo_of(name).type in WHITENED]
 
     async def run(self) -> Progress:
         """Train until the last step, or until `stop`.
@@ -234,7 +237,7 @@ class Loop:
         """Roll out one group, score it, and hand it to the buffer."""
         draw = Draw(slot.group_id, slot.task, self.cfg.group_size, slot.version)
         group = await self.player.play(self.mix.envs[slot.task.env], draw)
-        group, has_signal = score(group, self.cfg.algo)
+        group, has_signal = score(group, self.cfg.algo_of(group.task.env))
         self.ledger.group_finished(group)
         self.watch.progress(f"group {group.group_id} finished")
         if any(map(is_counted, group.rollouts)):
@@ -271,7 +274,7 @@ class Loop:
         """Samples, rows, ledger, wire: from here on these groups are trained."""
         step = self.buffer.next_step
         started = time.perf_counter()
-        samples = to_samples(slot.group for slot in slots)
+        samples = to_samples((slot.group for slot in slots), self._whitened)
         batches = pack(
             samples,
             step=step,

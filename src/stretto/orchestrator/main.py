@@ -196,7 +196,7 @@ def take_over(ledger: Ledger, buffer: Buffer, cfg: OrchestratorSection, step: in
     groups = ledger.resumable(step, buffer.bounds.oldest_version(step + 1))
     reused = 0
     for group in groups:
-        group, has_signal = score(group, cfg.algo)
+        group, has_signal = score(group, cfg.algo_of(group.task.env))
         if any(map(is_counted, group.rollouts)):
             buffer.restore(group, has_signal=has_signal)
             reused += len(group.rollouts)

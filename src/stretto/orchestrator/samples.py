@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+import msgspec
 import numpy as np
 
+from stretto.algorithms.credit import whiten
 from stretto.orchestrator.scoring import is_counted
 from stretto.records.rollout import Group, Rollout
 from stretto.records.sample import TrainSample
 
 
-def to_samples(groups: Iterable[Group]) -> list[TrainSample]:
-    """Samples of all counted rollouts, in group and member order."""
-    return [
+def to_samples(groups: Iterable[Group], whitened: Collection[str] = ()) -> list[TrainSample]:
+    """Samples of all counted rollouts, in group and member order.
+
+    The advantages of environments that are `whitened` are so over the trained tokens of all of them.
+    """
+    samples = [
         sample
         for group in groups
         for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
         if is_counted(rollout)
         for sample in samples_of(rollout, advantage)
     ]
+    return whiten_samples(samples, whitened) if whitened else samples
+
+
+def whiten_samples(samples: list[TrainSample], envs: Collection[str]) -> list[TrainSample]:
+    """The same samples, with the advantages of these environments whitened together."""
+    mine = [sample for sample in samples if sample.env in envs]
+    if not mine:
+        return samples
+    values = whiten(np.concatenate([sample.advantages[sample.loss_mask] for sample in mine]))
+    parts = iter(np.split(values, np.cumsum([sample.loss_mask.sum() for sample in mine])[:-1]))
+    return [_with_advantages(s, next(parts)) if s.env in envs else s for s in samples]
+
+
+def _with_advantages(sample: TrainSample, values: np.ndarray) -> TrainSample:
+    advantages = np.zeros(len(sample.token_ids), dtype=np.float32)
+    advantages[sample.loss_mask] = values
+    return msgspec.structs.replace(sample, advantages=advantages)
 
 
 def samples_of(rollout: Rollout, advantage: float) -> list[TrainSample]:

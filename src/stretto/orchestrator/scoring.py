@@ -1,15 +1,20 @@
-"""A finished group gets its advantages. Rewards were given by the environment; credit compares them."""
+"""A finished group gets its advantages.
+
+Rewards were given by the environment; they are shaped by length where [algo] says so, and compared.
+"""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 
-from stretto.algorithms.credit import CREDIT, has_signal
-from stretto.config.orchestrator import Algo
+from stretto.algorithms.credit import CREDIT, can_teach, length_penalty, overlong
+from stretto.config.algorithm import Algo, CreditSection
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
+SHAPING = {"type", "length_penalty", "overlong"}
+"""Keys of an algo that are not options of its rule."""
 
 
 def is_counted(rollout: Rollout) -> bool:
@@ -18,9 +23,32 @@ def is_counted(rollout: Rollout) -> bool:
 
 
 def score(group: Group, algo: Algo) -> tuple[Group, bool]:
-    """The group with one advantage a rollout (0 for failed ones), and whether its rewards differ at all."""
+    """The group with one advantage a rollout (0 for failed ones), and whether it has a signal."""
     rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
     counted = np.array([is_counted(rollout) for rollout in group.rollouts], dtype=bool)
-    options = algo.model_dump(exclude={"type"})
+    if isinstance(algo, CreditSection):
+        rewards = shape(rewards, counted, group, algo)
+    options = algo.model_dump(exclude=SHAPING)
     advantages = CREDIT[algo.type](rewards, counted, **options)
-    return msgspec.structs.replace(group, advantages=tuple(advantages.tolist())), has_signal(rewards, counted)
+    scored = msgspec.structs.replace(group, advantages=tuple(advantages.tolist()))
+    return scored, can_teach(algo.type, rewards, counted, advantages)
+
+
+def shape(rewards: np.ndarray, counted: np.ndarray, group: Group, algo: CreditSection) -> np.ndarray:
+    """Rewards less what their lengths cost; what is recorded and reported stays the environment's reward."""
+    if algo.overlong is not None:
+        rewards = overlong(rewards, output_tokens(group), **algo.overlong.model_dump())
+    if (section := algo.length_penalty) is not None:
+        lengths = {
+            "output": output_tokens(group),
+            "input": np.array([r.num_tokens for r in group.rollouts]) - output_tokens(group),
+            "turns": np.array([r.num_turns for r in group.rollouts]),
+        }
+        weights = {kind: getattr(section, f"{kind}_weight") for kind in lengths}
+        rewards = length_penalty(rewards, counted, lengths, weights)
+    return rewards
+
+
+def output_tokens(group: Group) -> np.ndarray:
+    """Sampled tokens of every member, over all its branches."""
+    return np.array([rollout.num_sampled_tokens for rollout in group.rollouts])
