@@ -10,6 +10,7 @@ belong to rl.py and sft.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from stretto.algorithms.losses import TokenCounts, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError, EngineError
+from stretto.base.paths import RunDir
+from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.algorithm import DefaultLoss, LossSection
-from stretto.config.model import ModelSection
+from stretto.config.model import ModelSection, TokenizerSection
 from stretto.config.trainer import Optim, Scheduler
 from stretto.models import hub
 from stretto.models.lm_head import token_logprobs
@@ -66,6 +69,15 @@ def load_policy(
             directory, dtype=dtype, device=device, trust_remote_code=section.trust_remote_code
         )
     return hub.load_model(directory, dtype=dtype, device=device)
+
+
+def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: RunDir) -> Path:
+    """The tokenizer's directory; a scratch model's is built in the run directory."""
+    if tokenizer.name is not None:
+        return hub.find_model(tokenizer.name)
+    if model.scratch is not None:
+        return build_letters_tokenizer(run_dir.tokenizer)
+    return hub.find_model(model.name)
 
 
 class Learner:

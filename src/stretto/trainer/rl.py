@@ -24,15 +24,14 @@ import torch
 from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.memory import keep_freed_memory
-from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
+from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.roots import TrainerConfig
-from stretto.models import hub
 from stretto.monitors import build_monitors
 from stretto.records.sample import TrainBatch
 from stretto.trainer import checkpoint
 from stretto.trainer.export import export_weights
 from stretto.trainer.interrupt import StopFlag, finish_on_signal
-from stretto.trainer.learner import Learner, load_policy
+from stretto.trainer.learner import Learner, find_tokenizer, load_policy
 from stretto.trainer.throughput import Throughput
 from stretto.trainer.token_export import TokenExport
 from stretto.transports.control import (
@@ -75,7 +74,7 @@ class Trainer:
     def __init__(self, cfg: TrainerConfig, interrupt: StopFlag, stack: ExitStack) -> None:
         self.cfg, self.run_dir = cfg, cfg.run_dir
         self.interrupt = interrupt
-        self.tokenizer_dir = find_tokenizer(cfg)
+        self.tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
         self.learner = build_learner(cfg, self.tokenizer_dir)
         self.resumed_step = resume(cfg, self.learner)
         self.control = ControlClient(cfg.control, cfg.run_name)
@@ -315,15 +314,6 @@ def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
     checkpoint.load(cfg.run_dir, learner, step)
     logger.info("resumed after step %d", step)
     return step
-
-
-def find_tokenizer(cfg: TrainerConfig) -> Path:
-    """The tokenizer's directory; a scratch model's is built in the run directory."""
-    if cfg.tokenizer.name is not None:
-        return hub.find_model(cfg.tokenizer.name)
-    if cfg.model.scratch is not None:
-        return build_letters_tokenizer(cfg.run_dir.tokenizer)
-    return hub.find_model(cfg.model.name)
 
 
 def check_batch(batch: TrainBatch, step: int) -> None:

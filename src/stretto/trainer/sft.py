@@ -24,17 +24,16 @@ from stretto.base import log, process, rundir
 from stretto.base.errors import DataError
 from stretto.base.paths import RunDir
 from stretto.chat.render import build_renderer
-from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
+from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.load import dump_text
 from stretto.config.roots import SFTConfig
-from stretto.models import hub
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.records.sample import MicroBatch
 from stretto.trainer import checkpoint
 from stretto.trainer.data import ExampleOrder, Examples, load_examples, pack
 from stretto.trainer.export import export_weights
 from stretto.trainer.interrupt import StopFlag, finish_on_signal
-from stretto.trainer.learner import Learner, load_policy
+from stretto.trainer.learner import Learner, find_tokenizer, load_policy
 from stretto.trainer.throughput import Throughput
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ def main(cfg: SFTConfig) -> int:
 def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
     """Model, data and learner, as configured or as they were at the checkpoint of `resume_step`."""
     run = cfg.run_dir
-    tokenizer_dir = find_tokenizer(cfg)
+    tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
     tokenizer = load_tokenizer(tokenizer_dir)
     policy = load_policy(
         cfg.model,
@@ -98,15 +97,6 @@ def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
         max_steps,
     )
     return session
-
-
-def find_tokenizer(cfg: SFTConfig) -> Path:
-    """The tokenizer's directory; a scratch model's is built in the run directory."""
-    if cfg.tokenizer.name is not None:
-        return hub.find_model(cfg.tokenizer.name)
-    if cfg.model.scratch is not None:
-        return build_letters_tokenizer(cfg.run_dir.tokenizer)
-    return hub.find_model(cfg.model.name)
 
 
 def num_steps(cfg: SFTConfig, num_examples: int) -> int:
