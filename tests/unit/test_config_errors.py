@@ -77,6 +77,21 @@ WRONG_RL = {
         "",
         ["orchestrator.env.0.algo.overlong.buffer_tokens = 10 is longer than", "max_tokens = 8"],
     ),
+    "a correction of nothing": (
+        "[trainer.loss.correction]\n" + ENV,
+        "",
+        ["c.toml:1: trainer.loss.correction: the section does nothing by itself"],
+    ),
+    "a ratio that would act twice": (
+        '[trainer.loss]\ntype = "ppo"\n[trainer.loss.correction.weights]\nhigh = 3\n' + ENV,
+        "",
+        ['trainer.loss.correction.weights: type = "ppo" already contains the ratio', '"reinforce"'],
+    ),
+    "bounds the wrong way round": (
+        "[trainer.loss.correction.reject]\nlow = 2.0\n" + ENV,
+        "",
+        ["c.toml:2: trainer.loss.correction.reject.low = 2 must be below", "high = 1.25"],
+    ),
     "a loss of nothing": (
         "[trainer.loss]\nadv_tau = 0.0\nkl_tau = 0.0\n" + ENV,
         "",

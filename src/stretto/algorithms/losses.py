@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms import kl
+from stretto.algorithms.correction import corrected, looks_at_samples
 from stretto.algorithms.policy_loss import PolicyLoss, cispo, dppo_kl, gspo, ipo, ppo, ref_kl, reinforce
 from stretto.algorithms.segments import Segments
 from stretto.config.algorithm import LossSection
@@ -106,7 +107,8 @@ POLICY_LOSSES: dict[str, TokenLoss] = {
 
 def needs_samples(cfg: LossSection) -> bool:
     """Does the loss look at more than one token at a time?"""
-    return cfg.type == "gspo" or cfg.reduction == "sample"
+    is_corrected = cfg.correction is not None and looks_at_samples(cfg.correction)
+    return cfg.type == "gspo" or cfg.reduction == "sample" or is_corrected
 
 
 def total_loss(
@@ -115,13 +117,19 @@ def total_loss(
     """This micro batch's share of the step's loss, and detached sums for metrics.
 
     Shares of all micro batches (and ranks) add up to L. The sums are unweighted counts or totals over
-    tokens; `max/` entries are maxima.
+    tokens; `max/` entries are maxima, `rl/` entries are over the tokens of the rl component.
     """
     loss = logprobs.new_zeros(())
     sums: dict[str, Tensor] = {}
     if streams.rl_weights is not None:
         policy = POLICY_LOSSES[cfg.type](logprobs, streams, cfg)
-        loss = loss + reduce_rl(policy.loss, streams.rl_weights, streams, counts, cfg)
+        weights = streams.rl_weights
+        if cfg.correction is not None:
+            weights, extra = corrected(
+                logprobs, streams.behavior_logprobs, weights, streams.segments, cfg.correction
+            )
+            sums |= extra
+        loss = loss + reduce_rl(policy.loss, weights, streams, counts, cfg)
         is_member = streams.rl_weights != 0
         sums["is_masked_low"] = (policy.is_dropped_low & is_member).sum()
         sums["is_masked_high"] = (policy.is_dropped_high & is_member).sum()

@@ -8,6 +8,41 @@ from pydantic import Field
 
 from stretto.config.section import Section
 
+Level = Literal["token", "sequence", "geometric"]
+
+
+class WeightsSection(Section):
+    """Importance weights: the ratio of trainer to sampler multiplies the loss."""
+
+    level: Level = "token"
+    """`token`: each token's ratio; `sequence`: the product over a sample; `geometric`: its geometric mean."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """What a ratio outside the bounds becomes: `truncate`, the bound (TIS); `mask`, 0 (IcePop)."""
+    low: float = Field(0.0, ge=0)
+    """Least ratio."""
+    high: float = Field(2.0, gt=0)
+    """Greatest ratio."""
+
+
+class RejectSection(Section):
+    """Tokens (or, by level, whole samples) whose ratio lies outside the bounds are not trained."""
+
+    level: Level = "geometric"
+    """`token`: each token's ratio; `sequence`: the product over a sample; `geometric`: its geometric mean."""
+    low: float = Field(0.8, ge=0)
+    """Least ratio."""
+    high: float = Field(1.25, gt=0)
+    """Greatest ratio."""
+
+
+class CorrectionSection(Section):
+    """What is done about tokens that another policy sampled than the one that is trained."""
+
+    weights: WeightsSection | None = None
+    reject: RejectSection | None = None
+    veto: float | None = Field(None, gt=0, lt=1)
+    """A sample with any token whose ratio is below this is not trained; 1e-4 is usual. None: no veto."""
+
 
 class LossSection(Section):
     """What all policy losses have."""
@@ -19,6 +54,7 @@ class LossSection(Section):
     samples."""
     reduction_tokens: int | None = Field(None, gt=0)
     """What `constant` divides by, such as the longest reply."""
+    correction: CorrectionSection | None = None
 
 
 class DefaultLoss(LossSection):

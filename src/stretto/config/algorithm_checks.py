@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.config.algorithm import Algo, CreditSection, LossSection
+from stretto.config.algorithm import Algo, CorrectionSection, CreditSection, LossSection
 from stretto.config.shared import Problem
 
 if TYPE_CHECKING:
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 COMPARES = {"grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline"}
 """Rules whose baseline is the group."""
+WITHOUT_RATIO = {"reinforce"}
+"""Losses that importance weights may multiply."""
 
 
 def check_loss(loss: LossSection, path: str) -> list[Problem]:
@@ -29,6 +31,28 @@ def check_loss(loss: LossSection, path: str) -> list[Problem]:
         problems.append(
             Problem(paths, f"{paths[0]} = {paths[1]} = 0 leave no loss; give one of them a value")
         )
+    if loss.correction is not None:
+        problems += check_correction(loss, loss.correction, f"{path}.correction")
+    return problems
+
+
+def check_correction(loss: LossSection, correction: CorrectionSection, path: str) -> list[Problem]:
+    """A correction that acts, and acts once."""
+    if not any(correction.model_dump().values()):
+        rule = "does nothing by itself; give weights, reject or veto, or drop it"
+        return [Problem((path,), f"{path}: the section {rule}")]
+    problems = []
+    if correction.weights is not None and loss.type not in WITHOUT_RATIO:
+        paths = (f"{path}.weights", path.replace(".correction", ".type"))
+        rule = "already contains the ratio of trainer to sampler, which would act twice"
+        way = 'use type = "reinforce" with weights, or reject and veto with this one'
+        problems.append(Problem(paths, f'{paths[0]}: type = "{loss.type}" {rule}; {way}'))
+    for key in ("weights", "reject"):
+        section = getattr(correction, key)
+        if section is not None and section.low >= section.high:
+            paths = (f"{path}.{key}.low", f"{path}.{key}.high")
+            rule = f"must be below {paths[1]} = {section.high:g}; lower it"
+            problems.append(Problem(paths, f"{paths[0]} = {section.low:g} {rule}"))
     return problems
 
 

@@ -129,7 +129,7 @@ def _root_part(verb: str, cls: type[Section]) -> str:
 
 
 def _section_part(section: type[Section], where: list[str], note: str) -> str:
-    first, *others = where
+    first, *others = dict.fromkeys(where)  # variants of a union share sections
     title = (
         f"## `{first}`"
         if " of " not in first
@@ -147,7 +147,7 @@ def _section_part(section: type[Section], where: list[str], note: str) -> str:
             f"`{other}`" if " of " not in other else f"`{other.split(' of ')[0]}` of {other.split(' of ')[1]}"
             for other in others
         ]
-        about += f" Also at {', '.join(dict.fromkeys(shown))}."
+        about += f" Also at {', '.join(shown)}."
     table = _key_table(section)
     return "\n\n".join([part for part in (title, about, table) if part] + _alias_part(section))
 

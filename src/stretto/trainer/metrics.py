@@ -79,6 +79,9 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     if total["rl_tokens"]:
         low, high = (total[name] / total["rl_tokens"] for name in ("is_masked_low", "is_masked_high"))
         metrics |= {"is_masked/mean": low + high, "is_masked_low/mean": low, "is_masked_high/mean": high}
+        for name in sums:
+            if name.startswith("rl/"):
+                metrics[f"{name.removeprefix('rl/')}/mean"] = sums[name] / total["rl_tokens"]
     if total["ce_tokens"]:
         metrics["nll/mean"] = total["nll"] / total["ce_tokens"]
     for name, tokens in sums.items():
