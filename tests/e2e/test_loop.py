@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import signal
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -297,12 +298,13 @@ def test_without_advantages_nothing_is_learned(model: Path, tmp_path: Path) -> N
 def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_bits(
     sync: Settings, straight: Ended, tmp_path: Path
 ) -> None:
-    """Scores take their time, so that Ctrl-C comes in the middle of a step."""
-    slow = {"id": "envs:SlowSort", "args": LETTERS | {"latency_s": 0.01}}
+    """Half of all scores take 0.2 s a group: Ctrl-C comes when some groups of a step are done and others are not."""
+    slow = {"id": "envs:SlowSort", "args": LETTERS | {"latency_s": 0.05}}
     settings = merged(sync, {"orchestrator": {"env": [slow]}})
     popen = start_rl(tmp_path, settings)
     run = RunDir(tmp_path / "run")
     until(run.weights_step(5).exists, popen, "weights of step 5")
+    time.sleep(0.1)
     popen.send_signal(signal.SIGINT)
     code, output = wait(popen)
     assert code == 0, output
