@@ -92,6 +92,21 @@ WRONG_RL = {
         "",
         ["c.toml:2: trainer.loss.correction.reject.low = 2 must be below", "high = 1.25"],
     ),
+    "an estimator whose gradient is zero": (
+        '[trainer.loss.reference_kl]\nestimator = "k1"\n' + ENV,
+        "",
+        ["c.toml:2: trainer.loss.reference_kl.estimator", "the gradient of k1 is zero on average"],
+    ),
+    "a loss of one's own without its place": (
+        '[trainer.loss]\ntype = "custom"\n' + ENV,
+        "",
+        ["trainer.loss.import_path: required and missing"],
+    ),
+    "a control with an entropy bonus": (
+        '[trainer.loss]\nentropy_coef = 0.1\nkl_tau = 0\n[orchestrator.algo]\ntype = "zero"\n' + ENV,
+        "",
+        ['orchestrator.algo.type = "zero" with trainer.loss.entropy_coef: its gradient would be learned'],
+    ),
     "a loss of nothing": (
         "[trainer.loss]\nadv_tau = 0.0\nkl_tau = 0.0\n" + ENV,
         "",

@@ -66,7 +66,8 @@ def test_every_configured_algorithm_has_a_function():
     from stretto.config.algorithm import Algo
 
     union = get_args(Algo)[0]
-    assert {cls.model_fields["type"].default for cls in get_args(union)} == set(CREDIT) >= WHITENED
+    assert {cls.model_fields["type"].default for cls in get_args(union)} == {*CREDIT, "custom"}
+    assert set(CREDIT) >= WHITENED
 
 
 def slow_credit(kind, group):

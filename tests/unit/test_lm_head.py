@@ -49,6 +49,28 @@ def test_fused_equals_naive_with_gradients(keeps_probabilities, chunk):
         torch.testing.assert_close(fused, slow, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_entropy_has_the_gradient_of_the_naive_one_where_asked_for(keeps_probabilities, chunk):
+    hidden, weight, targets, temperatures = case()
+    probes = torch.linspace(-1, 2, TOKENS), torch.linspace(3, -2, TOKENS)
+    results = []
+    for logprobs, entropy in (
+        token_logprobs(hidden, weight, targets, temperatures, chunk, entropy_grad=True),
+        naive(hidden, weight, targets, temperatures),
+    ):
+        value = (logprobs * probes[0]).sum() + (entropy * probes[1]).sum()
+        results.append((logprobs, entropy, *torch.autograd.grad(value, (hidden, weight))))
+    for fused, slow in zip(*results):
+        torch.testing.assert_close(fused, slow, atol=4e-5, rtol=1e-5)
+
+
+def test_the_entropy_of_a_sure_token_has_a_finite_gradient():
+    hidden, weight, targets, temperatures = case()
+    _, entropy = token_logprobs(hidden * 1e3, weight, targets, temperatures, 8, entropy_grad=True)
+    grads = torch.autograd.grad(entropy.sum(), (hidden, weight))
+    assert all(torch.isfinite(g).all() for g in grads)
+
+
 def test_entropy_has_no_gradient():
     logprobs, entropy = token_logprobs(*case(), 8)
     assert logprobs.requires_grad and not entropy.requires_grad

@@ -11,7 +11,7 @@ import torch
 from stretto.algorithms import kl
 from stretto.algorithms.losses import TokenCounts, TokenStreams, total_loss
 from stretto.algorithms.policy_loss import dppo_kl, ref_kl
-from stretto.config.trainer import DefaultLoss
+from stretto.config.algorithm import DefaultLoss, ReferenceKlSection
 
 LOSS = DefaultLoss(dppo_mask_low=0.2, dppo_mask_high=0.15, adv_tau=0.7, kl_tau=0.01)
 
@@ -165,6 +165,86 @@ def test_estimators_are_unbiased_on_average():
     mean = {f: float((q * f((p / q).log())).sum()) for f in (kl.k1, kl.k2, kl.k3)}
     assert mean[kl.k1] == pytest.approx(exact) == pytest.approx(mean[kl.k3])
     assert mean[kl.k2] == pytest.approx(exact, rel=0.1)
+
+
+LOGITS = torch.tensor([0.3, -0.2, 1.0, 0.0], dtype=torch.float64)
+REFERENCE = torch.tensor([0.4, 0.3, 0.1, 0.2], dtype=torch.float64).log()
+SAMPLER = torch.tensor([0.25, 0.25, 0.3, 0.2], dtype=torch.float64).log()
+
+
+def reference_kl(logprobs, sampler, estimator, is_unbiased):
+    return kl.reference_kl(logprobs, sampler, REFERENCE, estimator=estimator, is_unbiased=is_unbiased)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "low_var"])
+def test_the_unbiased_reference_kl_has_value_and_gradient_of_the_divergence_whoever_sampled(estimator):
+    def exact(logits):
+        p = logits.softmax(0)
+        return (p * (p.log() - REFERENCE)).sum()
+
+    def estimated(logits):
+        values = reference_kl(logits.log_softmax(0), SAMPLER, estimator, True)
+        return (SAMPLER.exp() * values).sum()
+
+    (value, slope), (mean, gradient) = (
+        (f(LOGITS), torch.autograd.functional.jacobian(f, LOGITS)) for f in (exact, estimated)
+    )
+    torch.testing.assert_close(mean, value)
+    torch.testing.assert_close(gradient, slope)
+    assert torch.autograd.gradcheck(estimated, LOGITS.clone().requires_grad_())
+
+
+def test_on_policy_k2_has_the_divergences_gradient_and_k1_none():
+    gradients = {}
+    for estimator in ("k1", "k2"):
+        x = LOGITS.clone().requires_grad_()
+        logprobs = x.log_softmax(0)
+        weights = logprobs.exp().detach()
+        (weights * reference_kl(logprobs, logprobs.detach(), estimator, False)).sum().backward()
+        gradients[estimator] = x.grad
+    p = LOGITS.softmax(0)
+    exact = torch.autograd.functional.jacobian(
+        lambda x: (x.softmax(0) * (x.log_softmax(0) - REFERENCE)).sum(), LOGITS
+    )
+    torch.testing.assert_close(gradients["k2"], exact)
+    torch.testing.assert_close(gradients["k1"], torch.zeros_like(p), atol=1e-12, rtol=0)
+
+
+def test_hand_computed_reference_kl():
+    """lp - ref = log 2: k1 = .693, k2 = .240, k3 = 1/2 - 1 + log 2; twice that where p = 2 q."""
+    lp, ref, q = (torch.tensor([x]).log() for x in (0.5, 0.25, 0.25))
+    expected = {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": math.log(2) - 0.5}
+    for name, value in expected.items():
+        for is_unbiased in (False, True):
+            ours = kl.reference_kl(lp, q, ref, estimator=name, is_unbiased=is_unbiased)
+            assert float(ours) == pytest.approx(value * (1 + is_unbiased), rel=1e-6)
+    far = kl.reference_kl(lp - 9, q, ref, estimator="low_var", is_unbiased=False)
+    assert float(far) == 10
+
+
+def test_entropy_bonus_and_reference_kl_are_reduced_like_the_loss():
+    logprobs, s = random_streams(4)
+    rng = np.random.default_rng(0)
+    entropy, ref = rng.random(50), np.log(rng.random(50) * 0.9 + 0.05)
+    counts = counts_of(s)
+    extra = LOSS.model_copy(
+        update={"entropy_coef": 0.3, "reference_kl": ReferenceKlSection(coef=0.2, estimator="k2")}
+    )
+    plain, _ = total_loss(torch.from_numpy(logprobs), as_tensors(s), counts, LOSS)
+    loss, sums = total_loss(
+        torch.from_numpy(logprobs),
+        as_tensors(s),
+        counts,
+        extra,
+        entropy=torch.from_numpy(entropy),
+        reference_logprobs=torch.from_numpy(ref),
+    )
+    added = sum(
+        s["rl_weights"][t] * (0.2 * (logprobs[t] - ref[t]) ** 2 / 2 - 0.3 * entropy[t]) for t in range(50)
+    )
+    assert float(loss - plain) == pytest.approx(added / counts.rl, rel=1e-9)
+    log_ratio = (ref - logprobs)[s["rl_weights"] != 0]
+    assert float(sums["rl/reference_kl"]) == pytest.approx((np.exp(log_ratio) - 1 - log_ratio).sum())
 
 
 def test_a_tiny_mismatch_is_not_rounded_away():

@@ -214,7 +214,7 @@ def test_far_off_policy_tokens_give_finite_losses():
 
 def test_every_configured_loss_has_a_function_and_knows_whether_it_needs_samples():
     union = get_args(algorithm.Loss)[0]
-    assert {cls.model_fields["type"].default for cls in get_args(union)} == set(POLICY_LOSSES)
+    assert {cls.model_fields["type"].default for cls in get_args(union)} == {*POLICY_LOSSES, "custom"}
     assert needs_samples(GspoLoss(reduction="token")) and needs_samples(PpoLoss(reduction="sample"))
     assert not needs_samples(DefaultLoss()) and not needs_samples(PpoLoss(reduction="constant"))
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from stretto.algorithms.policy_loss import MAX_LOG_RATIO
+from stretto.algorithms.kl import MAX_LOG_RATIO
 from stretto.algorithms.segments import Segments
 from stretto.config.algorithm import CorrectionSection
 

@@ -1,6 +1,7 @@
-"""Per-token estimators of KL(sampler || trainer) from tokens the sampler drew.
+"""Per-token estimators of KL divergence from tokens that were sampled.
 
-With r = p(token) / q(token), q the distribution that sampled. All are functions of log r.
+k1, k2, k3 estimate KL(q || p) from tokens of q, as functions of log r with r = p(token) / q(token):
+of sampler and trainer for the mismatch that is reported, of trainer and reference for the reference loss.
 Source: J. Schulman, "Approximating KL Divergence", 2020 (k1, k2, k3).
 """
 
@@ -13,6 +14,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+LOW_VAR_MAX = 10.0
+MAX_LOG_RATIO = 20.0
+"""Log ratios are cut here where they are exponentiated: a ratio stays finite."""
 
 
 def k1(log_ratio: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
@@ -31,3 +36,35 @@ def k3(log_ratio: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
     Differs: r - 1 is expm1(log r), so that a mismatch of 1e-6 is not rounded away.
     """
     return torch.expm1(log_ratio) - log_ratio
+
+
+def low_var(log_ratio: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+    """k3 cut at 10: one token cannot take over the mean."""
+    return k3(log_ratio).clamp(max=LOW_VAR_MAX)
+
+
+def reference_kl(
+    logprobs: Float[Tensor, " tokens"],
+    behavior_logprobs: Float[Tensor, " tokens"],
+    reference_logprobs: Float[Tensor, " tokens"],
+    *,
+    estimator: str,
+    is_unbiased: bool,
+) -> Float[Tensor, " tokens"]:
+    """Estimates of KL(trainer || reference), with gradient.
+
+    On on-policy tokens the mean gradient of k2 is the divergence's, that of k3 is so only near the reference,
+    and that of k1 is zero. is_unbiased multiplies by trainer / sampler, gradient and all: then value and
+    gradient of k1 and k3 are the divergence's on average, whichever policy sampled.
+
+    Source: GRPO, arXiv:2402.03300, eq. 4 (k3); unbiased estimate of DeepSeek-V3.2, arXiv:2512.02556.
+    Differs: log ratios are cut at 20 before they are exponentiated.
+    """
+    log_ratio = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    values = ESTIMATORS[estimator](log_ratio)
+    if is_unbiased:
+        values = values * (logprobs - behavior_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return values
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "low_var": low_var}

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from stretto.algorithms import kl
 from stretto.algorithms.correction import corrected, looks_at_samples
+from stretto.algorithms.custom import LossInputs, custom_loss
 from stretto.algorithms.policy_loss import PolicyLoss, cispo, dppo_kl, gspo, ipo, ppo, ref_kl, reinforce
 from stretto.algorithms.segments import Segments
-from stretto.config.algorithm import LossSection
+from stretto.config.algorithm import CustomLoss, LossSection
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -108,21 +109,31 @@ POLICY_LOSSES: dict[str, TokenLoss] = {
 def needs_samples(cfg: LossSection) -> bool:
     """Does the loss look at more than one token at a time?"""
     is_corrected = cfg.correction is not None and looks_at_samples(cfg.correction)
-    return cfg.type == "gspo" or cfg.reduction == "sample" or is_corrected
+    return cfg.type in ("gspo", "custom") or cfg.reduction == "sample" or is_corrected
 
 
 def total_loss(
-    logprobs: Float[Tensor, " tokens"], streams: TokenStreams, counts: TokenCounts, cfg: LossSection
+    logprobs: Float[Tensor, " tokens"],
+    streams: TokenStreams,
+    counts: TokenCounts,
+    cfg: LossSection,
+    *,
+    entropy: Float[Tensor, " tokens"] | None = None,
+    reference_logprobs: Float[Tensor, " tokens"] | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """This micro batch's share of the step's loss, and detached sums for metrics.
 
     Shares of all micro batches (and ranks) add up to L. The sums are unweighted counts or totals over
     tokens; `max/` entries are maxima, `rl/` entries are over the tokens of the rl component.
+    entropy (with gradient) and reference_logprobs are needed where cfg has a coefficient for them.
     """
     loss = logprobs.new_zeros(())
     sums: dict[str, Tensor] = {}
     if streams.rl_weights is not None:
-        policy = POLICY_LOSSES[cfg.type](logprobs, streams, cfg)
+        if isinstance(cfg, CustomLoss):
+            policy = _custom(logprobs, streams, cfg, sums)
+        else:
+            policy = POLICY_LOSSES[cfg.type](logprobs, streams, cfg)
         weights = streams.rl_weights
         if cfg.correction is not None:
             weights, extra = corrected(
@@ -131,6 +142,22 @@ def total_loss(
             sums |= extra
         loss = loss + reduce_rl(policy.loss, weights, streams, counts, cfg)
         is_member = streams.rl_weights != 0
+        if cfg.entropy_coef is not None:
+            assert entropy is not None, "an entropy bonus needs the entropy"
+            loss = loss - cfg.entropy_coef * reduce_rl(entropy, streams.rl_weights, streams, counts, cfg)
+        if cfg.reference_kl is not None:
+            assert reference_logprobs is not None, "a reference KL needs the reference's log-probabilities"
+            distance = kl.reference_kl(
+                logprobs,
+                streams.behavior_logprobs,
+                reference_logprobs,
+                estimator=cfg.reference_kl.estimator,
+                is_unbiased=cfg.reference_kl.is_unbiased,
+            )
+            loss = loss + cfg.reference_kl.coef * reduce_rl(
+                distance, streams.rl_weights, streams, counts, cfg
+            )
+            sums["rl/reference_kl"] = kl.k3((reference_logprobs - logprobs).detach())[is_member].sum()
         sums["is_masked_low"] = (policy.is_dropped_low & is_member).sum()
         sums["is_masked_high"] = (policy.is_dropped_high & is_member).sum()
         sums["rl_tokens"] = is_member.sum()
@@ -150,6 +177,17 @@ def total_loss(
         sums["sampled_tokens"] = streams.is_sampled.sum()
         sums["max/mismatch_kl"] = mismatch.max() if len(mismatch) else mismatch.sum()
     return loss, sums
+
+
+def _custom(logprobs: Tensor, streams: TokenStreams, cfg: CustomLoss, sums: dict[str, Tensor]) -> PolicyLoss:
+    assert streams.rl_weights is not None
+    is_member = streams.rl_weights != 0
+    inputs = LossInputs(logprobs, streams.behavior_logprobs, streams.advantages, is_member, streams.samples)
+    outputs = custom_loss(cfg, inputs)
+    for name, values in outputs.metrics.items():
+        sums[f"rl/{name}"] = values.detach()[is_member].sum()
+    nothing = torch.zeros_like(is_member)
+    return PolicyLoss(outputs.loss, nothing, nothing)
 
 
 def reduce_rl(

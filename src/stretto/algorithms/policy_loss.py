@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.algorithms.kl import MAX_LOG_RATIO
 from stretto.algorithms.segments import Segments
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-MAX_LOG_RATIO = 20.0
-"""Log ratios are cut here where they are exponentiated: r stays finite, and nothing but r's bound changes."""
 REF_KL_MASK_LOW = 0.2
 REF_KL_TAU = 1e-3
 

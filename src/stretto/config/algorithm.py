@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -44,6 +44,20 @@ class CorrectionSection(Section):
     """A sample with any token whose ratio is below this is not trained; 1e-4 is usual. None: no veto."""
 
 
+class ReferenceKlSection(Section):
+    """KL divergence to a frozen reference policy, added to the loss. The trainer holds a second model for it."""
+
+    coef: float = Field(1e-3, gt=0)
+    """Weight in the loss."""
+    estimator: Literal["k1", "k2", "k3", "low_var"] = "k3"
+    """Per-token estimator; `low_var` is k3 cut at 10. k1 needs is_unbiased."""
+    is_unbiased: bool = False
+    """Multiply by the ratio of trainer to sampler: with k1 and k3 the gradient is then, on average, that of
+    the KL divergence itself."""
+    model: str | None = None
+    """Directory or name of the reference; None: the weights that training starts from."""
+
+
 class LossSection(Section):
     """What all policy losses have."""
 
@@ -55,6 +69,9 @@ class LossSection(Section):
     reduction_tokens: int | None = Field(None, gt=0)
     """What `constant` divides by, such as the longest reply."""
     correction: CorrectionSection | None = None
+    entropy_coef: float | None = Field(None, gt=0)
+    """Weight of the mean entropy of trained tokens, which is pushed up; None: it is only reported."""
+    reference_kl: ReferenceKlSection | None = None
 
 
 class DefaultLoss(LossSection):
@@ -124,8 +141,19 @@ class CispoLoss(LossSection):
     """Weights are at most 1 + clip_high."""
 
 
+class CustomLoss(LossSection):
+    """A function of your own: stretto.algorithms.custom says what it is given and must return."""
+
+    type: Literal["custom"] = "custom"
+    import_path: str
+    """`module:function`; the module is looked for on the Python path and in the working directory."""
+    kwargs: dict[str, Any] = Field({})
+    """Its keyword arguments."""
+
+
 Loss = Annotated[
-    DefaultLoss | IpoLoss | PpoLoss | ReinforceLoss | GspoLoss | CispoLoss, Field(discriminator="type")
+    DefaultLoss | IpoLoss | PpoLoss | ReinforceLoss | GspoLoss | CispoLoss | CustomLoss,
+    Field(discriminator="type"),
 ]
 
 
@@ -200,6 +228,16 @@ class ReinforcePlusPlusBaselineAlgo(CreditSection):
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
 
 
+class CustomAlgo(CreditSection):
+    """A function of your own: stretto.algorithms.custom says what it is given and must return."""
+
+    type: Literal["custom"] = "custom"
+    import_path: str
+    """`module:function`; the module is looked for on the Python path and in the working directory."""
+    kwargs: dict[str, Any] = Field({})
+    """Its keyword arguments."""
+
+
 class ZeroAlgo(Section):
     """Advantages forced to zero: the control that must not learn."""
 
@@ -213,6 +251,7 @@ Algo = Annotated[
     | MaxRlAlgo
     | ReinforcePlusPlusAlgo
     | ReinforcePlusPlusBaselineAlgo
+    | CustomAlgo
     | ZeroAlgo,
     Field(discriminator="type"),
 ]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 COMPARES = {"grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline"}
 """Rules whose baseline is the group."""
-WITHOUT_RATIO = {"reinforce"}
+WITHOUT_RATIO = {"reinforce", "custom"}
 """Losses that importance weights may multiply."""
 
 
@@ -31,6 +31,10 @@ def check_loss(loss: LossSection, path: str) -> list[Problem]:
         problems.append(
             Problem(paths, f"{paths[0]} = {paths[1]} = 0 leave no loss; give one of them a value")
         )
+    if (kl := loss.reference_kl) is not None and kl.estimator == "k1" and not kl.is_unbiased:
+        paths = (f"{path}.reference_kl.estimator", f"{path}.reference_kl.is_unbiased")
+        rule = "the gradient of k1 is zero on average; use k3, or is_unbiased = true"
+        problems.append(Problem(paths, f'{paths[0]} = "k1": {rule}'))
     if loss.correction is not None:
         problems += check_correction(loss, loss.correction, f"{path}.correction")
     return problems

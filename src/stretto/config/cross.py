@@ -35,8 +35,14 @@ def check_rl(cfg: RLConfig) -> list[Problem]:
 
 def check_control(cfg: RLConfig) -> list[Problem]:
     """The control that must not learn has no other gradient either."""
+    if cfg.orchestrator.algo.type != "zero":
+        return []
+    for key in ("entropy_coef", "reference_kl"):
+        if getattr(cfg.trainer.loss, key) is not None:
+            paths = (f"trainer.loss.{key}", "orchestrator.algo.type")
+            return [Problem(paths, f'{paths[1]} = "zero" with {paths[0]}: its gradient would be learned; drop it')]
     kl_tau = getattr(cfg.trainer.loss, "kl_tau", 0.0)
-    if cfg.orchestrator.algo.type != "zero" or not kl_tau:
+    if not kl_tau:
         return []
     message = (
         f'orchestrator.algo.type = "zero" with trainer.loss.kl_tau = {kl_tau:g}: the pull towards the sampling policy '

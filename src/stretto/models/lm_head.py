@@ -24,13 +24,15 @@ def token_logprobs(
     targets: Int[Tensor, " tokens"],
     temperatures: Float[Tensor, " tokens"],
     chunk: int,
+    *,
+    entropy_grad: bool = False,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """log p(targets) under softmax(hidden @ output_weight.T / temperatures), and the entropy, token by token.
 
-    Both in nats and float32; the entropy carries no gradient. `chunk` tokens are done at a time unless the
-    logits of all of them are few (SAVED_LOGITS).
+    Both in nats and float32; the entropy carries a gradient only with entropy_grad. `chunk` tokens are done
+    at a time unless the logits of all of them are few (SAVED_LOGITS).
     """
-    return _TokenLogprobs.apply(hidden, output_weight, targets, temperatures, chunk)
+    return _TokenLogprobs.apply(hidden, output_weight, targets, temperatures, chunk, entropy_grad)
 
 
 def head_logits(
@@ -47,7 +49,13 @@ def head_logits(
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
+        chunk: int,
+        entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
         logprobs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
@@ -62,13 +70,15 @@ class _TokenLogprobs(torch.autograd.Function):
             probs = normalised.exp()
             entropy[rows] = torch.linalg.vecdot(probs, normalised).neg_()
         ctx.chunk = chunk
-        ctx.save_for_backward(hidden, weight, targets, temperatures, probs if keep else None)
-        ctx.mark_non_differentiable(entropy)
+        saved_entropy = entropy if entropy_grad else None
+        ctx.save_for_backward(hidden, weight, targets, temperatures, probs if keep else None, saved_entropy)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperatures, kept = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, temperatures, kept, entropy = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
@@ -81,12 +91,18 @@ class _TokenLogprobs(torch.autograd.Function):
             scale = grad[rows] / temperatures[rows]
             d_logits = probs * -scale[:, None]
             d_logits.scatter_add_(1, targets[rows, None], scale[:, None])
+            if entropy is not None:
+                # d entropy / d logits = -p (log p + entropy) / temperature, 0 where p is
+                scale = grad_entropy[rows] / temperatures[rows]
+                slope = torch.special.entr(probs).sub_(probs * entropy[rows, None])
+                d_logits += slope.mul_(scale[:, None])
             d_logits = d_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(d_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight += d_logits.T @ hidden[rows]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:

@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stretto.algorithms.credit import WHITENED
+from stretto.algorithms.custom import load_credit
 from stretto.base.aio import task_group
 from stretto.base.errors import EngineError, EnvError, WireError
 from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
+from stretto.config.algorithm import CustomAlgo
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.monitors import Monitors
 from stretto.orchestrator import checkpoint, telemetry
@@ -159,8 +161,11 @@ class Loop:
         self._is_trainer_gone = False
         self._has_last_version = asyncio.Event()
         self._idle_s = 0.0
-        names = [env.name or env.id for env in self.cfg.env]
-        self._whitened = [name for name in names if self.cfg.algo_of(name).type in WHITENED]
+        algos = {name: self.cfg.algo_of(name) for name in (env.name or env.id for env in self.cfg.env)}
+        self._whitened = [name for name, algo in algos.items() if algo.type in WHITENED]
+        for algo in algos.values():
+            if isinstance(algo, CustomAlgo):
+                load_credit(algo)
 
     async def run(self) -> Progress:
         """Train until the last step, or until `stop`.

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from stretto.algorithms.credit import CREDIT, can_teach, length_penalty, overlong
-from stretto.config.algorithm import Algo, CreditSection
+from stretto.algorithms.custom import CreditInputs, custom_credit
+from stretto.config.algorithm import Algo, CreditSection, CustomAlgo
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
@@ -28,8 +29,11 @@ def score(group: Group, algo: Algo) -> tuple[Group, bool]:
     counted = np.array([is_counted(rollout) for rollout in group.rollouts], dtype=bool)
     if isinstance(algo, CreditSection):
         rewards = shape(rewards, counted, group, algo)
-    options = algo.model_dump(exclude=SHAPING)
-    advantages = CREDIT[algo.type](rewards, counted, **options)
+    if isinstance(algo, CustomAlgo):
+        advantages = custom_credit(algo, CreditInputs(rewards, counted, group))
+    else:
+        options = algo.model_dump(exclude=SHAPING)
+        advantages = CREDIT[algo.type](rewards, counted, **options)
     scored = msgspec.structs.replace(group, advantages=tuple(advantages.tolist()))
     return scored, can_teach(algo.type, rewards, counted, advantages)
 

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stretto.algorithms.custom import load_loss
 from stretto.algorithms.losses import TokenCounts, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError, EngineError
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer
-from stretto.config.algorithm import DefaultLoss, LossSection
+from stretto.config.algorithm import CustomLoss, DefaultLoss, LossSection
 from stretto.config.model import ModelSection, TokenizerSection
 from stretto.config.trainer import Optim, Scheduler
 from stretto.models import hub
@@ -92,6 +93,7 @@ class Learner:
         scheduler: Scheduler,
         max_steps: int | None,
         loss: LossSection | None = None,
+        reference: nn.Module | None = None,
         reduce: Reduce = alone,
         observe: Observer | None = None,
     ) -> None:
@@ -99,6 +101,10 @@ class Learner:
         self.step = 0
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
         self._loss = loss or DefaultLoss()
+        if isinstance(self._loss, CustomLoss):
+            load_loss(self._loss)
+        assert (reference is None) == (self._loss.reference_kl is None), "a reference without its loss"
+        self._reference = reference
         self._chunk = model.fused_lm_head_token_chunk_size
         self._reduce, self._observe = reduce, observe
         self._device = policy.output_weight.device
@@ -129,9 +135,17 @@ class Learner:
             )
             if rows is None:
                 continue
-            logprobs, entropy = self._score(rows)
-            loss, sums = total_loss(logprobs, rows.streams, counts, self._loss)
+            logprobs, entropy = self._score(rows, entropy_grad=self._loss.entropy_coef is not None)
+            loss, sums = total_loss(
+                logprobs,
+                rows.streams,
+                counts,
+                self._loss,
+                entropy=entropy,
+                reference_logprobs=self._reference_logprobs(rows),
+            )
             loss.backward()
+            entropy = entropy.detach()
             sums["loss"] = loss.detach()
             sums["entropy"] = (entropy * rows.streams.is_sampled).sum()
             if len(set(mb.envs)) > 1:
@@ -230,10 +244,24 @@ class Learner:
     def _vocab_size(self) -> int:
         return self.policy.output_weight.shape[0]
 
-    def _score(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        hidden = self.policy.hidden(rows.token_ids, rows.layout, rows.rows)
+    def _score(
+        self, rows: Rows, policy: nn.Module | None = None, *, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        policy = policy or self.policy
+        hidden = policy.hidden(rows.token_ids, rows.layout, rows.rows)
         picked = hidden.index_select(0, rows.predictors)
-        return token_logprobs(picked, self.policy.output_weight, rows.targets, rows.temperatures, self._chunk)
+        return token_logprobs(
+            picked,
+            policy.output_weight,
+            rows.targets,
+            rows.temperatures,
+            self._chunk,
+            entropy_grad=entropy_grad,
+        )
+
+    @torch.no_grad()
+    def _reference_logprobs(self, rows: Rows) -> Tensor | None:
+        return None if self._reference is None else self._score(rows, self._reference)[0]
 
 
 def _check_same_model(named: dict[str, nn.Parameter], saved: dict[str, Tensor]) -> None:

@@ -280,12 +280,20 @@ class Trainer:
 def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
     """The policy and its learner, as configured."""
     tokenizer = load_tokenizer(tokenizer_dir)
-    policy = load_policy(
-        cfg.model,
-        vocab_size=tokenizer.vocab_size,
-        eos_token_id=list(tokenizer.eos_ids),
-        pad_token_id=tokenizer.token_id(END_OF_TEXT),
-    )
+    tokens = {
+        "vocab_size": tokenizer.vocab_size,
+        "eos_token_id": list(tokenizer.eos_ids),
+        "pad_token_id": tokenizer.token_id(END_OF_TEXT),
+    }
+    policy, reference = load_policy(cfg.model, **tokens), None
+    if (kl := cfg.loss.reference_kl) is not None:
+        other = {} if kl.model is None else {"name": kl.model, "scratch": None}
+        reference = load_policy(cfg.model.model_copy(update=other), **tokens).requires_grad_(False)
+        if reference.output_weight.shape[0] != policy.output_weight.shape[0]:
+            raise ConfigError(
+                f"trainer.loss.reference_kl.model knows {reference.output_weight.shape[0]} tokens and the "
+                f"policy {policy.output_weight.shape[0]}; give a reference of the same family"
+            )
     logger.info(
         "%d parameters on %s", sum(p.numel() for p in policy.parameters()), policy.output_weight.device
     )
@@ -296,6 +304,7 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
         scheduler=cfg.scheduler,
         max_steps=cfg.max_steps,
         loss=cfg.loss,
+        reference=reference,
         observe=TokenExport(cfg.run_dir.trained_tokens) if cfg.enable_token_export else None,
     )
 
