@@ -97,7 +97,8 @@ def test_the_entropy_bonus_raises_entropy():
 
 
 def test_configured_reference_is_the_frozen_start_of_training(tmp_path):
-    flags = f"--output-dir {tmp_path} --run.name r --model.scratch --seq-len 64 --loss.type reinforce --loss.reference-kl"
+    flags = f"--output-dir {tmp_path} --run.name r --model.scratch --seq-len 64"
+    flags += " --loss.type reinforce --loss.reference-kl"
     cfg = load(TrainerConfig, flags.split(), verb="trainer")
     learner = build_configured(cfg, find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
     pairs = list(zip(learner.policy.parameters(), learner._reference.parameters(), strict=True))

@@ -112,7 +112,8 @@ class Learner:
         self._optimizer = build_optimizer(self._masters.parameters, optim)
         self._sums = StepSums()
         # On a GPU one flash kernel over whole documents is faster than a call for every shape of segment.
-        self._shares_prefixes = policy.shares_prefixes and self._device.type == "cpu"
+        models = (policy,) if reference is None else (policy, reference)
+        self._shares_prefixes = self._device.type == "cpu" and all(m.shares_prefixes for m in models)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of one step's batch; every rank must call it once a step.
