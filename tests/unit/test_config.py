@@ -320,7 +320,8 @@ def test_trainer_and_engine_share_a_gpu_when_memory_is_left(tmp_path: Path) -> N
 EVERYTHING = (
     'max_steps = 50\n[tokenizer]\nname = "t"\n'
     '[trainer]\nseed = 4\n[trainer.scheduler]\ntype = "cosine"\n'
-    '[trainer.model]\nimpl = "custom"\n[trainer.log]\nlevel = "debug"\n[orchestrator.algo]\ntype = "zero"\n[trainer.loss]\nkl_tau = 0.0\n'
+    '[trainer.model]\nimpl = "custom"\n[trainer.log]\nlevel = "debug"\n[orchestrator.algo]\ntype = "zero"\n'
+    "[trainer.loss]\nkl_tau = 0.0\n"
     "[orchestrator.eval]\ninterval = 10\n[monitors.wandb]\noffline = true\n[inference.server]\nport = 8123\n"
     '[weight_broadcast]\ntype = "filesystem"\n' + ENV + 'args = { length = 6, letters = "abc" }\n'
 )

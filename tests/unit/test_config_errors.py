@@ -70,7 +70,10 @@ WRONG_RL = {
     "an overlong penalty that nobody pays": (
         "seq_len = 64\n[orchestrator.algo.overlong]\nmax_tokens = 200\nbuffer_tokens = 10\n" + ENV,
         "",
-        ["orchestrator.algo.overlong.max_tokens = 200: the penalty would begin at 190 tokens", "seq_len = 64"],
+        [
+            "orchestrator.algo.overlong.max_tokens = 200: the penalty would begin at 190 tokens",
+            "seq_len = 64",
+        ],
     ),
     "an overlong penalty that everybody pays": (
         ENV + 'algo = { type = "grpo", overlong = { max_tokens = 8, buffer_tokens = 10 } }\n',

@@ -40,7 +40,9 @@ def check_control(cfg: RLConfig) -> list[Problem]:
     for key in ("entropy_coef", "reference_kl"):
         if getattr(cfg.trainer.loss, key) is not None:
             paths = (f"trainer.loss.{key}", "orchestrator.algo.type")
-            return [Problem(paths, f'{paths[1]} = "zero" with {paths[0]}: its gradient would be learned; drop it')]
+            return [
+                Problem(paths, f'{paths[1]} = "zero" with {paths[0]}: its gradient would be learned; drop it')
+            ]
     kl_tau = getattr(cfg.trainer.loss, "kl_tau", 0.0)
     if not kl_tau:
         return []
