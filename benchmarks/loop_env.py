@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 from stretto.envs.base import Message, SingleTurnEnv, Split, TaskSource
@@ -21,11 +22,10 @@ def distinct_share(text: str) -> float:
 
 
 class DistinctLetters(SingleTurnEnv):
-    """Prompts of 16 random letters; latency_s > 0 adds a log-normal wait (sigma 1, this median) to every rollout."""
+    """Prompts of 16 random letters."""
 
-    def __init__(self, latency_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.name = "distinct-letters"
-        self.latency_s = latency_s
 
     def tasks(self, split: Split) -> TaskSource:
         return TaskSource(
@@ -35,13 +35,17 @@ class DistinctLetters(SingleTurnEnv):
     def prompt(self, task: Task) -> list[Message]:
         return [{"role": "user", "content": task.data["text"]}]
 
-    def score(self, task: Task, text: str):
-        if not self.latency_s:
-            return distinct_share(text)
-        return self._score_later(text)
+    def score(self, task: Task, text: str) -> float:
+        return distinct_share(text)
 
-    async def _score_later(self, text: str) -> float:
-        import asyncio
 
+class SlowLetters(DistinctLetters):
+    """The same with a log-normal wait (sigma 1, median latency_s) before every reward."""
+
+    def __init__(self, latency_s: float) -> None:
+        super().__init__()
+        self.latency_s = latency_s
+
+    async def score(self, task: Task, text: str) -> float:
         await asyncio.sleep(self.latency_s * random.lognormvariate(0.0, 1.0))
         return distinct_share(text)

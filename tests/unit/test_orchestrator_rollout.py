@@ -58,6 +58,19 @@ def test_a_group_is_one_request_and_keeps_every_token_apart():
         assert rollout.status is RolloutStatus.FINISHED and rollout.num_turns == 1
 
 
+def test_members_whose_reward_somebody_else_gives_are_scored_at_the_same_time():
+    class Judged(EchoEnv):
+        """Nobody gets a reward before all have asked for theirs."""
+
+        async def score(self, task, text):
+            await asked.wait()
+            return 1.0
+
+    asked = asyncio.Barrier(8)
+    group = play(Judged(), FakeEngine(parrot(0.5)), members=8)
+    assert [r.reward for r in group.rollouts] == [1.0] * 8
+
+
 def test_a_reply_is_cut_where_seq_len_ends_and_says_so():
     group = play(EchoEnv(), FakeEngine(parrot(1.0)), seq_len=12)
     for rollout in group.rollouts:

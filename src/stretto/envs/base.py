@@ -116,7 +116,10 @@ class SingleTurnEnv(ABC):
 
     @abstractmethod
     def score(self, task: Task, text: str) -> float | RolloutResult | Awaitable[float | RolloutResult]:
-        """Reward of a reply; may be a coroutine when it asks somebody else."""
+        """Reward of a reply.
+
+        `async def` when it asks somebody else; the members of a group are then scored at the same time.
+        """
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         reply = await ctx.chat(self.prompt(task))

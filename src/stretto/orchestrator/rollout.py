@@ -12,6 +12,7 @@ What a member samples depends on (seed, group_id, member, attempt) only.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,7 +117,8 @@ class Player:
             except StrettoError as error:
                 causes.update(dict.fromkeys(missing, describe(error)))
                 continue
-            for member, completion in zip(list(missing), completions):
+
+            async def score(member: int, completion: Completion, prompt_ids: np.ndarray = prompt_ids) -> None:
                 try:
                     outcomes[member] = await self._score_single_turn(
                         env, draw, member, prompt_ids, completion, started_at
@@ -124,6 +126,13 @@ class Player:
                     missing.remove(member)
                 except StrettoError as error:
                     causes[member] = describe(error)
+
+            scores = [score(member, completion) for member, completion in zip(list(missing), completions)]
+            if inspect.iscoroutinefunction(env.score):
+                await asyncio.gather(*scores)  # whoever is asked is asked for all members at once
+            else:
+                for scoring in scores:
+                    await scoring
             if not missing:
                 return
 
