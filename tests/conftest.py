@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 # Early: pytest compiles it at its very end otherwise, where CPython 3.11's parser now and then fails.
-import hypothesis  # noqa: F401
+import hypothesis
 
 # Before anything imports torch: threads that spin slow down everything else on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,3 +21,8 @@ if str(SOURCE) not in sys.path:
     sys.path.insert(0, str(SOURCE))
 # Tests start processes, which must find the package too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+
+# The same examples every time where a run must not depend on luck; new ones at a developer's desk.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")

@@ -18,7 +18,7 @@ from stretto.config.sft import LossMaskSection
 ASSISTANT = LossMaskSection()
 TEXT = st.text(
     alphabet=string.ascii_letters + string.digits + string.punctuation + " ", min_size=1, max_size=12
-).filter(lambda text: "<" not in text)
+).filter(lambda text: "<" not in text and text.strip())  # the template drops a reply of blanks alone
 CONVERSATION = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4)
 
 
