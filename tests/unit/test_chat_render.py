@@ -18,7 +18,7 @@ from stretto.config.sft import LossMaskSection
 ASSISTANT = LossMaskSection()
 TEXT = st.text(
     alphabet=string.ascii_letters + string.digits + string.punctuation + " ", min_size=1, max_size=12
-).filter(lambda text: "<" not in text and text.strip())  # the template drops a reply of blanks alone
+).map(str.strip).filter(lambda text: text and "<" not in text)  # the template strips every reply
 CONVERSATION = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4)
 
 
