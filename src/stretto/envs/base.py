@@ -40,6 +40,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment says about one episode."""
 
     reward: float
+    agent_rewards: dict[str, float] = {}  # by agent, where several play and are paid differently
     metrics: dict[str, float] = {}
     is_truncated: bool = False  # the environment's own limit (turns, time) ended it; the reward is valid
 

@@ -382,6 +382,7 @@ def finished(
         status=RolloutStatus.TRUNCATED if is_truncated else RolloutStatus.FINISHED,
         branches=branches,
         reward=float(result.reward),
+        agent_rewards=result.agent_rewards,
         metrics=result.metrics,
         num_turns=num_turns,
         started_at=started_at,

@@ -38,6 +38,8 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: np.ndarray  # float32 [tokens], nats under the sampling policy; 0 where not sampled
     temperature: float
     versions: tuple[VersionSpan, ...]  # spans over token indices of this branch that were sampled
+    agent: str = "policy"  # whose stream this is; an episode of one policy has one agent
+    is_trained: bool = True  # False: an agent that plays along and is not learned from
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +52,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     status: RolloutStatus
     branches: tuple[Branch, ...] = ()
     reward: float = 0.0
+    agent_rewards: dict[str, float] = {}  # by agent, where agents are paid differently; others get `reward`
     metrics: dict[str, float] = {}
     num_turns: int = 0
     started_at: float = 0.0  # unix seconds
@@ -61,6 +64,10 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         """Version of the first sampled token: what staleness is measured from."""
         versions = [b.versions[0].version for b in self.branches if b.versions]
         return min(versions) if versions else None
+
+    def reward_of(self, agent: str) -> float:
+        """What this agent was paid."""
+        return self.agent_rewards.get(agent, self.reward)
 
     @property
     def num_sampled_tokens(self) -> int:
