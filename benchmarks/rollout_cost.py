@@ -91,6 +91,8 @@ async def play_engine(port: int) -> None:
 
     app = web.Application()
     app.add_routes([web.post(api.GENERATE, generate), web.post(api.UPDATE_WEIGHTS, update)])
+    steps = (api.PAUSE, api.START_UPDATE, api.FINISH_UPDATE, api.RESUME)
+    app.add_routes([web.post(path, fine) for path in steps])
     app.add_routes([web.get(api.HEALTH, fine), web.get(api.METRICS, fine)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,8 +34,9 @@ class ParallelSection(Section):
 class InferenceSection(Section):
     """The inference process."""
 
-    engine: Literal["auto", "embedded"] = "auto"
-    """`embedded`: the built-in PyTorch engine (CPU and CUDA)."""
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    """`embedded`: the built-in PyTorch engine (CPU and CUDA); `vllm`: a vLLM server; `auto`: vLLM where there are a GPU
+    and vLLM, else embedded."""
     model: str | None = None
     """Directory of the model; None: the root's model.name."""
     served_model_name: str | None = None
@@ -61,11 +63,27 @@ class InferenceSection(Section):
     """Tokens (prefill chunks and decodes) in one step."""
     enable_prefix_caching: bool = True
     """Reuse the cache of equal prefixes with equal salt."""
+    enable_expert_parallel: bool = False
+    """Spread the experts of a mixture over all devices of the engine. vLLM only."""
+    enable_dbo: bool = False
+    """Overlap the communication of one half of a batch with the computation of the other. vLLM only."""
+    enable_eplb: bool = False
+    """Move experts between devices as their load changes. vLLM only."""
+    enforce_eager: bool | None = None
+    """No compilation and no CUDA graphs; None: on a CPU. vLLM only."""
+    vllm_extra: dict[str, Any] = Field({})
+    """Any other option of vLLM's, `headless = true`."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads; None: given out by the launcher."""
     seed: int = 0
     """Seed of requests that bring none."""
     log: LogSection = LogSection()
+
+    def chosen_engine(self, *, has_gpu: bool) -> Literal["embedded", "vllm"]:
+        """What `auto` means on this machine."""
+        if self.engine != "auto":
+            return self.engine
+        return "vllm" if has_gpu and self.device != "cpu" and find_spec("vllm") is not None else "embedded"
 
     aliases: ClassVar[dict[str, str]] = {
         "model.name": "model",

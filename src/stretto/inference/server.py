@@ -28,6 +28,7 @@ from stretto.base import log
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.limits import raise_file_limit
 from stretto.base.memory import keep_freed_memory
+from stretto.base.process import visible_gpus
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import Engine, EngineState
 from stretto.inference.openai import OpenAIRoutes
@@ -54,9 +55,8 @@ class Server:
         self.cfg = cfg
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
-        self.directory = find_model(cfg.model) if cfg.model else None
-        if self.directory is None:
-            raise ConfigError("[inference] model is missing; give the directory of a model.")
+        self._updated_to: str | None = None  # version that came since the last /start_weight_update
+        self.directory = model_directory(cfg)
         self.model_name = cfg.served_model_name or cfg.model
         self.openai = OpenAIRoutes(self.directory, self.model_name, self.ready_engine)
         self._bearer = f"Bearer {cfg.api_key}".encode() if cfg.api_key else None
@@ -73,7 +73,9 @@ class Server:
             api.DETOKENIZE: self.openai.detokenize,
             api.PAUSE: self.pause,
             api.RESUME: self.resume,
+            api.START_UPDATE: self.start_update,
             api.UPDATE_WEIGHTS: self.update_weights,
+            api.FINISH_UPDATE: self.finish_update,
             api.RESET_PREFIX_CACHE: self.reset_prefix_cache,
             api.ABORT: self.abort,
             api.ABORT_REQUESTS: self.abort,
@@ -135,10 +137,25 @@ class Server:
     async def is_paused(self, _: web.Request) -> web.Response:
         return _json({"is_paused": self.ready_engine().state is EngineState.PAUSED})
 
+    async def start_update(self, _: web.Request) -> web.Response:
+        self.ready_engine()
+        self._updated_to = None
+        return _json({"message": "Weight update started"})
+
     async def update_weights(self, http: web.Request) -> web.Response:
         manifest = api.decode_manifest(await http.read())
         await self.ready_engine().update(manifest)
-        return _json({"status": "ok", "weight_version": str(manifest.version)})
+        self._updated_to = str(manifest.version)
+        return _json({"message": "Weights updated", "weight_version": self._updated_to})
+
+    async def finish_update(self, http: web.Request) -> web.Response:
+        """The manifest has named the version already; another one here is a mistake of the caller's."""
+        version = api.decode_finish(await http.read())
+        if self._updated_to is None:
+            raise Refusal("no weights came since /start_weight_update; send them to /update_weights first")
+        if version is not None and version != self._updated_to:
+            raise Refusal(f"weight_version: {version!r}, but the weights that came are {self._updated_to!r}")
+        return _json({"message": "Weight update finished"})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
         await self.ready_engine().reset_prefix_cache()
@@ -178,11 +195,22 @@ class Server:
         return guarded
 
 
+def model_directory(cfg: InferenceConfig) -> Path:
+    """Where the model lies. Raises: ConfigError when none is named or it is not there."""
+    if cfg.model is None:
+        raise ConfigError("[inference] model is missing; give the directory of a model.")
+    return find_model(cfg.model)
+
+
 def main(cfg: InferenceConfig) -> int:
     """Serve until SIGTERM or SIGINT (0), or until the engine fails (1)."""
     log.setup("inference", cfg.run_dir if cfg.run.name else None, cfg.log.level, cfg.log.json_logging)
-    keep_freed_memory()
     raise_file_limit()
+    if cfg.chosen_engine(has_gpu=bool(visible_gpus())) == "vllm":
+        from stretto.inference.vllm.launch import main as serve_vllm
+
+        return serve_vllm(cfg, model_directory(cfg))
+    keep_freed_memory()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     return asyncio.run(serve(cfg))

@@ -31,7 +31,9 @@ METRICS = "/metrics"
 PAUSE = "/pause"
 RESUME = "/resume"
 IS_PAUSED = "/is_paused"
+START_UPDATE = "/start_weight_update"
 UPDATE_WEIGHTS = "/update_weights"
+FINISH_UPDATE = "/finish_weight_update"
 RESET_PREFIX_CACHE = "/reset_prefix_cache"
 ABORT = "/abort"
 ABORT_REQUESTS = "/abort_requests"
@@ -361,13 +363,34 @@ def error_message(data: bytes) -> str:
         return data[:500].decode(errors="replace") or "(empty body)"
 
 
+class _UpdateInfo(msgspec.Struct, frozen=True):
+    manifest: WeightManifest
+
+
+class _UpdateBody(msgspec.Struct, frozen=True):
+    update_info: _UpdateInfo
+
+
+class _FinishBody(msgspec.Struct, frozen=True):
+    weight_version: str | None = None
+
+
 def encode_manifest(manifest: WeightManifest) -> bytes:
-    return msgspec.json.encode(manifest)
+    """The body of /update_weights."""
+    return msgspec.json.encode(_UpdateBody(_UpdateInfo(manifest)))
 
 
 def decode_manifest(data: bytes) -> WeightManifest:
-    """The body of /update_weights."""
-    return decode_json(data, WeightManifest)
+    return decode_json(data, _UpdateBody).update_info.manifest
+
+
+def encode_finish(version: int) -> bytes:
+    """The body of /finish_weight_update: what the tokens sampled from now on are marked with."""
+    return msgspec.json.encode(_FinishBody(str(version)))
+
+
+def decode_finish(data: bytes) -> str | None:
+    return decode_json(data, _FinishBody).weight_version
 
 
 def _version(text: str) -> int:

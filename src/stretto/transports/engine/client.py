@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 import aiohttp
@@ -88,8 +88,21 @@ class EngineClient:
             raise EngineError(f"not ready after {timeout_s:g} s: {who}") from None
 
     async def update_weights(self, manifest: WeightManifest) -> None:
-        """Return when every engine samples from this version."""
-        await self._all("POST", api.UPDATE_WEIGHTS, api.encode_manifest(manifest))
+        """Return when every engine samples from this version.
+
+        Requests under way are kept, with their cache, and go on under the new weights. An engine on which a step
+        failed stays paused: what it holds is no version.
+        """
+        body, finish = api.encode_manifest(manifest), api.encode_finish(manifest.version)
+
+        async def update(url: str) -> None:
+            await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
+            await self._admin(url, api.START_UPDATE)
+            await self._admin(url, api.UPDATE_WEIGHTS, body)
+            await self._admin(url, api.FINISH_UPDATE, finish)
+            await self._admin(url, api.RESUME)
+
+        await _all_of(update(url) for url in self.admin_urls)
 
     async def pause(self, mode: str = "abort") -> None:
         """Stop stepping: keep requests for `resume`, wait until they are done, or abort them."""
@@ -149,21 +162,16 @@ class EngineClient:
 
     async def _all(self, method: str, path: str, body: bytes | None = None) -> list[bytes]:
         """The same call to every engine; fails when one fails, after all have answered."""
+        return await _all_of(self._admin(url, path, body, method) for url in self.admin_urls)
 
-        async def one(url: str) -> bytes:
-            try:
-                async with asyncio.timeout(self.timeout_s):
-                    return await self._once(method, url + path, body, _HEADERS)
-            except TimeoutError:
-                raise EngineError(f"{url}{path}: no answer in {self.timeout_s:g} s") from None
-            except _Transient as error:
-                raise EngineError(str(error)) from error
-
-        answers = await asyncio.gather(*(one(url) for url in self.admin_urls), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+    async def _admin(self, url: str, path: str, body: bytes | None = None, method: str = "POST") -> bytes:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._once(method, url + path, body, _HEADERS)
+        except TimeoutError:
+            raise EngineError(f"{url}{path}: no answer in {self.timeout_s:g} s") from None
+        except _Transient as error:
+            raise EngineError(str(error)) from error
 
     async def _once(
         self, method: str, url: str, body: bytes | None = None, headers: dict[str, str] | None = None
@@ -196,6 +204,15 @@ class EngineClient:
 
     async def __aexit__(self, *_: Any) -> None:
         await self.close()
+
+
+async def _all_of(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """What all of them return; the first failure is raised when all have ended."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
 
 
 def _root(url: str) -> str:

@@ -1,0 +1,158 @@
+"""[inference] as a command line and an environment of vLLM's: pure data, without vLLM.
+
+First-class keys become their options, `vllm_extra` and words typed after the verb any other; an option that is
+given twice is an error, since only one of the two could count. On a CPU the options are those with which vLLM
+was measured to start fastest there: no compilation, one process, one thread, a small cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.base.errors import ConfigError
+from stretto.config.inference import InferenceSection
+from stretto.config.vllm_flags import arguments, check_words, option_of
+
+CPU_BLOCK_SIZE = 32
+"""vLLM's CPU attention takes multiples of 32 only."""
+CPU_CACHE_TOKENS = 65_536
+BYTES = {"float32": 4, "bfloat16": 2}
+WEIGHTS_BACKEND = "stretto"
+"""Name of our engine in vLLM's registry of weight transfers."""
+WORKER = "stretto.inference.vllm.worker.WorkerExtension"
+
+
+@dataclass(frozen=True)
+class Command:
+    """Words after `vllm serve`, and variables to set before vLLM is imported."""
+
+    words: tuple[str, ...]
+    env: dict[str, str]
+
+
+def command(section: InferenceSection, directory: Path, *, is_cpu: bool, words: Sequence[str] = ()) -> Command:
+    """The vLLM server of a section for the model in `directory`.
+
+    Raises: ConfigError for an option that vLLM does not have or that is given twice, and for sizes that vLLM
+    cannot run on a CPU.
+    """
+    own = _on_cpu(section, directory) if is_cpu else _on_gpu(section)
+    own = {
+        "model": str(directory),
+        "served_model_name": section.served_model_name or section.model,
+        "host": section.server.host,
+        "port": section.server.port,
+        "dtype": section.dtype,
+        "max_model_len": section.max_model_len,
+        "max_num_seqs": section.max_num_seqs,
+        "max_num_batched_tokens": section.max_num_batched_tokens,
+        "enable_prefix_caching": section.enable_prefix_caching,
+        "tensor_parallel_size": section.parallel.tp,
+        "data_parallel_size": section.parallel.dp if section.parallel.dp > 1 else None,
+        "enable_expert_parallel": section.enable_expert_parallel or None,
+        "enable_dbo": section.enable_dbo or None,
+        "enable_eplb": section.enable_eplb or None,
+        "seed": section.seed,
+        # What training needs of it: token routes, logprobs of what was sampled from, no sampling defaults
+        # that come from the model's files, weights by our transports.
+        "enable_scale_out": True,
+        "enable_prompt_tokens_details": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "weight_transfer_config": {"backend": WEIGHTS_BACKEND},
+        "worker_extension_cls": WORKER,
+        "disable_uvicorn_access_log": True,
+        **own,
+    }
+    typed = check_words(words, "command line")
+    given = {option_of(key): f"vllm_extra.{key}" for key in section.vllm_extra}
+    for word in typed:
+        if word.startswith("--"):
+            given[word.partition("=")[0]] = "the command line"
+    line: list[str] = []
+    for name, value in own.items():
+        if (other := given.get(option_of(name))) is not None:
+            _refuse_if_ours(name, other)
+            continue
+        line += arguments(name, value, "inference")
+    for name, value in section.vllm_extra.items():
+        line += arguments(name, value, f"inference.vllm_extra.{name}")
+    env = _environment(section, is_cpu=is_cpu)
+    return Command((*line, *typed), env)
+
+
+OURS = {
+    "enable_scale_out": "rollouts use its token routes",
+    "logprobs_mode": "the trainer needs the logprobs of the distribution that was sampled from",
+    "weight_transfer_config": "it names the transport of new weights; choose it with [weight_broadcast]",
+    "worker_extension_cls": "new weights and the liveness check need it",
+    "model": "the key is inference.model",
+    "port": "the key is inference.server.port",
+    "host": "the key is inference.server.host",
+    "api_key": "the key is inference.api_key",
+}
+"""Options nobody else may set, and why."""
+
+
+def _refuse_if_ours(name: str, where: str) -> None:
+    if name in OURS:
+        raise ConfigError(f"{where}: {option_of(name)} is set by stretto ({OURS[name]}); leave it out")
+
+
+def _on_gpu(section: InferenceSection) -> dict[str, object]:
+    own: dict[str, object] = {"gpu_memory_utilization": section.gpu_memory_utilization}
+    if "block_size" in section.model_fields_set:
+        own["block_size"] = section.block_size
+    if section.enforce_eager:
+        own["enforce_eager"] = True
+    if section.kv_cache_tokens is not None:
+        own["num_gpu_blocks_override"] = max(section.kv_cache_tokens // section.block_size, 1)
+    return own
+
+
+def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
+    block = section.block_size if "block_size" in section.model_fields_set else CPU_BLOCK_SIZE
+    if block % CPU_BLOCK_SIZE:
+        raise ConfigError(
+            f"inference.block_size = {block}: on a CPU vLLM takes multiples of {CPU_BLOCK_SIZE}; leave it out"
+        )
+    tokens = section.kv_cache_tokens or CPU_CACHE_TOKENS
+    own: dict[str, object] = {
+        "block_size": block,
+        "kv_cache_memory_bytes": tokens * kv_bytes_per_token(directory, BYTES[section.dtype]),
+        "enforce_eager": True if section.enforce_eager is None else section.enforce_eager or None,
+    }
+    if section.parallel.tp == 1:
+        own["distributed_executor_backend"] = "uni"
+    return own
+
+
+def kv_bytes_per_token(directory: Path, num_bytes: int) -> int:
+    """Bytes of keys and values of one token in all layers."""
+    cfg = json.loads((directory / "config.json").read_text())
+    heads = cfg.get("num_key_value_heads") or cfg["num_attention_heads"]
+    head_dim = cfg.get("head_dim") or cfg["hidden_size"] // cfg["num_attention_heads"]
+    return 2 * cfg["num_hidden_layers"] * heads * head_dim * num_bytes
+
+
+def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause, resume and update weights
+        "VLLM_PLUGINS": "stretto",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
+    if section.api_key is not None:
+        env["VLLM_API_KEY"] = section.api_key  # not a word of the command line, which everybody can read
+    if is_cpu:
+        threads = section.num_threads or 1
+        env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
+        if section.parallel.tp == 1:
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if section.parallel.dp == 1 else "1"
+        else:
+            # One core a worker, counted from the first: vLLM's own choice wants a NUMA node for each.
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(section.parallel.tp))
+    return env

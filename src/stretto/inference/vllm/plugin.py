@@ -1,0 +1,15 @@
+"""What stretto adds to every process of vLLM's: the transfer of weights. Loaded by vLLM as a general plugin."""
+
+from __future__ import annotations
+
+from stretto.inference.vllm.command import WEIGHTS_BACKEND
+
+
+def register() -> None:
+    """Called once or more in every vLLM process, also in those of users who never heard of stretto."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if WEIGHTS_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            WEIGHTS_BACKEND, "stretto.inference.vllm.weights", "StrettoWeights"
+        )

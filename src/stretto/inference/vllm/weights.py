@@ -1,0 +1,101 @@
+"""New weights for a running vLLM: our transports behind vLLM's own four routes.
+
+    /init_weight_transfer_engine -> /start_weight_update -> /update_weights -> /finish_weight_update
+
+`update_weights` is given a WeightManifest; whoever published it says how it is read. Tensors have Hugging Face
+names and shapes; vLLM's own loader splits, stacks and shards them for this worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from stretto.records.weights import WeightManifest
+from stretto.transports.weights import receive
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """Transports that are described by their manifests need no meeting before the first update."""
+
+
+@dataclass
+class ManifestInfo(WeightTransferUpdateInfo):
+    """The body of one update: a WeightManifest as JSON has it."""
+
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+
+class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
+    """One worker's end of any weight transport."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = ManifestInfo
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if self.device.type == "cpu":
+            _forget_cpu_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """The base class's, which synchronises an accelerator that a CPU has not."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: ManifestInfo) -> None:
+        manifest = msgspec.convert(update_info.manifest, WeightManifest)
+        with receive(manifest) as tensors:
+            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+            tensors.check_unchanged()
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _pack_cpu_heads(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _forget_cpu_kernels(model: torch.nn.Module) -> None:
+    """Mixtures pack their experts again when they are loaded again.
+
+    On a CPU vLLM 0.32 packs the weights of the experts once, when their kernel is made, and then computes with
+    the packed copy; a reload finds the kernel and leaves it (vllm-project/vllm issue 48312 is about reloads
+    that go wrong like this).
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _pack_cpu_heads(model: torch.nn.Module) -> None:
+    """An output matrix that is tied to the embedding is packed again after a reload.
+
+    On a CPU vLLM 0.32 multiplies with a packed copy, which a reload renews only where the matrix has weights of
+    its own in the checkpoint.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
