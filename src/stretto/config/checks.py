@@ -278,9 +278,9 @@ def check_inference(section: InferenceSection, prefix: str) -> list[Problem]:
             rule = "the embedded engine runs on one device; use 1, or start several `inference` servers"
             message = f"{path} = {value}: {rule} and list them in orchestrator.client.base_url"
             problems.append(Problem((path,), message))
-    if section.kv_cache_tokens is not None and section.kv_cache_tokens < section.block_size:
+    if section.kv_cache_tokens is not None and section.kv_cache_tokens < (section.block_size or 16):
         paths = (at(prefix, "kv_cache_tokens"), at(prefix, "block_size"))
-        rule = f"is less than one block of {paths[1]} = {section.block_size}; raise it"
+        rule = f"is less than one block of {paths[1]} = {section.block_size or 16}; raise it"
         problems.append(Problem(paths, f"{paths[0]} = {section.kv_cache_tokens} {rule}"))
     cache, longest = section.kv_cache_tokens, section.max_model_len
     if cache is not None and longest is not None and cache < longest:

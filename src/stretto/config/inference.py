@@ -55,8 +55,8 @@ class InferenceSection(Section):
     """Share of the GPU's memory for weights and cache."""
     kv_cache_tokens: int | None = Field(None, gt=0)
     """Size of the KV cache in tokens; None: by memory (CUDA) or 65 536 (CPU)."""
-    block_size: int = Field(16, gt=0)
-    """Tokens in one cache block."""
+    block_size: int | None = Field(None, gt=0)
+    """Tokens in one cache block; None: 16, with vLLM its own choice (32 on a CPU)."""
     max_num_seqs: int = Field(1024, gt=0)
     """Sequences decoded in one step."""
     max_num_batched_tokens: int = Field(8192, gt=0)

@@ -18,6 +18,7 @@ from stretto.base.errors import ConfigError
 
 TABLE = Path(__file__).with_name("vllm_flags.json")
 
+
 class Flag(msgspec.Struct, frozen=True, omit_defaults=True):
     """One long option."""
 

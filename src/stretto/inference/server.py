@@ -269,7 +269,7 @@ async def _load_and_run(server: Server) -> None:
     logger.info(
         "ready on http://%s:%d in %.1f s: %s, %s on %s, max_model_len=%d, %d blocks of %d tokens",
         cfg.server.host, cfg.server.port, time.perf_counter() - started, server.model_name, cfg.dtype,
-        core.cache.device, core.max_model_len, core.pool.num_usable, cfg.block_size,
+        core.cache.device, core.max_model_len, core.pool.num_usable, core.settings.block_size,
     )  # fmt: skip
     await server.engine.run()
 
@@ -288,7 +288,7 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
     settings = CoreSettings(
         max_model_len=cfg.max_model_len,
         kv_cache_tokens=cfg.kv_cache_tokens,
-        block_size=cfg.block_size,
+        block_size=cfg.block_size or CoreSettings.block_size,
         max_num_seqs=cfg.max_num_seqs,
         max_num_batched_tokens=cfg.max_num_batched_tokens,
         enable_prefix_caching=cfg.enable_prefix_caching,

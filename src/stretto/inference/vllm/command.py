@@ -18,6 +18,7 @@ from stretto.config.vllm_flags import arguments, check_words, option_of
 
 CPU_BLOCK_SIZE = 32
 """vLLM's CPU attention takes multiples of 32 only."""
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_CACHE_TOKENS = 65_536
 BYTES = {"float32": 4, "bfloat16": 2}
 WEIGHTS_BACKEND = "stretto"
@@ -33,7 +34,9 @@ class Command:
     env: dict[str, str]
 
 
-def command(section: InferenceSection, directory: Path, *, is_cpu: bool, words: Sequence[str] = ()) -> Command:
+def command(
+    section: InferenceSection, directory: Path, *, is_cpu: bool, words: Sequence[str] = ()
+) -> Command:
     """The vLLM server of a section for the model in `directory`.
 
     Raises: ConfigError for an option that vLLM does not have or that is given twice, and for sizes that vLLM
@@ -104,25 +107,33 @@ def _refuse_if_ours(name: str, where: str) -> None:
 
 def _on_gpu(section: InferenceSection) -> dict[str, object]:
     own: dict[str, object] = {"gpu_memory_utilization": section.gpu_memory_utilization}
-    if "block_size" in section.model_fields_set:
+    if section.block_size is not None:
         own["block_size"] = section.block_size
     if section.enforce_eager:
         own["enforce_eager"] = True
     if section.kv_cache_tokens is not None:
-        own["num_gpu_blocks_override"] = max(section.kv_cache_tokens // section.block_size, 1)
+        own["num_gpu_blocks_override"] = max(section.kv_cache_tokens // (section.block_size or 16), 1)
     return own
 
 
 def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
-    block = section.block_size if "block_size" in section.model_fields_set else CPU_BLOCK_SIZE
+    block = section.block_size or CPU_BLOCK_SIZE
     if block % CPU_BLOCK_SIZE:
         raise ConfigError(
             f"inference.block_size = {block}: on a CPU vLLM takes multiples of {CPU_BLOCK_SIZE}; leave it out"
         )
+    cache = _Cache.of(directory)
+    if cache.head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"{directory}: its attention heads have {cache.head_dim} dimensions; on a CPU vLLM takes "
+            f'{", ".join(map(str, CPU_HEAD_DIMS))}. Use inference.engine = "embedded".'
+        )
     tokens = section.kv_cache_tokens or CPU_CACHE_TOKENS
     own: dict[str, object] = {
         "block_size": block,
-        "kv_cache_memory_bytes": tokens * kv_bytes_per_token(directory, BYTES[section.dtype]),
+        "kv_cache_memory_bytes": tokens * cache.numbers_per_token * BYTES[section.dtype],
+        # A prompt that is read in parts takes a step back in its random numbers, which CPU generators cannot.
+        "enable_chunked_prefill": False,
         "enforce_eager": True if section.enforce_eager is None else section.enforce_eager or None,
     }
     if section.parallel.tp == 1:
@@ -130,12 +141,19 @@ def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
     return own
 
 
-def kv_bytes_per_token(directory: Path, num_bytes: int) -> int:
-    """Bytes of keys and values of one token in all layers."""
-    cfg = json.loads((directory / "config.json").read_text())
-    heads = cfg.get("num_key_value_heads") or cfg["num_attention_heads"]
-    head_dim = cfg.get("head_dim") or cfg["hidden_size"] // cfg["num_attention_heads"]
-    return 2 * cfg["num_hidden_layers"] * heads * head_dim * num_bytes
+@dataclass(frozen=True)
+class _Cache:
+    """Shape of a model's keys and values."""
+
+    head_dim: int
+    numbers_per_token: int  # keys and values, all heads, all layers
+
+    @classmethod
+    def of(cls, directory: Path) -> _Cache:
+        cfg = json.loads((directory / "config.json").read_text())
+        heads = cfg.get("num_key_value_heads") or cfg["num_attention_heads"]
+        head_dim = cfg.get("head_dim") or cfg["hidden_size"] // cfg["num_attention_heads"]
+        return cls(head_dim, 2 * cfg["num_hidden_layers"] * heads * head_dim)
 
 
 def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:

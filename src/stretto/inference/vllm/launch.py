@@ -72,7 +72,7 @@ def check_plugins() -> None:
 
 
 def main(cfg: InferenceConfig, directory: Path, words: Sequence[str] = ()) -> int:
-    """Serve until SIGTERM. Never returns to other work: vLLM has the process from here on."""
+    """Serve until SIGTERM (0), or until the engine fails (1)."""
     version, _ = installed_version()
     check_plugins()
     is_cpu = cfg.device == "cpu" or not _has_gpu()
@@ -80,7 +80,9 @@ def main(cfg: InferenceConfig, directory: Path, words: Sequence[str] = ()) -> in
     # What the user has set in the environment wins, as it does with vLLM itself.
     os.environ.update({name: value for name, value in order.env.items() if name not in os.environ})
     os.environ["VLLM_PLUGINS"] = _with_plugin(os.environ["VLLM_PLUGINS"])
-    logger.info("vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(order.words))
+    logger.info(
+        "vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(order.words)
+    )
     return _serve(order.words)
 
 
@@ -111,4 +113,7 @@ def _serve(words: Sequence[str]) -> int:
         serve.cmd(args)
     except KeyboardInterrupt:
         return 0
-    return 0
+    from stretto.inference.vllm.routes import clients
+
+    # vLLM's server ends in good order, and with status 0, when its engine has died.
+    return int(any(client.errored for client in clients))

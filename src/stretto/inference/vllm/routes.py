@@ -19,6 +19,8 @@ _ID_PREFIX = "generate-tokens-"
 """vLLM's own name for a request of the generate route begins so."""
 
 router = APIRouter()
+clients: list[Any] = []
+"""The engines of this process, one."""
 
 
 @router.get(api.LIVENESS)
@@ -67,4 +69,5 @@ class Routes:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Nothing to keep: routes reach the engine through the app."""
+        """Routes reach the engine through the app; launch.py asks it at the end whether it has failed."""
+        clients.append(engine_client)
