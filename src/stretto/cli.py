@@ -8,6 +8,7 @@ wrong configuration or command, 130 interrupted.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -148,7 +149,12 @@ def _orchestrator(words: list[str], called: str) -> int:
 def _inference(words: list[str], called: str) -> int:
     from stretto.config.load import load
     from stretto.config.roots import InferenceConfig
+    from stretto.config.schema import has_key
+    from stretto.config.vllm_flags import take_flags
 
+    words, extra = take_flags(words, lambda option: has_key(InferenceConfig, option))
+    if extra:
+        words = [*words, "--vllm-extra", json.dumps(extra)]
     cfg = load(InferenceConfig, words, verb=called)
     if cfg.dry_run:
         return _print_config(cfg)

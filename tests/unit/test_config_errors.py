@@ -360,9 +360,24 @@ WRONG_RL = {
         ["c.toml:4: trainer.scheduler.min_lr = 0.001 is above the peak trainer.optim.lr = 1e-06"],
     ),
     "tensor parallelism in the embedded engine": (
-        "[inference.parallel]\ntp = 2\n" + ENV,
+        f'[inference]\nengine = "embedded"\n[inference.parallel]\ntp = 2\n{ENV}',
         "",
-        ["c.toml:2: inference.parallel.tp = 2: the embedded engine runs on one device"],
+        ["c.toml:4, c.toml:2: inference.parallel.tp = 2: the embedded engine has no such thing"],
+    ),
+    "an option that vLLM does not have": (
+        f"[inference.vllm_extra]\nmax_modle_len = 2\n{ENV}",
+        "",
+        ["c.toml:2: inference.vllm_extra.max_modle_len: vLLM 0.32.0 has no option --max-modle-len; did you mean"],
+    ),
+    "a value for a switch of vLLM": (
+        f"[inference.vllm_extra]\nheadless = 3\n{ENV}",
+        "",
+        ["c.toml:2: inference.vllm_extra.headless: --headless is a switch and takes true or false, not 3"],
+    ),
+    "a choice that vLLM does not have": (
+        f'[inference.vllm_extra]\nall2all_backend = "deepep"\n{ENV}',
+        "",
+        ["--all2all-backend takes one of", "not 'deepep'"],
     ),
     "client and server ports": (
         '[orchestrator.client]\nbase_url = "http://localhost:8001/v1"\n' + ENV,
@@ -496,7 +511,7 @@ def test_all_problems_come_at_once_and_none_twice(tmp_path: Path) -> None:
     toml = (
         "max_steps = 20\n[orchestrator]\nbatchsize = 64\ngroup_size = 'x'\n"
         "[orchestrator.train.sampling]\ntemperature = 3.5\n" + ENV + "nam = 'a'\n"
-        "[trainer]\nmax_steps = 30\n[inference.parallel]\ntp = 2\n"
+        "[trainer]\nmax_steps = 30\n[inference]\nengine = 'embedded'\n[inference.parallel]\ntp = 2\n"
     )
     lines = complaints(tmp_path, toml, "--lr 3 --inference.server.port 5555")
     found = [

@@ -11,8 +11,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from stretto.base.errors import ConfigError
+from stretto.config import vllm_flags
 from stretto.config.algorithm_checks import check_algos, check_loss
-from stretto.config.shared import Problem
+from stretto.config.shared import Problem, show
 
 if TYPE_CHECKING:
     from stretto.config.inference import InferenceSection
@@ -270,14 +272,19 @@ def is_address(url: str) -> bool:
 
 
 def check_inference(section: InferenceSection, prefix: str) -> list[Problem]:
-    """What the embedded engine does not do, and sizes that cannot work together."""
+    """What an engine does not do, options vLLM does not have, and sizes that cannot work together."""
     problems = []
-    for degree in ("tp", "dp"):
-        if (value := getattr(section.parallel, degree)) > 1:
-            path = at(prefix, f"parallel.{degree}")
-            rule = "the embedded engine runs on one device; use 1, or start several `inference` servers"
-            message = f"{path} = {value}: {rule} and list them in orchestrator.client.base_url"
-            problems.append(Problem((path,), message))
+    if section.engine == "embedded":
+        for key, value in section.vllm_only().items():
+            path = at(prefix, key)
+            rule = "the embedded engine has no such thing and runs on one device; leave it out, or take vLLM"
+            problems.append(Problem((path, at(prefix, "engine")), f"{path} = {show(value)}: {rule}"))
+    for key, value in section.vllm_extra.items():
+        path = at(prefix, f"vllm_extra.{key}")
+        try:
+            vllm_flags.arguments(key, value, path)
+        except ConfigError as error:
+            problems.append(Problem((path,), str(error)))
     if section.kv_cache_tokens is not None and section.kv_cache_tokens < (section.block_size or 16):
         paths = (at(prefix, "kv_cache_tokens"), at(prefix, "block_size"))
         rule = f"is less than one block of {paths[1]} = {section.block_size or 16}; raise it"

@@ -35,8 +35,8 @@ class InferenceSection(Section):
     """The inference process."""
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
-    """`embedded`: the built-in PyTorch engine (CPU and CUDA); `vllm`: a vLLM server; `auto`: vLLM where there are a GPU
-    and vLLM, else embedded."""
+    """`embedded`: the built-in PyTorch engine (CPU and CUDA); `vllm`: a vLLM server; `auto`: vLLM where there are
+    a GPU and vLLM, and wherever a key is set that only vLLM has; else embedded."""
     model: str | None = None
     """Directory of the model; None: the root's model.name."""
     served_model_name: str | None = None
@@ -79,10 +79,25 @@ class InferenceSection(Section):
     """Seed of requests that bring none."""
     log: LogSection = LogSection()
 
+    def vllm_only(self) -> dict[str, Any]:
+        """What is set here and no other engine than vLLM does."""
+        values = {
+            "parallel.tp": self.parallel.tp if self.parallel.tp > 1 else None,
+            "parallel.dp": self.parallel.dp if self.parallel.dp > 1 else None,
+            "enable_expert_parallel": self.enable_expert_parallel or None,
+            "enable_dbo": self.enable_dbo or None,
+            "enable_eplb": self.enable_eplb or None,
+            "enforce_eager": self.enforce_eager,
+            "vllm_extra": self.vllm_extra or None,
+        }
+        return {key: value for key, value in values.items() if value is not None}
+
     def chosen_engine(self, *, has_gpu: bool) -> Literal["embedded", "vllm"]:
         """What `auto` means on this machine."""
         if self.engine != "auto":
             return self.engine
+        if self.vllm_only():
+            return "vllm"
         return "vllm" if has_gpu and self.device != "cpu" and find_spec("vllm") is not None else "embedded"
 
     aliases: ClassVar[dict[str, str]] = {

@@ -223,3 +223,9 @@ def _range(field: FieldInfo) -> str:
 def spellings(cls: type[Section]) -> list[str]:
     """Keys of a section and its one-word aliases: what an unknown key may have meant."""
     return [*keys(cls), *(alias for alias in all_aliases(cls) if "." not in alias)]
+
+
+def has_key(cls: type[Section], option: str) -> bool:
+    """Is `--tensor-parallel-size` or `--no-inference` a key or an alias at the root of this class?"""
+    name = option.removeprefix("--").replace("-", "_")
+    return any(spelling in spellings(cls) for spelling in (name, name.removeprefix("no_")))

@@ -34,7 +34,19 @@ class FilesystemRollouts(Section):
 RolloutTransport = Annotated[ZmqRollouts | FilesystemRollouts, Field(discriminator="type")]
 
 
-class ShmWeights(Section):
+class WeightsSection(Section):
+    """What every weight transport has: the check that engines really compute with what they were sent."""
+
+    canary_interval: int | None = Field(1, gt=0)
+    """Versions between two checks: the engine scores fixed tokens and must agree with the trainer; None: never."""
+    canary_tokens: int = Field(64, gt=1)
+    """Tokens that are scored."""
+    canary_tolerance: float | None = Field(None, gt=0)
+    """Largest mean difference of log-probabilities, nats; None: 0.001 where trainer and engine compute in float32,
+    else 0.1."""
+
+
+class ShmWeights(WeightsSection):
     """Weights travel through shared memory; trainer and engines are on one host."""
 
     type: Literal["shm"] = "shm"
@@ -42,7 +54,7 @@ class ShmWeights(Section):
     """Longest wait until every engine has loaded a version."""
 
 
-class FilesystemWeights(Section):
+class FilesystemWeights(WeightsSection):
     """Weights are safetensors files with a manifest under RUN/broadcasts."""
 
     type: Literal["filesystem"] = "filesystem"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,19 +100,45 @@ def _switch(flag: Flag, option: str, value: bool, where: str) -> list[str]:
     return [flag.negation]
 
 
-def check_words(words: Iterable[str], where: str) -> list[str]:
-    """Command-line words for vLLM as they were typed, options checked, values untouched.
+def take_flags(words: Sequence[str], is_ours: Callable[[str], bool]) -> tuple[list[str], dict[str, Any]]:
+    """Words after `inference`, parted: those of our own keys, and vLLM's options as `vllm_extra` has them.
 
-    Raises: ConfigError for an unknown option, or a switch that is given a value.
+    is_ours: says of `--data-parallel-size` whether it is a key of ours, which then counts.
+
+    Raises: ConfigError for an option of vLLM's without its value, and for one that is nearly one.
     """
-    checked: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            option, equals, value = word.partition("=")
-            flag = find(option, where)
-            if equals and flag.takes == "nothing":
-                raise ConfigError(f"{where}: {option_of(option)} is a switch and takes no value: {word!r}")
-            checked.append(option_of(option) + equals + value)
-        else:
-            checked.append(word)
-    return checked
+    rest: list[str] = []
+    extra: dict[str, Any] = {}
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        option, equals, value = word.partition("=")
+        if not option.startswith("--") or "." in option or is_ours(option):
+            rest.append(word)
+            continue
+        flag = _by_name().get(option_of(option))
+        if flag is None:
+            rest.append(word)  # whoever reads our own keys says what is wrong with it
+            continue
+        values = [value] if equals else []
+        while flag.takes != "nothing" and queue and not queue[0].startswith("--") and queue[0] != "@":
+            if values and flag.takes == "value":
+                break
+            values.append(queue.pop(0))
+        if flag.takes != "nothing" and not values:
+            raise ConfigError(f"{option}: vLLM's option takes a value; give one")
+        if flag.takes == "nothing" and values:
+            raise ConfigError(f"{word}: {option} of vLLM's is a switch and takes no value")
+        is_off = flag.takes == "nothing" and option_of(option) != flag.name
+        key = flag.name.removeprefix("--").replace("-", "_")
+        many = [_number(v) for v in values]
+        extra[key] = not is_off if flag.takes == "nothing" else many if flag.takes == "values" else many[0]
+    return rest, extra
+
+
+def _number(text: str) -> Any:
+    """A typed value: JSON where it is some (numbers, true, {...}), else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -419,6 +419,7 @@ class Loop:
             "time/wait_for_trainer": row.idle_s,
             "time/wait_for_rollouts": done.wait_s,
             "time/update_weights": self.policy.load_s,
+            "canary/error": self.policy.canary_error,
             "tokens_per_s": row.num_tokens / step_s,
             "trainer/step_s": done.time_s,
             "trainer/wait_s": done.wait_s,

@@ -116,7 +116,13 @@ def build_loop(
     ledger.run_started(info, resumed_step=resumed_step)
     monitors = build_monitors(cfg.monitors, run_dir, "orchestrator", cfg.run_name, resumed_step=resumed_step)
     stack.callback(monitors.close)
-    policy = Policy(wires.engines, ledger, start=progress.step, timeout_s=cfg.weight_broadcast.timeout_s)
+    policy = Policy(
+        wires.engines,
+        ledger,
+        start=progress.step,
+        timeout_s=cfg.weight_broadcast.timeout_s,
+        tolerance=cfg.weight_broadcast.canary_tolerance,
+    )
     watch = Watch(
         cfg.stall_timeout_s,
         run_dir.dumps,

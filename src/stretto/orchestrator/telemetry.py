@@ -10,6 +10,7 @@ Names follow prime-rl's:
     groups/{drawn,failed,zero_signal_share}    since the last batch
     completion/{mean,max,truncated_share}      sampled tokens a rollout
     time/{step,wait_for_rollouts,wait_for_trainer,pack,update_weights}      seconds
+    canary/error        mean difference between engine and trainer on fixed tokens, nats
     tokens_per_s  trainer/{step_s,wait_s}  progress/{rollouts,tokens}  inference/<metric>  env/<env>/<metric>
     eval/<env>/{sampled,greedy}/{mean,...}     in the row of the step that made the version
 """

@@ -16,6 +16,16 @@ class TensorEntry(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class Canary(msgspec.Struct, frozen=True):
+    """What the trainer's own forward pass says about fixed tokens under the published weights.
+
+    An engine that loaded them must say the same, up to rounding.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # nats; index t belongs to token t, the first is 0
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Where version `version` lies. `location` is the transport's: a directory, or the name of a memory segment."""
 
@@ -25,3 +35,4 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[str, ...]  # file or segment names, index = TensorEntry.shard
     tensors: tuple[TensorEntry, ...]
     checksum: int  # crc32 over all shards in order
+    canary: Canary | None = None

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import torch
 
 from stretto.base import log, process
@@ -28,7 +29,9 @@ from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.roots import TrainerConfig
 from stretto.monitors import build_monitors
 from stretto.records.sample import TrainBatch
+from stretto.records.weights import Canary
 from stretto.trainer import checkpoint
+from stretto.trainer.canary import sing
 from stretto.trainer.export import export_weights
 from stretto.trainer.interrupt import StopFlag, finish_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
@@ -175,8 +178,16 @@ class Trainer:
         start = time.perf_counter()
         self.hear()
         manifest = self.publisher.publish(self.learner.step, self.learner.export_tensors())
+        manifest = msgspec.structs.replace(manifest, canary=self.canary())
         self.control.send(VersionReady(manifest=manifest))
         self.monitors.log(self.learner.step, {"time/publish": time.perf_counter() - start})
+
+    def canary(self) -> Canary | None:
+        """What engines must agree with once they have loaded the version of this step; None: not checked."""
+        interval = self.cfg.weight_broadcast.canary_interval
+        if interval is None or self.learner.step % interval:
+            return None
+        return sing(self.learner, self.cfg.weight_broadcast.canary_tokens)
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Checkpoint and export at their intervals, and both at the end."""

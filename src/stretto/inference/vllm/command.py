@@ -1,20 +1,19 @@
 """[inference] as a command line and an environment of vLLM's: pure data, without vLLM.
 
-First-class keys become their options, `vllm_extra` and words typed after the verb any other; an option that is
-given twice is an error, since only one of the two could count. On a CPU the options are those with which vLLM
+First-class keys become their options, `vllm_extra` any other, in place of a default of ours where it names one; what
+training relies on nobody else may set. On a CPU the options are those with which vLLM
 was measured to start fastest there: no compilation, one process, one thread, a small cache.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.config.inference import InferenceSection
-from stretto.config.vllm_flags import arguments, check_words, option_of
+from stretto.config.vllm_flags import arguments, option_of
 
 CPU_BLOCK_SIZE = 32
 """vLLM's CPU attention takes multiples of 32 only."""
@@ -34,13 +33,11 @@ class Command:
     env: dict[str, str]
 
 
-def command(
-    section: InferenceSection, directory: Path, *, is_cpu: bool, words: Sequence[str] = ()
-) -> Command:
+def command(section: InferenceSection, directory: Path, *, is_cpu: bool) -> Command:
     """The vLLM server of a section for the model in `directory`.
 
-    Raises: ConfigError for an option that vLLM does not have or that is given twice, and for sizes that vLLM
-    cannot run on a CPU.
+    Raises: ConfigError for an option that vLLM does not have or that is not the user's to set, and for what
+    vLLM cannot run on a CPU.
     """
     own = _on_cpu(section, directory) if is_cpu else _on_gpu(section)
     own = {
@@ -70,11 +67,7 @@ def command(
         "disable_uvicorn_access_log": True,
         **own,
     }
-    typed = check_words(words, "command line")
-    given = {option_of(key): f"vllm_extra.{key}" for key in section.vllm_extra}
-    for word in typed:
-        if word.startswith("--"):
-            given[word.partition("=")[0]] = "the command line"
+    given = {option_of(key): f"inference.vllm_extra.{key}" for key in section.vllm_extra}
     line: list[str] = []
     for name, value in own.items():
         if (other := given.get(option_of(name))) is not None:
@@ -84,7 +77,7 @@ def command(
     for name, value in section.vllm_extra.items():
         line += arguments(name, value, f"inference.vllm_extra.{name}")
     env = _environment(section, is_cpu=is_cpu)
-    return Command((*line, *typed), env)
+    return Command(tuple(line), env)
 
 
 OURS = {

@@ -43,8 +43,9 @@ def installed_version() -> tuple[str, tuple[int, int]]:
             continue
     if found is None or find_spec("vllm") is None:
         raise ConfigError(
-            'inference.engine = "vllm", but vLLM is not installed: `make vllm` or `pip install vllm==0.32.*` on a '
-            'machine with GPUs, or use engine = "embedded".'
+            '[inference] needs vLLM (engine = "vllm", or a key that only vLLM has), and it is not installed: '
+            "`pip install vllm==0.32.*` on a machine with GPUs, `make vllm` on one without, or use "
+            'engine = "embedded" and leave those keys out.'
         )
     numbers = re.match(r"(\d+)\.(\d+)", found)
     version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
@@ -71,12 +72,12 @@ def check_plugins() -> None:
             )
 
 
-def main(cfg: InferenceConfig, directory: Path, words: Sequence[str] = ()) -> int:
+def main(cfg: InferenceConfig, directory: Path) -> int:
     """Serve until SIGTERM (0), or until the engine fails (1)."""
     version, _ = installed_version()
     check_plugins()
     is_cpu = cfg.device == "cpu" or not _has_gpu()
-    order = command(cfg, directory, is_cpu=is_cpu, words=words)
+    order = command(cfg, directory, is_cpu=is_cpu)
     # What the user has set in the environment wins, as it does with vLLM itself.
     os.environ.update({name: value for name, value in order.env.items() if name not in os.environ})
     os.environ["VLLM_PLUGINS"] = _with_plugin(os.environ["VLLM_PLUGINS"])

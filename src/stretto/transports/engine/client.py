@@ -16,10 +16,11 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.base.limits import raise_file_limit
-from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.weights import WeightManifest
 from stretto.transports.engine import api
 
@@ -103,6 +104,30 @@ class EngineClient:
             await self._admin(url, api.RESUME)
 
         await _all_of(update(url) for url in self.admin_urls)
+
+    async def prompt_logprobs(self, token_ids: np.ndarray, name: str) -> dict[str, np.ndarray]:
+        """What every engine gives these tokens, float32 [tokens] in nats by address; the first is 0.
+
+        `name` is the request's, and its salt: no cache of other weights answers.
+        """
+        request = GenerateRequest(
+            request_id=name,
+            prompt_ids=token_ids,
+            sampling=SamplingParams(max_tokens=1),
+            cache_salt=name,
+            prompt_logprobs=True,
+        )
+        body = api.encode_generate(request, self.model)
+
+        async def score(url: str) -> np.ndarray:
+            answer = await self._admin(url, api.GENERATE, body)
+            scores = api.decode_completions(request, answer)[0].prompt_logprobs
+            if scores is None or len(scores) != len(token_ids):
+                raise EngineError(f"{url} gave no log-probabilities of a prompt's {len(token_ids)} tokens")
+            return scores
+
+        found = await _all_of(score(url) for url in self.admin_urls)
+        return dict(zip(self.admin_urls, found))
 
     async def pause(self, mode: str = "abort") -> None:
         """Stop stepping: keep requests for `resume`, wait until they are done, or abort them."""
