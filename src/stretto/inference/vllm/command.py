@@ -67,13 +67,14 @@ def command(section: InferenceSection, directory: Path, *, is_cpu: bool) -> Comm
         "disable_uvicorn_access_log": True,
         **own,
     }
-    given = {option_of(key): f"inference.vllm_extra.{key}" for key in section.vllm_extra}
+    for name in section.vllm_extra:
+        if (reason := OURS.get(option_of(name))) is not None:
+            raise ConfigError(f"inference.vllm_extra.{name} is not yours to set: {reason}; leave it out")
+    given = {option_of(name) for name in section.vllm_extra}
     line: list[str] = []
     for name, value in own.items():
-        if (other := given.get(option_of(name))) is not None:
-            _refuse_if_ours(name, other)
-            continue
-        line += arguments(name, value, "inference")
+        if option_of(name) not in given:
+            line += arguments(name, value, "inference")
     for name, value in section.vllm_extra.items():
         line += arguments(name, value, f"inference.vllm_extra.{name}")
     env = _environment(section, is_cpu=is_cpu)
@@ -81,21 +82,16 @@ def command(section: InferenceSection, directory: Path, *, is_cpu: bool) -> Comm
 
 
 OURS = {
-    "enable_scale_out": "rollouts use its token routes",
-    "logprobs_mode": "the trainer needs the logprobs of the distribution that was sampled from",
-    "weight_transfer_config": "it names the transport of new weights; choose it with [weight_broadcast]",
-    "worker_extension_cls": "new weights and the liveness check need it",
-    "model": "the key is inference.model",
-    "port": "the key is inference.server.port",
-    "host": "the key is inference.server.host",
-    "api_key": "the key is inference.api_key",
+    "--enable-scale-out": "rollouts use the token routes",
+    "--logprobs-mode": "the trainer needs the logprobs of the distribution that was sampled from",
+    "--weight-transfer-config": "new weights come by the transport that [weight_broadcast] names",
+    "--worker-extension-cls": "new weights and the liveness check need stretto's",
+    "--model": "the key is inference.model",
+    "--host": "the key is inference.server.host",
+    "--port": "the key is inference.server.port",
+    "--api-key": "the key is inference.api_key",
 }
 """Options nobody else may set, and why."""
-
-
-def _refuse_if_ours(name: str, where: str) -> None:
-    if name in OURS:
-        raise ConfigError(f"{where}: {option_of(name)} is set by stretto ({OURS[name]}); leave it out")
 
 
 def _on_gpu(section: InferenceSection) -> dict[str, object]:

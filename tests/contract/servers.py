@@ -1,0 +1,79 @@
+"""Engine servers as child processes, for tests of the contract that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.config.model import ScratchSection
+from stretto.models.attention import PackedLayout
+from stretto.models.hub import random_model, save_hf
+
+VOCAB = 112
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def scratch(seed: int, *, is_tied: bool = True):
+    """A small model that vLLM's CPU attention takes: heads of 32 dimensions."""
+    section = ScratchSection(
+        seed=seed,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=is_tied,
+    )
+    return random_model(section, VOCAB, eos_token_id=2)
+
+
+def save(model, path: Path) -> Path:
+    build_letters_tokenizer(path)
+    save_hf(model, path, path)
+    return path
+
+
+@contextlib.contextmanager
+def serve(engine: str, model: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """`stretto inference --engine ...` in a process group of its own; its address."""
+    port = free_port()
+    words = ["--model", str(model), "--server.port", str(port), "--output-dir", str(log.parent)]
+    words += ["--engine", engine, "--max-model-len", "512", *flags]
+    with log.open("wb") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "stretto", "inference", *words],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}", child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def logprobs_of(model, token_ids, temperature: float = 1.0):
+    """float32 [tokens - 1]: token t + 1 given those before it, by one plain forward pass."""
+    ids = torch.as_tensor(token_ids, dtype=torch.int64)
+    with torch.no_grad():
+        hidden = model.hidden(ids, PackedLayout((0, len(ids)), ids.device))
+        logits = hidden @ model.output_weight.T
+    return torch.log_softmax(logits / temperature, -1)[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()

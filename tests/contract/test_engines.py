@@ -1,0 +1,238 @@
+"""What every engine promises, embedded or vLLM: one file, the same requests, real servers.
+
+Tests change the served weights and leave version 0's weights behind (fixture `client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import numpy as np
+import pytest
+from servers import logprobs_of, scratch
+
+from stretto.base.errors import EngineError
+from stretto.models.hub import export_tensors
+from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.transports.engine import api
+from stretto.transports.engine.client import EngineClient
+from stretto.transports.weights.filesystem import FilesystemPublisher
+from stretto.transports.weights.shm import ShmPublisher
+
+PROMPT = np.arange(20, 50, dtype=np.int32)
+CLOSE = {"atol": 2e-5, "rtol": 0}
+
+
+@pytest.fixture
+async def client(engine):
+    async with EngineClient([engine[1]], timeout_s=120) as client:
+        yield client
+
+
+@pytest.fixture
+async def weights(client, tmp_path):
+    """Loads scratch(seed) as a version; the first weights come back at the end."""
+    publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+
+    async def load(version: int, seed: int) -> None:
+        await client.update_weights(publisher.publish(version, export_tensors(scratch(seed))))
+
+    yield load
+    await load(1000, 0)
+    publisher.close()
+
+
+def ask(name: str, prompt=PROMPT, n: int = 1, salt: str | None = None, **sampling) -> GenerateRequest:
+    sampling = {"max_tokens": 8, "seed": 1, "ignore_eos": True} | sampling
+    return GenerateRequest(
+        request_id=name, prompt_ids=prompt, n=n, sampling=SamplingParams(**sampling), cache_salt=salt
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(client, temperature):
+    for completion in await client.generate(ask("lp", n=4, temperature=temperature, max_tokens=24)):
+        expected = logprobs_of(scratch(0), np.concatenate([PROMPT, completion.token_ids]), temperature)
+        np.testing.assert_allclose(completion.logprobs, expected[len(PROMPT) - 1 :], **CLOSE)
+
+
+async def test_greedy_is_the_likeliest_token(client):
+    [completion] = await client.generate(ask("greedy", temperature=0.0, seed=None))
+    [again] = await client.generate(ask("greedy-2", temperature=0.0, seed=None))
+    assert completion.token_ids.tolist() == again.token_ids.tolist()
+    ids = np.concatenate([PROMPT, completion.token_ids])
+    chosen = logprobs_of(scratch(0), ids)[len(PROMPT) - 1]
+    other = [logprobs_of(scratch(0), [*PROMPT, token])[-1] for token in range(0, 112, 7)]
+    assert chosen >= max(other)
+
+
+async def test_a_seed_gives_the_same_tokens_and_samples_differ(client):
+    first = await client.generate(ask("seeded", n=3))
+    second = await client.generate(ask("seeded-again", n=3))
+    assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in second]
+    assert len({tuple(c.token_ids.tolist()) for c in first}) == 3
+    [other] = await client.generate(ask("another", seed=2))
+    assert other.token_ids.tolist() != first[0].token_ids.tolist()
+
+
+async def test_top_k_of_one_is_certain(client):
+    [completion] = await client.generate(ask("top-k", top_k=1))
+    np.testing.assert_allclose(completion.logprobs, 0.0, atol=1e-5)
+
+
+async def test_a_stop_token_ends_the_reply_and_belongs_to_it(client):
+    [free] = await client.generate(ask("free", max_tokens=12))
+    stop = int(free.token_ids[5])
+    first = free.token_ids.tolist().index(stop)
+    [ended] = await client.generate(ask("stopped", max_tokens=12, stop_token_ids=(stop,)))
+    assert ended.token_ids.tolist() == free.token_ids.tolist()[: first + 1]
+    assert (ended.finish_reason, free.finish_reason) == ("stop", "length")
+
+
+async def test_prompt_logprobs_are_those_of_the_prompt(client):
+    [scores] = (await client.prompt_logprobs(PROMPT, "score")).values()
+    assert scores[0] == 0.0
+    np.testing.assert_allclose(scores[1:], logprobs_of(scratch(0), PROMPT), **CLOSE)
+
+
+async def test_equal_prompts_share_a_cache_under_one_salt_only(client):
+    prompt = (np.arange(200, dtype=np.int32) * 7 % 90 + 10).astype(np.int32)
+    await client.generate(ask("cold", prompt, salt="one"))
+    [warm] = await client.generate(ask("warm", prompt, salt="one"))
+    [other] = await client.generate(ask("other", prompt, salt="two"))
+    assert warm.cached_tokens >= 128 and other.cached_tokens == 0
+    assert warm.token_ids.tolist() == other.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("what", "request_", "message"),
+    [
+        ("an unknown token", ask("bad", np.array([5, 9999], np.int32)), "vocab"),
+        ("a prompt that is too long", ask("long", np.full(600, 5, np.int32)), "512|maximum"),
+        ("a negative temperature", ask("cold", temperature=-1.0), "temperature"),
+        ("a nucleus of nothing", ask("none", top_p=0.0), "top_p"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_with_the_reason(client, what, request_, message):
+    with pytest.raises(EngineError, match=message):
+        await client.generate(request_)
+
+
+async def test_a_body_that_is_no_request_is_a_client_error(engine):
+    async with aiohttp.ClientSession() as http:
+        for body in (b"{", b"[]", json.dumps({"token_ids": "abc"}).encode()):
+            headers = {"Content-Type": "application/json"}
+            async with http.post(engine[1] + api.GENERATE, data=body, headers=headers) as answer:
+                assert 400 <= answer.status < 500, await answer.text()
+
+
+async def test_weights_change_there_and_back_and_there(client, weights):
+    for version, seed in enumerate((1, 0, 1, 2), start=1):
+        await weights(version, seed)
+        [scores] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
+        np.testing.assert_allclose(scores[1:], logprobs_of(scratch(seed), PROMPT), **CLOSE)
+        [completion] = await client.generate(ask(f"v{version}"))
+        assert [span.version for span in completion.versions] == [version]
+
+
+async def test_weights_come_through_shared_memory(client, weights):
+    publisher = ShmPublisher("test-contract")
+    try:
+        await client.update_weights(publisher.publish(5, export_tensors(scratch(5))))
+        [scores] = (await client.prompt_logprobs(PROMPT, "shm")).values()
+        np.testing.assert_allclose(scores[1:], logprobs_of(scratch(5), PROMPT), **CLOSE)
+    finally:
+        publisher.close()
+
+
+async def test_a_request_under_way_goes_on_under_the_new_weights(client, weights):
+    await weights(1, 0)
+    running = asyncio.create_task(client.generate(ask("running", max_tokens=450, salt="1")))
+    before = (await client.metrics())["vllm:generation_tokens_total"]
+    while (await client.metrics())["vllm:generation_tokens_total"] < before + 3:
+        await asyncio.sleep(0.005)
+    await weights(2, 1)
+    [completion] = await running
+    assert len(completion.token_ids) == 450 and completion.finish_reason == "length"
+    assert [span.version for span in completion.versions] == [1, 2]
+    assert [(s.start, s.end) for s in completion.versions][1][1] == 450
+    changed = completion.versions[1].start
+    assert completion.versions[0].end == changed
+    expected = logprobs_of(scratch(0), np.concatenate([PROMPT, completion.token_ids]))
+    np.testing.assert_allclose(completion.logprobs[:changed], expected[len(PROMPT) - 1 :][:changed], **CLOSE)
+
+
+async def test_pause_keeps_waits_or_aborts(client):
+    for mode in ("keep", "wait", "abort"):
+        running = asyncio.create_task(client.generate(ask(f"paused-{mode}", max_tokens=300)))
+        while (await client.metrics())["vllm:num_requests_running"] == 0:
+            await asyncio.sleep(0.002)
+        await client.pause(mode)
+        queued = asyncio.create_task(client.generate(ask(f"queued-{mode}")))
+        if mode == "wait":
+            assert len((await running)[0].token_ids) == 300
+        if mode == "abort":
+            [partial] = await running
+            assert partial.finish_reason == "abort" and 0 < len(partial.token_ids) < 300
+        await asyncio.sleep(0.1)
+        assert not queued.done()
+        await client.resume()
+        assert len((await queued)[0].token_ids) == 8
+        if mode == "keep":
+            assert len((await running)[0].token_ids) == 300
+
+
+async def test_an_aborted_request_gives_what_it_has(client):
+    running = asyncio.create_task(client.generate(ask("to-abort", max_tokens=450)))
+    while (await client.metrics())["vllm:num_requests_running"] == 0:
+        await asyncio.sleep(0.002)
+    await client.abort(["to-abort"])
+    [partial] = await running
+    assert partial.finish_reason == "abort" and len(partial.token_ids) < 450
+    assert len(partial.logprobs) == len(partial.token_ids)
+
+
+async def test_a_client_that_goes_away_frees_its_place(client):
+    running = asyncio.create_task(client.generate(ask("to-leave", max_tokens=480)))
+    while (await client.metrics())["vllm:num_requests_running"] == 0:
+        await asyncio.sleep(0.002)
+    running.cancel()
+    async with asyncio.timeout(10):
+        while (await client.metrics())["vllm:num_requests_running"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_health_liveness_models_and_metrics(engine):
+    async with aiohttp.ClientSession() as http:
+        for path in (api.HEALTH, api.LIVENESS):
+            async with http.get(engine[1] + path) as answer:
+                assert answer.status == 200
+        async with http.get(engine[1] + api.MODELS) as answer:
+            [card] = (await answer.json())["data"]
+            assert card["max_model_len"] == 512
+        async with http.get(engine[1] + api.METRICS) as answer:
+            page = await answer.text()
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+    ):
+        assert f"vllm:{name}" in page, name
+
+
+async def test_chat_completions_speak_openai(engine):
+    body = {"model": None, "messages": [{"role": "user", "content": "cab"}], "max_tokens": 4, "seed": 1}
+    async with aiohttp.ClientSession() as http:
+        async with http.get(engine[1] + api.MODELS) as answer:
+            body["model"] = (await answer.json())["data"][0]["id"]
+        async with http.post(engine[1] + api.CHAT_COMPLETIONS, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            reply = await answer.json()
+    assert reply["choices"][0]["message"]["role"] == "assistant"
+    assert reply["usage"]["completion_tokens"] <= 4
