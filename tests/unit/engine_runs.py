@@ -22,7 +22,7 @@ def build_model(seed: int = 0, **shape) -> Decoder:
     model = random_model(ScratchSection(seed=seed, max_position_embeddings=256, **shape), VOCAB)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.mul_(6)
     return model
 

@@ -120,9 +120,9 @@ def test_export_has_the_checkpoints_names_and_bits(tmp_path, family):
 
 
 def test_auto_takes_transformers_for_families_that_are_not_ours(tmp_path):
-    build_hf("llama").save_pretrained(tmp_path)
+    build_hf("minimax_m2").save_pretrained(tmp_path)
     assert isinstance(load_policy(ModelSection(name=str(tmp_path))), HFDecoder)
-    with pytest.raises(DataError, match="model_type = 'llama' has no module of ours"):
+    with pytest.raises(DataError, match="model_type = 'minimax_m2' has no module of ours"):
         load_policy(ModelSection(name=str(tmp_path), impl="custom"))
 
 

@@ -22,7 +22,7 @@ def build_policy(seed: int = 0, **shape) -> Decoder:
     )
     with torch.no_grad():
         for parameter in policy.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.mul_(5)
             else:
                 parameter.add_(torch.linspace(-0.2, 0.2, len(parameter)))

@@ -12,8 +12,8 @@ from stretto.config.section import Section
 class ScratchSection(Section):
     """Start from a random network of this shape instead of loading weights; everything is made locally."""
 
-    family: Literal["qwen3"] = "qwen3"
-    """Architecture family."""
+    family: Literal["qwen3", "qwen3_moe", "qwen2", "llama"] = "qwen3"
+    """Architecture family; the keys on experts count for `qwen3_moe` only."""
     tokenizer: Literal["letters"] = "letters"
     """Tokenizer to build beside it: `letters` has one token a character and Qwen3's chat tokens."""
     hidden_size: int = Field(64, gt=0)
@@ -28,6 +28,15 @@ class ScratchSection(Section):
     """Key and value heads."""
     head_dim: int = Field(16, gt=0, multiple_of=2)
     """Width of one head."""
+    num_experts: int = Field(8, gt=0)
+    """Experts of every block."""
+    num_experts_per_tok: int = Field(2, gt=0)
+    """Experts that compute one token."""
+    moe_intermediate_size: int = Field(64, gt=0)
+    """Width of one expert."""
+    has_expert_bias: bool = False
+    """Give routers a bias on the choice of experts, which `trainer.moe_bias_update_rate` moves. Only the embedded
+    engine and the trainer know it."""
     tie_word_embeddings: bool = True
     """Use the embedding matrix as output head."""
     max_position_embeddings: int = Field(512, gt=0)
@@ -42,7 +51,8 @@ class ModelSection(Section):
     name: str = "Qwen/Qwen3-0.6B"
     """Directory with Hugging Face safetensors, config and tokenizer (or the name of a cached hub model)."""
     impl: Literal["auto", "custom", "hf"] = "auto"
-    """`custom`: our own module (family qwen3); `hf`: transformers'; `auto`: custom where there is one."""
+    """`custom`: our own module (llama, qwen2, qwen3, qwen3_moe); `hf`: transformers'; `auto`: custom where there is
+    one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in the forward pass."""
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -51,6 +61,11 @@ class ModelSection(Section):
     """Let transformers run code from the model directory (impl = "hf" only)."""
     fused_lm_head_token_chunk_size: int = Field(2048, gt=0)
     """Tokens per chunk of the fused output head, which never builds [tokens, vocab] (trainer only)."""
+    moe_use_grouped_mm: bool = True
+    """Compute all experts in one grouped matrix product; false: one after the other, the slow reference (trainer
+    only)."""
+    freeze_moe_router: bool = False
+    """Do not train the routers of a mixture of experts (trainer only)."""
     scratch: ScratchSection | None = None
     """Present: build a random model of this shape instead of loading `name`."""
 

@@ -1,11 +1,13 @@
-"""A dense decoder (family qwen3) over a flat row of tokens: the one forward pass of trainer and engine.
+"""A decoder over a flat row of tokens, dense or with experts: the one forward pass of trainer and engine.
 
 Attention is handed in (`Attend`): the trainer attends within packed documents (attention.py), the engine over
-its paged KV cache. Parameter names are those of Hugging Face checkpoints, so a state dict is a checkpoint.
+its paged KV cache. So is what a pass wants of its routers (`Routing`, moe.py). Parameter names are those of
+Hugging Face checkpoints but for what the family's table says (tensor_map.py).
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from stretto.models.attention import Attend, PackedLayout
 from stretto.models.config import ModelConfig, inverse_frequencies
+from stretto.models.moe import MoE, Routing
+from stretto.models.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -37,25 +41,29 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normalised queries and keys."""
+    """Grouped-query attention, with normalised queries and keys where the family has that."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         q_size, kv_size = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
         self.head_dim = cfg.head_dim
-        self.q_proj = nn.Linear(cfg.hidden_size, q_size, bias=cfg.attention_bias)
-        self.k_proj = nn.Linear(cfg.hidden_size, kv_size, bias=cfg.attention_bias)
-        self.v_proj = nn.Linear(cfg.hidden_size, kv_size, bias=cfg.attention_bias)
-        self.o_proj = nn.Linear(q_size, cfg.hidden_size, bias=cfg.attention_bias)
-        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
-        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+        self.q_proj = nn.Linear(cfg.hidden_size, q_size, bias=cfg.qkv_bias)
+        self.k_proj = nn.Linear(cfg.hidden_size, kv_size, bias=cfg.qkv_bias)
+        self.v_proj = nn.Linear(cfg.hidden_size, kv_size, bias=cfg.qkv_bias)
+        self.o_proj = nn.Linear(q_size, cfg.hidden_size, bias=cfg.out_bias)
+        self.has_qk_norm = cfg.has_qk_norm
+        if cfg.has_qk_norm:
+            self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+            self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
 
     def forward(
         self, x: Float[Tensor, "tokens dim"], angles: CosSin, layer: int, attend: Attend, rows: Tensor | None
     ) -> Float[Tensor, "rows dim"]:
         tokens = x.shape[0]
-        q = self.q_norm(self.q_proj(x).view(tokens, -1, self.head_dim))
-        k = self.k_norm(self.k_proj(x).view(tokens, -1, self.head_dim))
+        q = self.q_proj(x).view(tokens, -1, self.head_dim)
+        k = self.k_proj(x).view(tokens, -1, self.head_dim)
+        if self.has_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         v = self.v_proj(x).view(tokens, -1, self.head_dim)
         attended = attend(layer, rotate(q, angles), rotate(k, angles), v).reshape(tokens, -1)
         return self.o_proj(_only(attended, rows))
@@ -66,29 +74,38 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
+        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
+        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
 
     def forward(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the normalised residual stream."""
+    """Attention, then MLP or mixture, each on the normalised residual stream."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.self_attn = Attention(cfg)
-        self.mlp = MLP(cfg)
+        self.mlp = MoE(cfg) if cfg.is_sparse(layer) else MLP(cfg)
         self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(
-        self, x: Float[Tensor, "tokens dim"], angles: CosSin, layer: int, attend: Attend, rows: Tensor | None
+        self,
+        x: Float[Tensor, "tokens dim"],
+        angles: CosSin,
+        attend: Attend,
+        rows: Tensor | None,
+        routing: Routing,
     ) -> Float[Tensor, "rows dim"]:
-        x = _only(x, rows) + self.self_attn(self.input_layernorm(x), angles, layer, attend, rows)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = _only(x, rows) + self.self_attn(self.input_layernorm(x), angles, self.layer, attend, rows)
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MoE):
+            return x + self.mlp(normed, self.layer, routing, rows)
+        return x + self.mlp(normed)
 
 
 class Stack(nn.Module):
@@ -97,7 +114,7 @@ class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
-        self.layers = nn.ModuleList(Block(cfg) for _ in range(cfg.num_layers))
+        self.layers = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.num_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
 
@@ -105,7 +122,7 @@ class Decoder(nn.Module):
     """token ids -> hidden states after the final norm; logits are hidden @ output_weight.T (lm_head.py)."""
 
     shares_prefixes = True
-    """`hidden` takes layouts whose segments continue others."""
+    """`hidden` takes layouts whose segments continue others, and a `routing`."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -119,19 +136,27 @@ class Decoder(nn.Module):
     def output_weight(self) -> Float[Tensor, "vocab dim"]:
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
+    @cached_property
+    def tensor_map(self) -> TensorMap:
+        """Where every weight lies in a checkpoint of this family."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        return TensorMap(shapes, self.config.family_data.weights)
+
     def forward(
         self,
         token_ids: Int[Tensor, " tokens"],
         position_ids: Int[Tensor, " tokens"],
         attend: Attend,
         rows: Int[Tensor, " rows"] | None = None,
+        routing: Routing | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all tokens, or of `rows` only: the last block then leaves the others out."""
         x = self.model.embed_tokens(token_ids)
         angles = self._angles(position_ids, x.dtype)
+        routing = routing or Routing()
         last = len(self.model.layers) - 1
         for layer, block in enumerate(self.model.layers):
-            x = block(x, angles, layer, attend, rows if layer == last else None)
+            x = block(x, angles, attend, rows if layer == last else None, routing)
         return self.model.norm(x)
 
     def hidden(
@@ -139,9 +164,10 @@ class Decoder(nn.Module):
         token_ids: Int[Tensor, " tokens"],
         layout: PackedLayout,
         rows: Int[Tensor, " rows"] | None = None,
+        routing: Routing | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of packed documents, each as if it stood alone (training and scoring)."""
-        return self(token_ids, layout.position_ids, layout.attend, rows)
+        return self(token_ids, layout.position_ids, layout.attend, rows, routing)
 
     def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> CosSin:
         """cos and sin of these positions, [tokens, 1, head_dim]; one table lookup shared by all layers."""

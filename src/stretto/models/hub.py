@@ -2,15 +2,16 @@
 
 A directory is what transformers and vLLM load: config.json, model.safetensors (or shards and an index),
 generation_config.json, tokenizer files. Tensors are read one at a time into the finished module, so loading
-needs no second copy. Completeness is checked by name and shape; what is wrong with a directory is a DataError
-that names the file.
+needs no second copy; whoever holds slices of parameters reads the bytes of these only (`fill`). Names go
+through the family's table (tensor_map.py). Completeness is checked by name and shape; what is wrong with a
+directory is a DataError that names the file.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from torch import Tensor, nn
 
 from stretto.base.errors import DataError
 from stretto.config.model import ScratchSection
-from stretto.models.config import ARCHITECTURES, ModelConfig, Rope, parse_config, to_hf
+from stretto.models.config import ModelConfig, Rope, parse_config, to_hf
 from stretto.models.decoder import Decoder
+from stretto.models.families import FAMILIES
+from stretto.models.moe import MoEShape
+from stretto.models.tensor_map import Local, Source, TensorMap, whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOKENIZER_FILES = (
@@ -80,7 +84,7 @@ def has_own_module(directory: str | Path) -> bool:
     """True where impl = "auto" means our own decoder."""
     path = Path(directory) / "config.json"
     hf = read_json(path)
-    if hf.get("model_type") not in ARCHITECTURES:
+    if hf.get("model_type") not in FAMILIES:
         return False
     try:
         parse_config(hf, str(path))
@@ -108,7 +112,13 @@ def load_model(
     if not directory.is_dir():
         raise DataError(f"model {str(directory)!r}: no such directory")
     model = build_model(load_config(directory), dtype, device)
-    load_tensors(model, read_tensors(directory), where=str(directory))
+    fill(
+        model.tensor_map,
+        whole(model.named_parameters()),
+        read_tensors(directory),
+        model.config,
+        str(directory),
+    )
     return model
 
 
@@ -130,26 +140,40 @@ def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | li
         rms_norm_eps=1e-6,
         tie_word_embeddings=scratch.tie_word_embeddings,
         max_position_embeddings=scratch.max_position_embeddings,
+        **_scratch_fields(scratch),
     )
     hf = to_hf(cfg, dtype="float32", **token_ids)
     model = build_model(parse_config(hf, "[model.scratch]"), torch.float32, "cpu")
     generator = torch.Generator().manual_seed(scratch.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 parameter.normal_(0.0, cfg.initializer_range, generator=generator)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     return model
 
 
+def _scratch_fields(scratch: ScratchSection) -> dict[str, Any]:
+    """The fields that a fresh config of this family has, with every option of its own at its usual value."""
+    if scratch.family != "qwen3_moe":
+        return FAMILIES[scratch.family].fields({})
+    moe = MoEShape(
+        num_experts=scratch.num_experts,
+        top_k=scratch.num_experts_per_tok,
+        intermediate_size=scratch.moe_intermediate_size,
+        norm_topk_prob=True,
+        sparse_layers=tuple(range(scratch.num_layers)),
+        has_expert_bias=scratch.has_expert_bias,
+    )
+    return {"moe": moe}
+
+
 def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its Hugging Face checkpoint name, detached, in a fixed order."""
     if hasattr(model, "export_tensors"):
-        yield from model.export_tensors()
-        return
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
+        return model.export_tensors()
+    return model.tensor_map.export({name: p.detach() for name, p in model.named_parameters()})
 
 
 def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], where: str = "weights") -> None:
@@ -157,33 +181,51 @@ def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], where: s
 
     Raises: DataError naming what is missing, unknown or misshapen. The model is then partly overwritten.
     """
-    parameters = dict(model.named_parameters())
-    missing = set(parameters)
-    with torch.no_grad():
-        for name, tensor in tensors:
-            if name not in parameters:
-                if _is_redundant(name, model.config):
-                    continue
-                raise DataError(
-                    f"{where}: tensor {name!r} is not part of a {model.config.family} of this config.json"
-                )
-            if tensor.shape != parameters[name].shape:
-                got, want = tuple(tensor.shape), tuple(parameters[name].shape)
-                raise DataError(f"{where}: tensor {name!r} has shape {got}, config.json asks for {want}")
-            parameters[name].copy_(tensor)
-            missing.discard(name)
+    sources = ((name, tuple(tensor.shape), tensor) for name, tensor in tensors)
+    fill(model.tensor_map, whole(model.named_parameters()), sources, model.config, where)
+
+
+@torch.no_grad()
+def fill(
+    table: TensorMap,
+    targets: Mapping[str, Local],
+    sources: Iterable[tuple[str, tuple[int, ...], Source]],
+    cfg: ModelConfig,
+    where: str,
+) -> None:
+    """Copy checkpoint tensors (name, shape, source) into these parameters or parts of them.
+
+    Of a source only what the targets need is read: give a rank its slices, and it reads no more.
+
+    Raises: DataError naming what is missing, unknown or misshapen. The targets are then partly overwritten.
+    """
+    needed = table.names_of(targets)
+    missing = set(needed)
+    for name, shape, source in sources:
+        if name not in table.their_shapes:
+            if _is_redundant(name, cfg):
+                continue
+            raise DataError(f"{where}: tensor {name!r} is not part of a {cfg.family} of this config.json")
+        if name not in needed:
+            continue
+        try:
+            table.copy_in(name, shape, source, targets)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+        missing.discard(name)
     if missing:
         first = ", ".join(sorted(missing)[:4])
-        raise DataError(f"{where}: {len(missing)} of {len(parameters)} tensors are missing: {first} ...")
+        raise DataError(f"{where}: {len(missing)} of {len(needed)} tensors are missing: {first} ...")
 
 
-def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model directory, shard by shard, without loading a whole shard."""
+def read_tensors(directory: Path) -> Iterator[tuple[str, tuple[int, ...], Source]]:
+    """Every tensor of a model directory by name and shape; bytes are read when the source is indexed."""
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
-                    yield name, file.get_tensor(name)
+                    source = file.get_slice(name)
+                    yield name, tuple(source.get_shape()), source
         except (SafetensorError, OSError) as cause:
             raise DataError(f"{path}: cannot be read ({cause}); the file is truncated or damaged") from cause
 

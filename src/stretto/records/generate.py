@@ -5,6 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+NO_EXPERT = (255, 65535)
+"""A token of `routed_experts` for which no choice is known has the largest value of its dtype in every entry."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. Logprobs always belong to the processed distribution (after temperature, top-k, ...)."""
@@ -49,3 +52,4 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt], index 0 is 0.0
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + completion, layers, top_k]

@@ -1,0 +1,5 @@
+"""The families our own modules compute, by `model_type`."""
+
+from stretto.models.families import dense, qwen3_moe
+
+FAMILIES = {family.name: family for family in (dense.LLAMA, dense.QWEN2, dense.QWEN3, qwen3_moe.QWEN3_MOE)}
