@@ -21,6 +21,7 @@ from torch import Tensor
 from stretto.base.errors import ConfigError
 from stretto.inference.embedded.blocks import BlockPool
 from stretto.inference.embedded.kv_cache import KVCache
+from stretto.inference.embedded.routes import RouteStore
 from stretto.inference.embedded.runner import Runner, row_tile
 from stretto.inference.embedded.sampler import SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import Request, RequestState, Scheduler
@@ -46,6 +47,7 @@ class CoreSettings:
     max_num_batched_tokens: int = 8192
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
+    enable_return_routed_experts: bool = False
     seed: int = 0
     eos_ids: tuple[int, ...] = ()
 
@@ -63,10 +65,15 @@ class EngineCore:
             model.config, num_blocks + 1, settings.block_size, self.max_model_len, dtype=weight.dtype,
             device=weight.device, is_exact=is_exact,
         )  # fmt: skip
-        self.runner = Runner(model, self.cache, tile=row_tile(model) if is_exact else None)
+        self.routes = _route_store(model, settings, num_blocks + 1)
+        self.runner = Runner(
+            model, self.cache, tile=row_tile(model) if is_exact else None, routes=self.routes
+        )
         self.slots = Slots(settings.max_num_seqs, self.max_model_len, settings.block_size)
         self.pool = BlockPool(num_blocks + 1, is_caching=settings.enable_prefix_caching)
-        self.scheduler = Scheduler(self.pool, self.slots, max_batched_tokens=settings.max_num_batched_tokens)
+        self.scheduler = Scheduler(
+            self.pool, self.slots, max_batched_tokens=settings.max_num_batched_tokens, routes=self.routes
+        )
         self.version = version
         self.requests: dict[str, Request] = {}
 
@@ -233,6 +240,8 @@ class EngineCore:
         source, target = scheduler.fork(leaders)
         if len(source):
             self.cache.copy_blocks(source, target)
+            if self.routes is not None:
+                self.routes.copy(source, target)
         all_slots = np.concatenate(members)
         if len(all_slots) == len(drawn):
             return drawn, logits
@@ -307,6 +316,17 @@ class EngineCore:
         if any(r.state is RequestState.FINISHED for r in self.requests.values()):
             found.append("a finished request is still listed")
         return found
+
+
+def _route_store(model: Decoder, settings: CoreSettings, num_blocks: int) -> RouteStore | None:
+    if not settings.enable_return_routed_experts:
+        return None
+    if model.config.moe is None:
+        raise ConfigError(
+            f"[inference] enable_return_routed_experts = true, but a {model.config.family} model has no "
+            "experts; leave it out."
+        )
+    return RouteStore(model.config, num_blocks, settings.block_size)
 
 
 def _cache_size(model: Decoder, settings: CoreSettings) -> tuple[int, int]:

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.inference.embedded.kv_cache import KVCache
+from stretto.inference.embedded.routes import RouteStore
 from stretto.inference.embedded.sampler import token_logprobs
 from stretto.inference.embedded.scheduler import Plan
 from stretto.inference.embedded.slots import Slots
 from stretto.models.decoder import Decoder
+from stretto.models.moe import Routing
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -35,7 +37,8 @@ _PROMPT_ROWS = 256  # rows of prompt whose logits exist at one time
 
 def row_tile(model: Decoder) -> int | None:
     """The row count all products must have here; None: any multiple of _ROWS gives the same bits."""
-    shapes = {(min(p.shape[0], _PROBED_DIM), p.shape[1]) for p in model.parameters() if p.dim() == 2}
+    weights = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]  # those of an expert have 3 dims
+    shapes = {(min(out_dim, _PROBED_DIM), in_dim) for out_dim, in_dim in weights}
     generator = torch.Generator().manual_seed(0)
     for out_dim, in_dim in shapes:
         weight = torch.randn(out_dim, in_dim, generator=generator)
@@ -53,8 +56,10 @@ def row_tile(model: Decoder) -> int | None:
 class Runner:
     """The model, its cache, and the way from a plan to logits."""
 
-    def __init__(self, model: Decoder, cache: KVCache, *, tile: int | None = None) -> None:
-        self.model, self.cache, self.tile = model, cache, tile
+    def __init__(
+        self, model: Decoder, cache: KVCache, *, tile: int | None = None, routes: RouteStore | None = None
+    ) -> None:
+        self.model, self.cache, self.tile, self.routes = model, cache, tile, routes
         self.device = cache.device
 
     @torch.inference_mode()
@@ -103,8 +108,21 @@ class Runner:
             layout = self.cache.layout(owners[rows], positions[rows], slots.blocks, width_index[rows])
             ids = torch.from_numpy(tokens[rows].astype(np.int64)).to(self.device)
             places = torch.from_numpy(positions[rows].astype(np.int64)).to(self.device)
-            hidden.append(self.model(ids, places, self.cache.attend(layout)))
+            routing = self._routing()
+            hidden.append(self.model(ids, places, self.cache.attend(layout), routing=routing))
+            if self.routes is not None:
+                self.routes.write(slots.blocks, owners[rows], positions[rows], routing)
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+
+    def _routing(self) -> Routing:
+        """How experts are computed here: groups of tokens are padded as rows are, for the same reason."""
+        if not self.cache.is_exact:
+            return Routing(is_recording=self.routes is not None)
+        return Routing(
+            is_recording=self.routes is not None,
+            row_multiple=self.tile or _ROWS,
+            is_tiled=self.tile is not None,
+        )
 
     def _logits(self, hidden: Tensor, rows: np.ndarray) -> Float[Tensor, "rows vocab"]:
         multiple = self.tile or _ROWS

@@ -22,6 +22,7 @@ from hashlib import blake2b
 import numpy as np
 
 from stretto.inference.embedded.blocks import BlockPool, chain_hashes
+from stretto.inference.embedded.routes import RouteStore
 from stretto.inference.embedded.sampler import stream_key
 from stretto.inference.embedded.slots import Slots, SlotState
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
@@ -87,8 +88,10 @@ class Counters:
 class Scheduler:
     """Moves requests from waiting to running to finished; owns slots and blocks."""
 
-    def __init__(self, pool: BlockPool, slots: Slots, *, max_batched_tokens: int) -> None:
-        self.pool, self.slots, self.max_batched_tokens = pool, slots, max_batched_tokens
+    def __init__(
+        self, pool: BlockPool, slots: Slots, *, max_batched_tokens: int, routes: RouteStore | None = None
+    ) -> None:
+        self.pool, self.slots, self.max_batched_tokens, self.routes = pool, slots, max_batched_tokens, routes
         self.block_size = slots.block_size
         self.waiting: deque[Request] = deque()
         self.running = np.empty(0, np.int64)  # slots by arrival
@@ -403,6 +406,16 @@ class Scheduler:
             versions=version_spans(versions),
             cached_tokens=request.cached_tokens,
             prompt_logprobs=request.prompt_logprobs,
+            routed_experts=self._routed_experts(slot),
+        )
+
+    def _routed_experts(self, slot: int) -> np.ndarray | None:
+        """The experts that computed each token of prompt and reply."""
+        if self.routes is None:
+            return None
+        slots = self.slots
+        return self.routes.read(
+            slots.blocks[slot], int(slots.num_computed[slot]), int(slots.num_tokens[slot])
         )
 
 

@@ -7,6 +7,8 @@ reverse. A body that breaks the schema raises `Refusal`, whose `body()` is the e
 
 from __future__ import annotations
 
+import io
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -214,7 +216,7 @@ def encode_completions(
                 "finish_reason": completion.finish_reason,
                 "stop_reason": stop_reason,
                 "token_ids": ids,
-                "routed_experts": None,
+                "routed_experts": encode_array(completion.routed_experts),
                 "weight_versions": [
                     {"version": str(s.version), "start": s.start, "end": s.end} for s in completion.versions
                 ],
@@ -234,6 +236,39 @@ def encode_completions(
             "choices": choices,
         }
     )
+
+
+def encode_array(array: np.ndarray | None) -> str | None:
+    """vLLM's form of routed experts: base64 of the bytes of an .npy file."""
+    if array is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return b64encode(file.getbuffer()).decode()
+
+
+def decode_routed_experts(text: str | None, num_tokens: int) -> np.ndarray | None:
+    """The choices for every token of prompt and reply.
+
+    vLLM leaves out the last token, from which nothing was predicted: it is marked as missing.
+
+    Raises: WireError for what is no such array.
+    """
+    if text is None:
+        return None
+    try:
+        array = np.load(io.BytesIO(b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise WireError(f"{GENERATE}: routed_experts is not an .npy file in base64: {error}") from error
+    if array.ndim != 3 or array.dtype not in (np.uint8, np.uint16) or num_tokens - len(array) not in (0, 1):
+        raise WireError(
+            f"{GENERATE}: routed_experts is {array.dtype}{list(array.shape)}; uint8 or uint16 "
+            f"[{num_tokens} or {num_tokens - 1}, layers, top_k] was expected"
+        )
+    if len(array) == num_tokens:
+        return array
+    unknown = np.full((1, *array.shape[1:]), np.iinfo(array.dtype).max, array.dtype)
+    return np.concatenate((array, unknown))
 
 
 def encode_prompt_logprobs(request: GenerateRequest, completion: Completion) -> list[Any] | None:
@@ -301,6 +336,7 @@ class _Choice(msgspec.Struct, frozen=True):
     finish_reason: str
     logprobs: _Logprobs
     weight_versions: list[_Span] = []
+    routed_experts: str | None = None
 
 
 class _CachedTokens(msgspec.Struct, frozen=True):
@@ -350,6 +386,9 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
             versions=tuple(VersionSpan(_version(s.version), s.start, s.end) for s in choice.weight_versions),
             cached_tokens=(details.cached_tokens or 0) if details else 0,
             prompt_logprobs=prompt_logprobs,
+            routed_experts=decode_routed_experts(
+                choice.routed_experts, len(request.prompt_ids) + len(choice.token_ids)
+            ),
         )
         for choice in sorted(answer.choices, key=lambda c: c.index)
     ]
