@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from stretto.config.engines import InferenceDeployment, KvCacheOffload, RouterSection, SingleNode
 from stretto.config.monitors import LogSection
 from stretto.config.section import Section
 
@@ -47,6 +48,10 @@ class InferenceSection(Section):
     """Where the engine runs."""
     server: ServerSection = ServerSection()
     parallel: ParallelSection = ParallelSection()
+    deployment: InferenceDeployment = SingleNode()
+    router: RouterSection | None = RouterSection()
+    """None: no router; the orchestrator spreads rollouts over the engines itself."""
+    kv_cache_offload: KvCacheOffload | None = None
     api_key: str | None = None
     """Key that clients must send as a bearer token; None: open."""
     max_model_len: int | None = Field(None, gt=0)
@@ -88,6 +93,8 @@ class InferenceSection(Section):
             "enable_dbo": self.enable_dbo or None,
             "enable_eplb": self.enable_eplb or None,
             "enforce_eager": self.enforce_eager,
+            "kv_cache_offload": self.kv_cache_offload and self.kv_cache_offload.type,
+            "deployment.type": None if self.deployment.type == "single_node" else self.deployment.type,
             "vllm_extra": self.vllm_extra or None,
         }
         return {key: value for key, value in values.items() if value is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import shlex
@@ -27,7 +28,10 @@ from stretto.config.load import dump
 from stretto.config.orchestrator import EvalSection
 from stretto.config.roots import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.config.section import Section
+from stretto.launch.engines import BACKEND_OFFSET, EngineSpec, EnginesPlan, plan_engines
 
+HOLD_VAR = "STRETTO_HOLD"
+"""Set: an engine says at /admitted that it is not there before it was given weights."""
 _PORTS_TRIED = 200
 BFLOAT16_TOLERANCE = 0.1  # nats, of the canary; 0.013 was measured
 _MOST_THREADS = 16  # of one process; beyond it small matrix products get slower
@@ -88,6 +92,8 @@ class Plan:
     trainer: TrainerConfig
     orchestrator: OrchestratorConfig
     inference: InferenceConfig | None
+    """The section as it was given; `engines` are the processes that come of it."""
+    engines: EnginesPlan | None
     evaluation: EvalConfig
     """For the person who wants to evaluate the trained weights as this run did."""
     processes: tuple[ProcessSpec, ...]
@@ -104,6 +110,9 @@ class Plan:
             "inference": self.inference,
             "eval": self.evaluation,
         }
+        if self.engines is not None and self.inference is not None and len(self.engines.engines) > 1:
+            one = {engine.name: _replaced_section(self.inference, engine) for engine in self.engines.engines}
+            all_of_them |= one
         return {verb: config for verb, config in all_of_them.items() if config is not None}
 
 
@@ -118,21 +127,27 @@ def plan(
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
         cfg = _with_free_ports(cfg, claims, notes)
-    trainer_gpus, inference_gpus = _assign_gpus(cfg, notes)
+    engines = _local_engines(cfg)
+    with contextlib.ExitStack() as stack:
+        claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
+        cfg, engines = _with_engine_ports(cfg, engines, claims, notes)
+    trainer_gpus, inference_gpus = _assign_gpus(cfg, engines, notes)
     cfg = _share_gpu_memory(cfg, set(trainer_gpus) & set(inference_gpus), notes)
     cfg = _with_canary_tolerance(cfg)
     threads = _assign_threads(cfg, trainer_gpus, inference_gpus, notes)
     cfg = _with_threads(cfg, threads)
+    engines = _local_engines(cfg)
     if cfg.resume is not None:
         cfg = cfg.model_copy(update={"resume": ResumeSection(step=resume_step)})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
-    processes = _processes(cfg, run, threads, trainer_gpus, inference_gpus)
+    processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus)
     return Plan(
         run=run,
         config=cfg,
         trainer=cfg.trainer_config(),
         orchestrator=cfg.orchestrator_config(),
         inference=None if cfg.inference is None else cfg.inference_config(),
+        engines=engines,
         evaluation=_eval_config(cfg, run),
         processes=tuple(processes),
         batch=_batch_identity(cfg),
@@ -176,6 +191,56 @@ def _with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCo
     return cfg
 
 
+def _local_engines(cfg: RLConfig) -> EnginesPlan | None:
+    """The engines of this machine.
+
+    Raises: ConfigError for a shape that needs several machines.
+    """
+    if cfg.inference is None:
+        return None
+    shape = cfg.inference.deployment
+    if shape.type == "multi_node" or (shape.type == "disaggregated" and not shape.is_local):
+        raise ConfigError(
+            f'inference.deployment.type = "{shape.type}" needs {shape.num_nodes} nodes and `rl` starts processes on '
+            f"this machine alone. Start the engines there, each with `inference`, and give their addresses: "
+            f"--no-inference --orchestrator.client.base-url ... ; or try the shape out here: "
+            + ("inference.deployment.is_local = true" if shape.type == "disaggregated" else "num_replicas")
+        )
+    host = _reachable(cfg.inference.server.host)
+    return plan_engines(cfg.inference, [host], is_cpu=not process.visible_gpus())
+
+
+def _with_engine_ports(
+    cfg: RLConfig, engines: EnginesPlan | None, ports: PortClaims, notes: list[str]
+) -> tuple[RLConfig, EnginesPlan | None]:
+    """Engines behind a router get free ports, and the orchestrator is told where everybody is."""
+    if engines is None or cfg.inference is None or len(engines.engines) == 1:
+        return cfg, engines
+    host = cfg.inference.server.host
+    shape = cfg.inference.deployment
+    if shape.type == "single_node" and shape.backend_port is None:
+        first = next(
+            (
+                port
+                for port in range(cfg.inference.server.port + BACKEND_OFFSET, 65000)
+                if all(ports.claim(host, port + i) for i in range(shape.num_replicas))
+            ),
+            None,
+        )
+        if first is None:
+            raise ConfigError("inference.deployment.backend_port: no free ports; give the first of some")
+        cfg = _replaced(cfg, "inference.deployment.backend_port", first)
+    else:
+        for engine in engines.engines:
+            _free_port(f"the port of {engine.name}", host, engine.section.server.port, True, ports)
+    engines = _local_engines(cfg)
+    assert engines is not None
+    urls = [f"{url}/v1" for url in engines.base_urls]
+    cfg = _replaced(cfg, "orchestrator.client.base_url", urls if len(urls) > 1 else urls[0])
+    cfg = _replaced(cfg, "orchestrator.client.admin_base_url", [f"{url}/v1" for url in engines.admin_urls])
+    return cfg, engines
+
+
 def _free_port(key: str, host: str, port: int, is_given: bool, ports: PortClaims) -> int:
     flag = "--" + key.replace("_", "-")
     last = port if is_given else min(port + _PORTS_TRIED, 65535)
@@ -198,7 +263,7 @@ def _reachable(host: str) -> str:
 # -- devices and threads --
 
 
-def _assign_gpus(cfg: RLConfig, notes: list[str]) -> tuple[list[str], list[str]]:
+def _assign_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -> tuple[list[str], list[str]]:
     """GPUs of trainer and inference: those named, else inference the first ones and the trainer the next."""
     gpus = process.visible_gpus()
     inference_ids: list[int] = []
@@ -207,9 +272,10 @@ def _assign_gpus(cfg: RLConfig, notes: list[str]) -> tuple[list[str], list[str]]
             raise ConfigError(
                 'inference.device = "cuda", but this machine shows no GPU; use "auto" or "cpu".'
             )
-        wanted = (
-            cfg.deployment.num_infer_gpus if cfg.deployment.num_infer_gpus is not None else min(1, len(gpus))
-        )
+        needed = sum(engine.num_gpus for engine in engines.engines) if engines else 0
+        wanted = min(needed, len(gpus))
+        if cfg.deployment.num_infer_gpus is not None:
+            wanted = cfg.deployment.num_infer_gpus
         inference_ids = list(range(wanted)) if cfg.inference_gpu_ids is None else cfg.inference_gpu_ids
     trainer_ids = cfg.trainer_gpu_ids
     if trainer_ids is None:
@@ -294,20 +360,50 @@ def _with_threads(cfg: RLConfig, threads: dict[str, int]) -> RLConfig:
 # -- processes and batch --
 
 
+def _replaced_section(cfg: InferenceConfig, engine: EngineSpec) -> InferenceConfig:
+    """The config of one engine's process."""
+    own = {key: getattr(engine.section, key) for key in type(engine.section).model_fields}
+    return cfg.model_copy(update=own)
+
+
 def _processes(
-    cfg: RLConfig, run: RunDir, threads: dict[str, int], trainer_gpus: list[str], inference_gpus: list[str]
+    cfg: RLConfig,
+    run: RunDir,
+    engines: EnginesPlan | None,
+    threads: dict[str, int],
+    trainer_gpus: list[str],
+    inference_gpus: list[str],
 ) -> list[ProcessSpec]:
     def spec(
-        role: str, rank: int, num_ranks: int, gpus: list[str], ports: dict[str, int], env: dict[str, str]
+        role: str,
+        rank: int,
+        num_ranks: int,
+        gpus: list[str],
+        ports: dict[str, int],
+        env: dict[str, str],
+        config: str | None = None,
     ):
-        argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(role)))
+        argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(config or role)))
         env = {**process.thread_env(threads[role]), **process.device_env(gpus), **env}
         return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads[role], ports)
 
     processes = []
     key_env = {}
-    if cfg.inference is not None:
-        processes.append(spec("inference", 0, 1, inference_gpus, {"http": cfg.inference.server.port}, {}))
+    if cfg.inference is not None and engines is not None:
+        # An engine is let in when it has this run's weights; its own, from before, nobody asked for.
+        hold = {HOLD_VAR: "1"}
+        gpus = iter(inference_gpus)
+        count = len(engines.engines)
+        for rank, engine in enumerate(engines.engines):
+            own = inference_gpus if count == 1 else list(itertools.islice(gpus, engine.num_gpus))
+            ports = {"http": engine.section.server.port}
+            env = {**hold, **engine.env}
+            processes.append(spec("inference", rank, count, own, ports, env, config=engine.name))
+        for helper in (engines.store, engines.router):
+            if helper is not None:
+                env = process.thread_env(1)
+                argv, listening = helper.argv, {"http": helper.port}
+                processes.append(ProcessSpec(helper.name, 0, 1, argv, env, (), 1, listening))
         if cfg.inference.api_key is not None:
             key_env = {cfg.orchestrator.client.api_key_var: cfg.inference.api_key}
     ports = {"control": cfg.orchestrator.control.port}
@@ -372,7 +468,9 @@ def write(plan: Plan, directory: Path) -> None:
         if verb == "eval":
             del data["inference"]["model"]  # another spelling of the root's model
             del data["inference"]["server"]["port"]
-        _write_json(target.config(verb), data, is_secret=has_key and verb in ("rl", "inference"))
+        _write_json(
+            target.config(verb), data, is_secret=has_key and isinstance(config, RLConfig | InferenceConfig)
+        )
     _write_json(target.plan, as_json(plan))
 
 

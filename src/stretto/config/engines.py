@@ -1,0 +1,138 @@
+"""[inference.deployment], [inference.router], [inference.kv_cache_offload]: engines beyond one process."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+Policy = Literal[
+    "consistent_hash",
+    "round_robin",
+    "random",
+    "cache_aware",
+    "kv_aware",
+    "power_of_two",
+    "sticky_least_loaded",
+]
+
+
+class RouterSection(Section):
+    """The vllm-router before several engines."""
+
+    policy: Policy = "consistent_hash"
+    """`consistent_hash`: the turns of a rollout go to the engine that has its cache; `round_robin`: each in turn."""
+    address: str | None = None
+    """A router that runs already, `http://host:port`; None: one is started where there are several engines."""
+    extra: dict[str, Any] = Field({})
+    """Any other option of vllm-router's, `cb_failure_threshold = 3`."""
+
+
+class SingleNode(Section):
+    """Engines on one machine."""
+
+    type: Literal["single_node"] = "single_node"
+    num_replicas: int = Field(1, gt=0)
+    """Independent engines, each with inference.parallel; more than one are behind a router."""
+    router_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the router; None: inference.server.port, and engines listen above it."""
+    backend_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the first engine behind a router; None: 100 above the router's."""
+
+
+class MultiNode(Section):
+    """One engine a node, each for itself; with enable_expert_parallel one engine over all nodes (wide EP)."""
+
+    type: Literal["multi_node"] = "multi_node"
+    num_nodes: int = Field(2, gt=0)
+    """Nodes."""
+    gpus_per_node: int = Field(8, gt=0)
+    """GPUs of a node."""
+    router_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the router; None: inference.server.port."""
+    backend_port: int | None = Field(None, ge=1, le=65535)
+    """Port of an engine; None: 100 above the router's."""
+    data_parallel_rpc_port: int = Field(29550, ge=1, le=65535)
+    """Port on the first node where the processes of one wide engine meet."""
+
+
+class Disaggregated(Section):
+    """Prompts are read by some engines and replies written by others; caches travel between them (NIXL)."""
+
+    type: Literal["disaggregated"] = "disaggregated"
+    num_prefill_nodes: int = Field(1, gt=0)
+    """Nodes of one engine that reads prompts."""
+    num_decode_nodes: int = Field(1, gt=0)
+    """Nodes of one engine that writes replies."""
+    num_prefill_replicas: int = Field(1, gt=0)
+    """Engines that read prompts."""
+    num_decode_replicas: int = Field(1, gt=0)
+    """Engines that write replies."""
+    gpus_per_node: int = Field(8, gt=0)
+    """GPUs of a node."""
+    router_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the router; None: inference.server.port."""
+    prefill_port: int = Field(8100, ge=1, le=65535)
+    """Port of the engines that read prompts."""
+    decode_port: int = Field(8200, ge=1, le=65535)
+    """Port of the engines that write replies."""
+    data_parallel_rpc_port: int = Field(29550, ge=1, le=65535)
+    """Port on an engine's first node where its processes meet."""
+    side_channel_port: int = Field(5600, ge=1, le=65535)
+    """First port on which engines tell each other where caches lie."""
+    prefill_env_overrides: dict[str, str] = Field({})
+    """Environment of the engines that read prompts."""
+    decode_env_overrides: dict[str, str] = Field({})
+    """Environment of the engines that write replies."""
+    is_local: bool = False
+    """All engines on this machine, one process each: to try the shape out."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the whole."""
+        prefill = self.num_prefill_nodes * self.num_prefill_replicas
+        return prefill + self.num_decode_nodes * self.num_decode_replicas
+
+
+InferenceDeployment = Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")]
+
+
+class CpuTier(Section):
+    """Caches in the machine's memory."""
+
+    num_bytes: int = Field(gt=0)
+    """Bytes: of the whole engine with `native`, of each node's share with `mooncake`."""
+
+
+class DiskTier(Section):
+    """Caches on disk, behind those in memory."""
+
+    path: str
+    """Directory."""
+
+
+class NativeOffload(Section):
+    """vLLM's own offloading; no other process."""
+
+    type: Literal["native"] = "native"
+    cpu: CpuTier
+    disk: DiskTier | None = None
+
+
+class MooncakeOffload(Section):
+    """A Mooncake store that all nodes share: a prefix that one engine has read serves all."""
+
+    type: Literal["mooncake"] = "mooncake"
+    cpu: CpuTier
+    disk: DiskTier | None = None
+    protocol: Literal["rdma", "tcp"] = "rdma"
+    """`rdma` needs such a fabric; `tcp` works anywhere."""
+    master_port: int = Field(50051, ge=1, le=65535)
+    """Port of the store's master on the first node."""
+    metadata_port: int = Field(8080, ge=1, le=65535)
+    """Port of its metadata server."""
+
+
+KvCacheOffload = Annotated[NativeOffload | MooncakeOffload, Field(discriminator="type")]

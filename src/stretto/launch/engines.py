@@ -1,0 +1,371 @@
+"""The engines of a run, and the router before them, as data: which processes on which nodes, with what.
+
+In: a checked [inference] section and the names of its nodes. Out: an `EnginesPlan`. One engine may be several
+processes (one a node); a process is a `stretto inference` with a section of its own. Shapes, by
+[inference.deployment]:
+
+    single_node        num_replicas engines on the first node
+    multi_node         one engine a node; with enable_expert_parallel one engine over all nodes (wide EP), whose
+                       every process serves requests and balances over its own devices
+    disaggregated      engines that read prompts and engines that write replies, caches travelling by NIXL
+
+Rollouts go to the router, admin calls to the engines: the router would pass an admin call to one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stretto.base.errors import ConfigError
+from stretto.config.engines import Disaggregated, MooncakeOffload, MultiNode, RouterSection
+from stretto.config.inference import InferenceSection
+
+Role = Literal["engine", "prefill", "decode"]
+BACKEND_OFFSET = 100
+ADMITTED = "/admitted"
+"""Where an engine says that it has this run's weights: what the router asks."""
+REPLICA_STRIDE = 1
+NIXL = "NixlConnector"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One `stretto inference` process."""
+
+    name: str
+    role: Role
+    node: int
+    section: InferenceSection
+    """Its own: port, parallel degrees of the whole engine, vLLM's options of this process."""
+    env: dict[str, str] = field(default_factory=dict)
+    num_gpus: int = 1
+
+    def url(self, hosts: Sequence[str]) -> str:
+        return f"http://{hosts[self.node]}:{self.section.server.port}"
+
+
+@dataclass(frozen=True)
+class HelperSpec:
+    """A process that is no engine: the router, the store's master."""
+
+    name: str
+    node: int
+    argv: tuple[str, ...]
+    port: int
+
+
+@dataclass(frozen=True)
+class EnginesPlan:
+    """All processes of inference, and where to reach them."""
+
+    engines: tuple[EngineSpec, ...]
+    router: HelperSpec | None
+    store: HelperSpec | None
+    base_urls: tuple[str, ...]
+    """Where rollouts go."""
+    admin_urls: tuple[str, ...]
+    """Every engine's processes that serve HTTP."""
+
+
+def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: bool = False) -> EnginesPlan:
+    """The processes of one [inference] section on these nodes.
+
+    Raises: ConfigError when there are fewer nodes than the shape needs, or degrees that do not divide.
+    """
+    shape = section.deployment
+    is_routed = section.router is not None and num_processes(section) > 1
+    match shape:
+        case MultiNode():
+            _need_nodes(hosts, shape.num_nodes, "inference.deployment.num_nodes")
+            engines = (
+                _wide(section, shape, hosts) if section.enable_expert_parallel else _each(section, shape)
+            )
+        case Disaggregated():
+            _need_nodes(hosts, 1 if shape.is_local else shape.num_nodes, "inference.deployment")
+            engines = _disaggregated(section, shape, hosts, is_cpu=is_cpu)
+        case _:
+            engines = _replicas(section, is_routed=is_routed)
+    engines, store = _with_offload(engines, section, hosts)
+    admin = tuple(engine.url(hosts) for engine in engines)
+    router = section.router
+    if not is_routed or router is None:
+        return EnginesPlan(tuple(engines), None, store, admin, admin)
+    if router.address is not None:
+        return EnginesPlan(tuple(engines), None, store, (router.address,), admin)
+    spec = _router(router, engines, hosts, section)
+    return EnginesPlan(tuple(engines), spec, store, (f"http://{hosts[0]}:{spec.port}",), admin)
+
+
+def num_processes(section: InferenceSection) -> int:
+    """Processes that serve requests."""
+    shape = section.deployment
+    if isinstance(shape, MultiNode | Disaggregated):
+        return shape.num_nodes
+    return shape.num_replicas
+
+
+def _need_nodes(hosts: Sequence[str], needed: int, key: str) -> None:
+    if len(hosts) < needed:
+        have = f"{len(hosts)} node{'s' * (len(hosts) != 1)}"
+        raise ConfigError(f"{key}: the shape needs {needed} nodes and there are {have}")
+
+
+def _backend_port(section: InferenceSection, *, is_routed: bool = True) -> int:
+    shape = section.deployment
+    if isinstance(shape, Disaggregated):
+        raise AssertionError("prefill and decode have ports of their own")
+    if shape.backend_port is not None:
+        return shape.backend_port
+    return section.server.port + BACKEND_OFFSET if is_routed else section.server.port
+
+
+def _variant(section: InferenceSection, port: int, *, dp: int | None = None, **vllm: Any) -> InferenceSection:
+    """The section of one process."""
+    extra = {**vllm, **section.vllm_extra}
+    parallel = section.parallel if dp is None else section.parallel.model_copy(update={"dp": dp})
+    server = section.server.model_copy(update={"port": port})
+    return section.model_copy(update={"server": server, "parallel": parallel, "vllm_extra": extra})
+
+
+# -- shapes --
+
+
+def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]:
+    count = section.deployment.num_replicas
+    gpus = section.parallel.tp * section.parallel.dp
+    if count == 1:
+        return [EngineSpec("inference", "engine", 0, section, num_gpus=gpus)]
+    first = _backend_port(section, is_routed=is_routed)
+    ports = [first + REPLICA_STRIDE * replica for replica in range(count)]
+    return [
+        EngineSpec(f"inference_{i}", "engine", 0, _variant(section, port), num_gpus=gpus)
+        for i, port in enumerate(ports)
+    ]
+
+
+def _each(section: InferenceSection, shape: MultiNode) -> list[EngineSpec]:
+    port, gpus = _backend_port(section), section.parallel.tp * section.parallel.dp
+    if gpus > shape.gpus_per_node:
+        raise ConfigError(
+            f"inference.parallel: tp = {section.parallel.tp} x dp = {section.parallel.dp} need {gpus} GPUs and a node "
+            f"has {shape.gpus_per_node}; lower one, or spread one engine over the nodes with "
+            f"inference.enable_expert_parallel"
+        )
+    return [
+        EngineSpec(f"inference_{node}", "engine", node, _variant(section, port), num_gpus=gpus)
+        for node in range(shape.num_nodes)
+    ]
+
+
+def _wide(section: InferenceSection, shape: MultiNode, hosts: Sequence[str]) -> list[EngineSpec]:
+    dp = section.parallel.dp
+    if dp % shape.num_nodes:
+        raise ConfigError(
+            f"inference.parallel.dp = {dp}: with enable_expert_parallel it is divided among "
+            f"{shape.num_nodes} nodes; give a multiple of {shape.num_nodes}"
+        )
+    nodes = range(shape.num_nodes)
+    return _one_wide_engine(
+        section, "inference", "engine", nodes, _backend_port(section), hosts, dp, shape.data_parallel_rpc_port
+    )
+
+
+def _one_wide_engine(
+    section: InferenceSection,
+    name: str,
+    role: Role,
+    nodes: Sequence[int],
+    port: int,
+    hosts: Sequence[str],
+    dp: int,
+    rpc_port: int,
+    **vllm: Any,
+) -> list[EngineSpec]:
+    """One engine over several nodes: a process each, which serves requests for its own ranks."""
+    local = dp // len(nodes)
+    specs = []
+    for index, node in enumerate(nodes):
+        wide = {}
+        if len(nodes) > 1:
+            wide = {
+                "data_parallel_size_local": local,
+                "data_parallel_start_rank": index * local,
+                "data_parallel_address": hosts[nodes[0]],
+                "data_parallel_rpc_port": rpc_port,
+                "data_parallel_hybrid_lb": True,
+            }
+        own = _variant(section, port, dp=dp, **wide, **vllm)
+        label = f"{name}_{index}" if len(nodes) > 1 else name
+        specs.append(EngineSpec(label, role, node, own, num_gpus=local * section.parallel.tp))
+    return specs
+
+
+def _disaggregated(
+    section: InferenceSection, shape: Disaggregated, hosts: Sequence[str], *, is_cpu: bool
+) -> list[EngineSpec]:
+    engines: list[EngineSpec] = []
+    sides = (
+        ("prefill", shape.num_prefill_replicas, shape.num_prefill_nodes, shape.prefill_port),
+        ("decode", shape.num_decode_replicas, shape.num_decode_nodes, shape.decode_port),
+    )
+    next_node = 0
+    for role, replicas, nodes_each, port in sides:
+        overrides = shape.prefill_env_overrides if role == "prefill" else shape.decode_env_overrides
+        for replica in range(replicas):
+            nodes = [0] if shape.is_local else list(range(next_node, next_node + nodes_each))
+            next_node += nodes_each
+            specs = _one_wide_engine(
+                section,
+                f"{role}_{replica}",
+                role,
+                nodes,
+                port + replica if shape.is_local else port,
+                hosts,
+                1 if shape.is_local else _dp_of(section, shape, nodes_each),
+                shape.data_parallel_rpc_port,
+                **_disaggregated_options(section, role, is_cpu=is_cpu),
+            )
+            for spec in specs:
+                channel = shape.side_channel_port + len(engines)
+                env = {
+                    "VLLM_NIXL_SIDE_CHANNEL_HOST": hosts[spec.node],
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channel),
+                    **overrides,
+                }
+                engines.append(EngineSpec(spec.name, role, spec.node, spec.section, env, spec.num_gpus))
+    return engines
+
+
+def _dp_of(section: InferenceSection, shape: Disaggregated, num_nodes: int) -> int:
+    """Data-parallel ranks of one engine: all GPUs of its nodes, unless the user said how many."""
+    tp = section.parallel.tp
+    if section.parallel.dp > 1:
+        dp = section.parallel.dp
+        if dp % num_nodes:
+            raise ConfigError(
+                f"inference.parallel.dp = {dp} is divided among the {num_nodes} nodes of an engine; give a multiple"
+            )
+        return dp
+    if shape.gpus_per_node % tp:
+        raise ConfigError(
+            f"inference.parallel.tp = {tp} does not divide the {shape.gpus_per_node} GPUs of a node"
+        )
+    return shape.gpus_per_node // tp * num_nodes
+
+
+def _disaggregated_options(section: InferenceSection, role: str, *, is_cpu: bool) -> dict[str, Any]:
+    connector: dict[str, Any] = {"kv_connector": NIXL, "kv_role": "kv_both"}
+    if is_cpu:
+        return {"kv_transfer_config": connector | {"kv_buffer_device": "cpu"}}
+    options: dict[str, Any] = {"kv_transfer_config": connector}
+    if section.enable_expert_parallel:
+        low = {"prefill": "deepep_high_throughput", "decode": "deepep_low_latency"}
+        options["all2all_backend"] = low[role]
+    return options
+
+
+# -- caches beyond the GPU --
+
+
+def _with_offload(
+    engines: list[EngineSpec], section: InferenceSection, hosts: Sequence[str]
+) -> tuple[list[EngineSpec], HelperSpec | None]:
+    offload = section.kv_cache_offload
+    if offload is None:
+        return engines, None
+    found = []
+    for engine in engines:
+        connectors = [offload_connector(section)]
+        if (other := engine.section.vllm_extra.get("kv_transfer_config")) is not None:
+            connectors.insert(0, other)
+        one = connectors[0]
+        if len(connectors) > 1:
+            one = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": connectors},
+            }
+        extra = engine.section.vllm_extra | {"kv_transfer_config": one}
+        own = engine.section.model_copy(update={"vllm_extra": extra, "enable_prefix_caching": True})
+        env = engine.env | _store_env(offload, hosts) if isinstance(offload, MooncakeOffload) else engine.env
+        found.append(EngineSpec(engine.name, engine.role, engine.node, own, env, engine.num_gpus))
+    return found, _store(offload) if isinstance(offload, MooncakeOffload) else None
+
+
+def offload_connector(section: InferenceSection) -> dict[str, Any]:
+    """vLLM's connector of [inference.kv_cache_offload]."""
+    offload = section.kv_cache_offload
+    assert offload is not None
+    if isinstance(offload, MooncakeOffload):
+        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+    config: dict[str, Any] = {"cpu_bytes_to_use": offload.cpu.num_bytes}
+    if offload.disk is not None:
+        tier = {"type": "fs", "root_dir": offload.disk.path}
+        config |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+
+
+def _store_env(offload: MooncakeOffload, hosts: Sequence[str]) -> dict[str, str]:
+    """Where engines find the store; written to a file by whoever starts them, under this variable."""
+    config = {
+        "mode": "embedded",
+        "metadata_server": f"http://{hosts[0]}:{offload.metadata_port}/metadata",
+        "master_server_address": f"{hosts[0]}:{offload.master_port}",
+        "global_segment_size": offload.cpu.num_bytes,
+        "local_buffer_size": min(offload.cpu.num_bytes, 1 << 30),
+        "protocol": offload.protocol,
+        "device_name": "",
+    }
+    if offload.disk is not None:
+        config["storage_root_dir"] = offload.disk.path
+    return {"MOONCAKE_CONFIG": json.dumps(config)}
+
+
+def _store(offload: MooncakeOffload) -> HelperSpec:
+    argv = (
+        "mooncake_master",
+        "-rpc_port",
+        str(offload.master_port),
+        "-enable_http_metadata_server=true",
+        "-http_metadata_server_port",
+        str(offload.metadata_port),
+    )
+    return HelperSpec("kv_store", 0, argv, offload.master_port)
+
+
+# -- the router --
+
+
+def _router(
+    router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str], section: InferenceSection
+) -> HelperSpec:
+    shape = section.deployment
+    port = shape.router_port or section.server.port
+    words = ["--host", "0.0.0.0" if len(hosts) > 1 else section.server.host, "--port", str(port)]
+    words += ["--policy", router.policy]
+    if isinstance(shape, Disaggregated):
+        words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        for engine in engines:
+            words += [f"--{engine.role}", engine.url(hosts)]
+    else:
+        words += ["--worker-urls", *(engine.url(hosts) for engine in engines)]
+    # Rollouts last as long as they last, and the orchestrator counts and retries them itself.
+    options: dict[str, Any] = {
+        "health_check_endpoint": ADMITTED,
+        "health_check_interval_secs": 2,
+        "health_failure_threshold": 2,
+        "health_success_threshold": 1,
+        "worker_startup_timeout_secs": 1800,
+        "request_timeout_secs": 7200,
+        "max_concurrent_requests": 65536,
+        "log_level": "warning",
+        **router.extra,
+    }
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [] if value is False else [flag, str(value)]
+    return HelperSpec("router", 0, (sys.executable, "-m", "vllm_router.launch_router", *words), port)
