@@ -63,6 +63,12 @@ def check_engine_fits(cfg: RLConfig, inference: InferenceSection) -> list[Proble
             "one with `sft` (its weights are in RUN/weights/latest) and give it as model.name"
         )
         problems.append(Problem(("trainer.model.scratch",), message))
+    if cfg.trainer.enable_router_replay and not inference.enable_return_routed_experts:
+        paths = ("trainer.enable_router_replay", "inference.enable_return_routed_experts")
+        message = (
+            f"{paths[0]} = true but {paths[1]} = false: there would be nothing to replay; drop the latter"
+        )
+        problems.append(Problem(paths, message))
     addresses = [urlsplit(url) for url in urls(cfg.orchestrator.client) if is_address(url)]
     places = {(parts.hostname, parts.port or 80) for parts in addresses}
     port = inference.server.port

@@ -68,6 +68,8 @@ class InferenceSection(Section):
     """Tokens (prefill chunks and decodes) in one step."""
     enable_prefix_caching: bool = True
     """Reuse the cache of equal prefixes with equal salt."""
+    enable_return_routed_experts: bool = False
+    """Answer with the experts that computed each token of a mixture of experts, for trainer.enable_router_replay."""
     enable_expert_parallel: bool = False
     """Spread the experts of a mixture over all devices of the engine. vLLM only."""
     enable_dbo: bool = False
@@ -78,6 +80,8 @@ class InferenceSection(Section):
     """No compilation and no CUDA graphs; None: on a CPU. vLLM only."""
     vllm_extra: dict[str, Any] = Field({})
     """Any other option of vLLM's, `headless = true`."""
+    max_restarts: int | None = Field(None, ge=0)
+    """Times each engine that ends is started anew; None: 0 where it is the only one, else 3."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads; None: given out by the launcher."""
     seed: int = 0
@@ -119,6 +123,7 @@ class InferenceSection(Section):
         "vllm.max_model_len": "max_model_len",
         "vllm.gpu_memory_utilization": "gpu_memory_utilization",
         "vllm.enable_prefix_caching": "enable_prefix_caching",
+        "vllm.enable_return_routed_experts": "enable_return_routed_experts",
         "vllm.tensor_parallel_size": "parallel.tp",
         "vllm.data_parallel_size": "parallel.dp",
         "vllm.seed": "seed",

@@ -66,6 +66,9 @@ class ModelSection(Section):
     only)."""
     freeze_moe_router: bool = False
     """Do not train the routers of a mixture of experts (trainer only)."""
+    moe_bias_update_rate: float | None = Field(None, gt=0)
+    """Step of the bias on the choice of experts that balances their loads without a loss; None: it stays as it is.
+    Refused for models without such a bias (trainer only)."""
     scratch: ScratchSection | None = None
     """Present: build a random model of this shape instead of loading `name`."""
 

@@ -172,6 +172,7 @@ class RLConfig(RunRoot):
         _derive_engine_model(data)
         _derive_client_url(data)
         _derive_num_train_workers(data)
+        _derive_routed_experts(data)
         return data
 
     def trainer_config(self) -> TrainerConfig:
@@ -299,6 +300,15 @@ def _derive_client_url(data: dict[str, Any]) -> None:
         return
     host = "127.0.0.1" if host in (MISSING, "0.0.0.0", "::") else host
     put(data, "orchestrator.client.base_url", f"http://{host}:{8000 if port is MISSING else port}/v1")
+
+
+def _derive_routed_experts(data: dict[str, Any]) -> None:
+    """An engine returns its choices where the trainer replays them."""
+    path = "inference.enable_return_routed_experts"
+    if get(data, "trainer.enable_router_replay") not in (True, "true") or get(data, path) is not MISSING:
+        return
+    if get(data, "inference") is not None:
+        put(data, path, True)
 
 
 def _derive_num_train_workers(data: dict[str, Any]) -> None:

@@ -131,6 +131,9 @@ class TrainerSection(Section):
     """Longest wait for a batch before the trainer stops."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of one rank; None: given out by the launcher."""
+    enable_router_replay: bool = False
+    """Use the experts that the engine chose for each token, not those this process would choose; with `rl` this
+    also sets inference.enable_return_routed_experts. Tokens without choices are routed here."""
     enable_token_export: bool = False
     """Write trained tokens with logprobs and advantage to RUN/tokens_trained/step_N.jsonl (debugging)."""
 

@@ -78,7 +78,9 @@ class HFDecoder(nn.Module):
 
 
 class _HFConfig:
-    """The part of ModelConfig that saving needs."""
+    """The part of ModelConfig that saving and learning need."""
+
+    moe = None  # transformers' mixtures compute their choices themselves
 
     def __init__(self, config: Any) -> None:
         self.family = config.model_type

@@ -152,6 +152,7 @@ def to_micro_batch(samples: Sequence[TrainSample], streams: Sequence[str] = ()) 
         temperatures=np.repeat(temperatures, lengths),
         sample_ids=tuple(s.sample_id for s in samples),
         envs=tuple(s.env for s in samples),
+        routed_experts=_routes(samples),
         **{name: _stream(samples, name) for name in streams},
     )
 
@@ -167,6 +168,33 @@ def dummy_micro_batch(streams: Sequence[str] = ()) -> MicroBatch:
         advantages=nothing,
         temperatures=np.ones(1, dtype=np.float32),
         **{name: nothing for name in streams},
+    )
+
+
+def _routes(samples: Sequence[TrainSample]) -> np.ndarray | None:
+    """Expert choices of all tokens; samples that have none get rows that say so.
+
+    Raises: DataError when the choices are of different models.
+    """
+    known = [s for s in samples if s.routed_experts is not None]
+    if not known:
+        return None
+    first = known[0].routed_experts
+    for sample in known:
+        if sample.routed_experts.shape[1:] != first.shape[1:] or sample.routed_experts.dtype != first.dtype:
+            raise DataError(
+                f"samples {known[0].sample_id} and {sample.sample_id} were routed by different models: "
+                f"{first.dtype}{list(first.shape[1:])} and {sample.routed_experts.dtype}"
+                f"{list(sample.routed_experts.shape[1:])} (layers, top_k)"
+            )
+    missing = np.iinfo(first.dtype).max
+    return np.concatenate(
+        [
+            np.full((len(s.token_ids), *first.shape[1:]), missing, first.dtype)
+            if s.routed_experts is None
+            else s.routed_experts
+            for s in samples
+        ]
     )
 
 

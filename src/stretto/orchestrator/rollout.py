@@ -324,6 +324,7 @@ class OpenBranch:
         self.temperature = temperature
         self.token_ids = np.empty(0, dtype=np.int32)
         self._logprobs: list[np.ndarray] = []
+        self._routes: np.ndarray | None = None
         self._sampled: list[tuple[int, int]] = []
         self._versions: list[VersionSpan] = []
 
@@ -337,6 +338,7 @@ class OpenBranch:
         `version` where the engine names none.
         """
         start = len(prompt_ids)
+        self._routes = join_routes(self._routes, completion.routed_experts)
         self._logprobs.append(np.zeros(start - len(self.token_ids), dtype=np.float32))
         self._logprobs.append(completion.logprobs)
         self.token_ids = np.concatenate((prompt_ids, completion.token_ids), dtype=np.int32)
@@ -354,7 +356,19 @@ class OpenBranch:
             logprobs=np.concatenate(self._logprobs, dtype=np.float32),
             temperature=self.temperature,
             versions=tuple(self._versions),
+            routed_experts=self._routes,
         )
+
+
+def join_routes(known: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
+    """Expert choices of a branch after a turn, from those before it and those of all its tokens.
+
+    A token keeps the choices with which it was computed first: what was sampled after it was sampled with
+    them. Only the last one known is replaced: nothing had been computed from it.
+    """
+    if known is None or new is None:
+        return new
+    return np.concatenate((known[:-1], new[len(known) - 1 :]))
 
 
 def finished(

@@ -64,6 +64,7 @@ def samples_of(rollout: Rollout, advantage: float) -> list[TrainSample]:
                 advantages=loss_mask * np.float32(advantage),
                 temperature=branch.temperature,
                 first_version=branch.versions[0].version,
+                routed_experts=branch.routed_experts,
             )
         )
     return samples

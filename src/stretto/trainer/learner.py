@@ -36,6 +36,7 @@ from stretto.trainer.optim import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
+from stretto.trainer.routing import build_routers
 from stretto.trainer.rows import Rows, build_rows, count_tokens
 from stretto.trainer.schedule import learning_rate
 
@@ -96,8 +97,11 @@ class Learner:
         reference: nn.Module | None = None,
         reduce: Reduce = alone,
         observe: Observer | None = None,
+        enable_router_replay: bool = False,
     ) -> None:
         self.policy = policy
+        self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
+        self._is_replaying = enable_router_replay
         self.step = 0
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
         self._loss = loss or DefaultLoss()
@@ -127,12 +131,15 @@ class Learner:
                 f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0"
             )
         for mb in micro_batches:
+            if self._is_replaying:
+                self._routers.check(mb)
             rows = build_rows(
                 mb,
                 self._vocab_size,
                 self._device,
                 share_prefixes=self._shares_prefixes,
                 with_samples=with_samples,
+                with_routes=self._is_replaying,
             )
             if rows is None:
                 continue
@@ -175,7 +182,8 @@ class Learner:
         self._optimizer.step()
         self._masters.zero_grad()
         self._masters.write_back()
-        return self._sums.take(self._reduce) | {"optim/lr": lr, "optim/grad_norm": grad_norm}
+        metrics = self._sums.take(self._reduce) | {"optim/lr": lr, "optim/grad_norm": grad_norm}
+        return metrics if self._routers is None else metrics | self._routers.finish(self._reduce)
 
     @torch.no_grad()
     def logprobs(self, mb: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -183,7 +191,9 @@ class Learner:
         is_scored = np.ones(len(mb.token_ids), dtype=bool)
         is_scored[np.asarray(mb.cu_seqlens[:-1])[np.diff(mb.cu_seqlens) > 0]] = False
         out = np.zeros((2, len(mb.token_ids)), dtype=np.float32)
-        rows = build_rows(mb, self._vocab_size, self._device, is_scored=is_scored)
+        rows = build_rows(
+            mb, self._vocab_size, self._device, is_scored=is_scored, with_routes=self._is_replaying
+        )
         if rows is not None:
             for stream, values in zip(out, self._score(rows)):
                 stream[rows.sources] = values.cpu().numpy()
@@ -213,6 +223,8 @@ class Learner:
         tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         optimizer = optimizer_tensors(self._optimizer, self._masters.names)
         tensors |= {f"optim.{name}": tensor for name, tensor in optimizer.items()}
+        if self._routers is not None:
+            tensors |= {f"routers.{name}": tensor for name, tensor in self._routers.state().items()}
         tensors["rng.cpu"] = torch.get_rng_state()
         if self._device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
@@ -235,6 +247,10 @@ class Learner:
                 parameter.copy_(saved[name])
         optimizer = [(n.removeprefix("optim."), t) for n, t in tensors.items() if n.startswith("optim.")]
         load_optimizer_tensors(self._optimizer, self._masters.names, optimizer)
+        if self._routers is not None:
+            self._routers.load_state(
+                {n.removeprefix("routers."): t for n, t in tensors.items() if n.startswith("routers.")}
+            )
         torch.set_rng_state(tensors["rng.cpu"])
         if self._device.type == "cuda" and "rng.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng.cuda"], self._device)
@@ -248,8 +264,13 @@ class Learner:
     def _score(
         self, rows: Rows, policy: nn.Module | None = None, *, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
+        seen = {}
+        if policy is None and self._routers is not None:
+            seen["routing"] = self._routers.routing(rows, is_measured=torch.is_grad_enabled())
         policy = policy or self.policy
-        hidden = policy.hidden(rows.token_ids, rows.layout, rows.rows)
+        hidden = policy.hidden(rows.token_ids, rows.layout, rows.rows, **seen)
+        if seen and torch.is_grad_enabled():
+            self._routers.add(seen["routing"])
         picked = hidden.index_select(0, rows.predictors)
         return token_logprobs(
             picked,

@@ -317,6 +317,7 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
         loss=cfg.loss,
         reference=reference,
         observe=TokenExport(cfg.run_dir.trained_tokens) if cfg.enable_token_export else None,
+        enable_router_replay=cfg.enable_router_replay,
     )
 
 

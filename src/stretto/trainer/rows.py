@@ -37,6 +37,7 @@ class Rows:
     streams: TokenStreams
     sources: np.ndarray  # int64 [trained]: index of the token in the micro batch
     documents: np.ndarray  # int64 [trained]: its document there
+    routes: Tensor | None = None  # int32 [inputs, layers, top_k]: experts to use (with_routes)
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,12 @@ def build_rows(
     is_scored: np.ndarray | None = None,
     share_prefixes: bool = False,
     with_samples: bool = False,
+    with_routes: bool = False,
 ) -> Rows | None:
     """The forward pass for the trained tokens of a micro batch (or those of `is_scored`); None: no such.
 
-    with_samples: also say which tokens are one sample.
+    with_samples: also say which tokens are one sample. with_routes: bring the experts of its tokens along;
+    prompts are then shared only where these are equal too.
 
     Raises: DataError for a token outside the vocabulary, or a trained token that nothing precedes.
     """
@@ -102,7 +105,10 @@ def build_rows(
     _check(mb, bounds, wanted, vocab_size)
     tokens = np.flatnonzero(wanted)
     documents = _documents_of(tokens, bounds)
-    segments = _segments(mb.token_ids, bounds[:-1], tokens, documents, share_prefixes=share_prefixes)
+    routes = mb.routed_experts if with_routes else None
+    segments = _segments(
+        mb.token_ids, bounds[:-1], tokens, documents, share_prefixes=share_prefixes, routes=routes
+    )
     rows, predictors = np.unique(segments.row_before(tokens, documents), return_inverse=True)
 
     def picked(stream: np.ndarray | None, dtype: type = np.float32) -> Tensor | None:
@@ -134,6 +140,9 @@ def build_rows(
         ),
         sources=tokens,
         documents=documents,
+        routes=None
+        if routes is None
+        else torch.from_numpy(routes[segments.inputs].astype(np.int32)).to(device),
     )
 
 
@@ -165,6 +174,7 @@ def _segments(
     documents: np.ndarray,
     *,
     share_prefixes: bool,
+    routes: np.ndarray | None = None,
 ) -> _Segments:
     """Lay out the inputs of the wanted `tokens`: all tokens of a document before the last wanted one."""
     lengths = np.zeros(len(starts), dtype=np.int64)
@@ -174,7 +184,7 @@ def _segments(
     if share_prefixes:
         firsts = np.zeros_like(lengths)
         firsts[documents[::-1]] = (tokens - starts[documents])[::-1]
-        _share(token_ids, starts, firsts, roots, cuts)
+        _share(token_ids, starts, firsts, roots, cuts, routes)
     is_root = (roots == np.arange(len(starts))) & (cuts > 0)
     root_order = np.flatnonzero(is_root)
     root_order = root_order[np.argsort(cuts[root_order], kind="stable")]
@@ -202,13 +212,19 @@ def _segments(
 
 
 def _share(
-    token_ids: np.ndarray, starts: np.ndarray, firsts: np.ndarray, roots: np.ndarray, cuts: np.ndarray
+    token_ids: np.ndarray,
+    starts: np.ndarray,
+    firsts: np.ndarray,
+    roots: np.ndarray,
+    cuts: np.ndarray,
+    routes: np.ndarray | None,
 ) -> None:
     """Let documents with equal tokens before their first wanted one use the first one's, in place."""
-    prompts: dict[bytes, list[int]] = {}
+    prompts: dict[tuple[bytes, ...], list[int]] = {}
     for document in np.flatnonzero(firsts).tolist():
-        start = starts[document]
-        prompts.setdefault(token_ids[start : start + firsts[document]].tobytes(), []).append(document)
+        prompt = slice(starts[document], starts[document] + firsts[document])
+        key = tuple(a[prompt].tobytes() for a in (token_ids, routes) if a is not None)
+        prompts.setdefault(key, []).append(document)
     for sharing in prompts.values():
         if len(sharing) > 1:
             roots[sharing] = sharing[0]

@@ -53,6 +53,7 @@ def command(section: InferenceSection, directory: Path, *, is_cpu: bool) -> Comm
         "tensor_parallel_size": section.parallel.tp,
         "data_parallel_size": section.parallel.dp if section.parallel.dp > 1 else None,
         "enable_expert_parallel": section.enable_expert_parallel or None,
+        "enable_return_routed_experts": section.enable_return_routed_experts or None,
         "enable_dbo": section.enable_dbo or None,
         "enable_eplb": section.enable_eplb or None,
         "seed": section.seed,
@@ -110,6 +111,11 @@ def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
     if block % CPU_BLOCK_SIZE:
         raise ConfigError(
             f"inference.block_size = {block}: on a CPU vLLM takes multiples of {CPU_BLOCK_SIZE}; leave it out"
+        )
+    if section.enable_return_routed_experts:
+        raise ConfigError(
+            "inference.enable_return_routed_experts = true: vLLM returns expert choices on a GPU only; use "
+            'inference.engine = "embedded" on a CPU.'
         )
     cache = _Cache.of(directory)
     if cache.head_dim not in CPU_HEAD_DIMS:
