@@ -124,6 +124,9 @@ class FakeEngine:
         self.num_running = 0
         self.num_requests = 0
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         self.num_requests += 1
         self.num_running += 1

@@ -12,6 +12,7 @@ a note tells the launcher that SIGINT is handled from now on: install signal han
              staleness, staleness_max      versions between sampling and training, mean and max
              tokens_per_s                  trained tokens over wall time
              waits                         {process: share of the step, 0..1, in which it had nothing to do}
+    engine   url, state, reason            an engine that is "down"; the launcher starts it anew
     eval     step, sampled, greedy, env    mean reward on held-out tasks
     summary  the fields of summary.json
 """
@@ -26,7 +27,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 STATUS_FD_VAR = "STRETTO_STATUS_FD"
-KINDS = frozenset({"phase", "note", "step", "eval", "summary"})
+KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine"})
 
 
 def report(kind: str, **fields: Any) -> None:

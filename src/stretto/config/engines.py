@@ -8,6 +8,11 @@ from pydantic import Field
 
 from stretto.config.section import Section
 
+ADMITTED = "/admitted"
+"""Route on which an engine says that it may be given work: what a router asks."""
+HOLD_VAR = "STRETTO_HOLD"
+"""Environment variable: set, an engine is not admitted before it was given this run's weights."""
+
 Policy = Literal[
     "consistent_hash",
     "round_robin",

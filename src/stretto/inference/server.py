@@ -29,6 +29,7 @@ from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.limits import raise_file_limit
 from stretto.base.memory import keep_freed_memory
 from stretto.base.process import visible_gpus
+from stretto.config.engines import ADMITTED, HOLD_VAR
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import Engine, EngineState
 from stretto.inference.openai import OpenAIRoutes
@@ -55,7 +56,8 @@ class Server:
         self.cfg = cfg
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
-        self._updated_to: str | None = None  # version that came since the last /start_weight_update
+        self._updated_to: str | None = None  # version that came last
+        self._is_updating = False  # since /start_weight_update nothing has come
         self.directory = model_directory(cfg)
         self.model_name = cfg.served_model_name or cfg.model
         self.openai = OpenAIRoutes(self.directory, self.model_name, self.ready_engine)
@@ -63,7 +65,7 @@ class Server:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        open_routes = {api.HEALTH: self.health, api.LIVENESS: self.liveness}
+        open_routes = {api.HEALTH: self.health, api.LIVENESS: self.liveness, ADMITTED: self.admitted}
         get = {api.MODELS: self.models, api.METRICS: self.metrics, api.IS_PAUSED: self.is_paused}
         post = {
             api.GENERATE: self.generate,
@@ -100,6 +102,12 @@ class Server:
 
     async def liveness(self, _: web.Request) -> web.Response:
         return web.Response()
+
+    async def admitted(self, _: web.Request) -> web.Response:
+        """Healthy, and holding this run's weights where there is a run: what a router asks."""
+        if self.engine is None or (os.environ.get(HOLD_VAR) and self._updated_to is None):
+            return _json(Refusal("this engine waits for the run's weights", 503).body(), 503)
+        return await self.health(_)
 
     async def models(self, _: web.Request) -> web.Response:
         card = {
@@ -139,19 +147,19 @@ class Server:
 
     async def start_update(self, _: web.Request) -> web.Response:
         self.ready_engine()
-        self._updated_to = None
+        self._is_updating = True
         return _json({"message": "Weight update started"})
 
     async def update_weights(self, http: web.Request) -> web.Response:
         manifest = api.decode_manifest(await http.read())
         await self.ready_engine().update(manifest)
-        self._updated_to = str(manifest.version)
+        self._updated_to, self._is_updating = str(manifest.version), False
         return _json({"message": "Weights updated", "weight_version": self._updated_to})
 
     async def finish_update(self, http: web.Request) -> web.Response:
         """The manifest has named the version already; another one here is a mistake of the caller's."""
         version = api.decode_finish(await http.read())
-        if self._updated_to is None:
+        if self._updated_to is None or self._is_updating:
             raise Refusal("no weights came since /start_weight_update; send them to /update_weights first")
         if version is not None and version != self._updated_to:
             raise Refusal(f"weight_version: {version!r}, but the weights that came are {self._updated_to!r}")
@@ -293,6 +301,7 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
         max_num_batched_tokens=cfg.max_num_batched_tokens,
         enable_prefix_caching=cfg.enable_prefix_caching,
         gpu_memory_utilization=cfg.gpu_memory_utilization,
+        enable_return_routed_experts=cfg.enable_return_routed_experts,
         seed=cfg.seed,
         eos_ids=end_ids(directory, model.config.hf),
     )

@@ -21,14 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
-from stretto.config.engines import Disaggregated, MooncakeOffload, MultiNode, RouterSection
+from stretto.config.engines import ADMITTED, Disaggregated, MooncakeOffload, MultiNode, RouterSection
 from stretto.config.inference import InferenceSection
 
 Role = Literal["engine", "prefill", "decode"]
 BACKEND_OFFSET = 100
-ADMITTED = "/admitted"
-"""Where an engine says that it has this run's weights: what the router asks."""
-REPLICA_STRIDE = 1
 NIXL = "NixlConnector"
 
 
@@ -140,7 +137,7 @@ def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]
     if count == 1:
         return [EngineSpec("inference", "engine", 0, section, num_gpus=gpus)]
     first = _backend_port(section, is_routed=is_routed)
-    ports = [first + REPLICA_STRIDE * replica for replica in range(count)]
+    ports = [first + replica for replica in range(count)]
     return [
         EngineSpec(f"inference_{i}", "engine", 0, _variant(section, port), num_gpus=gpus)
         for i, port in enumerate(ports)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 GRACE_S = 6.0  # between SIGTERM and SIGKILL; with what comes after it, well under 10 s
 END_TIMEOUT_S = 120.0  # between the orchestrator's end and the trainer's
 STALL_SLACK_S = 60.0  # the processes' own watchdogs fire first and say more
+RESTART_GRACE_S = 2.0
+WEDGED_AFTER_S = 60.0  # of its life; before, it may be loading its model
+SERVERS = ("inference", "router", "kv_store")
+"""Roles that never end by themselves."""
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -144,6 +149,7 @@ class Supervisor:
         self._pass_fds = tuple(pass_fds)
         self._children: dict[str, Child] = {}
         self._roles = {spec.name: spec.role for spec in specs}
+        self._restarts_left = {spec.name: spec.max_restarts for spec in specs}
         self._status = _StatusPipe(self._on_status)
         self._wake = asyncio.Event()
         self._has_reported = False
@@ -169,13 +175,18 @@ class Supervisor:
 
     def _start(self) -> None:
         for spec in self._specs:
-            env, fds = dict(spec.env), list(self._pass_fds)
-            if spec.role == "orchestrator":
-                env[STATUS_FD_VAR] = str(self._status.writer)
-                fds.append(self._status.writer)
-            path = self._run_dir.log(spec.name)
-            self._children[spec.name] = process.start(spec.name, spec.argv, env=env, log=path, pass_fds=fds)
+            self._start_one(spec)
         self._status.open()
+
+    def _start_one(self, spec: ProcessSpec) -> Child:
+        env, fds = dict(spec.env), list(self._pass_fds)
+        if spec.role == "orchestrator":
+            env[STATUS_FD_VAR] = str(self._status.writer)
+            fds.append(self._status.writer)
+        path = self._run_dir.log(spec.name)
+        child = process.start(spec.name, spec.argv, env=env, log=path, pass_fds=fds)
+        self._children[spec.name] = child
+        return child
 
     async def _watch(self) -> int:
         running = {asyncio.create_task(child.wait()): child for child in self._children.values()}
@@ -187,12 +198,16 @@ class Supervisor:
                 ended = [running.pop(task) for task in done if task in running]
                 # Of several that ended together, one killed by a signal is the likelier cause.
                 for child in sorted(ended, key=lambda child: child.returncode or 0):
-                    if child.returncode != 0 or self._roles[child.name] == "inference":
+                    if self._restarts_left[child.name] > 0:
+                        again = await self._restart(child)
+                        running[asyncio.create_task(again.wait())] = again
+                        continue
+                    if child.returncode != 0 or self._roles[child.name] in SERVERS:
                         return self._failed(child)
                     logger.info("%s ended", child.name)
                 if wake.done():
                     return self._stopped_by_signal()
-                working = [c.name for c in running.values() if self._roles[c.name] != "inference"]
+                working = [c.name for c in running.values() if self._roles[c.name] not in SERVERS]
                 if not working:
                     return 0
                 if late := self._overdue(working):
@@ -200,6 +215,34 @@ class Supervisor:
         finally:
             for task in (*running, wake):
                 task.cancel()
+
+    async def _restart(self, child: Child) -> Child:
+        """Start a server that has ended anew; those who used it try elsewhere or wait for it."""
+        returncode = child.returncode
+        assert returncode is not None
+        self._restarts_left[child.name] -= 1
+        await child.end_leftovers(time.monotonic() + RESTART_GRACE_S)
+        child.close()
+        [spec] = [spec for spec in self._specs if spec.name == child.name]
+        again = self._start_one(spec)
+        how, left = process.describe_exit(returncode), self._restarts_left[child.name]
+        logger.warning("%s (pid %d) ended: %s; started anew, pid=%d", child.name, child.pid, how, again.pid)
+        self._console.line(
+            f"{child.name} ended ({how}) and was started anew; {left} more time{'s' * (left != 1)} allowed "
+            f"(inference.max_restarts)"
+        )
+        return again
+
+    def _end_wedged(self, url: str) -> None:
+        """An engine that no longer answers is killed where it may be started anew; the dead are not touched."""
+        port = urlsplit(url).port
+        for spec in self._specs:
+            child = self._children[spec.name]
+            is_it = spec.role == "inference" and port in spec.ports.values()
+            is_running = child.returncode is None and time.monotonic() - child.started_at > WEDGED_AFTER_S
+            if is_it and is_running and self._restarts_left[spec.name]:
+                logger.warning("%s (pid %d) does not answer: killed", child.name, child.pid)
+                child.signal_group(signal.SIGKILL)
 
     # -- what ends a run --
 
@@ -268,6 +311,10 @@ class Supervisor:
     def _on_status(self, status: dict) -> None:
         self._has_reported = self._has_reported or status.get("kind") != "note"
         self._moved_at = time.monotonic()
+        if status.get("kind") == "engine":
+            self._console.line(f"engine {status['url']} is {status['state']}: {status['reason']}")
+            self._end_wedged(status["url"])
+            return
         self._console.show(status)
 
     def _on_signal(self, number: signal.Signals) -> None:

@@ -23,15 +23,15 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.config.deployment import ResumeSection
+from stretto.config.engines import HOLD_VAR
 from stretto.config.inference import InferenceSection
 from stretto.config.load import dump
-from stretto.config.orchestrator import EvalSection
+from stretto.config.orchestrator import EnvSection, EvalSection
 from stretto.config.roots import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.config.section import Section
 from stretto.launch.engines import BACKEND_OFFSET, EngineSpec, EnginesPlan, plan_engines
 
-HOLD_VAR = "STRETTO_HOLD"
-"""Set: an engine says at /admitted that it is not there before it was given weights."""
+ENGINE_RESTARTS = 3
 _PORTS_TRIED = 200
 BFLOAT16_TOLERANCE = 0.1  # nats, of the canary; 0.013 was measured
 _MOST_THREADS = 16  # of one process; beyond it small matrix products get slower
@@ -52,6 +52,8 @@ class ProcessSpec:
     threads: int
     ports: dict[str, int]
     """Ports it listens on, by what they are for."""
+    max_restarts: int = 0
+    """Times it is started anew when it ends; the run goes on meanwhile."""
 
     @property
     def name(self) -> str:
@@ -385,7 +387,14 @@ def _processes(
     ):
         argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(config or role)))
         env = {**process.thread_env(threads[role]), **process.device_env(gpus), **env}
-        return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads[role], ports)
+        restarts = restarts_of(role, num_ranks)
+        return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads[role], ports, restarts)
+
+    def restarts_of(role: str, num_ranks: int) -> int:
+        if role != "inference" or cfg.inference is None:
+            return 0
+        default = 0 if num_ranks == 1 else ENGINE_RESTARTS
+        return default if cfg.inference.max_restarts is None else cfg.inference.max_restarts
 
     processes = []
     key_env = {}
@@ -403,7 +412,7 @@ def _processes(
             if helper is not None:
                 env = process.thread_env(1)
                 argv, listening = helper.argv, {"http": helper.port}
-                processes.append(ProcessSpec(helper.name, 0, 1, argv, env, (), 1, listening))
+                processes.append(ProcessSpec(helper.name, 0, 1, argv, env, (), 1, listening, ENGINE_RESTARTS))
         if cfg.inference.api_key is not None:
             key_env = {cfg.orchestrator.client.api_key_var: cfg.inference.api_key}
     ports = {"control": cfg.orchestrator.control.port}
@@ -426,7 +435,12 @@ def _eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
         {
             "model": str(run.latest_weights),
             "eval": section.model_dump()
-            | {"env": [env.model_dump(exclude={"algo"}) for env in section.env or cfg.orchestrator.env]},
+            | {
+                "env": [
+                    env.model_dump(include=set(EnvSection.model_fields))
+                    for env in section.env or cfg.orchestrator.env
+                ]
+            },
             # The run's own port may be in use by then, by this run or another: a free one is found.
             "inference": engine.model_dump(exclude={"model": True, "api_key": True, "server": {"port"}}),
             "renderer": cfg.orchestrator.renderer,

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from stretto.base.status import report
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.model import RendererSection, ScratchSection
@@ -28,6 +29,10 @@ def build_engines(section: ClientSection) -> EngineClient:
         os.environ.get(section.api_key_var),
         timeout_s=section.timeout_s,
         max_retries=section.max_retries,
+        liveness_interval_s=section.liveness_interval_s,
+        liveness_timeout_s=section.liveness_timeout_s,
+        recovery_timeout_s=section.recovery_timeout_s,
+        on_down=lambda url, reason: report("engine", url=url, state="down", reason=reason),
     )
 
 

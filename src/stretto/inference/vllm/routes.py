@@ -7,11 +7,13 @@ the contract in transports/engine/api.py are vLLM's own routes.
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from stretto.config.engines import ADMITTED, HOLD_VAR
 from stretto.transports.engine import api
 
 LIVENESS_TIMEOUT_S = 10.0
@@ -35,6 +37,20 @@ async def liveness(request: Request) -> JSONResponse:
         return _error(f"a worker did not answer in {LIVENESS_TIMEOUT_S:g} s", 503)
     except Exception as error:  # whatever a dead engine raises
         return _error(f"{type(error).__name__}: {error}", 500)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get(ADMITTED)
+async def admitted(request: Request) -> JSONResponse:
+    """200 when this engine is healthy and holds the run's weights: what a router asks."""
+    client = request.app.state.engine_client
+    try:
+        await client.check_health()
+        version = await client.get_weight_version()
+    except Exception as error:  # whatever a dead engine raises
+        return _error(f"{type(error).__name__}: {error}", 503)
+    if os.environ.get(HOLD_VAR) and version == "default":
+        return _error("this engine waits for the run's weights", 503)
     return JSONResponse({"status": "ok"})
 
 

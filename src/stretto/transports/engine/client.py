@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import zlib
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -23,12 +24,14 @@ from stretto.base.limits import raise_file_limit
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.weights import WeightManifest
 from stretto.transports.engine import api
+from stretto.transports.engine.fleet import EngineState, Fleet
 
 logger = logging.getLogger(__name__)
 
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _POLL_S = 0.05
+_ROUTER_TIMEOUT_S = 120.0
 _TRY_AGAIN = (409, 429)  # 409: the engine has not yet noticed that this request's last connection is gone
 _HEADERS = {"Content-Type": "application/json"}
 
@@ -43,13 +46,26 @@ class EngineClient:
     def __init__(
         self, urls: Iterable[str], admin_urls: Iterable[str] | None = None, api_key: str | None = None, *,
         timeout_s: float = 600.0, max_retries: int = 3, model: str | None = None,
+        liveness_interval_s: float = 5.0, liveness_timeout_s: float = 30.0, recovery_timeout_s: float = 600.0,
+        on_down: Callable[[str, str], None] = lambda url, reason: None,
     ) -> None:  # fmt: skip
         self.urls = [_root(url) for url in urls]
         self.admin_urls = [_root(url) for url in admin_urls] if admin_urls is not None else self.urls
         self.timeout_s, self.max_retries, self.model = timeout_s, max_retries, model
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._under_way = [0] * len(self.urls)
+        self._is_routed = self.urls != self.admin_urls
+        self._under_way = dict.fromkeys(self.urls, 0)
         self._session: aiohttp.ClientSession | None = None
+        self._manifest: WeightManifest | None = None
+        self._liveness_timeout_s = liveness_timeout_s
+        self.fleet = Fleet(
+            self.admin_urls,
+            check=self._check_alive,
+            restore=self._restore,
+            interval_s=liveness_interval_s,
+            recovery_timeout_s=recovery_timeout_s,
+            on_down=on_down,
+        )
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The request's n samples. Raises EngineError; cancelling it aborts the request on the engine."""
@@ -69,7 +85,8 @@ class EngineClient:
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return when every engine is healthy. Raises EngineError naming those that are not."""
-        waiting = dict.fromkeys([*self.urls, *self.admin_urls], "no answer yet")
+        # Not the router: it is ready when an engine is let in, and engines are when they were given weights.
+        waiting = dict.fromkeys(self.admin_urls, "no answer yet")
 
         async def poll(url: str) -> None:
             while True:
@@ -89,21 +106,62 @@ class EngineClient:
             raise EngineError(f"not ready after {timeout_s:g} s: {who}") from None
 
     async def update_weights(self, manifest: WeightManifest) -> None:
-        """Return when every engine samples from this version.
+        """Return when every engine that is up samples from this version.
 
-        Requests under way are kept, with their cache, and go on under the new weights. An engine on which a step
-        failed stays paused: what it holds is no version.
+        Requests under way are kept, with their cache, and go on under the new weights. An engine that does not
+        load it is down until it does. Raises: EngineError when the last one is, and none comes back in time.
         """
-        body, finish = api.encode_manifest(manifest), api.encode_finish(manifest.version)
+        while True:
+            ready = await self.fleet.wait_for_one()
+            async with self.fleet.updating:
+                self._manifest = manifest
+                results = await asyncio.gather(*map(self._restore, ready), return_exceptions=True)
+            for url, result in zip(ready, results):
+                if isinstance(result, EngineError) and len(self.admin_urls) > 1:
+                    await self.fleet.mark_down(url, str(result))
+                elif isinstance(result, BaseException):
+                    raise result
+            if self.fleet.ready():
+                break
+        if self._is_routed:
+            await self._wait_for_router()
 
-        async def update(url: str) -> None:
-            await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
-            await self._admin(url, api.START_UPDATE)
-            await self._admin(url, api.UPDATE_WEIGHTS, body)
-            await self._admin(url, api.FINISH_UPDATE, finish)
-            await self._admin(url, api.RESUME)
+    async def watch(self) -> None:
+        """Notice engines that die or hang, and let them in again; runs for ever beside everything else."""
+        await self.fleet.watch()
 
-        await _all_of(update(url) for url in self.admin_urls)
+    async def _check_alive(self, url: str) -> None:
+        try:
+            async with asyncio.timeout(self._liveness_timeout_s):
+                await self._once("GET", url + api.LIVENESS)
+        except TimeoutError:
+            raise EngineError(f"{url}{api.LIVENESS}: no answer in {self._liveness_timeout_s:g} s") from None
+        except _Transient as error:
+            raise EngineError(str(error)) from error
+
+    async def _restore(self, url: str) -> None:
+        """Give one engine the newest version; it stays paused where a step fails: what it holds is no version."""
+        manifest = self._manifest
+        if manifest is None:
+            return
+        await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
+        await self._admin(url, api.START_UPDATE)
+        await self._admin(url, api.UPDATE_WEIGHTS, api.encode_manifest(manifest))
+        await self._admin(url, api.FINISH_UPDATE, api.encode_finish(manifest.version))
+        await self._admin(url, api.RESUME)
+
+    async def _wait_for_router(self) -> None:
+        """Return when the router has let an engine in."""
+        deadline = time.monotonic() + _ROUTER_TIMEOUT_S
+        for url in self.urls:
+            while True:
+                try:
+                    await self._once("GET", url + api.READINESS)
+                    break
+                except _Transient as error:
+                    if time.monotonic() > deadline:
+                        raise EngineError(f"the router lets no engine in: {error}") from error
+                await asyncio.sleep(_POLL_S)
 
     async def prompt_logprobs(self, token_ids: np.ndarray, name: str) -> dict[str, np.ndarray]:
         """What every engine gives these tokens, float32 [tokens] in nats by address; the first is 0.
@@ -126,8 +184,8 @@ class EngineClient:
                 raise EngineError(f"{url} gave no log-probabilities of a prompt's {len(token_ids)} tokens")
             return scores
 
-        found = await _all_of(score(url) for url in self.admin_urls)
-        return dict(zip(self.admin_urls, found))
+        ready = self.fleet.ready()
+        return dict(zip(ready, await _all_of(score(url) for url in ready)))
 
     async def pause(self, mode: str = "abort") -> None:
         """Stop stepping: keep requests for `resume`, wait until they are done, or abort them."""
@@ -165,29 +223,51 @@ class EngineClient:
     ) -> bytes:
         attempt = 0
         while True:
-            engine = self._choose(session_id, attempt)
-            self._under_way[engine] += 1
+            url = self._choose(session_id, attempt)
             try:
-                return await self._once("POST", self.urls[engine] + api.GENERATE, body, headers)
+                return await self._attempt(url, body, headers)
             except _Transient as error:
                 if attempt >= self.max_retries:
                     raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
                 logger.warning("%s: %s; trying again", what, error)
-            finally:
-                self._under_way[engine] -= 1
             await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
             attempt += 1
+            if not self._is_routed:
+                await self.fleet.wait_for_one()
 
-    def _choose(self, session_id: str | None, attempt: int) -> int:
+    async def _attempt(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
+        """One try on one engine; cut when that engine goes down."""
+        self._under_way[url] += 1
+        member = self.fleet.members.get(url)
+        try:
+            if member is None or len(self.admin_urls) == 1:
+                return await self._once("POST", url + api.GENERATE, body, headers)
+            task = asyncio.ensure_future(self._once("POST", url + api.GENERATE, body, headers))
+            member.requests.add(task)
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if member.state is EngineState.DOWN and not _is_cancelled():
+                    raise _Transient(f"{url} went down: {member.reason}") from None
+                task.cancel()
+                raise
+            finally:
+                member.requests.discard(task)
+        finally:
+            self._under_way[url] -= 1
+
+    def _choose(self, session_id: str | None, attempt: int) -> str:
+        """The router, or an engine that is up: the session's, else the one with the fewest requests."""
         if len(self.urls) == 1:
-            return 0
+            return self.urls[0]
+        ready = self.urls if self._is_routed else (self.fleet.ready() or self.urls)
         if session_id is None:
-            return min(range(len(self.urls)), key=self._under_way.__getitem__)
-        return (zlib.crc32(session_id.encode()) + attempt) % len(self.urls)
+            return min(ready, key=self._under_way.__getitem__)
+        return ready[(zlib.crc32(session_id.encode()) + attempt) % len(ready)]
 
     async def _all(self, method: str, path: str, body: bytes | None = None) -> list[bytes]:
         """The same call to every engine; fails when one fails, after all have answered."""
-        return await _all_of(self._admin(url, path, body, method) for url in self.admin_urls)
+        return await _all_of(self._admin(url, path, body, method) for url in self.fleet.ready())
 
     async def _admin(self, url: str, path: str, body: bytes | None = None, method: str = "POST") -> bytes:
         try:
@@ -238,6 +318,12 @@ async def _all_of(calls: Iterable[Awaitable[Any]]) -> list[Any]:
         if isinstance(answer, BaseException):
             raise answer
     return answers
+
+
+def _is_cancelled() -> bool:
+    """Was this task itself cancelled, rather than what it waits for?"""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _root(url: str) -> str:

@@ -73,7 +73,9 @@ class Fleet:
         if member.state is EngineState.DOWN:
             return
         member.state, member.reason, member.since = EngineState.DOWN, reason, time.monotonic()
-        logger.warning("engine %s is down: %s; %d of %d are left", url, reason, len(self.ready()), len(self.members))
+        logger.warning(
+            "engine %s is down: %s; %d of %d are left", url, reason, len(self.ready()), len(self.members)
+        )
         for task in tuple(member.requests):
             task.cancel()
         self._on_down(url, reason)
