@@ -153,7 +153,9 @@ def test_running_groups_can_be_bounded_besides():
 
 def test_groups_that_become_too_old_are_dropped_whole_and_their_jobs_cancelled():
     async def scenario():
-        buffer = build(groups_per_batch=1, max_async_level=1, max_off_policy_steps=1)
+        buffer = build(
+            groups_per_batch=1, max_async_level=1, max_off_policy_steps=1, is_in_dispatch_order=False
+        )
         buffer.on_loaded(0)
         straggler = buffer.start(0, TASK)
         straggler.job = asyncio.create_task(asyncio.sleep(3600))
@@ -210,6 +212,7 @@ bounds = st.fixed_dictionaries(
         "max_running_groups": st.none() | st.integers(1, 5),
         "max_oversampling": st.floats(1, 3),
         "filter_zero_signal": st.booleans(),
+        "is_in_dispatch_order": st.booleans(),
     }
 )
 fates = st.lists(

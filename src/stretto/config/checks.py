@@ -137,7 +137,7 @@ def check_scheduler(scheduler: Scheduler, max_steps: int | None, prefix: str) ->
 
 def check_orchestrator(section: OrchestratorSection, prefix: str) -> list[Problem]:
     """Batches and groups, staleness, room for replies, environments, and what a remote engine rules out."""
-    problems = check_groups(section, prefix)
+    problems = check_groups(section, prefix) + check_selection(section, prefix)
     if section.max_async_level > section.max_off_policy_steps:
         paths = (at(prefix, "max_async_level"), at(prefix, "max_off_policy_steps"))
         message = (
@@ -194,6 +194,39 @@ def check_groups(section: OrchestratorSection, prefix: str) -> list[Problem]:
             f"ranks cannot share {batch} = {section.batch_size} rollouts: some would have none; raise {batch}"
         )
         problems.append(Problem((path, batch), f"{path} = {section.num_train_workers} {rule}"))
+    return problems
+
+
+def check_selection(section: OrchestratorSection, prefix: str) -> list[Problem]:
+    """Groups in flight, pools and gates: what would do nothing, or throw most of the work away."""
+    problems = []
+    factor, level = at(prefix, "oversampling_factor"), at(prefix, "max_async_level")
+    if section.oversampling_factor > 1 and section.max_async_level == 0:
+        rule = f"starts groups early and {level} = 0 forbids it; raise {level} or leave it out"
+        problems.append(Problem((factor, level), f"{factor} = {section.oversampling_factor:g} {rule}"))
+    ahead = section.oversampling_factor * (section.max_async_level + 1) - 1
+    if section.oversampling_factor > 1 and ahead > section.max_off_policy_steps:
+        old = at(prefix, "max_off_policy_steps")
+        rule = f"starts groups {ahead:g} steps early and {old} = {section.max_off_policy_steps} drops what is so old"
+        problems.append(
+            Problem((factor, old), f"{factor} = {section.oversampling_factor:g} {rule}; raise {old}")
+        )
+    for index, env in enumerate(section.env):
+        path = at(prefix, f"env.{index}.curriculum")
+        sampler = env.curriculum.sampler
+        if sampler.type == "difficulty_pool" and sampler.hard_threshold > sampler.easy_threshold:
+            low, high = f"{path}.sampler.hard_threshold", f"{path}.sampler.easy_threshold"
+            rule = f"is above {high} = {sampler.easy_threshold:g}; no task would be normal: swap them"
+            problems.append(Problem((low, high), f"{low} = {sampler.hard_threshold:g} {rule}"))
+        for name, gate in env.curriculum.gates.items():
+            if gate.reject_min > gate.reject_max:
+                low, high = f"{path}.gates.{name}.reject_min", f"{path}.gates.{name}.reject_max"
+                rule = f"is above {high} = {gate.reject_max:g}; it would reject nothing: swap them"
+                problems.append(Problem((low, high), f"{low} = {gate.reject_min:g} {rule}"))
+    kinds = [each.type for each in section.filters]
+    for kind in sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+        path = at(prefix, "filters")
+        problems.append(Problem((path,), f'{path}: "{kind}" stands there twice; give it once'))
     return problems
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from stretto.config.algorithm import Algo, GrpoAlgo
+from stretto.config.curriculum import CurriculumSection, Filter, Gate
 from stretto.config.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.section import Section
@@ -34,6 +35,12 @@ class ClientSection(Section):
     """Longest wait for an engine to become healthy."""
     max_retries: int = Field(3, ge=0)
     """Retries of a request that failed for reasons of infrastructure."""
+    liveness_interval_s: float = Field(5.0, gt=0)
+    """Seconds between two questions to an engine whether it lives."""
+    liveness_timeout_s: float = Field(30.0, gt=0)
+    """An engine that has not answered that for so long is down: its requests are tried elsewhere."""
+    recovery_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an engine to come back when none is left."""
 
     aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s", "wait_for_ready_timeout": "ready_timeout_s"}
 
@@ -57,6 +64,29 @@ class SamplingSection(Section):
     aliases: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
 
 
+class SamplingOverrides(Section):
+    """How one environment is sampled, where it differs; None: as the others."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    """0 is greedy."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus."""
+    top_k: int | None = Field(None, gt=0)
+    """Keep the k likeliest tokens."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    """Drop tokens less likely than min_p times the likeliest."""
+    max_completion_tokens: int | None = Field(None, gt=0)
+    """Tokens in one reply."""
+    ignore_eos: bool | None = None
+    """Go on past end tokens up to the limit."""
+
+    aliases: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
+
+    def over(self, sampling: SamplingSection) -> SamplingSection:
+        """The sampling with what is set here."""
+        return sampling.model_copy(update=self.model_dump(exclude_none=True))
+
+
 class EnvSection(Section):
     """One environment."""
 
@@ -75,6 +105,16 @@ class TrainEnvSection(EnvSection):
 
     algo: Algo | None = None
     """Credit of its groups; None: [orchestrator.algo]."""
+    sampling: SamplingOverrides = SamplingOverrides()
+    """How its rollouts are sampled, where it differs from train.sampling."""
+    group_size: int | None = Field(None, gt=0)
+    """Rollouts of one of its tasks; None: the run's group_size. A batch is batch_size / group_size groups (both
+    the run's), whatever their sizes."""
+    rollout_timeout_s: float | None = Field(None, gt=0)
+    """Deadline of one of its rollouts; None: the run's."""
+    curriculum: CurriculumSection = CurriculumSection()
+
+    aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
 
 
 class TrainSection(Section):
@@ -140,6 +180,16 @@ class OrchestratorSection(Section):
     """Groups without signal (all rewards equal) are replaced by other groups instead of filling the batch."""
     max_oversampling: float = Field(4.0, ge=1)
     """Groups drawn for a batch, relative to its size; beyond, zero-signal groups fill it, with a warning."""
+    max_rejected_batches: int = Field(10, gt=0)
+    """Batches' worth of groups that gates and filters reject in a row before the run stops with the cause."""
+    filters: list[Filter] = Field([])
+    """Rollouts to leave out of batches, or to count: gibberish, repetition, zero_advantage."""
+    batch_order: Literal["dispatch", "finished"] = "dispatch"
+    """Which groups make a batch: `dispatch`, the earliest drawn, waiting for those still running, so that short
+    rollouts are not preferred; `finished`, the first that finish, which waits less and favours short ones."""
+    oversampling_factor: float = Field(1.0, ge=1)
+    """Groups in flight, relative to (max_async_level + 1) batches. None is thrown away: what a batch does not
+    take is in the next one. Above 1 needs max_async_level >= 1."""
     max_rollout_retries: int = Field(2, ge=0)
     """Times a failed rollout is tried again before it is recorded as failed."""
     max_failed_groups: int = Field(32, gt=0)
@@ -172,10 +222,24 @@ class OrchestratorSection(Section):
         "wandb": "monitors.wandb",
     }
 
+    def env_of(self, name: str) -> TrainEnvSection | None:
+        """The section of a training environment, by its name."""
+        return next((section for section in self.env if (section.name or section.id) == name), None)
+
     def algo_of(self, env: str) -> Algo:
         """Credit of an environment, by its name."""
-        own = (section.algo for section in self.env if (section.name or section.id) == env)
-        return next(own, None) or self.algo
+        section = self.env_of(env)
+        return (section and section.algo) or self.algo
+
+    def group_size_of(self, env: str) -> int:
+        """Rollouts of one task of an environment."""
+        section = self.env_of(env)
+        return (section and section.group_size) or self.group_size
+
+    def gates_of(self, env: str) -> dict[str, Gate]:
+        """Gates of an environment's groups."""
+        section = self.env_of(env)
+        return section.curriculum.gates if section else {}
 
     def eval_as_trained(self) -> EvalSection | None:
         """[eval] with replies no longer than in training where it sets no length of its own."""

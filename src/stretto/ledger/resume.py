@@ -21,9 +21,11 @@ from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
 logger = logging.getLogger(__name__)
 
-# The rows of group ? that count: of each member the newest that is not lost.
+# The rows of group ? that count: of each member the newest that is not lost. A dropped one that had finished was
+# left out of the batch by a filter; its reward is still its group's.
 NEWEST_ROWS = """
-    SELECT *, max(row) FROM rollouts WHERE group_id = ? AND status NOT IN ('lost', 'running', 'dropped')
+    SELECT *, max(row) FROM rollouts WHERE group_id = ? AND status NOT IN ('lost', 'running')
+    AND (status != 'dropped' OR finished_at IS NOT NULL)
     GROUP BY member ORDER BY member
 """
 

@@ -9,24 +9,28 @@ A group holds a slot from its draw until the weights it was trained into are loa
 (max_async_level + 1) batches of slots. Its states:
 
     RUNNING -> READY                 all members are done, they differ in reward, the group is fresh: waits for a batch
-    RUNNING -> SPARE                 no signal; its slot went to another draw; it fills a batch only if max_oversampling
-                                     is used up
+    RUNNING -> SPARE                 no signal, or rejected by a gate or filter; its slot went to another draw. Without
+                                     signal it fills a batch if max_oversampling is used up, rejected never
     RUNNING -> FAILED                no member succeeded; its slot went to another draw
     READY, SPARE -> SHIPPED -> LOADED    trained on; LOADED frees the slot
     RUNNING, READY, SPARE -> DROPPED     too old, without signal, or the run ends; frees the slot
 
 Who unblocks whom: `admit` waits for a slot, which `finish` (failed, no signal, stale) and `on_loaded` free.
 `next_batch` waits for READY groups (`finish`) and for the version (`on_loaded`). Batches take the lowest
-draw numbers that are ready; with max_async_level = 0 that is a function of the rewards alone, whatever
-order groups finish in, because as many draws are made as needed and no more. Every drop is in the ledger
-before its slot is free.
+draw numbers, and in order of dispatch they wait for those that still run (or that a resume has yet to run
+again): who finishes first has no say in what is trained, and long rollouts are in batches as often as they
+were drawn. With max_async_level = 0 a batch is a function of the rewards alone, because as many draws are
+made as needed and no more. Every drop is in the ledger before its slot is free.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 import time
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -77,6 +81,7 @@ class Slot:
     state: SlotState = SlotState.RUNNING
     group: Group | None = None
     has_signal: bool = False
+    rejected: str | None = None  # by which gate or filter
     step: int | None = None  # the step it was shipped in
     job: asyncio.Task | None = None  # what produces it; cancelled when it is dropped
 
@@ -100,6 +105,7 @@ class Counts:
     finished: int = 0
     failed: int = 0
     zero_signal: int = 0
+    rejected: int = 0
     stale: int = 0
 
 
@@ -114,6 +120,8 @@ class Bounds:
     max_oversampling: float = 4.0
     filter_zero_signal: bool = True
     max_steps: int | None = None
+    is_in_dispatch_order: bool = True
+    oversampling_factor: float = 1.0
 
     @property
     def lead(self) -> int:
@@ -122,7 +130,7 @@ class Bounds:
 
     @property
     def num_slots(self) -> int:
-        return (self.lead + 1) * self.groups_per_batch
+        return int((self.lead + 1) * self.groups_per_batch * self.oversampling_factor)
 
     @property
     def max_replaced(self) -> int:
@@ -146,7 +154,13 @@ class Buffer:
     slots: dict[int, Slot] = field(default_factory=dict)  # those that are not FAILED, LOADED or DROPPED
     is_closed: bool = False
     num_replaced: int = 0  # groups without signal since the last batch
+    num_rejected: int = 0  # groups that gates and filters rejected since the last batch
+    owed: set[int] = field(default_factory=set)  # draws that a resumed run has yet to start again
     _num: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(SlotState, 0))
+    _running: list[int] = field(
+        default_factory=list
+    )  # a heap of draw numbers; those that no longer run go late
+    _usable: list[int] = field(default_factory=list)  # sorted: READY groups that batches prefer
     _waiters: list[asyncio.Future] = field(default_factory=list)
     _idle_s: float = 0.0
     _idle_since: float | None = field(default_factory=time.perf_counter)
@@ -176,18 +190,23 @@ class Buffer:
         assert self.version >= self.bounds.oldest_version(self.next_step), "a group would be born too old"
         slot = Slot(group_id, task, self.version)
         self._add(slot)
+        self.owed.discard(group_id)
         self.counts.drawn += 1
         return slot
 
     # -- what becomes of them --
 
-    def finish(self, slot: Slot, group: Group, *, has_signal: bool) -> None:
-        """All members are done and at least one of them succeeded."""
-        slot.group, slot.has_signal, slot.job = group, has_signal, None
+    def finish(self, slot: Slot, group: Group, *, has_signal: bool, rejected: str | None = None) -> None:
+        """All members are done and at least one of them succeeded; `rejected` says what keeps it from a batch."""
+        slot.group, slot.has_signal, slot.rejected, slot.job = group, has_signal, rejected, None
         self.counts.finished += 1
         self.counts.zero_signal += not has_signal
+        self.counts.rejected += rejected is not None
         if self._is_stale(slot):
             self._drop(slot, DropReason.STALE)
+        elif rejected is not None:
+            self.num_rejected += 1
+            self._move(slot, SlotState.SPARE)
         elif has_signal or self.num_replaced >= self.bounds.max_replaced:
             self._move(slot, SlotState.READY)
         else:
@@ -202,12 +221,16 @@ class Buffer:
         self._move(slot, SlotState.FAILED)
         self._wake()
 
-    def restore(self, group: Group, *, has_signal: bool) -> None:
+    def restore(self, group: Group, *, has_signal: bool, rejected: str | None = None) -> None:
         """Take over a group that an earlier life of the run finished."""
         slot = Slot(group.group_id, group.task, self.bounds.oldest_version(self.next_step))
         self._add(slot)
-        self.finish(slot, group, has_signal=has_signal)
+        self.finish(slot, group, has_signal=has_signal, rejected=rejected)
         self.counts.finished -= 1
+
+    def owe(self, group_ids: Iterable[int]) -> None:
+        """These draws of an earlier life will be started again: their batches wait for them."""
+        self.owed.update(group_ids)
 
     # -- batches --
 
@@ -226,11 +249,13 @@ class Buffer:
             assert not self._is_stale(slot), f"group {slot.group_id} is too old for step {step}"
             slot.step = step
             self._move(slot, SlotState.SHIPPED)
+        left_out = self.left_out(chosen)
         self.next_step += 1
-        self.num_replaced = 0
-        for slot in self._without_signal():
-            self._drop(slot, DropReason.ZERO_SIGNAL)
+        self.num_rejected = 0
+        for slot in left_out:
+            self._drop(slot, slot.rejected or DropReason.ZERO_SIGNAL)
         self._drop_stale()
+        self.num_replaced = sum(slot.rejected is None for slot in self._spares())
         self._wake()
 
     def on_loaded(self, version: int) -> None:
@@ -251,9 +276,16 @@ class Buffer:
         self._wake()
 
     def left_out(self, chosen: list[Slot]) -> list[Slot]:
-        """The groups without signal that this batch does without, in draw order."""
-        without = [slot for slot in self._without_signal() if slot not in chosen]
-        return sorted(without, key=lambda s: s.group_id)
+        """The groups that are decided with this batch and not in it, in draw order.
+
+        Where rollouts are generated ahead, spare ones drawn after its last group are left to a later batch.
+        """
+        end = max((slot.group_id for slot in chosen), default=-1)
+        is_whole = self.bounds.lead == 0 or not self.bounds.is_in_dispatch_order
+        taken = {slot.group_id for slot in chosen}
+        spares = {s.group_id: s for s in self._without_signal() if s.state is SlotState.READY}
+        spares |= {s.group_id: s for s in self._spares() if is_whole or s.group_id < end}
+        return [spares[group_id] for group_id in sorted(spares) if group_id not in taken]
 
     # -- for metrics and dumps --
 
@@ -282,14 +314,27 @@ class Buffer:
     def _may_ship(self) -> bool:
         if self.version < self.next_step - 1 - self.bounds.lead:
             return False
-        return self._num[SlotState.READY] >= self.bounds.groups_per_batch
+        num_groups = self.bounds.groups_per_batch
+        if self._num[SlotState.READY] < num_groups:
+            return False
+        if not self.bounds.is_in_dispatch_order:
+            return True
+        last = (
+            self._usable[num_groups - 1] if len(self._usable) >= num_groups else self._choose()[-1].group_id
+        )
+        return last < self._first_unfinished()
+
+    def _first_unfinished(self) -> float:
+        """The lowest draw number that still runs, or will be run again as soon as there is a slot for it."""
+        running = self._running
+        while running and not ((slot := self.slots.get(running[0])) and slot.state is SlotState.RUNNING):
+            heapq.heappop(running)
+        first = running[0] if running else math.inf
+        return min(first, *self.owed) if self.owed and self.may_admit() else first
 
     def _choose(self) -> list[Slot]:
         """Lowest draw numbers first; groups without signal only where there are not enough others."""
-        ready = [s for s in self.slots.values() if s.state is SlotState.READY]
-        if self.bounds.filter_zero_signal:
-            ready = [s for s in ready if s.has_signal]
-        chosen = sorted(ready, key=lambda s: s.group_id)[: self.bounds.groups_per_batch]
+        chosen = [self.slots[group_id] for group_id in self._usable[: self.bounds.groups_per_batch]]
         missing = self.bounds.groups_per_batch - len(chosen)
         if missing:
             chosen += sorted(self._without_signal(), key=lambda s: s.group_id)[:missing]
@@ -300,7 +345,15 @@ class Buffer:
         if not self.bounds.filter_zero_signal:
             return []
         waiting = (SlotState.READY, SlotState.SPARE)
-        return [s for s in self.slots.values() if s.state in waiting and not s.has_signal]
+        mine = (s for s in self.slots.values() if s.state in waiting and s.rejected is None)
+        return [slot for slot in mine if not slot.has_signal]
+
+    def _spares(self) -> list[Slot]:
+        return (
+            [s for s in self.slots.values() if s.state is SlotState.SPARE]
+            if self._num[SlotState.SPARE]
+            else []
+        )
 
     def _is_stale(self, slot: Slot) -> bool:
         return slot.first_version < self.bounds.oldest_version(self.next_step)
@@ -310,7 +363,7 @@ class Buffer:
         for slot in [s for s in self.slots.values() if s.state in alive and self._is_stale(s)]:
             self._drop(slot, DropReason.STALE)
 
-    def _drop(self, slot: Slot, reason: DropReason) -> None:
+    def _drop(self, slot: Slot, reason: str) -> None:
         self.drops.group_dropped(slot.group_id, reason)
         self.counts.stale += reason is DropReason.STALE
         self._move(slot, SlotState.DROPPED)
@@ -320,9 +373,15 @@ class Buffer:
     def _add(self, slot: Slot) -> None:
         self.slots[slot.group_id] = slot
         self._num[SlotState.RUNNING] += 1
+        heapq.heappush(self._running, slot.group_id)
         self._mark_idle()
 
     def _move(self, slot: Slot, to: SlotState) -> None:
+        is_usable = slot.has_signal or not self.bounds.filter_zero_signal
+        if slot.state is SlotState.READY and is_usable:
+            del self._usable[bisect_left(self._usable, slot.group_id)]
+        if to is SlotState.READY and is_usable:
+            insort(self._usable, slot.group_id)
         self._num[slot.state] -= 1
         slot.move(to)
         if MOVES[to]:

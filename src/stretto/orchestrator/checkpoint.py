@@ -32,6 +32,7 @@ class Progress(msgspec.Struct, kw_only=True):
     sampled: dict[int, float] = {}  # version -> mean held-out reward
     greedy: dict[int, float] = {}
     num_resumes: int = 0
+    curriculum: dict[str, dict[str, float]] = {}  # environment -> task id -> running reward, as of `step`
 
 
 def save(run_dir: RunDir, progress: Progress) -> None:

@@ -16,16 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from stretto.algorithms.credit import WHITENED
 from stretto.algorithms.custom import load_credit
 from stretto.base.aio import task_group
-from stretto.base.errors import EngineError, EnvError, WireError
+from stretto.base.errors import ConfigError, EngineError, EnvError, WireError
 from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
@@ -35,12 +35,13 @@ from stretto.monitors import Monitors
 from stretto.orchestrator import checkpoint, telemetry
 from stretto.orchestrator.buffer import Buffer, Counts, Slot
 from stretto.orchestrator.checkpoint import Progress
+from stretto.orchestrator.curriculum import Curriculum
 from stretto.orchestrator.evaluate import Evaluator, is_due, overall
+from stretto.orchestrator.filters import mean_reward, settle
 from stretto.orchestrator.packing import Cost, pack
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples
-from stretto.orchestrator.scoring import is_counted, score
 from stretto.orchestrator.tasks import TaskMix
 from stretto.records.rollout import Group, Task
 from stretto.records.sample import TrainBatch
@@ -82,6 +83,8 @@ class Engines(Protocol):
     """The engine client (transports/engine/client.py)."""
 
     async def wait_ready(self, timeout_s: float) -> None: ...
+
+    async def watch(self) -> None: ...
 
     async def metrics(self) -> dict[str, float]: ...
 
@@ -146,6 +149,8 @@ class Loop:
     cost: Cost
     progress: Progress
     evaluator: Evaluator | None = None
+    curriculum: Curriculum = field(default_factory=Curriculum)
+    vocab_size: int | None = None  # of the tokenizer; what gibberish is measured against
 
     def __post_init__(self) -> None:
         self.start = self.progress.step
@@ -161,7 +166,10 @@ class Loop:
         self._is_trainer_gone = False
         self._has_last_version = asyncio.Event()
         self._idle_s = 0.0
-        algos = {name: self.cfg.algo_of(name) for name in (env.name or env.id for env in self.cfg.env)}
+        names = [env.name or env.id for env in self.cfg.env]
+        self._players = {name: player_of(self.player, self.cfg, name) for name in names}
+        self._flags: Counter[str] = Counter()  # rollouts that each filter flagged since the last batch
+        algos = {name: self.cfg.algo_of(name) for name in names}
         self._whitened = [name for name, algo in algos.items() if algo.type in WHITENED]
         for algo in algos.values():
             if isinstance(algo, CustomAlgo):
@@ -177,11 +185,13 @@ class Loop:
             hearing = tasks.create_task(self.hear_trainer(), name="hear_trainer")
             following = tasks.create_task(self.follow_policy(), name="follow_policy")
             drawing = tasks.create_task(self.draw_groups(tasks), name="draw_groups")
+            watching = tasks.create_task(self.engines.watch(), name="watch_engines")
             await self.ship_batches()
             await self._last_step()
             await hearing
             following.cancel()
             drawing.cancel()
+            watching.cancel()
         self.progress.wall_s = self._before[1] + time.perf_counter() - self._started_at
         return self.progress
 
@@ -235,30 +245,47 @@ class Loop:
         group_id, task, is_new = self.cursor.take(self.mix)
         if is_new:
             self.ledger.task_drawn(group_id, task)
-        self.ledger.rollouts_started(group_id, range(self.cfg.group_size), self.buffer.version)
+        members = range(self.cfg.group_size_of(task.env))
+        self.ledger.rollouts_started(group_id, members, self.buffer.version)
         return self.buffer.start(group_id, task)
 
     async def play_group(self, slot: Slot) -> None:
-        """Roll out one group, score it, and hand it to the buffer."""
-        draw = Draw(slot.group_id, slot.task, self.cfg.group_size, slot.version)
-        group = await self.player.play(self.mix.envs[slot.task.env], draw)
-        group, has_signal = score(group, self.cfg.algo_of(group.task.env))
-        self.ledger.group_finished(group)
-        self.watch.progress(f"group {group.group_id} finished")
-        if any(map(is_counted, group.rollouts)):
-            self._failed_in_a_row = 0
-            self.buffer.finish(slot, group, has_signal=has_signal)
-        else:
-            self._on_failed_group(group)
+        """Roll out one group, give it credit, judge it, and hand it to the buffer."""
+        env = slot.task.env
+        draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version)
+        group = await self._players[env].play(self.mix.envs[env], draw)
+        settled = settle(group, self.cfg, self.vocab_size)
+        self.ledger.group_finished(settled.group)
+        self.watch.progress(f"group {slot.group_id} finished")
+        if settled.has_failed:
+            self._on_failed_group(settled.group)
             self.buffer.fail(slot)
+            return
+        self._failed_in_a_row = 0
+        rejected = settled.verdict.rejected
+        self._flags.update(settled.verdict.flags)
+        self.buffer.finish(slot, settled.group, has_signal=settled.has_signal, rejected=rejected)
+        if rejected is not None:
+            self._on_rejected_group(env, rejected)
+
+    def _on_rejected_group(self, env: str, rejected: str) -> None:
+        """Raises: ConfigError when too many groups were rejected without a batch."""
+        limit = self.cfg.max_rejected_batches * self.buffer.bounds.groups_per_batch
+        if self.buffer.num_rejected >= limit:
+            raise ConfigError(
+                f"{limit} groups were rejected without making a batch (max_rejected_batches = "
+                f"{self.cfg.max_rejected_batches}), the last one, of {env}, by {rejected}: tasks are too easy or too "
+                "hard for this policy, or its range is too wide."
+            )
 
     def _on_failed_group(self, group: Group) -> None:
-        """Raises: EnvError or EngineError when too many groups in a row have failed."""
+        """Raises: the error that says who must act, when too many groups in a row have failed."""
         self._failed_in_a_row += 1
         cause = group.rollouts[-1].error or "unknown"
         logger.warning("group %d failed (%d in a row): %s", group.group_id, self._failed_in_a_row, cause)
         if self._failed_in_a_row >= self.cfg.max_failed_groups:
-            kind = EnvError if cause.startswith("EnvError") else EngineError
+            kinds = (EnvError, ConfigError)
+            kind = next((each for each in kinds if cause.startswith(each.__name__)), EngineError)
             raise kind(
                 f"{self._failed_in_a_row} groups in a row failed (max_failed_groups); the last one, "
                 f"group {group.group_id} of {group.task.env}: {cause}"
@@ -287,7 +314,13 @@ class Loop:
             world_size=self.cfg.num_train_workers,
             cost=self.cost,
         )
-        row = telemetry.batch_row(slots, self.buffer.left_out(list(slots)), self.buffer, self._take_counts())
+        left_out = self.buffer.left_out(list(slots))
+        row = telemetry.batch_row(slots, left_out, self.buffer, self._take_counts())
+        row.metrics |= telemetry.filter_row(self.cfg.filters, self._take_flags(), [*slots, *left_out])
+        decided = sorted((*slots, *left_out), key=lambda slot: slot.group_id)
+        self.curriculum.observe(
+            step, [(slot.task.env, slot.task.task_id, mean_reward(slot.group)) for slot in decided]
+        )
         self.ledger.batch_shipped(step, [slot.group_id for slot in slots])
         self.buffer.ship(list(slots))
         row.metrics["time/pack"] = time.perf_counter() - started
@@ -301,6 +334,10 @@ class Loop:
     def _take_counts(self) -> Counts:
         counts, self.buffer.counts = self.buffer.counts, Counts()
         return counts
+
+    def _take_flags(self) -> Counter[str]:
+        flags, self._flags = self._flags, Counter()
+        return flags
 
     def _warn_without_signal(self, step: int, slots: Sequence[Slot]) -> None:
         num_empty = sum(not slot.has_signal for slot in slots)
@@ -327,6 +364,7 @@ class Loop:
             self.watch.progress(f"version {version} loaded")
             telling = asyncio.create_task(self.control.send(VersionLoaded(version=version)))
             is_due = self._should_evaluate(version)
+            self.curriculum.advance(version)
             if is_due and self.cfg.max_async_level == 0:  # synchronous: nothing runs beside an eval
                 await self.evaluate(version)
             self.buffer.on_loaded(version)
@@ -423,6 +461,7 @@ class Loop:
             "tokens_per_s": row.num_tokens / step_s,
             "trainer/step_s": done.time_s,
             "trainer/wait_s": done.wait_s,
+            **self.curriculum.gauges(),
             "progress/rollouts": float(self.progress.num_rollouts),
             "progress/tokens": float(self.progress.num_tokens),
         }
@@ -446,6 +485,7 @@ class Loop:
         if step != self.progress.step:
             raise WireError(f"the trainer saved a checkpoint of step {step} after step {self.progress.step}")
         # The ledger gives up payloads that no checkpoint needs: it hears of one only when it is complete.
+        self.progress.curriculum = self.curriculum.state_at(step)
         checkpoint.save(self.run_dir, self.progress)
         self.ledger.checkpoint_saved(step)
         await self.control.send(CheckpointComplete(step=step))
@@ -469,3 +509,11 @@ class Loop:
         elif self.progress.step != self.cfg.max_steps:
             report("phase", text=f"stopping after step {self.progress.step}")
             await self.control.send(Stop(reason="interrupted", save=self.progress.step > self.start))
+
+
+def player_of(player: Player, cfg: OrchestratorSection, name: str) -> Player:
+    """The player with an environment's own sampling and deadline."""
+    section = cfg.env_of(name)
+    assert section is not None, f"no environment {name}"
+    timeout_s = section.rollout_timeout_s or player.timeout_s
+    return replace(player, sampling=section.sampling.over(player.sampling), timeout_s=timeout_s)

@@ -22,6 +22,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.status import report
 from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
+from stretto.config.curriculum import DifficultySampler
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.config.roots import OrchestratorConfig
 from stretto.envs.base import Environment
@@ -31,12 +32,13 @@ from stretto.orchestrator import checkpoint
 from stretto.orchestrator.buffer import Bounds, Buffer
 from stretto.orchestrator.build import build_engines, build_env, build_renderer_of, build_scratch_renderer
 from stretto.orchestrator.checkpoint import Progress, summary_of
+from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
 from stretto.orchestrator.evaluate import Evaluator, eval_envs
+from stretto.orchestrator.filters import settle
 from stretto.orchestrator.loop import Control, Cursor, Engines, Loop, Sender
 from stretto.orchestrator.packing import cost_of_model
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Player
-from stretto.orchestrator.scoring import is_counted, score
 from stretto.orchestrator.tasks import TaskMix
 from stretto.transports.control import ControlServer
 from stretto.transports.rollouts import build_sender
@@ -110,7 +112,9 @@ def build_loop(
     stack.callback(ledger.close)
     buffer = Buffer(bounds_of(cfg), ledger, next_step=progress.step + 1)
     cursor = (
-        take_over(ledger, buffer, cfg, progress.step) if cfg.resume else Cursor(ledger.next_draw(), deque())
+        take_over(ledger, buffer, cfg, renderer, progress.step)
+        if cfg.resume
+        else Cursor(ledger.next_draw(), deque())
     )
     info = {"pid": os.getpid(), "seed": cfg.seed, "max_off_policy_steps": cfg.max_off_policy_steps}
     ledger.run_started(info, resumed_step=resumed_step)
@@ -130,10 +134,12 @@ def build_loop(
         role="orchestrator",
     )
     stack.enter_context(watch)
+    curriculum = build_curriculum(cfg, envs)
+    curriculum.restore(progress.curriculum)
     return Loop(
         cfg=cfg,
         run_dir=run_dir,
-        mix=TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed),
+        mix=TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools),
         cursor=cursor,
         player=player,
         buffer=buffer,
@@ -147,7 +153,30 @@ def build_loop(
         cost=cost_of_model(cfg.model.name),
         progress=progress,
         evaluator=build_evaluator(cfg, envs, player, watch),
+        curriculum=curriculum,
+        vocab_size=vocab_size_of(cfg, renderer),
     )
+
+
+def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment]) -> Curriculum:
+    """The difficulty pools of the environments that ask for them.
+
+    Raises: ConfigError for an environment that cannot have them.
+    """
+    return Curriculum(
+        {
+            env.name: DifficultyPools(env.name, env.tasks("train"), section.curriculum.sampler)
+            for env, section in zip(envs, cfg.env, strict=True)
+            if isinstance(section.curriculum.sampler, DifficultySampler)
+        }
+    )
+
+
+def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:
+    """Size of the vocabulary, where a filter needs it."""
+    if not any(section.type == "gibberish" for section in cfg.filters):
+        return None
+    return renderer.tokenizer.vocab_size
 
 
 def build_evaluator(
@@ -175,6 +204,8 @@ def bounds_of(cfg: OrchestratorSection) -> Bounds:
         max_oversampling=cfg.max_oversampling,
         filter_zero_signal=cfg.filter_zero_advantages,
         max_steps=cfg.max_steps,
+        is_in_dispatch_order=cfg.batch_order == "dispatch",
+        oversampling_factor=cfg.oversampling_factor,
     )
 
 
@@ -196,17 +227,21 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
     return progress
 
 
-def take_over(ledger: Ledger, buffer: Buffer, cfg: OrchestratorSection, step: int) -> Cursor:
+def take_over(
+    ledger: Ledger, buffer: Buffer, cfg: OrchestratorSection, renderer: Renderer, step: int
+) -> Cursor:
     """Forget what came after `step`, take over finished groups that are fresh, list what must run again."""
     rewound = ledger.rewind(step)
     groups = ledger.resumable(step, buffer.bounds.oldest_version(step + 1))
     reused = 0
     for group in groups:
-        group, has_signal = score(group, cfg.algo_of(group.task.env))
-        if any(map(is_counted, group.rollouts)):
-            buffer.restore(group, has_signal=has_signal)
+        settled = settle(group, cfg, vocab_size_of(cfg, renderer))
+        if not settled.has_failed:
+            rejected = settled.verdict.rejected
+            buffer.restore(settled.group, has_signal=settled.has_signal, rejected=rejected)
             reused += len(group.rollouts)
     redraws = ledger.unfinished_draws()
+    buffer.owe(group_id for group_id, _ in redraws)
     text = (
         f"resumed from step {step}: {reused} finished rollouts reused, "
         f"{len(redraws)} groups run again ({rewound.rollouts_lost} rollouts were unfinished or too new)"

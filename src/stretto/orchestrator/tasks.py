@@ -2,12 +2,13 @@
 
 Environments take turns in a fixed cycle of up to 1000 draws that keeps their ratios exactly and mixes them
 evenly. Inside an environment tasks come in order of index where there is no end of them, and in a fresh
-shuffle an epoch where there is.
+shuffle an epoch where there is. An environment with difficulty pools (curriculum.py) draws from those: then
+a draw depends on its number and on the pools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
@@ -17,6 +18,7 @@ import numpy as np
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Environment, TaskSource
+from stretto.orchestrator.curriculum import DifficultyPools
 from stretto.records.rollout import Task
 
 CYCLE = 1000
@@ -32,13 +34,20 @@ def seed_of(*parts: object) -> int:
 class TaskMix:
     """Draws from several environments' training tasks by ratio."""
 
-    def __init__(self, envs: Sequence[Environment], ratios: Sequence[float], seed: int) -> None:
+    def __init__(
+        self,
+        envs: Sequence[Environment],
+        ratios: Sequence[float],
+        seed: int,
+        pools: Mapping[str, DifficultyPools] | None = None,
+    ) -> None:
         assert len(envs) == len(ratios) > 0, "a run needs at least one environment"
         names = [env.name for env in envs]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"[[env]] {sorted(repeated)[0]!r} stands there twice; give each a `name`.")
         self.envs = {env.name: env for env in envs}
         self._sources = [env.tasks("train") for env in envs]
+        self._names, self._pools = names, pools or {}
         self._seed = seed
         self._cycle, self._counts = _cycle_of(ratios)
 
@@ -46,6 +55,8 @@ class TaskMix:
         """Draw number k, the same in every process and after every restart."""
         turn, position = divmod(k, len(self._cycle))
         env, rank = self._cycle[position]
+        if pools := self._pools.get(self._names[env]):
+            return pools.draw(np.random.default_rng(seed_of("pool", self._seed, env, k)))
         return self._task(self._sources[env], env, turn * self._counts[env] + rank)
 
     def _task(self, source: TaskSource, env: int, index: int) -> Task:

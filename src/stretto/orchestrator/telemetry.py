@@ -7,7 +7,9 @@ Names follow prime-rl's:
     reward/{mean,std}  reward/<env>/mean       over the groups of the batch and those left out for want of signal
     reward/trained                             over the rollouts of the batch alone
     off_policy/{mean,max,dropped}              versions from first token to training; groups that were too old
-    groups/{drawn,failed,zero_signal_share}    since the last batch
+    groups/{drawn,failed,rejected,zero_signal_share}    since the last batch
+    filter/<type>                              share of finished rollouts it flagged, since the last batch
+    curriculum/<env>/{unseen,hard,normal,easy} tasks in each difficulty pool
     completion/{mean,max,truncated_share}      sampled tokens a rollout
     time/{step,wait_for_rollouts,wait_for_trainer,pack,update_weights}      seconds
     canary/error        mean difference between engine and trainer on fixed tokens, nats
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stretto.base.status import report
+from stretto.config.curriculum import Filter
 from stretto.orchestrator.buffer import Buffer, Counts, Slot
 from stretto.orchestrator.evaluate import Score, overall
 from stretto.orchestrator.scoring import is_counted
@@ -68,6 +71,7 @@ def batch_row(slots: Sequence[Slot], left_out: Sequence[Slot], buffer: Buffer, c
         "off_policy/dropped": float(counts.stale),
         "groups/drawn": float(counts.drawn),
         "groups/failed": float(counts.failed),
+        "groups/rejected": float(counts.rejected),
         "groups/zero_signal_share": counts.zero_signal / max(counts.finished, 1),
         "completion/mean": float(lengths.mean()),
         "completion/max": float(lengths.max()),
@@ -75,6 +79,14 @@ def batch_row(slots: Sequence[Slot], left_out: Sequence[Slot], buffer: Buffer, c
     }
     metrics |= _by_env(played)
     return StepRow(metrics, len(rollouts), int(lengths.sum()))
+
+
+def filter_row(
+    filters: Sequence[Filter], flags: Mapping[str, int], slots: Sequence[Slot]
+) -> dict[str, float]:
+    """How often each filter flagged a rollout; more than the batch's may have been judged since the last one."""
+    total = max(sum(len(slot.group.rollouts) for slot in slots), 1)
+    return {f"filter/{each.type}": flags.get(each.type, 0) / total for each in filters}
 
 
 def _by_env(rollouts: Sequence) -> dict[str, float]:
