@@ -1,0 +1,79 @@
+"""A mixture of experts from nothing to `rl`: warm-up, then engine, orchestrator and trainer with replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Ended, merged, rl, start, toml, wait
+
+NUM_STEPS = 6
+LETTERS = {"num_letters": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """0.2M parameters, 8 experts a block, 2 of them a token; after so few steps its choices still change."""
+    directory = tmp_path_factory.mktemp("warm-up")
+    settings = {
+        "max_steps": 60,
+        "seq_len": 1024,
+        "num_threads": 1,
+        "output_dir": directory,
+        "run": {"name": "run"},
+        "model": {"scratch": {"family": "qwen3_moe", "moe_intermediate_size": 32}},
+        "data": {"type": "environment", "id": "sort-letters", "args": LETTERS, "num_rows": 2048},
+        "optim": {"lr": 2e-3},
+    }
+    (directory / "sft.toml").write_text(toml(settings))
+    code, output = wait(start("sft", ["@", "sft.toml"], directory))
+    assert code == 0, output
+    return directory / "run" / "weights" / "latest"
+
+
+def run(directory: Path, model: Path, **more: Any) -> Ended:
+    settings = {
+        "max_steps": NUM_STEPS,
+        "seq_len": 256,
+        "model": {"name": model},
+        "orchestrator": {
+            "batch_size": 32,
+            "group_size": 4,
+            "max_async_level": 0,
+            "train": {"sampling": {"max_completion_tokens": 6}},
+            "env": [{"id": "sort-letters", "args": LETTERS}],
+        },
+        "trainer": {"optim": {"lr": 1e-3}},
+    }
+    return rl(directory, merged(settings, more))
+
+
+def test_a_mixture_trains_with_replay_and_is_what_transformers_loads(model: Path, tmp_path: Path) -> None:
+    ended = run(tmp_path, model, trainer={"enable_router_replay": True})
+    assert all(0 <= value < 1e-6 for value in ended.column("mismatch_kl/max"))
+    assert len(ended.column("max_vio/mean", "trainer")) == NUM_STEPS
+    with ended.ledger() as ledger:
+        row = next(iter(ledger.trained_rollouts(1)))
+        branch = ledger.group(row["group_id"]).rollouts[row["member"]].branches[0]
+        assert branch.routed_experts.shape == (len(branch.token_ids), 2, 2)
+        assert branch.routed_experts[:-1].max() < 8
+    from transformers import AutoModelForCausalLM
+
+    before, info = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    after = AutoModelForCausalLM.from_pretrained(ended.run.weights_step(NUM_STEPS))
+    changed = [not a.equal(b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+    assert all(changed)
+
+
+def test_replay_lowers_the_mismatch_of_an_engine_in_bfloat16(model: Path, tmp_path: Path) -> None:
+    means = []
+    for replay in (False, True):
+        directory = tmp_path / str(replay)
+        directory.mkdir()
+        more = {"inference": {"dtype": "bfloat16"}, "trainer": {"enable_router_replay": replay}}
+        ended = run(directory, model, **more)
+        values = ended.column("mismatch_kl/mean")
+        means.append(sum(values) / len(values))
+    assert 0 < means[1] < means[0], means
