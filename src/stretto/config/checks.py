@@ -84,6 +84,10 @@ def check_model(model: ModelSection, prefix: str) -> list[Problem]:
         paths = (f"{path}.scratch.num_heads", f"{path}.scratch.num_kv_heads")
         rule = f"must be a multiple of {paths[1]} = {scratch.num_kv_heads}"
         problems.append(Problem(paths, f"{paths[0]} = {scratch.num_heads} {rule}"))
+    if scratch is not None and scratch.num_experts_per_tok > scratch.num_experts:
+        paths = (f"{path}.scratch.num_experts_per_tok", f"{path}.scratch.num_experts")
+        rule = f"is more than {paths[1]} = {scratch.num_experts}; lower the one or raise the other"
+        problems.append(Problem(paths, f"{paths[0]} = {scratch.num_experts_per_tok} {rule}"))
     return problems
 
 

@@ -143,20 +143,18 @@ class Experts(nn.Module):
         return F.grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=offsets)
 
     def _loop(self, x: Tensor, counts: list[int]) -> Tensor:
-        parts = [self._expert(expert, rows) for expert, rows in enumerate(x.split(counts)) if len(rows)]
-        return torch.cat(parts)
+        # unbind, because the gradient of weight[e] would be as large as the whole stack, once for every e.
+        weights = zip(self.gate_up_proj.unbind(), self.down_proj.unbind())
+        return torch.cat([_mlp(rows, *w) for rows, w in zip(x.split(counts), weights) if len(rows)])
 
     def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:
         out = []
-        for expert, rows in enumerate(x.split(counts)):
+        for rows, gate_up, down in zip(x.split(counts), self.gate_up_proj, self.down_proj):
             if len(rows):
                 padded = F.pad(rows, (0, 0, 0, -len(rows) % multiple))
                 tiles = padded.split(multiple) if is_tiled else (padded,)
-                out.append(torch.cat([self._expert(expert, tile) for tile in tiles])[: len(rows)])
+                out.append(torch.cat([_mlp(tile, gate_up, down) for tile in tiles])[: len(rows)])
         return torch.cat(out)
-
-    def _expert(self, expert: int, rows: Tensor) -> Tensor:
-        return F.linear(_gated(F.linear(rows, self.gate_up_proj[expert])), self.down_proj[expert])
 
     def _is_aligned(self, dtype: torch.dtype) -> bool:
         """grouped_mm wants rows of a multiple of 16 bytes; a model of odd sizes takes the loop."""
@@ -207,6 +205,11 @@ def update_expert_bias(model: nn.Module, loads: Float[Tensor, "mixtures experts"
     for mixture, load in zip(mixtures(model).values(), loads, strict=True):
         step = torch.sign(load.mean() - load).to(mixture.gate.expert_bias)
         mixture.gate.expert_bias += rate * (step - step.mean())
+
+
+def _mlp(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """One expert."""
+    return F.linear(_gated(F.linear(rows, gate_up)), down)
 
 
 def _gated(gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
