@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,3 +225,25 @@ def test_a_model_loads_in_place_without_new_memory(tmp_path):
     owned = {p.untyped_storage().data_ptr() for p in ours.parameters()}
     assert all(view.untyped_storage().data_ptr() in owned for view in views), "export copies nothing"
     assert whole(ours.named_parameters()).keys() == ours.tensor_map.shapes.keys()
+
+
+def test_the_template_of_the_guide_is_a_working_family(tmp_path, monkeypatch):
+    """phi3 as docs/add_a_model.md writes it down; its checkpoints fuse what ours has apart."""
+    page = (Path(__file__).parents[2] / "docs" / "add_a_model.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict = {}
+    exec(source, names)
+    monkeypatch.setitem(FAMILIES, "phi3", names["PHI3"])
+    monkeypatch.setitem(CASES, "phi3", ("phi3", {"pad_token_id": 0}))
+    theirs = build_theirs("phi3")
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = hub.load_model(tmp_path / "theirs", dtype=torch.float32)
+    assert "model.layers.2.self_attn.k_proj.weight" in ours.tensor_map.shapes
+    ids = torch.arange(VOCAB)
+    with torch.no_grad():
+        expected = theirs(input_ids=ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(our_logits(ours, ids, (0, VOCAB)), expected, atol=2e-5, rtol=1e-4)
+    hub.save_hf(ours, tmp_path / "ours")
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -12,6 +14,7 @@ from tiny import build_policy
 
 from stretto.base.errors import DataError
 from stretto.models import hub
+from stretto.models.safetensors_file import read_file
 from stretto.models.tensor_map import Local, Rule, TensorMap, whole
 
 RULES = (
@@ -130,3 +133,54 @@ def test_a_rule_that_cannot_be_inverted_is_not_built():
     for rule in ((("a", "b"), ("c", "d")), (("a", "b"), ("c.{expert}",))):
         with pytest.raises(AssertionError):
             Rule(*rule)
+
+
+def test_files_are_read_as_the_library_reads_them(tmp_path):
+    path = tmp_path / "a.safetensors"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+    tensors = {f"t{i}": torch.randn(5, i + 1, 3).to(dtype) for i, dtype in enumerate(dtypes)}
+    tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = dict(read_file(path))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].shape == tuple(tensor.shape) and torch.equal(found[name][()], tensor)
+    part = (slice(1, 3), slice(0, 1), slice(2, 3))
+    assert torch.equal(found["t1"][part], tensors["t1"][part])
+
+
+def test_a_file_that_is_being_read_stays_mapped_no_longer_than_a_read(tmp_path):
+    """Mapped pages that were read count as this process's memory: loading would peak at twice the model."""
+    hub.save_hf(build_policy(), tmp_path)
+    held = []
+    for _, _, source in hub.read_tensors(tmp_path):
+        held.append((source, source[()]))
+        assert "model.safetensors" not in Path("/proc/self/maps").read_text()
+
+
+def test_any_damage_to_a_header_is_a_message_or_changes_no_shape(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.randn(3, 4), "b": torch.ones(2)}, path)
+    data = path.read_bytes()
+    rng = np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(400):
+        bad = bytearray(data)
+        at = int(rng.integers(0, len(data) - 56))
+        bad[at] = int(rng.integers(0, 256))
+        path.write_bytes(bad)
+        try:
+            for _, tensor in read_file(path):
+                assert tensor[()].shape == tensor.shape
+        except DataError as error:
+            assert str(path) in str(error)
+            num_refused += 1
+    assert num_refused > 100
+    for header in (b"[]", b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}'):
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        with pytest.raises(DataError, match="truncated or damaged"):
+            list(read_file(path))
+    header = b'{"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(DataError, match="'a' is of dtype F4"):
+        list(read_file(path))

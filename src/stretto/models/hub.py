@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from stretto.models.config import ModelConfig, Rope, parse_config, to_hf
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
 from stretto.models.moe import MoEShape
+from stretto.models.safetensors_file import read_file
 from stretto.models.tensor_map import Local, Source, TensorMap, whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -221,13 +221,8 @@ def fill(
 def read_tensors(directory: Path) -> Iterator[tuple[str, tuple[int, ...], Source]]:
     """Every tensor of a model directory by name and shape; bytes are read when the source is indexed."""
     for path in _weight_files(directory):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    source = file.get_slice(name)
-                    yield name, tuple(source.get_shape()), source
-        except (SafetensorError, OSError) as cause:
-            raise DataError(f"{path}: cannot be read ({cause}); the file is truncated or damaged") from cause
+        for name, tensor in read_file(path):
+            yield name, tensor.shape, tensor
 
 
 def save_hf(model: nn.Module, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:

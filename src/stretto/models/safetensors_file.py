@@ -1,0 +1,93 @@
+"""Safetensors files, read by rectangles of tensors and without staying in memory.
+
+The library maps a whole file for as long as it is open, so every page that was read counts as this process's
+memory until the end, and loading peaks at twice the model. Here each read maps its own tensor and unmaps it:
+the peak is the model and one tensor. The format: 8 bytes length, a JSON header of names, dtypes, shapes and
+offsets, then the bytes (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.base.errors import DataError
+from stretto.models.tensor_map import Region, Shape
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of a file; indexing it with slices reads what they name."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: Shape
+    offset: int  # bytes from the beginning of the file
+
+    def __getitem__(self, region: Region) -> Tensor:
+        """A tensor of its own: nothing of the file stays mapped."""
+        if not math.prod(self.shape):
+            return torch.empty(self.shape, dtype=self.dtype)[region]
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        mapped = np.memmap(self.path, np.uint8, mode="c", offset=self.offset, shape=(num_bytes,))
+        return torch.from_numpy(mapped).view(self.dtype).view(self.shape)[region].clone()
+
+
+def read_file(path: Path) -> Iterator[tuple[str, FileTensor]]:
+    """Every tensor of a file by name, in the order of their bytes.
+
+    Raises: DataError when the file is truncated or damaged, or holds a dtype unknown here.
+    """
+    header, begin, end = _header(path)
+    try:
+        tensors = [
+            (name, _tensor(path, name, entry, begin, end))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as cause:
+        raise _damaged(path, f"its header is not one of safetensors: {cause!r}") from cause
+    yield from sorted(tensors, key=lambda item: item[1].offset)
+
+
+def _tensor(path: Path, name: str, entry: dict, begin: int, end: int) -> FileTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise DataError(f"{path}: tensor {name!r} is of dtype {entry['dtype']}, which is not read here")
+    low, high = map(int, entry["data_offsets"])
+    tensor = FileTensor(path, _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), begin + low)
+    num_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+    if low < 0 or min(tensor.shape, default=0) < 0 or high - low != num_bytes or begin + high > end:
+        raise _damaged(path, f"tensor {name!r} ends beyond the end or is not as long as its shape")
+    return tensor
+
+
+def _header(path: Path) -> tuple[dict, int, int]:
+    """The header, where the bytes begin, and where the file ends."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            if length > min(_MAX_HEADER_BYTES, size - 8):
+                raise _damaged(path, f"its header of {length} bytes does not fit its {size} bytes")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError) as cause:
+        raise _damaged(path, str(cause)) from cause
+    return header, 8 + length, size
+
+
+def _damaged(path: Path, cause: str) -> DataError:
+    return DataError(f"{path}: cannot be read ({cause}); the file is truncated or damaged")

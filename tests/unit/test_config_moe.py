@@ -1,0 +1,53 @@
+"""Settings about experts: what one implies for another process, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.config.inference import InferenceSection
+from stretto.config.model import ModelSection
+from stretto.config.roots import RLConfig, TrainerConfig
+
+ENV = {"env": [{"id": "reverse-text"}]}
+
+
+def rl(**settings):
+    return RLConfig.model_validate({"orchestrator": ENV} | settings)
+
+
+def test_replay_has_the_engine_return_its_choices():
+    assert not rl().inference.enable_return_routed_experts
+    assert rl(trainer={"enable_router_replay": True}).inference.enable_return_routed_experts
+    assert rl(
+        trainer={"enable_router_replay": True}, inference={"seed": 3}
+    ).inference.enable_return_routed_experts
+    alone = rl(inference={"vllm": {"enable_return_routed_experts": True}})
+    assert alone.inference.enable_return_routed_experts and not alone.trainer.enable_router_replay
+
+
+def test_what_is_derived_loads_again():
+    cfg = rl(trainer={"enable_router_replay": True})
+    assert cfg.trainer_config().enable_router_replay and cfg.inference_config().enable_return_routed_experts
+    assert RLConfig.model_validate(cfg.model_dump()).inference.enable_return_routed_experts
+
+
+def test_replay_without_choices_is_refused():
+    with pytest.raises(ValueError, match="enable_return_routed_experts = false: there would be nothing"):
+        rl(trainer={"enable_router_replay": True}, inference={"enable_return_routed_experts": False})
+
+
+def test_engines_that_already_run_are_not_asked():
+    cfg = rl(trainer={"enable_router_replay": True}, inference=None)
+    assert cfg.inference is None and cfg.trainer.enable_router_replay
+
+
+def test_more_chosen_experts_than_there_are_is_refused():
+    model = {"scratch": {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5}}
+    with pytest.raises(ValueError, match=r"num_experts_per_tok = 5 is more than .*num_experts = 4"):
+        TrainerConfig.model_validate({"model": model})
+
+
+def test_defaults_are_those_of_the_spec():
+    model = ModelSection()
+    assert model.moe_use_grouped_mm and not model.freeze_moe_router and model.moe_bias_update_rate is None
+    assert not InferenceSection().enable_return_routed_experts
