@@ -88,6 +88,9 @@ class CharRenderer:
         text = "".join(chr(i) for i in completion_ids if i != self.END)
         return {"role": "assistant", "content": text}
 
+    def decode(self, token_ids) -> str:
+        return "".join(map(chr, token_ids))
+
 
 # -- an engine --
 

@@ -91,6 +91,14 @@ class RunDir:
         return self.path / "metrics" / f"{role}.jsonl"
 
     @property
+    def evals(self) -> Path:
+        """Directory of eval results and samples, one a version."""
+        return self.path / "evals"
+
+    def eval(self, version: int) -> Path:
+        return self.evals / f"version_{version}"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

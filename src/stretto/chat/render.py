@@ -131,6 +131,10 @@ class Renderer:
             message["unparsed_tool_calls"] = broken
         return message
 
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Text of any ids, special tokens spelled out."""
+        return self.tokenizer.decode(token_ids)
+
     def _find_reply_prefix(self) -> np.ndarray:
         """What stands before every reply: the role header and, with thinking off, an empty thought."""
         messages = [{"role": "user", "content": "a"}]

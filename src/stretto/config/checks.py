@@ -170,6 +170,10 @@ def check_orchestrator(section: OrchestratorSection, prefix: str) -> list[Proble
         problems += check_room(section.eval.sampling, section.seq_len, prefix, "eval.sampling")
         problems += check_eval_steps(section.eval, section.max_steps, prefix)
     problems += check_base_url(section.client, prefix)
+    if section.client.api == "chat":
+        path = at(prefix, "client.api")
+        rule = 'gives no tokens to train on; use "tokens" with the `inference` verb or vLLM'
+        problems.append(Problem((path,), f'{path} = "chat" {rule}'))
     addresses = [url for url in urls(section.client) if is_address(url)]
     remote = [url for url in addresses if urlsplit(url).hostname not in LOCAL_HOSTS]
     if remote and section.weight_broadcast.type == "shm":
@@ -364,6 +368,9 @@ def check_eval(cfg: EvalConfig) -> list[Problem]:
         problems.append(
             Problem(("eval.env",), f"eval.env: no environment to evaluate; add one, such as {example}")
         )
+    if cfg.model is not None and cfg.client.api == "chat":
+        rule = "starts an engine of our own, which has tokens; leave client.api out, or model"
+        problems.append(Problem(("model", "client.api"), f"model = {cfg.model!r} {rule}"))
     if cfg.model is None:
         problems += check_base_url(cfg.client, "")
     else:

@@ -35,6 +35,11 @@ class ClientSection(Section):
     """Longest wait for an engine to become healthy."""
     max_retries: int = Field(3, ge=0)
     """Retries of a request that failed for reasons of infrastructure."""
+    api: Literal["tokens", "chat"] = "tokens"
+    """`tokens`: our engines and vLLM, token ids in and out; `chat`: any server with /chat/completions, text only,
+    for the verb `eval`."""
+    served_model: str | None = None
+    """Model named in requests of api = "chat"; None: the first the server lists."""
     liveness_interval_s: float = Field(5.0, gt=0)
     """Seconds between two questions to an engine whether it lives."""
     liveness_timeout_s: float = Field(30.0, gt=0)
@@ -123,10 +128,28 @@ class TrainSection(Section):
     sampling: SamplingSection = SamplingSection()
 
 
-class EvalSection(Section):
-    """Evaluation on held-out tasks, before, during and after training."""
+class EvalEnvSection(EnvSection):
+    """One environment that is evaluated on; what is None is as in [eval]."""
 
-    env: list[EnvSection] = Field([])
+    interval: int | None = Field(None, gt=0)
+    """Steps between evals of it."""
+    num_examples: int | None = Field(None, gt=0)
+    """Tasks of it."""
+    group_size: int | None = Field(None, gt=0)
+    """Rollouts per task (sampled)."""
+    sampling: SamplingOverrides = SamplingOverrides()
+    """How it is sampled."""
+
+    aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
+
+
+class EvalSection(Section):
+    """Evaluation on held-out tasks, before, during and after training.
+
+    An eval is of one version of the weights: the next one waits until it is done.
+    """
+
+    env: list[EvalEnvSection] = Field([])
     """Environments; empty: the training environments' held-out tasks."""
     interval: int | None = Field(None, gt=0)
     """Steps between evals; None: only before and after."""
@@ -138,6 +161,10 @@ class EvalSection(Section):
     """Also evaluate with temperature 0."""
     skip_first_step: bool = False
     """No eval of the starting weights."""
+    retrigger_on_resume: bool = False
+    """Evaluate the version a run resumes from once more, even if it has been."""
+    save_samples: bool = True
+    """Keep prompt, reply and reward of every rollout in RUN/evals."""
     sampling: SamplingSection = SamplingSection()
 
     aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}

@@ -13,6 +13,7 @@ from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.model import RendererSection, ScratchSection
 from stretto.config.orchestrator import ClientSection, EnvSection
 from stretto.envs.base import Environment, load_environment
+from stretto.transports.engine.chat import ChatClient
 from stretto.transports.engine.client import EngineClient
 
 
@@ -33,6 +34,18 @@ def build_engines(section: ClientSection) -> EngineClient:
         liveness_timeout_s=section.liveness_timeout_s,
         recovery_timeout_s=section.recovery_timeout_s,
         on_down=lambda url, reason: report("engine", url=url, state="down", reason=reason),
+    )
+
+
+def build_chat(section: ClientSection) -> ChatClient:
+    """A client of any server with /chat/completions, which is its renderer as well."""
+    url = section.base_url if isinstance(section.base_url, str) else section.base_url[0]
+    return ChatClient(
+        url,
+        os.environ.get(section.api_key_var),
+        model=section.served_model,
+        timeout_s=section.timeout_s,
+        max_retries=section.max_retries,
     )
 
 

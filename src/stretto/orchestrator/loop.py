@@ -36,7 +36,7 @@ from stretto.orchestrator import checkpoint, telemetry
 from stretto.orchestrator.buffer import Buffer, Counts, Slot
 from stretto.orchestrator.checkpoint import Progress
 from stretto.orchestrator.curriculum import Curriculum
-from stretto.orchestrator.evaluate import Evaluator, is_due, overall
+from stretto.orchestrator.evaluate import Evaluator, is_due, overall, table
 from stretto.orchestrator.filters import mean_reward, settle
 from stretto.orchestrator.packing import Cost, pack
 from stretto.orchestrator.policy import Policy
@@ -384,7 +384,7 @@ class Loop:
         """Held-out reward of the weights that are loaded; the next version waits until it is done."""
         assert self.evaluator is not None, "an eval is due and there is no evaluator"
         report("phase", text=f"evaluating version {version}")
-        scores = await self.evaluator.evaluate(version)
+        scores = await self.evaluator.evaluate(version, end=self.cfg.max_steps)
         self.progress.sampled[version] = overall(scores, "sampled")
         if (greedy := overall(scores, "greedy")) is not None:
             self.progress.greedy[version] = greedy
@@ -392,6 +392,7 @@ class Loop:
         self.ledger.event("eval", {"version": version, **row})
         self.monitors.log(version, row)
         telemetry.report_eval(version, scores)
+        logger.info("eval of version %d:\n%s", version, table(scores))
         self.watch.progress(f"version {version} evaluated")
 
     async def hear_trainer(self) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from stretto.base import log
 from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
@@ -28,7 +29,7 @@ from stretto.config.roots import OrchestratorConfig
 from stretto.envs.base import Environment
 from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
-from stretto.orchestrator import checkpoint
+from stretto.orchestrator import checkpoint, evaluate
 from stretto.orchestrator.buffer import Bounds, Buffer
 from stretto.orchestrator.build import build_engines, build_env, build_renderer_of, build_scratch_renderer
 from stretto.orchestrator.checkpoint import Progress, summary_of
@@ -152,7 +153,7 @@ def build_loop(
         watch=watch,
         cost=cost_of_model(cfg.model.name),
         progress=progress,
-        evaluator=build_evaluator(cfg, envs, player, watch),
+        evaluator=build_evaluator(cfg, envs, player, watch, run_dir),
         curriculum=curriculum,
         vocab_size=vocab_size_of(cfg, renderer),
     )
@@ -180,7 +181,7 @@ def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:
 
 
 def build_evaluator(
-    cfg: OrchestratorSection, envs: Sequence[Environment], player: Player, watch: Watch
+    cfg: OrchestratorSection, envs: Sequence[Environment], player: Player, watch: Watch, run_dir: RunDir
 ) -> Evaluator | None:
     """Evals as configured; None: there are none."""
     section = cfg.eval_as_trained()
@@ -192,6 +193,7 @@ def build_evaluator(
         player,
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,
         watch=watch,
+        run_dir=run_dir,
     )
 
 
@@ -224,6 +226,15 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
         raise ConfigError(f"--resume: {cfg.run_dir} has no complete checkpoint; start over with --clean.")
     progress = checkpoint.load(cfg.run_dir, step)
     progress.num_resumes += 1
+    # A version is often evaluated after its checkpoint is saved: what was done is not done again.
+    done = evaluate.recall(cfg.run_dir, step)
+    if cfg.eval is not None and cfg.eval.retrigger_on_resume:
+        progress.sampled.pop(step, None)
+        progress.greedy.pop(step, None)
+    elif done is not None:
+        for means, mode in ((progress.sampled, "sampled"), (progress.greedy, "greedy")):
+            if mode in done:
+                means.setdefault(step, done[mode])
     return progress
 
 

@@ -123,8 +123,10 @@ def eval_row(scores: Sequence[Score]) -> dict[str, float]:
         row[f"{name}/mean"] = score.mean
         row[f"{name}/completion_tokens"] = score.completion_tokens
         row[f"{name}/num_failed"] = float(score.num_failed)
-        if score.pass_at_k is not None:
-            row[f"{name}/pass@{score.k}"] = score.pass_at_k
+        if score.k > 1:
+            row[f"{name}/avg@{score.k}"] = score.mean
+        row |= {f"{name}/pass@{k}": value for k, value in score.pass_at_k.items() if k > 1}
+        row |= {f"{name}/pass^{k}": value for k, value in score.pass_all_k.items() if k > 1}
     return row | {"eval/time_s": sum(score.time_s for score in scores)}
 
 

@@ -1,0 +1,204 @@
+"""Any server with /chat/completions as an engine to evaluate: text in, text out.
+
+Rollouts are written for token ids. Here an id array is a handle: its first element names a message list or a
+reply in a table of this client, the others only make it as long as the server says the reply was. So one
+object is both what renders prompts and what answers them, and environments of any number of turns play on it
+unchanged. There are no log-probabilities and nothing can be trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from stretto.base.errors import EngineError
+from stretto.base.limits import raise_file_limit
+from stretto.records.generate import Completion, GenerateRequest
+from stretto.transports.engine.api import error_message
+
+_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 5.0
+_TRY_AGAIN = (408, 409, 429)
+
+
+class ChatClient:
+    """One OpenAI-compatible server. `base_url` is what comes before /chat/completions, such as http://host/v1."""
+
+    stop_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self, base_url: str, api_key: str | None = None, *, model: str | None = None, timeout_s: float = 600.0,
+        max_retries: int = 3,
+    ) -> None:  # fmt: skip
+        self.base_url, self.model = base_url.rstrip("/"), model
+        self.timeout_s, self.max_retries = timeout_s, max_retries
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._texts: list[Any] = []  # by handle: a request's messages and tools, or a reply's message
+        self._session: aiohttp.ClientSession | None = None
+
+    # -- text, as a renderer --
+
+    def render_prompt(self, messages: Sequence[dict], tools: list[dict] | None = None) -> np.ndarray:
+        """The handle of a conversation, int32 [1]."""
+        return self._handle({"messages": list(messages), "tools": tools}, 1)
+
+    def extend(self, *_: Any, **__: Any) -> None:
+        """Every turn is rendered anew: the server has the template."""
+        return None
+
+    def parse(self, completion_ids: np.ndarray, *_: Any, **__: Any) -> dict[str, Any]:
+        """The message of a reply."""
+        return dict(self._texts[int(completion_ids[0])])
+
+    def decode(self, token_ids: np.ndarray) -> str:
+        """What a handle stands for, as text."""
+        if not len(token_ids):
+            return ""
+        value = self._texts[int(token_ids[0])]
+        if "messages" in value:
+            return "\n".join(f"{each['role']}: {each.get('content') or ''}" for each in value["messages"])
+        calls = value.get("tool_calls")
+        return (value.get("content") or "") + (msgspec.json.encode(calls).decode() if calls else "")
+
+    # -- answers, as an engine --
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Return when the server lists its models; takes the first if none was named.
+
+        Raises: EngineError when it does not in time.
+        """
+        cause = "no answer yet"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        answer = await self._once("GET", "/models", None)
+                        break
+                    except _Transient as error:
+                        cause = str(error)
+                        await asyncio.sleep(_BACKOFF_S)
+        except TimeoutError:
+            raise EngineError(f"not ready after {timeout_s:g} s: {cause}") from None
+        if self.model is None:
+            models = answer.get("data") or []
+            if not models:
+                raise EngineError(f"{self.base_url}/models lists no model; give client.served_model.")
+            self.model = models[0]["id"]
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """The request's n samples, each a request of its own: many servers know no n.
+
+        Raises: EngineError.
+        """
+        handle = int(request.prompt_ids[0]) if len(request.prompt_ids) == 1 else -1
+        if not 0 <= handle < len(self._texts) or "messages" not in self._texts[handle]:
+            raise EngineError(
+                f"generate {request.request_id}: the environment makes token ids of its own, and client.api = "
+                '"chat" has only text; evaluate it with an engine that takes tokens.'
+            )
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.gather(*(self._sample(request, handle, i) for i in range(request.n)))
+        except TimeoutError:
+            what = f"generate {request.request_id}"
+            raise EngineError(f"{what}: no answer from {self.base_url} in {self.timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def __aenter__(self) -> ChatClient:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.close()
+
+    # -- inside --
+
+    def _handle(self, value: Any, length: int) -> np.ndarray:
+        self._texts.append(value)
+        ids = np.zeros(length, dtype=np.int32)
+        ids[0] = len(self._texts) - 1
+        return ids
+
+    async def _sample(self, request: GenerateRequest, handle: int, index: int) -> Completion:
+        prompt, sampling = self._texts[handle], request.sampling
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": prompt["messages"],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
+        optional = {
+            "max_tokens": sampling.max_tokens,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p or None,
+            "stop": list(sampling.stop) or None,
+            "tools": prompt["tools"] or None,
+            # Servers take 32 bits; member i of a group is another sample.
+            "seed": None if sampling.seed is None else (sampling.seed + index) % (1 << 31),
+        }
+        body |= {key: value for key, value in optional.items() if value is not None}
+        answer = await self._ask(request.request_id, msgspec.json.encode(body))
+        try:
+            choice = answer["choices"][0]
+            message = {key: value for key, value in choice["message"].items() if value is not None}
+        except (KeyError, IndexError, TypeError, AttributeError) as cause:
+            raise EngineError(f"{self.base_url}: an answer without choices[0].message: {cause!r}") from cause
+        message = {"content": ""} | message | {"role": "assistant"}
+        num_tokens = (answer.get("usage") or {}).get("completion_tokens") or 1
+        ids = self._handle(message, num_tokens)
+        reason = choice.get("finish_reason")
+        return Completion(
+            token_ids=ids,
+            logprobs=np.zeros(len(ids), dtype=np.float32),
+            finish_reason="length" if reason == "length" else "stop",
+        )
+
+    async def _ask(self, request_id: str, body: bytes) -> dict[str, Any]:
+        attempt = 0
+        while True:
+            try:
+                return await self._once("POST", "/chat/completions", body)
+            except _Transient as error:
+                if attempt >= self.max_retries:
+                    raise EngineError(
+                        f"generate {request_id}: {error} (after {attempt + 1} attempts)"
+                    ) from error
+            await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
+            attempt += 1
+
+    async def _once(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+        if self._session is None:
+            raise_file_limit()
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            timeout = aiohttp.ClientTimeout(total=None)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        url = self.base_url + path
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        try:
+            async with self._session.request(method, url, data=body, headers=headers) as response:
+                data = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+            raise _Transient(f"{url}: {type(error).__name__}: {error}") from error
+        if response.status != 200:
+            message = f"{url}: HTTP {response.status}: {error_message(data)}"
+            is_transient = response.status in _TRY_AGAIN or response.status >= 500
+            raise _Transient(message) if is_transient else EngineError(message)
+        try:
+            answer = msgspec.json.decode(data)
+        except msgspec.DecodeError as cause:
+            raise EngineError(f"{url}: not JSON: {cause}") from cause
+        if not isinstance(answer, dict):
+            raise EngineError(f"{url}: a {type(answer).__name__} where an object was expected")
+        return answer
+
+
+class _Transient(Exception):
+    """An attempt failed for reasons of infrastructure; worth another."""
