@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
@@ -51,8 +52,8 @@ def config(directory: str, ports: dict[str, int], args: argparse.Namespace) -> O
 # -- the other process: an engine that knows the answer, a trainer that learns nothing --
 
 
-async def play_engine(port: int) -> None:
-    """Half of the replies are right, so that groups have a signal; no model, no waiting."""
+async def play_engine(port: int, delay: Callable[[random.Random], float] | None = None) -> None:
+    """Half of the replies are right, so that groups have a signal; no model, and no waiting but `delay`."""
     import numpy as np
     from aiohttp import web
 
@@ -68,8 +69,10 @@ async def play_engine(port: int) -> None:
     async def generate(request: web.Request) -> web.Response:
         wanted, _ = api.decode_generate(await request.read())
         prompt = tokenizer.decode(wanted.prompt_ids.tolist())
-        letters = prompt.split("user\n", 1)[1].split("<", 1)[0]
+        letters = prompt.rsplit("user\n", 1)[1].split("<", 1)[0]
         rng = random.Random(wanted.sampling.seed)
+        if delay is not None:
+            await asyncio.sleep(delay(rng))
         completions = []
         for _ in range(wanted.n):
             text = "".join(sorted(letters)) if rng.random() < 0.5 else letters
@@ -83,7 +86,7 @@ async def play_engine(port: int) -> None:
 
     async def update(request: web.Request) -> web.Response:
         nonlocal version
-        version = api.decode_manifest(await request.read()).version
+        version = api.decode_update(await request.read()).manifest.version
         return web.Response(body=b"{}")
 
     async def fine(request: web.Request) -> web.Response:

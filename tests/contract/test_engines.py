@@ -11,13 +11,14 @@ import json
 import aiohttp
 import numpy as np
 import pytest
-from servers import logprobs_of, scratch
+from servers import free_port, logprobs_of, scratch
 
 from stretto.base.errors import EngineError
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
+from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
 
@@ -143,6 +144,19 @@ async def test_weights_come_through_shared_memory(client, weights):
         await client.update_weights(publisher.publish(5, export_tensors(scratch(5))))
         [scores] = (await client.prompt_logprobs(PROMPT, "shm")).values()
         np.testing.assert_allclose(scores[1:], logprobs_of(scratch(5), PROMPT), **CLOSE)
+    finally:
+        publisher.close()
+
+
+async def test_weights_come_by_broadcast(client, weights):
+    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=20_000, timeout_s=60)
+    try:
+        for version in (6, 7):
+            manifest = publisher.publish(version, export_tensors(scratch(version)))
+            await client.update_weights(manifest)
+            publisher.release(version - 1)
+            [scores] = (await client.prompt_logprobs(PROMPT, f"broadcast-{version}")).values()
+            np.testing.assert_allclose(scores[1:], logprobs_of(scratch(version), PROMPT), **CLOSE)
     finally:
         publisher.close()
 

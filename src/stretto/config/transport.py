@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -64,7 +64,23 @@ class FilesystemWeights(WeightsSection):
     """Versions kept on disk."""
 
 
-WeightBroadcast = Annotated[ShmWeights | FilesystemWeights, Field(discriminator="type")]
+class CollectiveWeights(WeightsSection):
+    """Weights are broadcast from trainer to engines (NCCL on GPUs, gloo on CPUs); no file system is shared."""
+
+    type: Literal["collective"] = "collective"
+    host: str = "127.0.0.1"
+    """Address of the trainer's first rank, as engines reach it."""
+    port: int = Field(29501, ge=1, le=65535)
+    """TCP port there, where engines and trainer ranks meet."""
+    bucket_bytes: int = Field(64_000_000, gt=0)
+    """Bytes of one broadcast."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait until every engine has loaded a version."""
+
+    aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s"}
+
+
+WeightBroadcast = Annotated[ShmWeights | FilesystemWeights | CollectiveWeights, Field(discriminator="type")]
 
 
 class ControlSection(Section):

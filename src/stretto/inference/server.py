@@ -66,7 +66,12 @@ class Server:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         open_routes = {api.HEALTH: self.health, api.LIVENESS: self.liveness, ADMITTED: self.admitted}
-        get = {api.MODELS: self.models, api.METRICS: self.metrics, api.IS_PAUSED: self.is_paused}
+        get = {
+            api.WORLD_SIZE: self.world_size,
+            api.MODELS: self.models,
+            api.METRICS: self.metrics,
+            api.IS_PAUSED: self.is_paused,
+        }
         post = {
             api.GENERATE: self.generate,
             api.COMPLETIONS: self.openai.completions,
@@ -145,14 +150,18 @@ class Server:
     async def is_paused(self, _: web.Request) -> web.Response:
         return _json({"is_paused": self.ready_engine().state is EngineState.PAUSED})
 
+    async def world_size(self, _: web.Request) -> web.Response:
+        return _json(api.encode_world_size(1))
+
     async def start_update(self, _: web.Request) -> web.Response:
         self.ready_engine()
         self._is_updating = True
         return _json({"message": "Weight update started"})
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        manifest = api.decode_manifest(await http.read())
-        await self.ready_engine().update(manifest)
+        told = api.decode_update(await http.read())
+        manifest = told.manifest
+        await self.ready_engine().update(manifest, told.group)
         self._updated_to, self._is_updating = str(manifest.version), False
         return _json({"message": "Weights updated", "weight_version": self._updated_to})
 

@@ -170,7 +170,7 @@ def _replaced(section: Any, path: str, value: Any) -> Any:
 
 def _with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
     """A port the user gave must be free; a default one moves to the next free, wherever it is named."""
-    for wire in ("control", "rollout_transport"):
+    for wire in ("control", "rollout_transport", "weight_broadcast"):
         listener = getattr(cfg.orchestrator, wire)
         if not hasattr(listener, "port"):
             continue

@@ -26,11 +26,20 @@ class Canary(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]  # nats; index t belongs to token t, the first is 0
 
 
+class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Who receives a version together, for transports that send to all at once."""
+
+    epoch: str  # the same as long as the same processes receive together
+    request: str  # of this one update
+    world_size: int  # receiving processes
+    rank: int  # of this engine's first process
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Where version `version` lies. `location` is the transport's: a directory, or the name of a memory segment."""
 
     version: int
-    transport: str  # "filesystem" | "shm"
+    transport: str  # "filesystem" | "shm" | "collective"
     location: str
     shards: tuple[str, ...]  # file or segment names, index = TensorEntry.shard
     tensors: tuple[TensorEntry, ...]

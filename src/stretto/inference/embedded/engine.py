@@ -30,7 +30,7 @@ from stretto.inference.embedded.metrics import Metrics
 from stretto.inference.embedded.scheduler import Request, RequestState
 from stretto.inference.text import Decode, Watcher
 from stretto.records.generate import GenerateRequest
-from stretto.records.weights import WeightManifest
+from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.engine.api import Refusal
 from stretto.transports.weights import receive
 
@@ -138,7 +138,7 @@ class Engine:
         """Prometheus text."""
         return self.metrics.render(self.core, len(self._inbox) + len(self._held))
 
-    async def update(self, manifest: WeightManifest) -> None:
+    async def update(self, manifest: WeightManifest, group: WeightGroup | None = None) -> None:
         """Load new weights between two steps; requests under way go on under them.
 
         Raises: Refusal when they are another model's, WireError when they cannot be read; then nothing has
@@ -149,7 +149,7 @@ class Engine:
             raise Refusal(reason)
 
         def load() -> None:
-            with receive(manifest) as tensors:
+            with receive(manifest, group, device=self.core.cache.device) as tensors:
                 try:
                     self.core.load_weights(manifest.version, tensors)
                     tensors.check_unchanged()

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from stretto.records.weights import WeightManifest
+from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.weights import receive
 
 
@@ -33,6 +33,7 @@ class ManifestInfo(WeightTransferUpdateInfo):
     """The body of one update: a WeightManifest as JSON has it."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
+    group: dict[str, Any] | None = None
 
 
 class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
@@ -59,7 +60,10 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
 
     def receive_weights(self, update_info: ManifestInfo) -> None:
         manifest = msgspec.convert(update_info.manifest, WeightManifest)
-        with receive(manifest) as tensors:
+        group = None if update_info.group is None else msgspec.convert(update_info.group, WeightGroup)
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        with receive(manifest, group, worker, self.device) as tensors:
             self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
             tensors.check_unchanged()
 

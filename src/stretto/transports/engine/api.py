@@ -19,7 +19,7 @@ import numpy as np
 
 from stretto.base.errors import StrettoError, WireError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
-from stretto.records.weights import WeightManifest
+from stretto.records.weights import WeightGroup, WeightManifest
 
 GENERATE = "/inference/v1/generate"
 MODELS = "/v1/models"
@@ -38,6 +38,7 @@ IS_PAUSED = "/is_paused"
 START_UPDATE = "/start_weight_update"
 UPDATE_WEIGHTS = "/update_weights"
 FINISH_UPDATE = "/finish_weight_update"
+WORLD_SIZE = "/get_world_size"
 RESET_PREFIX_CACHE = "/reset_prefix_cache"
 ABORT = "/abort"
 ABORT_REQUESTS = "/abort_requests"
@@ -404,25 +405,37 @@ def error_message(data: bytes) -> str:
         return data[:500].decode(errors="replace") or "(empty body)"
 
 
-class _UpdateInfo(msgspec.Struct, frozen=True):
+class UpdateInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one engine is told to load, and with whom it receives it."""
+
     manifest: WeightManifest
+    group: WeightGroup | None = None
 
 
 class _UpdateBody(msgspec.Struct, frozen=True):
-    update_info: _UpdateInfo
+    update_info: UpdateInfo
 
 
 class _FinishBody(msgspec.Struct, frozen=True):
     weight_version: str | None = None
 
 
-def encode_manifest(manifest: WeightManifest) -> bytes:
+def encode_update(manifest: WeightManifest, group: WeightGroup | None = None) -> bytes:
     """The body of /update_weights."""
-    return msgspec.json.encode(_UpdateBody(_UpdateInfo(manifest)))
+    return msgspec.json.encode(_UpdateBody(UpdateInfo(manifest, group)))
 
 
-def decode_manifest(data: bytes) -> WeightManifest:
-    return decode_json(data, _UpdateBody).update_info.manifest
+def decode_update(data: bytes) -> UpdateInfo:
+    return decode_json(data, _UpdateBody).update_info
+
+
+def encode_world_size(world_size: int) -> bytes:
+    """The answer of /get_world_size: processes of this engine that receive weights."""
+    return msgspec.json.encode({"world_size": world_size})
+
+
+def decode_world_size(data: bytes) -> int:
+    return decode_json(data, dict[str, int])["world_size"]
 
 
 def encode_finish(version: int) -> bytes:

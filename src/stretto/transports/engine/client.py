@@ -9,11 +9,13 @@ mistake and raises with the server's words.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import msgspec
@@ -22,7 +24,7 @@ import numpy as np
 from stretto.base.errors import EngineError
 from stretto.base.limits import raise_file_limit
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
-from stretto.records.weights import WeightManifest
+from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.engine import api
 from stretto.transports.engine.fleet import EngineState, Fleet
 
@@ -57,6 +59,7 @@ class EngineClient:
         self._under_way = dict.fromkeys(self.urls, 0)
         self._session: aiohttp.ClientSession | None = None
         self._manifest: WeightManifest | None = None
+        self._world_sizes: dict[str, int] = {}
         self._liveness_timeout_s = liveness_timeout_s
         self.fleet = Fleet(
             self.admin_urls,
@@ -112,10 +115,13 @@ class EngineClient:
         load it is down until it does. Raises: EngineError when the last one is, and none comes back in time.
         """
         while True:
-            ready = await self.fleet.wait_for_one()
+            await self.fleet.wait_for_one()
             async with self.fleet.updating:
+                ready = self.fleet.ready()
                 self._manifest = manifest
-                results = await asyncio.gather(*map(self._restore, ready), return_exceptions=True)
+                groups = await self._groups(ready)
+                loads = (self._load(url, group) for url, group in zip(ready, groups))
+                results = await asyncio.gather(*loads, return_exceptions=True)
             for url, result in zip(ready, results):
                 if isinstance(result, EngineError) and len(self.admin_urls) > 1:
                     await self.fleet.mark_down(url, str(result))
@@ -140,13 +146,34 @@ class EngineClient:
             raise EngineError(str(error)) from error
 
     async def _restore(self, url: str) -> None:
-        """Give one engine the newest version; it stays paused where a step fails: what it holds is no version."""
+        """Give an engine that comes back the newest version."""
+        if self._manifest is not None:
+            [group] = await self._groups([url])
+            await self._load(url, group)
+
+    async def _groups(self, urls: list[str]) -> list[WeightGroup | None]:
+        """Who receives the newest version as which rank, where the transport sends to all at once."""
+        assert self._manifest is not None
+        if self._manifest.transport != "collective":
+            return [None] * len(urls)
+        for url in urls:
+            if url not in self._world_sizes:
+                self._world_sizes[url] = api.decode_world_size(
+                    await self._admin(url, api.WORLD_SIZE, method="GET")
+                )
+        sizes = [self._world_sizes[url] for url in urls]
+        epoch = f"{self.fleet.generation}-{zlib.crc32(' '.join(urls).encode()):08x}"
+        request, total = uuid4().hex, sum(sizes)
+        firsts = itertools.accumulate(sizes[:-1], initial=0)
+        return [WeightGroup(epoch=epoch, request=request, world_size=total, rank=rank) for rank in firsts]
+
+    async def _load(self, url: str, group: WeightGroup | None) -> None:
+        """Load the newest version; an engine where a step fails stays paused: what it holds is no version."""
         manifest = self._manifest
-        if manifest is None:
-            return
+        assert manifest is not None
         await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
         await self._admin(url, api.START_UPDATE)
-        await self._admin(url, api.UPDATE_WEIGHTS, api.encode_manifest(manifest))
+        await self._admin(url, api.UPDATE_WEIGHTS, api.encode_update(manifest, group))
         await self._admin(url, api.FINISH_UPDATE, api.encode_finish(manifest.version))
         await self._admin(url, api.RESUME)
 

@@ -57,6 +57,8 @@ class Fleet:
         self._check, self._restore, self._on_down = check, restore, on_down
         self._interval_s, self._recovery_timeout_s = interval_s, recovery_timeout_s
         self._changed = asyncio.Condition()
+        self.generation = 0
+        """Grows whenever an engine goes or comes back."""
         self.updating = asyncio.Lock()
         """Held while versions are loaded: an engine comes back between two of them."""
 
@@ -73,6 +75,7 @@ class Fleet:
         if member.state is EngineState.DOWN:
             return
         member.state, member.reason, member.since = EngineState.DOWN, reason, time.monotonic()
+        self.generation += 1
         logger.warning(
             "engine %s is down: %s; %d of %d are left", url, reason, len(self.ready()), len(self.members)
         )
@@ -99,6 +102,7 @@ class Fleet:
 
     async def _let_in(self, member: Member) -> None:
         async with self.updating:
+            self.generation += 1
             try:
                 await self._restore(member.url)
             except EngineError as error:

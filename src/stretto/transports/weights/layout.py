@@ -60,14 +60,6 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
     return word
 
 
-def receive(manifest: WeightManifest) -> Received:
-    """Map a published version: `with receive(manifest) as tensors: load_tensors(model, tensors)`.
-
-    Raises: WireError when a shard is missing, cut off, of another version, or damaged.
-    """
-    return Received(manifest)
-
-
 class Received:
     """Iterable of (name, tensor), once mapped and verified; the tensors are valid until the context is left.
 

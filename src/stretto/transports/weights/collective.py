@@ -1,0 +1,436 @@
+"""Weights by broadcast: every trainer rank sends what it owns to all engines at once; no file system is shared.
+
+The trainer's first rank holds a TCP store. Publishing copies the tensors into buckets (whole tensors, up to
+bucket_bytes) and returns; a thread sends them when engines ask, while the next step is trained. Engines ask with
+a WeightGroup, which the orchestrator made: who receives together, and as which rank. For each trainer rank t
+
+    first receiver  store: request/<t>/<n> = {version, epoch, request, world_size}
+    sender t        store: answer/<t>/<request> = "go", or why not
+    all             one process group of sender (rank 0) and receivers (1 ...), kept for the epoch;
+                    one broadcast a bucket, then one of the buckets' checksums (on CPUs)
+
+gloo on CPUs, NCCL on GPUs. A member that dies fails the group's broadcast for everybody within timeout_s; the
+orchestrator then makes another group without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import msgspec
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from stretto.base.errors import WireError
+from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
+from stretto.transports.weights.layout import DTYPES, Named, dtype_name
+
+logger = logging.getLogger(__name__)
+
+ALIGN = 64
+POLL = timedelta(milliseconds=200)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What the first receiver of a group asks a sender for."""
+
+    version: int
+    epoch: str
+    request: str
+    world_size: int
+
+
+class Location(msgspec.Struct, frozen=True):
+    """`location` of a manifest: where the store is, and how buckets are cut."""
+
+    host: str
+    port: int
+    bucket_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive tensors of one sender that travel together."""
+
+    entries: tuple[TensorEntry, ...]
+    num_bytes: int
+
+
+def buckets_of(entries: Iterable[TensorEntry], sender: int, bucket_bytes: int) -> list[Bucket]:
+    """The buckets of one sender, in order; a tensor bigger than a bucket has one of its own."""
+    buckets: list[Bucket] = []
+    held: list[TensorEntry] = []
+    size = 0
+    for entry in entries:
+        if entry.shard != sender:
+            continue
+        padded = _padded(entry.num_bytes)
+        if held and size + padded > bucket_bytes:
+            buckets.append(Bucket(tuple(held), size))
+            held, size = [], 0
+        held.append(entry)
+        size += padded
+    if held:
+        buckets.append(Bucket(tuple(held), size))
+    return buckets
+
+
+def _padded(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % ALIGN
+
+
+# -- the trainer's end --
+
+
+class CollectivePublisher:
+    """One trainer rank's sender. The first rank's also holds the store, for as long as it is open."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        bucket_bytes: int,
+        timeout_s: float,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._store = _open_store(host, port, timeout_s, is_master=rank == 0)
+        self._location = Location(host, self._store.port, bucket_bytes, timeout_s)
+        self._held: dict[int, list[torch.Tensor]] = {}
+        self._spare: list[list[torch.Tensor]] = []
+        self._lock = threading.Lock()
+        self._groups = Groups()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
+        """Copy a version into buckets; the tensors may be changed afterwards."""
+        named = [(name, tensor.detach().contiguous()) for name, tensor in tensors]
+        entries, end = [], 0
+        for name, tensor in named:
+            size = tensor.numel() * tensor.element_size()
+            shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)
+            entries.append(TensorEntry(name, dtype, shape, self._rank, end, size))
+            end += _padded(size)
+        buckets = buckets_of(entries, self._rank, self._bucket_bytes)
+        device = named[0][1].device if named else torch.device("cpu")
+        buffers = self._buffers([bucket.num_bytes for bucket in buckets], device)
+        values = iter(tensor for _, tensor in named)
+        for bucket, buffer in zip(buckets, buffers):
+            at = 0
+            for entry in bucket.entries:
+                flat = next(values).reshape(-1)
+                if entry.num_bytes:
+                    buffer[at : at + entry.num_bytes].copy_(flat.view(torch.uint8))
+                at += _padded(entry.num_bytes)
+        with self._lock:
+            self._held[version] = buffers
+        return WeightManifest(
+            version=version,
+            transport="collective",
+            location=msgspec.json.encode(self._location).decode(),
+            shards=tuple(f"rank {rank}" for rank in range(self._num_ranks)),
+            tensors=tuple(entries),
+            checksum=0,
+        )
+
+    def release(self, version: int) -> None:
+        """Older versions are not asked for again; this one's successor may be, by an engine that comes back."""
+        with self._lock:
+            for old in [held for held in self._held if held <= version]:
+                self._spare.append(self._held.pop(old))
+            del self._spare[:-1]
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._thread.join(timeout=5.0)
+        self._groups.close()
+        self._held.clear()
+
+    def _buffers(self, sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+        """Space of a released version where its shape is the same, else new."""
+        with self._lock:
+            for index, spare in enumerate(self._spare):
+                if [len(b) for b in spare] == list(sizes) and all(b.device == device for b in spare):
+                    return self._spare.pop(index)
+        return [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+
+    def _serve(self) -> None:
+        count = 0
+        while not self._is_closed.is_set():
+            key = f"request/{self._rank}/{count}"
+            try:
+                self._store.wait([key], POLL)
+            except Exception as error:  # a deadline that passed, or a store that is gone
+                if self._is_closed.is_set() or "imeout" in str(error) or "imed out" in str(error):
+                    continue
+                logger.warning("the weight store: %s", error)
+                time.sleep(POLL.total_seconds())
+                continue
+            count += 1
+            wanted = msgspec.json.decode(self._store.get(key), type=Request)
+            try:
+                self._send(wanted)
+            except Exception as error:
+                # Engines see the same failure at their end, and the orchestrator decides who asks again.
+                logger.warning("version %d did not reach group %s: %s", wanted.version, wanted.epoch, error)
+                self._groups.drop(wanted.epoch)
+
+    def _send(self, wanted: Request) -> None:
+        answer = f"answer/{self._rank}/{wanted.request}"
+        with self._lock:
+            buffers = self._held.get(wanted.version)
+        if buffers is None:
+            held = ", ".join(map(str, self._held)) or "none"
+            self._store.set(answer, f"version {wanted.version} is no longer held, only {held}")
+            return
+        self._store.set(answer, "go")
+        device = buffers[0].device if buffers else torch.device("cpu")
+        group = self._groups.get(
+            self._store, wanted.epoch, self._rank, 0, wanted.world_size + 1, device, self._timeout_s
+        )
+        started = time.perf_counter()
+        for buffer in buffers:
+            _broadcast(group, buffer).wait()
+        if device.type == "cpu":
+            _broadcast(group, _checksums(buffers)).wait()
+        size = sum(map(len, buffers))
+        logger.debug(
+            "sent version=%d bytes=%d to %d in %.3fs",
+            wanted.version,
+            size,
+            wanted.world_size,
+            time.perf_counter() - started,
+        )
+
+
+def _checksums(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([zlib.crc32(buffer.numpy().data) for buffer in buffers], dtype=torch.int64)
+
+
+# -- an engine's end --
+
+_LOCAL_GROUPS_LOCK = threading.Lock()
+
+
+class CollectiveReceived:
+    """Iterable of (name, tensor) of one version, in the order they arrive; each pass may be made once.
+
+    Tensors are views of a bucket, which lives as long as one of them. Raises: WireError when a sender refuses,
+    dies, or sends damaged bytes.
+    """
+
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        group: WeightGroup,
+        worker: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self._group, self._device = group, device or torch.device("cpu")
+        self._rank = group.rank + worker
+        self._location = msgspec.json.decode(manifest.location.encode(), type=Location)
+
+    def __iter__(self) -> Iterator[Named]:
+        location = self._location
+        store = _store_of(location)
+        senders = range(len(self.manifest.shards))
+        if self._rank == 0:
+            for sender in senders:
+                wanted = Request(
+                    self.manifest.version, self._group.epoch, self._group.request, self._group.world_size
+                )
+                count = store.add(f"count/{sender}", 1) - 1
+                store.set(f"request/{sender}/{count}", msgspec.json.encode(wanted).decode())
+        for sender in senders:
+            yield from self._from(sender, store)
+
+    def _from(self, sender: int, store: TCPStore) -> Iterator[Named]:
+        what = f"weights of version {self.manifest.version} from trainer rank {sender}"
+        answer = _wait(store, f"answer/{sender}/{self._group.request}", self._location.timeout_s, what)
+        if answer != "go":
+            raise WireError(f"{what}: {answer}.")
+        buckets = buckets_of(self.manifest.tensors, sender, self._location.bucket_bytes)
+        groups = _groups_of(self._location)
+        crcs: list[int] = []
+        try:
+            group = groups.get(
+                store,
+                self._group.epoch,
+                sender,
+                self._rank + 1,
+                self._group.world_size + 1,
+                self._device,
+                self._location.timeout_s,
+            )
+            coming = self._ask(group, buckets[0]) if buckets else None
+            for index, bucket in enumerate(buckets):
+                assert coming is not None
+                buffer, work = coming
+                work.wait()
+                # The next bucket travels while this one is loaded.
+                coming = self._ask(group, buckets[index + 1]) if index + 1 < len(buckets) else None
+                if self._device.type == "cpu":
+                    crcs.append(zlib.crc32(buffer.numpy().data))
+                yield from _tensors(bucket, buffer)
+            if self._device.type == "cpu":
+                expected = torch.zeros(len(buckets), dtype=torch.int64)
+                _broadcast(group, expected).wait()
+                if expected.tolist() != crcs:
+                    raise WireError(f"{what}: checksums differ; they were damaged on the way.")
+        except WireError:
+            groups.drop(self._group.epoch)
+            raise
+        except (RuntimeError, ValueError) as error:
+            groups.drop(self._group.epoch)
+            raise WireError(f"{what}: {str(error).splitlines()[0]}") from error
+
+    def _ask(self, group: object, bucket: Bucket):
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+        return buffer, _broadcast(group, buffer)
+
+    def __enter__(self) -> CollectiveReceived:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def check_unchanged(self) -> None:
+        """Buckets are copies of one version; their checksums were compared while they came."""
+
+
+def _tensors(bucket: Bucket, buffer: torch.Tensor) -> Iterator[Named]:
+    at = 0
+    for entry in bucket.entries:
+        dtype = DTYPES[entry.dtype]
+        part = buffer[at : at + entry.num_bytes]
+        yield (
+            entry.name,
+            part.view(dtype).view(entry.shape)
+            if entry.num_bytes
+            else torch.empty(entry.shape, dtype=dtype, device=buffer.device),
+        )
+        at += _padded(entry.num_bytes)
+
+
+# -- what both ends share --
+
+
+class Groups:
+    """Process groups of one end, by epoch and sender; an older epoch ends when a newer one begins."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, int], object] = {}
+
+    def get(
+        self,
+        store: TCPStore,
+        epoch: str,
+        sender: int,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> object:
+        key = (epoch, sender)
+        if key not in self._groups:
+            for old in [k for k in self._groups if k[0] != epoch and k[1] == sender]:
+                del self._groups[old]
+            prefix = PrefixStore(f"group/{sender}/{epoch}", store)
+            self._groups[key] = _new_group(prefix, rank, size, device, timeout_s)
+        return self._groups[key]
+
+    def drop(self, epoch: str) -> None:
+        for key in [k for k in self._groups if k[0] == epoch]:
+            del self._groups[key]
+
+    def close(self) -> None:
+        self._groups.clear()
+
+
+def _new_group(store: PrefixStore, rank: int, size: int, device: torch.device, timeout_s: float) -> object:
+    """A process group outside of torch's world of groups, so that the one an engine has is not touched."""
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        from torch.distributed import ProcessGroupNCCL
+
+        torch.cuda.set_device(device)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return ProcessGroupNCCL(store, rank, size, options)
+    from torch.distributed import ProcessGroupGloo
+
+    return ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _broadcast(group: object, tensor: torch.Tensor):
+    options = torch._C._distributed_c10d.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return group.broadcast([tensor], options)  # type: ignore[attr-defined]
+
+
+def _open_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> TCPStore:
+    try:
+        return TCPStore(
+            host,
+            port,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except Exception as error:
+        what = "hold" if is_master else "reach"
+        raise WireError(
+            f"weight_broadcast: cannot {what} the store at {host}:{port}: {str(error).splitlines()[0]}; the port must "
+            f"be free on the trainer's host and reachable from the engines."
+        ) from error
+
+
+def _wait(store: TCPStore, key: str, timeout_s: float, what: str) -> str:
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except Exception as error:
+        raise WireError(f"{what}: no answer in {timeout_s:g} s ({str(error).splitlines()[0]}).") from error
+    return store.get(key).decode()
+
+
+_stores: dict[tuple[str, int], TCPStore] = {}
+_groups: dict[tuple[str, int], Groups] = {}
+
+
+def _store_of(location: Location) -> TCPStore:
+    """This process's connection to a trainer's store."""
+    key = (location.host, location.port)
+    with _LOCAL_GROUPS_LOCK:
+        if key not in _stores:
+            _stores[key] = _open_store(*key, location.timeout_s, is_master=False)
+        return _stores[key]
+
+
+def _groups_of(location: Location) -> Groups:
+    with _LOCAL_GROUPS_LOCK:
+        return _groups.setdefault((location.host, location.port), Groups())
+
+
+def forget() -> None:
+    """Leave all groups and stores: at the end of a process, and in tests."""
+    with _LOCAL_GROUPS_LOCK, contextlib.suppress(RuntimeError):
+        _groups.clear()
+        _stores.clear()
