@@ -286,3 +286,57 @@ def test_samples_without_choices_are_marked_so_and_mixed_models_refused():
     assert to_micro_batch([sample("b", None)]).routed_experts is None
     with pytest.raises(DataError, match="samples a and c were routed by different models"):
         to_micro_batch([sample("a", routes), sample("c", np.zeros((4, 2, 3), np.uint8))])
+
+
+def test_two_turns_are_replayed_as_they_were_computed():
+    """The second turn's prompt comes from the prefix cache but for its end; nothing is lost between turns."""
+    policy = build_moe()
+    core = build_core(perturbed(policy, 0.2), enable_return_routed_experts=True)
+    branch, prompt = OpenBranch(1.0), np.arange(2, 36, dtype=np.int32)
+    for turn in range(2):
+        completion = run(core, ask(f"t{turn}", prompt, max_tokens=15, salt="s"))[0][0]
+        branch.add_turn(prompt, completion, 0)
+        prompt = np.concatenate((prompt, completion.token_ids, np.array([5, 6, 7], np.int32)))
+    assert completion.cached_tokens >= 32
+    closed = branch.close()
+    routes = closed.routed_experts
+    assert len(routes) == len(closed.token_ids) and (routes[:-1] < 8).all() and (routes[-1] == 255).all()
+    rollout = Rollout(
+        rollout_id="g0.0", group_id=0, member=0, status=RolloutStatus.FINISHED,
+        task=Task(env="env", task_id="0", data={}), branches=(closed,),
+    )  # fmt: skip
+    mb = to_micro_batch(samples_of(rollout, 1.0))
+    exact = perturbed(policy, 0.2)
+    assert mismatch(exact, mb, enable_router_replay=True) < 1e-7
+
+
+def test_routers_work_in_float32_whatever_the_dtype():
+    policy = build_moe().to(torch.bfloat16)
+    gate = mixtures(policy)["model.layers.0.mlp"].gate
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    chosen, gates = gate(x, 0, Routing(), None)
+    scores = (x.double() @ gate.weight.double().T).softmax(-1)
+    expected = scores.topk(2, dim=-1)
+    assert torch.equal(chosen, expected.indices) and gates.dtype is torch.bfloat16
+    normed = expected.values / expected.values.sum(-1, keepdim=True)
+    torch.testing.assert_close(gates.double(), normed, atol=2**-9, rtol=0)
+
+
+def test_choices_are_dropped_where_the_trainer_does_not_replay():
+    policy = build_moe()
+    mb = sampled(perturbed(policy, 0.2), num=2)
+    plain = msgspec.structs.replace(mb, routed_experts=None)
+    assert mismatch(perturbed(policy, 0.0), mb) == mismatch(perturbed(policy, 0.0), plain)
+    assert np.isfinite(mismatch(perturbed(policy, 0.0), plain, enable_router_replay=True))
+
+
+def test_a_reference_policy_chooses_for_itself():
+    from stretto.config.algorithm import DefaultLoss
+
+    policy = build_moe()
+    mb = sampled(perturbed(policy, 0.2), num=2)
+    reference = perturbed(policy, 0.0).requires_grad_(False)
+    loss = DefaultLoss.model_validate({"reference_kl": {"coef": 0.1}})
+    learner = build_learner(perturbed(policy, 0.0), enable_router_replay=True, loss=loss, reference=reference)
+    learner.forward_backward([mb])
+    assert np.isfinite(learner.optim_step()["loss/mean"])

@@ -60,19 +60,27 @@ class Routing:
     loads: dict[int, Tensor] = field(default_factory=dict)
     confidence: dict[int, Tensor] = field(default_factory=dict)
 
-    def given(self, layer: int, rows: Tensor | None) -> Int[Tensor, "rows top_k"] | None:
-        """The choices to replay in a layer."""
+    def __post_init__(self) -> None:
+        if self.replay is not None:  # here, so that a device is waited for once and not in every layer
+            missing = is_missing(self.replay)
+            has_missing = missing.any(dim=0).tolist()
+            self._missing = [missing[:, layer] if some else None for layer, some in enumerate(has_missing)]
+
+    def given(self, layer: int, rows: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+        """The choices to replay in a layer, [rows, top_k], and which rows have none (None: all have)."""
         if self.replay is None:
             return None
-        given = self.replay[:, layer]
-        return (given if rows is None else given.index_select(0, rows)).long()
+        given, missing = self.replay[:, layer].long(), self._missing[layer]
+        if rows is None:
+            return given, missing
+        return given.index_select(0, rows), None if missing is None else missing.index_select(0, rows)
 
     def saw(self, layer: int, scores: Tensor, chosen: Tensor) -> None:
         if self.is_recording:
             self.choices[layer] = chosen
         if self.is_measuring:
             with torch.no_grad():
-                self.loads[layer] = torch.bincount(chosen.flatten(), minlength=scores.shape[1])
+                self.loads[layer] = count(chosen.flatten(), scores.shape[1])
                 self.confidence[layer] = scores.gather(1, chosen).sum()
 
 
@@ -101,13 +109,15 @@ class Router(nn.Module):
         return chosen, gates.to(x.dtype)
 
     @torch.no_grad()
-    def choose(self, scores: Float[Tensor, "tokens experts"], given: Tensor | None) -> Tensor:
+    def choose(
+        self, scores: Float[Tensor, "tokens experts"], given: tuple[Tensor, Tensor | None] | None
+    ) -> Int[Tensor, "tokens top_k"]:
         """The given experts, and where none are given those of the highest scores."""
-        if given is not None and not (is_open := is_missing(given)).any():
-            return given
+        if given is not None and given[1] is None:
+            return given[0]
         biased = scores + self.expert_bias if self.shape.has_expert_bias else scores
         own = biased.topk(self.shape.top_k, dim=-1).indices
-        return own if given is None else torch.where(is_open[:, None], own, given)
+        return own if given is None else torch.where(given[1][:, None], own, given[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """The bias stays in float32 whatever the model's dtype: its steps are smaller than bfloat16's."""
@@ -177,12 +187,17 @@ class MoE(nn.Module):
         chosen, gates = self.gate(x, layer, routing, rows)
         experts = chosen.flatten()
         order = experts.argsort(stable=True)
-        counts = torch.bincount(experts, minlength=self.gate.shape.num_experts)
+        counts = count(experts, self.gate.shape.num_experts)
         computed = self.experts(x.index_select(0, order // chosen.shape[1]), counts, routing)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         by_choice = computed.index_select(0, back).view(*chosen.shape, -1)
         return (by_choice * gates.unsqueeze(-1)).sum(dim=1)
+
+
+def count(experts: Int[Tensor, " choices"], num_experts: int) -> Int[Tensor, " experts"]:
+    """How often each expert was chosen; unlike bincount without waiting for the device."""
+    return experts.new_zeros(num_experts).index_add_(0, experts, torch.ones_like(experts))
 
 
 def is_missing(choices: Int[Tensor, "*rows top_k"]) -> Tensor:
