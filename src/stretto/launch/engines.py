@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
@@ -60,7 +60,7 @@ class EnginesPlan:
     """All processes of inference, and where to reach them."""
 
     engines: tuple[EngineSpec, ...]
-    router: HelperSpec | None
+    routers: tuple[HelperSpec, ...]
     store: HelperSpec | None
     base_urls: tuple[str, ...]
     """Where rollouts go."""
@@ -90,11 +90,46 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     admin = tuple(engine.url(hosts) for engine in engines)
     router = section.router
     if not is_routed or router is None:
-        return EnginesPlan(tuple(engines), None, store, admin, admin)
+        return EnginesPlan(tuple(engines), (), store, admin, admin)
     if router.address is not None:
-        return EnginesPlan(tuple(engines), None, store, (router.address,), admin)
+        return EnginesPlan(tuple(engines), (), store, (router.address,), admin)
     spec = _router(router, engines, hosts, section)
-    return EnginesPlan(tuple(engines), spec, store, (f"http://{hosts[0]}:{spec.port}",), admin)
+    return EnginesPlan(tuple(engines), (spec,), store, (f"http://{hosts[0]}:{spec.port}",), admin)
+
+
+def plan_replicas(
+    section: InferenceSection, hosts: Sequence[str], num_replicas: int, *, is_cpu: bool = False
+) -> EnginesPlan:
+    """The whole of [inference] several times over, each with nodes and a router of its own.
+
+    [deployment] num_infer_replicas; rollouts are spread over the routers by whoever sends them.
+    """
+    if num_replicas == 1:
+        return plan_engines(section, hosts, is_cpu=is_cpu)
+    each = num_nodes(section)
+    _need_nodes(hosts, each * num_replicas, "deployment.num_infer_replicas")
+    engines: list[EngineSpec] = []
+    routers: list[HelperSpec] = []
+    urls: list[str] = []
+    admin: list[str] = []
+    store = None
+    for replica in range(num_replicas):
+        first = replica * each
+        plan = plan_engines(section, hosts[first : first + each], is_cpu=is_cpu)
+        engines += [replace(e, name=f"replica_{replica}_{e.name}", node=first + e.node) for e in plan.engines]
+        routers += [replace(r, name=f"replica_{replica}_{r.name}", node=first + r.node) for r in plan.routers]
+        urls += plan.base_urls
+        admin += plan.admin_urls
+        store = store or plan.store
+    return EnginesPlan(tuple(engines), tuple(routers), store, tuple(urls), tuple(admin))
+
+
+def num_nodes(section: InferenceSection) -> int:
+    """Nodes that one [inference] takes."""
+    shape = section.deployment
+    if isinstance(shape, Disaggregated):
+        return 1 if shape.is_local else shape.num_nodes
+    return shape.num_nodes if isinstance(shape, MultiNode) else 1
 
 
 def num_processes(section: InferenceSection) -> int:

@@ -408,7 +408,7 @@ def _processes(
             ports = {"http": engine.section.server.port}
             env = {**hold, **engine.env}
             processes.append(spec("inference", rank, count, own, ports, env, config=engine.name))
-        for helper in (engines.store, engines.router):
+        for helper in (engines.store, *engines.routers):
             if helper is not None:
                 env = process.thread_env(1)
                 argv, listening = helper.argv, {"http": helper.port}
