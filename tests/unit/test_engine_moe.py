@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -117,3 +118,18 @@ def test_many_experts_and_dense_layers_are_kept_apart():
     wide = build_model(0, family="qwen3_moe", num_experts=300, num_experts_per_tok=3, num_layers=1)
     assert run(core(wide), ask("a", PROMPTS[1]))[0][0].routed_experts.dtype == np.uint16
     assert run(core(model), ask("a", PROMPTS[1]))[0][0].routed_experts.shape[1] == 3
+
+
+def test_choices_that_are_known_are_not_sent_again():
+    whole = run(core(), ask("a", PROMPTS[2]))[0][0]
+    asked = msgspec.structs.replace(ask("a", PROMPTS[2]), routed_experts_start=37)
+    sent, _ = api.decode_generate(api.encode_generate(asked))
+    assert sent.routed_experts_start == 37
+    completions = run(core(), sent)[0]
+    assert np.array_equal(completions[0].routed_experts, whole.routed_experts[37:])
+    data = api.encode_completions(sent, completions, [None])
+    assert np.array_equal(api.decode_completions(asked, data)[0].routed_experts, whole.routed_experts[37:])
+    with pytest.raises(
+        api.Refusal, match="routed_experts_prompt_start: 41 is not in the prompt of 40 tokens"
+    ):
+        api.decode_generate(api.encode_generate(msgspec.structs.replace(asked, routed_experts_start=41)))

@@ -262,8 +262,10 @@ def test_choices_of_another_model_are_refused():
 def test_a_turn_keeps_the_choices_that_tokens_were_computed_with_first():
     old = np.arange(4, dtype=np.uint8).reshape(4, 1, 1)
     new = np.arange(10, 17, dtype=np.uint8).reshape(7, 1, 1)
-    assert join_routes(None, new) is new and join_routes(old, None) is None
-    assert join_routes(old, new).ravel().tolist() == [0, 1, 2, 13, 14, 15, 16]
+    assert join_routes(None, new, 7) is new and join_routes(old, None, 7) is None
+    for start in range(4):  # the engine may send what is known already, or leave it out
+        assert join_routes(old, new[start:], 7).ravel().tolist() == [0, 1, 2, 13, 14, 15, 16]
+    assert join_routes(old, new[4:], 7) is None and join_routes(None, new[1:], 7) is None
 
 
 def test_samples_without_choices_are_marked_so_and_mixed_models_refused():
@@ -288,13 +290,18 @@ def test_samples_without_choices_are_marked_so_and_mixed_models_refused():
         to_micro_batch([sample("a", routes), sample("c", np.zeros((4, 2, 3), np.uint8))])
 
 
-def test_two_turns_are_replayed_as_they_were_computed():
+@pytest.mark.parametrize("is_all_sent", [True, False])
+def test_two_turns_are_replayed_as_they_were_computed(is_all_sent):
     """The second turn's prompt comes from the prefix cache but for its end; nothing is lost between turns."""
     policy = build_moe()
     core = build_core(perturbed(policy, 0.2), enable_return_routed_experts=True)
     branch, prompt = OpenBranch(1.0), np.arange(2, 36, dtype=np.int32)
     for turn in range(2):
-        completion = run(core, ask(f"t{turn}", prompt, max_tokens=15, salt="s"))[0][0]
+        asked = ask(f"t{turn}", prompt, max_tokens=15, salt="s")
+        start = 0 if is_all_sent else branch.num_known_routes
+        asked = msgspec.structs.replace(asked, routed_experts_start=start)
+        completion = run(core, asked)[0][0]
+        assert len(completion.routed_experts) == len(prompt) + 15 - start
         branch.add_turn(prompt, completion, 0)
         prompt = np.concatenate((prompt, completion.token_ids, np.array([5, 6, 7], np.int32)))
     assert completion.cached_tokens >= 32

@@ -263,6 +263,7 @@ class Recorder(RolloutContext):
             sampling=player.sampling_params(len(prompt_ids), seed, **sampling),
             cache_salt=str(draw.version),
             session_id=name,
+            routed_experts_start=self._known_routes(prompt_ids, sampling.get("temperature")),
         )
         self._is_busy = True
         try:
@@ -310,6 +311,13 @@ class Recorder(RolloutContext):
             return None
         return self._player.renderer.extend(*self._turn, messages[known:], tools)
 
+    def _known_routes(self, prompt_ids: np.ndarray, temperature: float | None) -> int:
+        """Tokens of a prompt whose expert choices need not be sent again."""
+        temperature = self._player.behavior_temperature(temperature)
+        if self._branches and self._branches[-1].is_extended_by(prompt_ids, temperature):
+            return self._branches[-1].num_known_routes
+        return 0
+
     def _branch_for(self, prompt_ids: np.ndarray, temperature: float) -> OpenBranch:
         if self._branches and self._branches[-1].is_extended_by(prompt_ids, temperature):
             return self._branches[-1]
@@ -328,6 +336,11 @@ class OpenBranch:
         self._sampled: list[tuple[int, int]] = []
         self._versions: list[VersionSpan] = []
 
+    @property
+    def num_known_routes(self) -> int:
+        """Tokens whose expert choices are known: all but the last, from which nothing has been computed."""
+        return 0 if self._routes is None else len(self._routes) - 1
+
     def is_extended_by(self, prompt_ids: np.ndarray, temperature: float) -> bool:
         length = len(self.token_ids)
         return temperature == self.temperature and np.array_equal(prompt_ids[:length], self.token_ids)
@@ -338,7 +351,7 @@ class OpenBranch:
         `version` where the engine names none.
         """
         start = len(prompt_ids)
-        self._routes = join_routes(self._routes, completion.routed_experts)
+        self._routes = join_routes(self._routes, completion.routed_experts, start + len(completion.token_ids))
         self._logprobs.append(np.zeros(start - len(self.token_ids), dtype=np.float32))
         self._logprobs.append(completion.logprobs)
         self.token_ids = np.concatenate((prompt_ids, completion.token_ids), dtype=np.int32)
@@ -360,15 +373,20 @@ class OpenBranch:
         )
 
 
-def join_routes(known: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
-    """Expert choices of a branch after a turn, from those before it and those of all its tokens.
+def join_routes(known: np.ndarray | None, new: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
+    """Expert choices of a branch of num_tokens after a turn, from those before it and those of its end.
 
     A token keeps the choices with which it was computed first: what was sampled after it was sampled with
-    them. Only the last one known is replaced: nothing had been computed from it.
+    them. Only the last one known is replaced: nothing had been computed from it. None where choices are
+    missing in between: an engine gave none in an earlier turn, or gives none now.
     """
-    if known is None or new is None:
-        return new
-    return np.concatenate((known[:-1], new[len(known) - 1 :]))
+    if new is None:
+        return None
+    start = num_tokens - len(new)
+    if known is None:
+        return new if start == 0 else None
+    kept = len(known) - 1
+    return np.concatenate((known[:-1], new[kept - start :])) if start <= kept else None
 
 
 def finished(

@@ -33,6 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     session_id: str | None = None
     prompt_logprobs: bool = False
+    routed_experts_start: int = 0  # prompt token from which expert choices are wanted; those before are known
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -52,4 +53,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt], index 0 is 0.0
-    routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + completion, layers, top_k]
+    routed_experts: np.ndarray | None = (
+        None  # uint8 or uint16 [tokens from routed_experts_start on, layers, top_k]
+    )

@@ -40,9 +40,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...]  # spans over token indices of this branch that were sampled
     agent: str = "policy"  # whose stream this is; an episode of one policy has one agent
     is_trained: bool = True  # False: an agent that plays along and is not learned from
-    routed_experts: np.ndarray | None = (
-        None  # uint8 or uint16 [tokens, layers, top_k]; of a mixture of experts
-    )
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):

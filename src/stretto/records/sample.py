@@ -25,9 +25,7 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     ce_weights: np.ndarray | None = None
     ref_kl_weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
-    routed_experts: np.ndarray | None = (
-        None  # uint8 or uint16 [tokens, layers, top_k], of the engine that sampled
-    )
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):

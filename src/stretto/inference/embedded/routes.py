@@ -52,13 +52,15 @@ class RouteStore:
         """Copy whole blocks, as the cache does."""
         self.choices[target] = self.choices[source]
 
-    def read(self, table: Int[np.ndarray, " blocks"], num_computed: int, num_tokens: int) -> np.ndarray:
-        """[num_tokens, layers, top_k] of the sequence with these blocks; what was not computed is missing.
+    def read(
+        self, table: Int[np.ndarray, " blocks"], start: int, num_computed: int, num_tokens: int
+    ) -> np.ndarray:
+        """[num_tokens - start, layers, top_k] of the sequence with these blocks; not computed is missing.
 
         The last token of a reply is never computed: nothing was predicted from it.
         """
-        out = np.full((num_tokens, *self.choices.shape[2:]), self.missing, self.choices.dtype)
-        num_blocks = -(-num_computed // self.block_size)
-        known = self.choices[table[:num_blocks]].reshape(-1, *out.shape[1:])
-        out[:num_computed] = known[:num_computed]
+        out = np.full((num_tokens - start, *self.choices.shape[2:]), self.missing, self.choices.dtype)
+        positions = np.arange(start, num_computed)
+        blocks = table[positions // self.block_size]
+        out[: len(positions)] = self.choices[blocks, positions % self.block_size]
         return out

@@ -406,17 +406,16 @@ class Scheduler:
             versions=version_spans(versions),
             cached_tokens=request.cached_tokens,
             prompt_logprobs=request.prompt_logprobs,
-            routed_experts=self._routed_experts(slot),
+            routed_experts=self._routed_experts(slot, request.request.routed_experts_start),
         )
 
-    def _routed_experts(self, slot: int) -> np.ndarray | None:
-        """The experts that computed each token of prompt and reply."""
+    def _routed_experts(self, slot: int, start: int) -> np.ndarray | None:
+        """The experts that computed each token of prompt and reply, from `start` on."""
         if self.routes is None:
             return None
         slots = self.slots
-        return self.routes.read(
-            slots.blocks[slot], int(slots.num_computed[slot]), int(slots.num_tokens[slot])
-        )
+        computed, length = int(slots.num_computed[slot]), int(slots.num_tokens[slot])
+        return self.routes.read(slots.blocks[slot], start, computed, length)
 
 
 def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:

@@ -78,7 +78,7 @@ class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: Any = None
-    routed_experts_prompt_start: Any = None
+    routed_experts_prompt_start: int | None = None
     min_tokens: Any = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
@@ -117,7 +117,6 @@ class AbortBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_kind": (None, 0, 2),
-    "routed_experts_prompt_start": (None, 0),
     "min_tokens": (None, 0),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -199,7 +198,13 @@ def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
         sampling=sampling_params(params),
         cache_salt=body.cache_salt,
         prompt_logprobs=params.prompt_logprobs is not None,
+        routed_experts_start=params.routed_experts_prompt_start or 0,
     )
+    if not 0 <= request.routed_experts_start <= len(request.prompt_ids):
+        raise Refusal(
+            f"routed_experts_prompt_start: {request.routed_experts_start} is not in the prompt of "
+            f"{len(request.prompt_ids)} tokens"
+        )
     return request, body.model
 
 
@@ -251,7 +256,7 @@ def encode_array(array: np.ndarray | None) -> str | None:
 
 
 def decode_routed_experts(text: str | None, num_tokens: int) -> np.ndarray | None:
-    """The choices for every token of prompt and reply.
+    """The choices for the last `num_tokens` tokens of prompt and reply.
 
     vLLM leaves out the last token, from which nothing was predicted: it is marked as missing.
 
@@ -311,6 +316,7 @@ def encode_generate(request: GenerateRequest, model: str | None = None) -> bytes
                 ignore_eos=params.ignore_eos,
                 logprobs=0,
                 prompt_logprobs=0 if request.prompt_logprobs else None,
+                routed_experts_prompt_start=request.routed_experts_start or None,
             ),
             model=model,
             request_id=request.request_id,
@@ -390,7 +396,8 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
             cached_tokens=(details.cached_tokens or 0) if details else 0,
             prompt_logprobs=prompt_logprobs,
             routed_experts=decode_routed_experts(
-                choice.routed_experts, len(request.prompt_ids) + len(choice.token_ids)
+                choice.routed_experts,
+                len(request.prompt_ids) - request.routed_experts_start + len(choice.token_ids),
             ),
         )
         for choice in sorted(answer.choices, key=lambda c: c.index)
