@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from zlib import crc32
 
-from stretto.envs.base import SingleTurnEnv, TaskSource
+from stretto.envs.base import RolloutContext, RolloutResult, SingleTurnEnv, TaskSource
 from stretto.envs.sort_letters import SortLetters
 from stretto.records.rollout import Task
 
@@ -74,3 +74,21 @@ class Hanging(Vowels):
         if self.every is None or number % self.every == 0:
             await asyncio.Event().wait()
         return super().score(task, text)
+
+
+class Dialogue:
+    """Three turns, each an echo of what was said with a question added; reward as in Vowels, over all turns."""
+
+    name = "dialogue"
+
+    def tasks(self, split: str) -> TaskSource:
+        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"word": f"{i:x}"}))
+
+    async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
+        messages = Vowels().prompt(task)
+        texts = []
+        for _ in range(3):
+            reply = await ctx.chat(messages)
+            texts.append(reply.text)
+            messages = [*messages, reply.message, {"role": "user", "content": "and then"}]
+        return RolloutResult(reward=Vowels().score(task, "".join(texts)))

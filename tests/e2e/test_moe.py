@@ -77,3 +77,21 @@ def test_replay_lowers_the_mismatch_of_an_engine_in_bfloat16(model: Path, tmp_pa
         values = ended.column("mismatch_kl/mean")
         means.append(sum(values) / len(values))
     assert 0 < means[1] < means[0], means
+
+
+def test_dialogues_are_replayed_turn_by_turn(model: Path, tmp_path: Path) -> None:
+    """Later turns send only what is new of their choices; put together they are those of the whole."""
+    env = {"env": [{"id": "envs:Dialogue"}]}
+    ended = run(tmp_path, model, trainer={"enable_router_replay": True}, orchestrator=env)
+    assert all(0 <= value < 1e-6 for value in ended.column("mismatch_kl/max"))
+    with ended.ledger() as ledger:
+        several = [
+            branch
+            for row in ledger.trained_rollouts(1)
+            for branch in ledger.group(row["group_id"]).rollouts[row["member"]].branches
+            if len(branch.versions) > 1
+        ]
+    assert several, "a branch must hold several turns for this test to say anything"
+    for branch in several:
+        assert len(branch.routed_experts) == len(branch.token_ids)
+        assert branch.routed_experts[:-1].max() < 8 and branch.routed_experts[-1].min() == 255

@@ -53,6 +53,4 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt], index 0 is 0.0
-    routed_experts: np.ndarray | None = (
-        None  # uint8 or uint16 [tokens from routed_experts_start on, layers, top_k]
-    )
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k], of prompt and reply
