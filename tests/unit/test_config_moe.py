@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.base.errors import ConfigError
 from stretto.config.inference import InferenceSection
 from stretto.config.model import ModelSection
 from stretto.config.roots import RLConfig, TrainerConfig
+from stretto.inference.vllm.command import command
 
 ENV = {"env": [{"id": "reverse-text"}]}
 
@@ -51,3 +53,11 @@ def test_defaults_are_those_of_the_spec():
     model = ModelSection()
     assert model.moe_use_grouped_mm and not model.freeze_moe_router and model.moe_bias_update_rate is None
     assert not InferenceSection().enable_return_routed_experts
+
+
+def test_vllm_is_asked_for_its_choices_on_a_gpu_and_refused_on_a_cpu(tmp_path):
+    section = InferenceSection(enable_return_routed_experts=True)
+    assert "--enable-return-routed-experts" in command(section, tmp_path, is_cpu=False).words
+    assert "--enable-return-routed-experts" not in command(InferenceSection(), tmp_path, is_cpu=False).words
+    with pytest.raises(ConfigError, match="vLLM returns expert choices on a GPU only"):
+        command(section, tmp_path, is_cpu=True)
