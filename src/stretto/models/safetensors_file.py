@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ def read_file(path: Path) -> Iterator[tuple[str, FileTensor]]:
     yield from sorted(tensors, key=lambda item: item[1].offset)
 
 
-def _tensor(path: Path, name: str, entry: dict, begin: int, end: int) -> FileTensor:
+def _tensor(path: Path, name: str, entry: dict[str, Any], begin: int, end: int) -> FileTensor:
     if entry["dtype"] not in _DTYPES:
         raise DataError(f"{path}: tensor {name!r} is of dtype {entry['dtype']}, which is not read here")
     low, high = map(int, entry["data_offsets"])
@@ -75,7 +76,7 @@ def _tensor(path: Path, name: str, entry: dict, begin: int, end: int) -> FileTen
     return tensor
 
 
-def _header(path: Path) -> tuple[dict, int, int]:
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header, where the bytes begin, and where the file ends."""
     try:
         with path.open("rb") as file:

@@ -178,26 +178,19 @@ def _routes(samples: Sequence[TrainSample]) -> np.ndarray | None:
 
     Raises: DataError when the choices are of different models.
     """
-    known = [s for s in samples if s.routed_experts is not None]
+    known = [(s.sample_id, s.routed_experts) for s in samples if s.routed_experts is not None]
     if not known:
         return None
-    first = known[0].routed_experts
-    for sample in known:
-        if sample.routed_experts.shape[1:] != first.shape[1:] or sample.routed_experts.dtype != first.dtype:
+    first_id, first = known[0]
+    for sample_id, routes in known:
+        if routes.shape[1:] != first.shape[1:] or routes.dtype != first.dtype:
             raise DataError(
-                f"samples {known[0].sample_id} and {sample.sample_id} were routed by different models: "
-                f"{first.dtype}{list(first.shape[1:])} and {sample.routed_experts.dtype}"
-                f"{list(sample.routed_experts.shape[1:])} (layers, top_k)"
+                f"samples {first_id} and {sample_id} were routed by different models: "
+                f"{first.dtype}{list(first.shape[1:])} and {routes.dtype}{list(routes.shape[1:])} (layers, top_k)"
             )
-    missing = np.iinfo(first.dtype).max
-    return np.concatenate(
-        [
-            np.full((len(s.token_ids), *first.shape[1:]), missing, first.dtype)
-            if s.routed_experts is None
-            else s.routed_experts
-            for s in samples
-        ]
-    )
+    shape, missing = first.shape[1:], np.iinfo(first.dtype).max
+    nothing = lambda s: np.full((len(s.token_ids), *shape), missing, first.dtype)
+    return np.concatenate([nothing(s) if s.routed_experts is None else s.routed_experts for s in samples])
 
 
 def _stream(samples: Sequence[TrainSample], name: str) -> np.ndarray:
