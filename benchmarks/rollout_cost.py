@@ -96,7 +96,7 @@ async def play_engine(port: int, delay: Callable[[random.Random], float] | None 
     app.add_routes([web.post(api.GENERATE, generate), web.post(api.UPDATE_WEIGHTS, update)])
     steps = (api.PAUSE, api.START_UPDATE, api.FINISH_UPDATE, api.RESUME)
     app.add_routes([web.post(path, fine) for path in steps])
-    app.add_routes([web.get(api.HEALTH, fine), web.get(api.METRICS, fine)])
+    app.add_routes([web.get(path, fine) for path in (api.HEALTH, api.LIVENESS, api.METRICS)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()

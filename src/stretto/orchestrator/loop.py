@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -41,10 +41,10 @@ from stretto.orchestrator.filters import mean_reward, settle
 from stretto.orchestrator.packing import Cost, pack
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Draw, Player
-from stretto.orchestrator.samples import to_samples
+from stretto.orchestrator.samples import to_samples, whiten_samples
 from stretto.orchestrator.tasks import TaskMix
 from stretto.records.rollout import Group, Task
-from stretto.records.sample import TrainBatch
+from stretto.records.sample import TrainBatch, TrainSample
 from stretto.transports.control import (
     Bye,
     CheckpointComplete,
@@ -61,6 +61,8 @@ from stretto.transports.control import (
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_STEPS = 20
+STARTED_AT_ONCE = 16
+"""Rollouts; each takes up to a millisecond to render its prompt and write its request."""
 
 
 class Control(Protocol):
@@ -235,10 +237,19 @@ class Loop:
         self._first_draw_at = self._step_done_at = time.perf_counter()
         self._idle_s = self.buffer.idle_s
         while await self.buffer.admit():
-            with self.ledger.transaction():  # one commit for all slots that became free together
-                slots = [self._draw() for _ in iter(self.buffer.may_admit, False)]
+            with self.ledger.transaction():  # one commit for slots that became free together
+                slots = list(self._draw_some())
             for slot in slots:
                 slot.job = tasks.create_task(self.play_group(slot), name=f"group {slot.group_id}")
+            await asyncio.sleep(0)  # they start, and everybody else has a turn, before the next ones
+
+    def _draw_some(self) -> Iterator[Slot]:
+        """Groups for free slots, as many as start without keeping the event loop."""
+        num_rollouts = 0
+        while self.buffer.may_admit() and num_rollouts < STARTED_AT_ONCE:
+            slot = self._draw()
+            num_rollouts += self.cfg.group_size_of(slot.task.env)
+            yield slot
 
     def _draw(self) -> Slot:
         """The next task, in the ledger and in a slot."""
@@ -306,7 +317,11 @@ class Loop:
         """Samples, rows, ledger, wire: from here on these groups are trained."""
         step = self.buffer.next_step
         started = time.perf_counter()
-        samples = to_samples((slot.group for slot in slots), self._whitened)
+        samples: list[TrainSample] = []
+        for slot in slots:  # chosen slots wait for nobody but us: others may run in between
+            samples += to_samples([slot.group])
+            await asyncio.sleep(0)
+        samples = whiten_samples(samples, self._whitened) if self._whitened else samples
         batches = pack(
             samples,
             step=step,
