@@ -1,13 +1,18 @@
 import random
+import re
+import tomllib
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
 import pytest
 from fakes import EchoEnv, FakeEngine, FakeTrainer
+from pydantic import ValidationError
 from test_orchestrator import ECHO, config, sampled, train
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.config.curriculum import DifficultySampler
+from stretto.config.roots import OrchestratorConfig
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
@@ -213,3 +218,52 @@ def test_environments_have_their_own_sampling_group_size_and_deadline(tmp_path):
 
 def by_word(prompt, rng, version):
     return "word"
+
+
+def test_the_settings_in_the_document_are_valid_together(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "orchestrator.md").read_text()
+    blocks = re.findall(r"```toml\n(.*?)```", page, re.S)
+    assert len(blocks) == 5
+    data = tomllib.loads("\n".join(blocks))["orchestrator"]
+    cfg = OrchestratorConfig.model_validate(data | {"output_dir": tmp_path})
+    assert cfg.sampling_of("reverse-text").max_completion_tokens == 512
+    assert cfg.sampling_of("reverse-text").top_p == cfg.train.sampling.top_p
+    assert list(cfg.gates_of("reverse-text")) == ["dynamic", "too_easy"]
+    assert [each.enforce for each in cfg.filters] == [True]
+    assert cfg.eval.env[0].interval == 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"oversampling_factor": 2.0, "max_async_level": 0},
+            "starts groups early and max_async_level = 0 forbids",
+        ),
+        ({"oversampling_factor": 8.0, "max_async_level": 1}, "15 steps early and max_off_policy_steps = 8"),
+        ({"filters": [{"type": "gibberish"}] * 2}, '"gibberish" stands there twice'),
+        ({"client": {"api": "chat"}}, "gives no tokens to train on"),
+        (
+            {
+                "env": [
+                    {"id": ECHO, "curriculum": {"gates": {"a": {"type": "reward_range", "reject_min": 1}}}}
+                ]
+            },
+            "gates.a.reject_min = 1 is above .* it would reject nothing",
+        ),
+        (
+            {
+                "env": [
+                    {
+                        "id": ECHO,
+                        "curriculum": {"sampler": {"type": "difficulty_pool", "hard_threshold": 0.9}},
+                    }
+                ]
+            },
+            "no task would be normal",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, settings, words):
+    with pytest.raises(ValidationError, match=words):
+        config(tmp_path, **settings)

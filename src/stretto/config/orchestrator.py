@@ -258,6 +258,11 @@ class OrchestratorSection(Section):
         section = self.env_of(env)
         return (section and section.algo) or self.algo
 
+    def sampling_of(self, env: str) -> SamplingSection:
+        """How rollouts of an environment are sampled."""
+        section = self.env_of(env)
+        return section.sampling.over(self.train.sampling) if section else self.train.sampling
+
     def group_size_of(self, env: str) -> int:
         """Rollouts of one task of an environment."""
         section = self.env_of(env)

@@ -532,4 +532,4 @@ def player_of(player: Player, cfg: OrchestratorSection, name: str) -> Player:
     section = cfg.env_of(name)
     assert section is not None, f"no environment {name}"
     timeout_s = section.rollout_timeout_s or player.timeout_s
-    return replace(player, sampling=section.sampling.over(player.sampling), timeout_s=timeout_s)
+    return replace(player, sampling=cfg.sampling_of(name), timeout_s=timeout_s)
