@@ -62,7 +62,7 @@ def collect_seldom() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5000, 20, 200)
+    gc.set_threshold(1000, 10, 1000)
 
 
 async def run(cfg: OrchestratorConfig) -> int:
