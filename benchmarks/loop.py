@@ -162,7 +162,15 @@ def asynchrony(model: Path, work: Path, steps: int, latency_s: float) -> dict:
     result = {"latency_median_s": latency_s, "sync_step_ms": 1e3 * step}
     for level in (1, 2, 4):
         run = run_ours(
-            model, work, steps, f"async-{level}", *env, "--orchestrator.max-async-level", str(level)
+            model,
+            work,
+            steps,
+            f"async-{level}",
+            *env,
+            "--orchestrator.max-async-level",
+            str(level),
+            "--orchestrator.batch-order",
+            "finished",
         )
         step = statistics.mean(r["time/step"] for r in run["rows"])
         result[f"async_{level}_step_ms"] = 1e3 * step
