@@ -16,6 +16,7 @@ from stretto.launch.plan import plan
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RL = sorted(EXAMPLES.glob("*/rl.toml"))
 SFT = sorted(EXAMPLES.glob("*/sft.toml"))
+FOLDERS = [path.name for path in EXAMPLES.iterdir() if path.is_dir()]
 
 
 def name(path):
@@ -23,7 +24,7 @@ def name(path):
 
 
 def test_every_example_has_both_stages_and_a_readme():
-    assert {name(path) for path in RL} == {name(path) for path in SFT} == {"reverse_text", "sort_letters"}
+    assert {name(path) for path in RL} == {name(path) for path in SFT} == set(FOLDERS)
     for path in RL:
         assert (path.parent / "README.md").is_file()
 

@@ -31,6 +31,7 @@ Split = Literal["train", "eval"]
 Message = dict[str, Any]
 
 BUNDLED = {
+    "arithmetic": "stretto.envs.arithmetic:Arithmetic",
     "reverse-text": "stretto.envs.reverse_text:ReverseText",
     "sort-letters": "stretto.envs.sort_letters:SortLetters",
 }

@@ -1,0 +1,77 @@
+"""The bundled environments: what is right, wrong, malformed and cut off is worth; who sees which task."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.envs.base import load_environment, scored
+from stretto.envs.held_out import is_held_out
+from stretto.records.rollout import Task
+
+# What names a task of an environment, in its data: two tasks of one name are one task.
+KEYS = {
+    "arithmetic": lambda data: data["question"].rstrip("="),
+}
+
+
+@pytest.mark.parametrize("env_id", KEYS)
+def test_tasks_are_the_same_by_index_in_every_process(env_id):
+    first, second = load_environment(env_id), load_environment(env_id)
+    for split in ("train", "eval"):
+        tasks = [first.tasks(split).task(i) for i in range(40)]
+        assert tasks == [second.tasks(split).task(i) for i in range(40)]
+        assert len({t.task_id for t in tasks}) == 40
+    other = load_environment(env_id, {"seed": 1})
+    assert [other.tasks("train").task(i).data for i in range(40)] != [
+        first.tasks("train").task(i).data for i in range(40)
+    ]
+
+
+@pytest.mark.parametrize("env_id", KEYS)
+def test_no_held_out_task_is_ever_trained_on(env_id):
+    env = load_environment(env_id)
+    held_out = {KEYS[env_id](env.tasks("eval").task(i).data) for i in range(300)}
+    trained = {KEYS[env_id](env.tasks("train").task(i).data) for i in range(2000)}
+    assert not held_out & trained
+    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, trained))
+
+
+# -- arithmetic --
+
+
+async def value_of(env, task, text):
+    return (await scored(env.score(task, text))).reward
+
+
+async def test_arithmetic_pays_for_the_value_in_the_box():
+    env = load_environment("arithmetic")
+    task = Task(env="arithmetic", task_id="t", data={"question": "3-14=", "answer": "-11"})
+    for right in (r"\boxed{-11}", r"\boxed{-11.0}", r"\boxed{-22/2}", r"first \boxed{3}, so \boxed{ -11 }"):
+        assert await value_of(env, task, right) == 1.0, right
+    for wrong in (r"\boxed{11}", "-11", r"\boxed{-11", r"\boxed{}", "", r"\boxed{-11} or \boxed{4}"):
+        assert await value_of(env, task, wrong) == 0.0, wrong
+
+
+async def test_arithmetic_solves_its_own_tasks():
+    env = load_environment("arithmetic", {"num_terms": 3, "operators": "+-*", "instruction": "Sum: "})
+    for row in env.sft_rows(50, seed=3):
+        question = row["messages"][0]["content"].removeprefix("Sum: ")
+        assert not is_held_out(question.rstrip("="))
+        task = Task(
+            env=env.name, task_id="t", data={"question": question, "answer": str(eval(question[:-1]))}
+        )
+        assert env.prompt(task) == row["messages"][:1]
+        assert await value_of(env, task, row["messages"][1]["content"]) == 1.0
+
+
+def test_arithmetic_refuses_what_makes_no_tasks():
+    for args in (
+        {"max_number": 0},
+        {"num_terms": 1},
+        {"operators": "+/"},
+        {"operators": ""},
+        {"max_number": 2},
+    ):
+        with pytest.raises(ConfigError, match="arithmetic: "):
+            load_environment("arithmetic", args)

@@ -1,0 +1,175 @@
+"""What untrusted code may not do, in both back ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stretto.base.errors import ConfigError, EnvError
+from stretto.envs.sandbox import KEEPER, Limits, Sandbox, bubblewrap_trouble, choose_backend
+
+LIMITS = Limits(wall_s=8.0, memory_bytes=256 << 20, output_bytes=64 << 10)
+ENDLESS = Limits(wall_s=0.8, memory_bytes=256 << 20)
+
+
+@pytest.fixture(params=["bubblewrap", "subprocess"])
+def backend(request):
+    if request.param == "bubblewrap" and (trouble := bubblewrap_trouble()):
+        pytest.skip(f"bubblewrap does not work here: {trouble}")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives():
+    """Whatever a test started is gone when it ends."""
+    yield
+    deadline = time.monotonic() + 5
+    while (left := survivors()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def survivors() -> list[str]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if "main.py" in words or (str(KEEPER) in words and f"{os.getpid()}" == str(process.ppid())):
+            found.append(" ".join(words))
+    return found
+
+
+async def run(backend, code, limits=LIMITS, **kwargs):
+    return await Sandbox(limits, backend=backend).run(code, **kwargs)
+
+
+async def test_a_program_gets_its_input_and_files_and_gives_its_output(backend):
+    code = "import sys, part\nprint(part.x + int(input()))\nprint('note', file=sys.stderr)\nsys.exit(3)"
+    result = await run(backend, code, stdin="40\n", files={"part.py": "x = 2", "deep/er.txt": "a"})
+    assert (result.exit_code, result.killed_for) == (3, None)
+    assert (result.stdout, result.stderr) == ("42\n", "note\n")
+    assert not result.is_ok
+
+
+async def test_a_fork_bomb_is_held_and_ended(backend):
+    code = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    result = await run(backend, code, ENDLESS)
+    assert result.exit_code is None and result.killed_for in ("time", "processes", "memory")
+
+
+async def test_an_endless_loop_is_ended_in_time(backend):
+    result = await run(backend, "while True: pass", ENDLESS)
+    assert result.killed_for == "time" and result.exit_code is None
+
+
+async def test_ten_gigabytes_are_not_to_be_had(backend):
+    result = await run(backend, "x = bytearray(10 << 30)")
+    assert result.exit_code == 1 and "MemoryError" in result.stderr
+
+
+async def test_memory_is_counted_over_all_processes(backend):
+    code = (
+        "import os, time\nfor _ in range(6):\n    if not os.fork():\n"
+        "        x = b'1' * (100 << 20); time.sleep(30)\ntime.sleep(30)"
+    )
+    result = await run(backend, code)
+    assert result.killed_for == "memory"
+
+
+async def test_nobody_can_be_called(backend):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        result = await run(
+            backend, f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)\nprint('in')"
+        )
+    assert result.exit_code == 1 and result.stdout == ""
+
+
+async def test_huge_output_is_cut_and_ends_the_program(backend):
+    result = await run(backend, "while True: print('x' * 1000)")
+    assert result.killed_for == "output" and len(result.stdout) == LIMITS.output_bytes
+
+
+async def test_files_of_the_user_are_neither_read_nor_written(backend, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("password")
+    if backend == "subprocess" and not has_landlock() and os.geteuid() != 0:
+        pytest.skip("this kernel has no Landlock")
+    for path in (secret, Path(__file__), Path("/etc/hostname")):
+        result = await run(backend, f"print(open({str(path)!r}).read())")
+        assert result.exit_code == 1 and not result.stdout, path
+    for path in (tmp_path / "new", Path("/usr/stretto-test")):
+        assert (await run(backend, f"open({str(path)!r}, 'w')")).exit_code == 1
+        assert not path.exists()
+
+
+def has_landlock() -> bool:
+    import ctypes
+
+    return ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 1
+
+
+async def test_the_environment_is_empty(backend, monkeypatch):
+    monkeypatch.setenv("API_KEY", "secret")
+    result = await run(backend, "import os\nprint(sorted(os.environ))")
+    assert "API_KEY" not in result.stdout and "HOME" in result.stdout
+
+
+async def test_large_files_are_refused(backend):
+    result = await run(backend, "open('big', 'wb').write(b'0' * (20 << 20))")
+    assert result.exit_code == 1 and "File too large" in result.stderr
+
+
+async def test_a_daemon_does_not_survive(backend):
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n"
+        "    os._exit(0)\nprint('gone')"
+    )
+    result = await run(backend, code)
+    assert result.is_ok and result.stdout == "gone\n"  # and nothing_survives
+
+
+async def test_a_cancelled_run_leaves_nothing(backend):
+    task = asyncio.create_task(run(backend, "while True: pass"))
+    while not survivors():
+        await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_at_most_so_many_run_at_a_time(backend):
+    sandbox = Sandbox(LIMITS, backend=backend, max_concurrent=2)
+    code = "import time\nprint(time.time())\ntime.sleep(0.3)\nprint(time.time())"
+    results = await asyncio.gather(*(sandbox.run(code) for _ in range(4)))
+    spans = [tuple(map(float, result.stdout.split())) for result in results]
+    for moment, _ in spans:
+        assert sum(start <= moment < end for start, end in spans) <= 2
+
+
+async def test_file_names_stay_in_the_work_directory(backend):
+    for name in ("../x", "/tmp/x"):
+        with pytest.raises(EnvError, match="leaves the work directory"):
+            await run(backend, "", files={name: ""})
+
+
+def test_the_back_end_is_said_once(caplog):
+    choose_backend.cache_clear()
+    with caplog.at_level(logging.INFO):
+        Sandbox(backend="subprocess")
+        Sandbox(backend="subprocess")
+    assert [r.message for r in caplog.records].count(caplog.records[0].message) == 1
+    assert "not in bubblewrap" in caplog.records[0].message
+
+
+def test_an_unknown_back_end_is_refused():
+    with pytest.raises(ConfigError, match="none of auto, bubblewrap, subprocess"):
+        Sandbox(backend="docker")
