@@ -170,6 +170,9 @@ def total_loss(
         assert streams.ref_logprobs is not None, "ref_kl weights without ref_logprobs"
         distilled = ref_kl(logprobs, streams.behavior_logprobs, streams.ref_logprobs)
         loss = loss + weighted_sum(distilled.loss, streams.ref_kl_weights) / max(counts.ref_kl, 1)
+        is_member = streams.ref_kl_weights != 0
+        sums["teacher_kl"] = weighted_sum(logprobs.detach() - streams.ref_logprobs, is_member.float())
+        sums["ref_kl_tokens"] = is_member.sum()
     with torch.no_grad():
         log_ratio = (logprobs - streams.behavior_logprobs).masked_fill(~streams.is_sampled, 0.0)
         mismatch = kl.k3(log_ratio)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from stretto.config.distill import OpdAlgo
 from stretto.config.section import Section
 
 Level = Literal["token", "sequence", "geometric"]
@@ -252,6 +253,7 @@ Algo = Annotated[
     | ReinforcePlusPlusAlgo
     | ReinforcePlusPlusBaselineAlgo
     | CustomAlgo
+    | OpdAlgo
     | ZeroAlgo,
     Field(discriminator="type"),
 ]

@@ -81,9 +81,23 @@ def check_algos(section: OrchestratorSection, prefix: str) -> list[Problem]:
     if section.train.sampling.temperature == 0 and any(a.type != "zero" for a in algos.values()):
         rule = "the rollouts of a group would be equal and teach nothing; use more, such as 1.0"
         problems.append(Problem((temperature,), f"{temperature} = 0 is greedy: {rule}"))
+    problems += check_teacher(
+        section, [place for place, algo in algos.items() if algo.type == "opd"], path("teacher")
+    )
     for place, algo in algos.items():
         problems += check_shaping(algo, place, section.seq_len)
     return problems
+
+
+def check_teacher(section: OrchestratorSection, taught: list[str], path: str) -> list[Problem]:
+    """A teacher where one is asked, and only there."""
+    if taught and section.teacher is None:
+        rule = f"needs [{path}] with the base_url of an engine that serves the teacher"
+        return [Problem((f"{taught[0]}.type",), f'{taught[0]}.type = "opd" {rule}')]
+    if section.teacher is not None and not taught:
+        rule = 'does nothing: no algo has type = "opd"; drop it or give an algo that type'
+        return [Problem((path,), f"{path} {rule}")]
+    return []
 
 
 def check_shaping(algo: Algo, path: str, seq_len: int) -> list[Problem]:

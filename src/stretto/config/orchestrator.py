@@ -8,6 +8,7 @@ from pydantic import Field
 
 from stretto.config.algorithm import Algo, GrpoAlgo
 from stretto.config.curriculum import CurriculumSection, Filter, Gate
+from stretto.config.distill import TeacherSection
 from stretto.config.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.section import Section
@@ -191,6 +192,7 @@ class OrchestratorSection(Section):
     """Training environments, `[[orchestrator.env]]`."""
     eval: EvalSection | None = None
     algo: Algo = GrpoAlgo()
+    teacher: TeacherSection | None = None
     batch_size: int = Field(128, gt=0)
     """Rollouts in one training step; a multiple of group_size."""
     group_size: int = Field(8, gt=0)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from stretto.base.status import report
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+from stretto.config.distill import TeacherSection
 from stretto.config.model import RendererSection, ScratchSection
 from stretto.config.orchestrator import ClientSection, EnvSection
 from stretto.envs.base import Environment, load_environment
@@ -34,6 +35,17 @@ def build_engines(section: ClientSection) -> EngineClient:
         liveness_timeout_s=section.liveness_timeout_s,
         recovery_timeout_s=section.recovery_timeout_s,
         on_down=lambda url, reason: report("engine", url=url, state="down", reason=reason),
+    )
+
+
+def build_teacher_client(section: TeacherSection) -> EngineClient:
+    """A client of a frozen model's engines, which are never given weights."""
+    return EngineClient(
+        [section.base_url] if isinstance(section.base_url, str) else section.base_url,
+        api_key=os.environ.get(section.api_key_var),
+        timeout_s=section.timeout_s,
+        max_retries=section.max_retries,
+        model=section.model,
     )
 
 

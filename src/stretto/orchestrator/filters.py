@@ -18,7 +18,7 @@ import numpy as np
 from stretto.base.errors import StrettoError
 from stretto.config.curriculum import Filter, Gate, GibberishFilter, RepetitionFilter
 from stretto.config.orchestrator import OrchestratorSection
-from stretto.orchestrator.scoring import is_counted, score
+from stretto.orchestrator.scoring import is_counted, is_distilled, score
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 FLAG = "filter "
@@ -90,7 +90,7 @@ def settle(group: Group, cfg: OrchestratorSection, vocab_size: int | None = None
     verdict = judge(group, cfg.gates_of(group.task.env), cfg.filters, vocab_size)
     if verdict.group is not group:
         left = zip(verdict.group.rollouts, verdict.group.advantages, strict=True)
-        has_signal = has_signal and any(advantage for r, advantage in left if is_counted(r))
+        has_signal = has_signal and any(a or is_distilled(r) for r, a in left if is_counted(r))
     return Settled(verdict, has_signal)
 
 

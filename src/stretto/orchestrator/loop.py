@@ -43,6 +43,7 @@ from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples, whiten_samples
 from stretto.orchestrator.tasks import TaskMix
+from stretto.orchestrator.teacher import Teacher
 from stretto.records.rollout import Group, Task
 from stretto.records.sample import TrainBatch, TrainSample
 from stretto.transports.control import (
@@ -152,6 +153,7 @@ class Loop:
     progress: Progress
     evaluator: Evaluator | None = None
     curriculum: Curriculum = field(default_factory=Curriculum)
+    teacher: Teacher | None = None  # of environments that are distilled
     vocab_size: int | None = None  # of the tokenizer; what gibberish is measured against
 
     def __post_init__(self) -> None:
@@ -213,6 +215,8 @@ class Loop:
         report("phase", text="waiting for the engine and the trainer")
         async with task_group() as tasks:
             tasks.create_task(self.engines.wait_ready(self.cfg.client.ready_timeout_s))
+            if self.teacher is not None:
+                tasks.create_task(self.teacher.wait_ready())
             registering = tasks.create_task(self.control.wait_registered())
         for register in registering.result():
             resumed = register.resumed_step or 0
@@ -265,6 +269,8 @@ class Loop:
         env = slot.task.env
         draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version)
         group = await self._players[env].play(self.mix.envs[env], draw)
+        if self.teacher is not None and self.cfg.algo_of(env).type == "opd":
+            group = await self.teacher.score(group)
         settled = settle(group, self.cfg, self.vocab_size)
         self.ledger.group_finished(settled.group)
         self.watch.progress(f"group {slot.group_id} finished")

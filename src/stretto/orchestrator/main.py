@@ -32,7 +32,13 @@ from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
 from stretto.orchestrator import checkpoint, evaluate
 from stretto.orchestrator.buffer import Bounds, Buffer
-from stretto.orchestrator.build import build_engines, build_env, build_renderer_of, build_scratch_renderer
+from stretto.orchestrator.build import (
+    build_engines,
+    build_env,
+    build_renderer_of,
+    build_scratch_renderer,
+    build_teacher_client,
+)
 from stretto.orchestrator.checkpoint import Progress, summary_of
 from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
 from stretto.orchestrator.evaluate import Evaluator, eval_envs
@@ -42,6 +48,7 @@ from stretto.orchestrator.packing import cost_of_model
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Player
 from stretto.orchestrator.tasks import TaskMix
+from stretto.orchestrator.teacher import Teacher
 from stretto.transports.control import ControlServer
 from stretto.transports.rollouts import build_sender
 
@@ -91,6 +98,7 @@ class Wires:
     engines: Engines
     control: Control
     sender: Sender
+    teacher: Teacher | None = None
 
 
 async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack) -> Wires:
@@ -102,7 +110,13 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     sender = build_sender(cfg.rollout_transport, cfg.run_dir, cfg.num_train_workers)
     await sender.open()
     stack.push_async_callback(sender.close)
-    return Wires(engines, control, sender)
+    teacher = None
+    if cfg.teacher is not None:
+        scorer = await stack.enter_async_context(build_teacher_client(cfg.teacher))
+        teacher = Teacher(
+            scorer, ready_timeout_s=cfg.teacher.ready_timeout_s, max_failures=cfg.max_failed_groups
+        )
+    return Wires(engines, control, sender, teacher)
 
 
 def build_loop(
@@ -167,6 +181,7 @@ def build_loop(
         progress=progress,
         evaluator=build_evaluator(cfg, envs, player, watch, run_dir),
         curriculum=curriculum,
+        teacher=wires.teacher,
         vocab_size=vocab_size_of(cfg, renderer),
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from stretto.algorithms.credit import whiten
 from stretto.orchestrator.scoring import is_counted
-from stretto.records.rollout import Group, Rollout
+from stretto.records.rollout import Branch, Group, Rollout
 from stretto.records.sample import TrainSample
 
 
@@ -65,6 +65,18 @@ def samples_of(rollout: Rollout, advantage: float) -> list[TrainSample]:
                 temperature=branch.temperature,
                 first_version=branch.versions[0].version,
                 routed_experts=branch.routed_experts,
+                **distilled(branch, loss_mask),
             )
         )
     return samples
+
+
+def distilled(branch: Branch, loss_mask: np.ndarray) -> dict[str, np.ndarray]:
+    """Streams of a branch that a teacher scored: all its trained tokens leave rl for ref_kl."""
+    if branch.ref_logprobs is None:
+        return {}
+    return {
+        "rl_weights": np.zeros(len(loss_mask), np.float32),
+        "ref_kl_weights": loss_mask.astype(np.float32),
+        "ref_logprobs": branch.ref_logprobs,
+    }

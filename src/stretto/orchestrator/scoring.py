@@ -11,6 +11,7 @@ import numpy as np
 from stretto.algorithms.credit import CREDIT, can_teach, length_penalty, overlong
 from stretto.algorithms.custom import CreditInputs, custom_credit
 from stretto.config.algorithm import Algo, CreditSection, CustomAlgo
+from stretto.config.distill import OpdAlgo
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
@@ -23,10 +24,18 @@ def is_counted(rollout: Rollout) -> bool:
     return rollout.status in COUNTED
 
 
+def is_distilled(rollout: Rollout) -> bool:
+    """Did a teacher score this rollout? It is then trained on that, and not on its reward."""
+    return any(branch.ref_logprobs is not None for branch in rollout.branches)
+
+
 def score(group: Group, algo: Algo) -> tuple[Group, bool]:
     """The group with one advantage a rollout (0 for failed ones), and whether it has a signal."""
     rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
     counted = np.array([is_counted(rollout) for rollout in group.rollouts], dtype=bool)
+    if isinstance(algo, OpdAlgo):
+        has_signal = any(is_counted(rollout) and is_distilled(rollout) for rollout in group.rollouts)
+        return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), has_signal
     if isinstance(algo, CreditSection):
         rewards = shape(rewards, counted, group, algo)
     if isinstance(algo, CustomAlgo):

@@ -41,6 +41,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = "policy"  # whose stream this is; an episode of one policy has one agent
     is_trained: bool = True  # False: an agent that plays along and is not learned from
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
+    ref_logprobs: np.ndarray | None = None  # float32 [tokens], nats, of a teacher; such a branch is distilled
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):

@@ -84,6 +84,8 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
                 metrics[f"{name.removeprefix('rl/')}/mean"] = sums[name] / total["rl_tokens"]
     if total["ce_tokens"]:
         metrics["nll/mean"] = total["nll"] / total["ce_tokens"]
+    if total["ref_kl_tokens"]:
+        metrics["teacher_kl/mean"] = total["teacher_kl"] / total["ref_kl_tokens"]
     for name, tokens in sums.items():
         if name.startswith("env/") and name.endswith("/tokens") and tokens:
             env = name[len("env/") : -len("/tokens")]
