@@ -106,3 +106,17 @@ def test_loading_imports_neither_torch_nor_transformers(directory):
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_phrases_are_one_token_each_and_change_no_other_id(tmp_path):
+    plain = load_tokenizer(build_letters_tokenizer(tmp_path / "plain"))
+    phrases = ['{"name": "calculate"', "}}", "# Tools\n\nYou <tool_call>\n"]
+    tokenizer = load_tokenizer(build_letters_tokenizer(tmp_path / "phrases", phrases=phrases))
+    assert tokenizer.vocab_size == plain.vocab_size + 3
+    assert [len(tokenizer.encode(phrase)) for phrase in phrases] == [1, 1, 1]
+    text = "<|im_start|>user\nuser } 12\n\n<|im_end|>"
+    assert tokenizer.encode(text) == plain.encode(text)
+    for text in ("a" + phrases[0] + "b}}}", phrases[2] + "<tool_call>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    with pytest.raises(ConfigError, match="'a' is a token already"):
+        build_letters_tokenizer(tmp_path / "twice", phrases=["a"])

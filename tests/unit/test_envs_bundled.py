@@ -12,6 +12,7 @@ from stretto.records.rollout import Task
 # What names a task of an environment, in its data: two tasks of one name are one task.
 KEYS = {
     "arithmetic": lambda data: data["question"].rstrip("="),
+    "python-code": lambda data: data["function"],
 }
 
 
@@ -75,3 +76,57 @@ def test_arithmetic_refuses_what_makes_no_tasks():
     ):
         with pytest.raises(ConfigError, match="arithmetic: "):
             load_environment("arithmetic", args)
+
+
+# -- python-code --
+
+
+@pytest.fixture
+def code_task():
+    return Task(env="python-code", task_id="t", data={"function": "3*x+2"})
+
+
+async def test_code_is_paid_for_passing_the_tests(code_task):
+    env = load_environment("python-code")
+    assert env.prompt(code_task) == [{"role": "user", "content": "f(0)=2 f(1)=5"}]
+    for right in ("3*x+2", " 2+x*3 ", "x+x+x+2", "sum([x, x, x, 2])", "int('2') + 3*x  # so"):
+        assert (await env.score(code_task, right)).reward == 1.0, right
+    for wrong in (
+        "3*x+1",
+        "2 if x == 0 else 5",
+        "str(3*x+2)",
+        "3*x+2.0",
+        "",
+        "3*",
+        "3*x+2 if",
+        "print(2)",
+        "y",
+    ):
+        assert (await env.score(code_task, wrong)).reward == 0.0, wrong
+
+
+async def test_code_that_misbehaves_earns_nothing_and_ends(code_task):
+    env = load_environment("python-code", {"timeout_s": 0.5})
+    loop = await env.score(code_task, "[0 for _ in iter(int, 1)]")
+    assert loop.reward == 0.0 and loop.metrics["killed"] == 1.0
+    for wrong in ("exit()", "__import__('os')._exit(0)", "print(x) or 3*x+2", "bytearray(10**11)"):
+        assert (await env.score(code_task, wrong)).reward == 0.0, wrong
+
+
+async def test_part_of_the_tests_is_paid_where_asked_for(code_task):
+    env = load_environment("python-code", {"partial": True})
+    assert (await env.score(code_task, "2 if x == 0 else 5")).reward == pytest.approx(2 / 6)
+
+
+async def test_the_same_reply_is_run_once(code_task):
+    env = load_environment("python-code")
+    assert await env.score(code_task, "3*x") is await env.score(code_task, "3*x")
+
+
+async def test_code_solves_its_own_tasks():
+    env = load_environment("python-code")
+    for row in env.sft_rows(4, seed=1):
+        user, assistant = row["messages"]
+        task = Task(env=env.name, task_id="t", data={"function": assistant["content"]})
+        assert env.prompt(task) == [user]
+        assert (await env.score(task, assistant["content"])).reward == 1.0

@@ -53,13 +53,15 @@ def test_rl_plans_three_processes(path):
 @pytest.mark.parametrize("path", RL, ids=name)
 def test_longest_solution_fits_into_a_reply_and_the_context(path, tmp_path):
     cfg, sft = load(RLConfig, ["@", str(path)]), load(SFTConfig, ["@", str(path.parent / "sft.toml")])
-    renderer = build_renderer(build_letters_tokenizer(tmp_path), model_type="qwen3")
+    tokenizer = build_letters_tokenizer(tmp_path, phrases=sft.model.scratch.phrases)
+    renderer = build_renderer(tokenizer, model_type="qwen3")
     env = load_environment(sft.data.id, sft.data.args)
     rows = env.sft_rows(200, seed=0)
-    replies = [len(renderer.tokenizer.encode(row["messages"][-1]["content"])) + 1 for row in rows]
-    prompts = [len(renderer.render_prompt(row["messages"][:-1])) for row in rows]
+    said = [message for row in rows for message in row["messages"] if message["role"] == "assistant"]
+    replies = [len(renderer.tokenizer.encode(message["content"])) + 1 for message in said]
+    prompts = [len(renderer.render_prompt(row["messages"][:-1], row.get("tools"))) for row in rows]
     longest = cfg.orchestrator.train.sampling.max_completion_tokens
     assert max(replies) <= longest
     assert max(prompts) + longest <= min(cfg.seq_len, sft.model.scratch.max_position_embeddings)
-    used = {int(t) for row in rows for t in renderer.render_prompt(row["messages"])}
+    used = {int(t) for row in rows for t in renderer.render_prompt(row["messages"], row.get("tools"))}
     assert renderer.tokenizer.unk_token_id not in used

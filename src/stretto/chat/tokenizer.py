@@ -105,17 +105,25 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     )
 
 
-def build_letters_tokenizer(directory: str | Path, characters: str = CHARACTERS) -> Path:
+def build_letters_tokenizer(
+    directory: str | Path, characters: str = CHARACTERS, phrases: Sequence[str] = ()
+) -> Path:
     """Write the 112-token tokenizer of the examples: one token a character, and Qwen3's chat tokens.
 
     Role names are single tokens only where a role stands (right after <|im_start|>), so the text `user` in a
     message is four letters. A blank line is one token, as in Qwen3. Characters not in `characters` (by default
-    printable ASCII) become <|unk|>. The files load with transformers' AutoTokenizer; its chat template gives
-    the ids render.py gives.
+    printable ASCII) become <|unk|>. `phrases` are texts that are one token each wherever they stand (a tool's
+    description, say); their ids follow all others. The files load with transformers' AutoTokenizer; its chat
+    template gives the ids render.py gives.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
     words = [*CHAT_TOKENS, UNKNOWN, *ROLES, "\n\n", *characters]
+    if known := [phrase for phrase in phrases if not phrase or phrase in words]:
+        raise ConfigError(
+            f"[model.scratch] phrases: {known[0]!r} is a token already, or empty; leave it out."
+        )
+    words += dict.fromkeys(phrases)
     vocab = {word: i for i, word in enumerate(words)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     # The text between two special tokens is one segment, so \A is "right after a special token".
@@ -125,7 +133,9 @@ def build_letters_tokenizer(directory: str | Path, characters: str = CHARACTERS)
     backend.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in (*CHAT_TOKENS[:3], UNKNOWN)]
     )
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in CHAT_TOKENS[3:]])
+    backend.add_tokens(
+        [AddedToken(t, special=False, normalized=False) for t in (*CHAT_TOKENS[3:], *dict.fromkeys(phrases))]
+    )
 
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,9 @@ class ScratchSection(Section):
     """Architecture family; the keys on experts count for `qwen3_moe` only."""
     tokenizer: Literal["letters"] = "letters"
     """Tokenizer to build beside it: `letters` has one token a character and Qwen3's chat tokens."""
+    phrases: tuple[str, ...] = ()
+    """Texts that become one token each in that tokenizer, beside the characters: what stands in every prompt, such as
+    the description of a tool, then costs a few tokens instead of hundreds."""
     hidden_size: int = Field(64, gt=0)
     """Width of the residual stream."""
     intermediate_size: int = Field(256, gt=0)

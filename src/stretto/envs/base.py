@@ -32,6 +32,7 @@ Message = dict[str, Any]
 
 BUNDLED = {
     "arithmetic": "stretto.envs.arithmetic:Arithmetic",
+    "python-code": "stretto.envs.python_code:PythonCode",
     "reverse-text": "stretto.envs.reverse_text:ReverseText",
     "sort-letters": "stretto.envs.sort_letters:SortLetters",
 }

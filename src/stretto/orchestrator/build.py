@@ -74,5 +74,5 @@ def build_renderer_of(model: str, tokenizer: str | None, section: RendererSectio
 def build_scratch_renderer(scratch: ScratchSection, section: RendererSection) -> Renderer:
     """The renderer of a model that is made from scratch; its tokenizer is the same wherever it is built."""
     with TemporaryDirectory() as directory:
-        tokenizer = load_tokenizer(build_letters_tokenizer(directory))
+        tokenizer = load_tokenizer(build_letters_tokenizer(directory, phrases=scratch.phrases))
     return build_renderer(tokenizer, section, scratch.family)

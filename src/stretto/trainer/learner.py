@@ -78,7 +78,7 @@ def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: Ru
     if tokenizer.name is not None:
         return hub.find_model(tokenizer.name)
     if model.scratch is not None:
-        return build_letters_tokenizer(run_dir.tokenizer)
+        return build_letters_tokenizer(run_dir.tokenizer, phrases=model.scratch.phrases)
     return hub.find_model(model.name)
 
 
