@@ -15,7 +15,7 @@ from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing, mixtures, update_expert_bias
 from stretto.orchestrator.packing import to_micro_batch
-from stretto.orchestrator.rollout import OpenBranch, join_routes
+from stretto.orchestrator.branches import OpenBranch, join_routes
 from stretto.orchestrator.samples import samples_of
 from stretto.records.rollout import Rollout, RolloutStatus, Task
 from stretto.trainer.learner import Learner

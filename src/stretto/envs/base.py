@@ -56,21 +56,50 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str  # "stop" | "length"
 
 
-class OutOfContext(EnvError):
-    """The history leaves no room for another reply.
+class LimitReached(EnvError):
+    """The episode has had its turns, tokens or time: there is no other reply.
 
-    An environment may catch it to give a reward all the same.
+    An environment may catch it to give a reward all the same; where none does, the episode ends as truncated,
+    with reward 0.
     """
+
+
+class OutOfContext(LimitReached):
+    """The history leaves no room for another reply."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where an episode ends at the latest; None: no limit. An environment states its own as `limits`."""
+
+    max_turns: int | None = None
+    """Replies, of all agents together."""
+    max_tokens: int | None = None
+    """Sampled tokens, of all replies together."""
+    timeout_s: float | None = None
+    """Seconds; no turn begins after them."""
 
 
 class RolloutContext(Protocol):
     """The policy, as an environment sees it during one episode."""
 
-    async def generate(self, prompt_ids: np.ndarray, **sampling: Any) -> Reply:
-        """Continue these tokens. A prompt that extends the tokens so far continues the same branch."""
+    async def generate(
+        self, prompt_ids: np.ndarray, tools: list[dict] | None = None, **sampling: Any
+    ) -> Reply:
+        """Continue these tokens. A prompt that extends the tokens so far continues the same branch.
+
+        Raises: LimitReached when a limit of the episode is reached, or nothing fits behind the prompt.
+        """
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
         """Answer these messages; new messages are appended to the tokens so far wherever the renderer can."""
+
+    def agent(self, name: str, *, is_trained: bool = True) -> RolloutContext:
+        """Another player of the same episode, with a history and a stream of samples of its own.
+
+        The same name gives the same player. One that is not trained plays with the policy's weights too. Agents
+        are paid by `RolloutResult.agent_rewards`; those not named there get `reward`.
+        """
 
 
 @dataclass(frozen=True)

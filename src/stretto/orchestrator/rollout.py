@@ -20,21 +20,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from stretto.base.errors import DataError, EngineError, EnvError, StrettoError, boundary
+from stretto.base.errors import EngineError, EnvError, StrettoError, boundary
 from stretto.chat.render import Renderer
 from stretto.config.orchestrator import SamplingSection
 from stretto.envs.base import (
     Environment,
-    Message,
+    LimitReached,
+    Limits,
     OutOfContext,
-    Reply,
-    RolloutContext,
     RolloutResult,
     SingleTurnEnv,
     scored,
 )
+from stretto.orchestrator.branches import OpenBranch
+from stretto.orchestrator.recorder import Budget, Recorder, check_completions
 from stretto.orchestrator.tasks import seed_of
-from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
 
@@ -180,7 +181,8 @@ class Player:
         started_at: float,
     ) -> None:
         for attempt in range(self.max_retries + 1):
-            recorder = Recorder(self, draw, member, attempt)
+            budget = Budget(getattr(env, "limits", None) or Limits())
+            recorder = Recorder(self, draw, member, attempt, budget=budget)
             try:
                 with boundary(EnvError, f"environment {env.name}, rollout {draw.rollout_id(member)}"):
                     result = await self._result_of(env, draw.task, recorder)
@@ -202,10 +204,10 @@ class Player:
     async def _result_of(self, env: Environment, task: Task, recorder: Recorder) -> RolloutResult:
         try:
             return await env.rollout(task, recorder)
-        except OutOfContext:
+        except LimitReached:
             if not recorder.num_turns:
                 raise
-            # The policy talked until nothing more fits: an episode without success, not a failure of ours.
+            # The policy went on until a limit: an episode without success, not a failure of ours.
             return RolloutResult(reward=0.0, is_truncated=True)
 
     # -- sampling --
@@ -236,157 +238,6 @@ class Player:
         """The temperature logprobs belong to; greedy ones are those of the unscaled distribution."""
         temperature = self.sampling.temperature if override is None else override
         return temperature or 1.0
-
-
-class Recorder(RolloutContext):
-    """The context of one multi-turn episode; see envs/base.py for what an environment may ask of it."""
-
-    def __init__(self, player: Player, draw: Draw, member: int, attempt: int) -> None:
-        self.num_turns = 0
-        self.is_truncated = False  # the last reply was cut off
-        self._player, self._draw, self._member, self._attempt = player, draw, member, attempt
-        self._branches: list[OpenBranch] = []
-        self._history: list[Message] = []
-        self._turn: tuple[np.ndarray, np.ndarray] | None = None  # prompt and completion of the last chat turn
-        self._is_busy = False
-
-    async def generate(self, prompt_ids: np.ndarray, **sampling: Any) -> Reply:
-        prompt_ids = np.asarray(prompt_ids, dtype=np.int32)
-        player, draw = self._player, self._draw
-        if self._is_busy:
-            raise EnvError("two turns of one episode at once: await a reply before asking for the next")
-        seed = seed_of(player.seed, draw.name, draw.group_id, self._attempt, self._member, self.num_turns)
-        name = f"{player.run_id}-{draw.rollout_id(self._member)}"
-        request = GenerateRequest(
-            request_id=f"{name}-{self._attempt}-{self.num_turns}",
-            prompt_ids=prompt_ids,
-            sampling=player.sampling_params(len(prompt_ids), seed, **sampling),
-            cache_salt=str(draw.version),
-            session_id=name,
-            routed_experts_start=self._known_routes(prompt_ids, sampling.get("temperature")),
-        )
-        self._is_busy = True
-        try:
-            with boundary(EngineError, f"generate {request.request_id}"):
-                completions = await player.engine.generate(request)
-        finally:
-            self._is_busy = False
-        check_completions(completions, 1)
-        completion = completions[0]
-        if completion.finish_reason == "abort" or not len(completion.token_ids):
-            raise EngineError(f"the engine gave up this turn after {len(completion.token_ids)} tokens")
-        self._branch_for(prompt_ids, player.behavior_temperature(sampling.get("temperature"))).add_turn(
-            prompt_ids, completion, draw.version
-        )
-        self.num_turns += 1
-        self.is_truncated = completion.finish_reason == "length"
-        message = player.renderer.parse(completion.token_ids)
-        return Reply(
-            message=message,
-            text=message.get("content") or "",
-            token_ids=completion.token_ids,
-            finish_reason=completion.finish_reason,
-        )
-
-    async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
-        prompt_ids = self._extend(messages, tools)
-        if prompt_ids is None:
-            prompt_ids = self._player.renderer.render_prompt(messages, tools)
-        reply = await self.generate(prompt_ids, **sampling)
-        self._history = [*messages, reply.message]
-        self._turn = (prompt_ids, reply.token_ids)
-        return reply
-
-    def close(self) -> tuple[Branch, ...]:
-        """The branches of the episode."""
-        return tuple(branch.close() for branch in self._branches)
-
-    def _extend(self, messages: list[Message], tools: list[dict] | None) -> np.ndarray | None:
-        """The prompt as a continuation of the tokens so far.
-
-        None when history changed or cannot be continued.
-        """
-        known = len(self._history)
-        if self._turn is None or len(messages) <= known or messages[:known] != self._history:
-            return None
-        return self._player.renderer.extend(*self._turn, messages[known:], tools)
-
-    def _known_routes(self, prompt_ids: np.ndarray, temperature: float | None) -> int:
-        """Tokens of a prompt whose expert choices need not be sent again."""
-        temperature = self._player.behavior_temperature(temperature)
-        if self._branches and self._branches[-1].is_extended_by(prompt_ids, temperature):
-            return self._branches[-1].num_known_routes
-        return 0
-
-    def _branch_for(self, prompt_ids: np.ndarray, temperature: float) -> OpenBranch:
-        if self._branches and self._branches[-1].is_extended_by(prompt_ids, temperature):
-            return self._branches[-1]
-        self._branches.append(OpenBranch(temperature))
-        return self._branches[-1]
-
-
-class OpenBranch:
-    """A token sequence that grows turn by turn; what was sampled is told from what was given."""
-
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-        self.token_ids = np.empty(0, dtype=np.int32)
-        self._logprobs: list[np.ndarray] = []
-        self._routes: np.ndarray | None = None
-        self._sampled: list[tuple[int, int]] = []
-        self._versions: list[VersionSpan] = []
-
-    @property
-    def num_known_routes(self) -> int:
-        """Tokens whose expert choices are known: all but the last, from which nothing has been computed."""
-        return 0 if self._routes is None else len(self._routes) - 1
-
-    def is_extended_by(self, prompt_ids: np.ndarray, temperature: float) -> bool:
-        length = len(self.token_ids)
-        return temperature == self.temperature and np.array_equal(prompt_ids[:length], self.token_ids)
-
-    def add_turn(self, prompt_ids: np.ndarray, completion: Completion, version: int) -> None:
-        """Append the given tokens that are new, then the sampled ones.
-
-        `version` where the engine names none.
-        """
-        start = len(prompt_ids)
-        self._routes = join_routes(self._routes, completion.routed_experts, start + len(completion.token_ids))
-        self._logprobs.append(np.zeros(start - len(self.token_ids), dtype=np.float32))
-        self._logprobs.append(completion.logprobs)
-        self.token_ids = np.concatenate((prompt_ids, completion.token_ids), dtype=np.int32)
-        self._sampled.append((start, len(self.token_ids)))
-        spans = completion.versions or (VersionSpan(version, 0, len(completion.token_ids)),)
-        self._versions += [VersionSpan(s.version, start + s.start, start + s.end) for s in spans]
-
-    def close(self) -> Branch:
-        is_sampled = np.zeros(len(self.token_ids), dtype=bool)
-        for start, end in self._sampled:
-            is_sampled[start:end] = True
-        return Branch(
-            token_ids=self.token_ids,
-            is_sampled=is_sampled,
-            logprobs=np.concatenate(self._logprobs, dtype=np.float32),
-            temperature=self.temperature,
-            versions=tuple(self._versions),
-            routed_experts=self._routes,
-        )
-
-
-def join_routes(known: np.ndarray | None, new: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
-    """Expert choices of a branch of num_tokens after a turn, from those before it and those of its end.
-
-    A token keeps the choices with which it was computed first: what was sampled after it was sampled with
-    them. Only the last one known is replaced: nothing had been computed from it. None where choices are
-    missing in between: an engine gave none in an earlier turn, or gives none now.
-    """
-    if new is None:
-        return None
-    start = num_tokens - len(new)
-    if known is None:
-        return new if start == 0 else None
-    kept = len(known) - 1
-    return np.concatenate((known[:-1], new[kept - start :])) if start <= kept else None
 
 
 def finished(
@@ -439,14 +290,3 @@ def failed(draw: Draw, member: int, cause: str, started_at: float) -> Rollout:
 def describe(error: StrettoError) -> str:
     """An error as the ledger and the last message of a run show it."""
     return f"{type(error).__name__}: {error}"
-
-
-def check_completions(completions: Sequence[Completion], wanted: int) -> None:
-    """Raises: EngineError, DataError when an engine's answer is not what was asked for."""
-    if len(completions) != wanted:
-        raise EngineError(f"the engine answered {len(completions)} samples where {wanted} were asked for")
-    for completion in completions:
-        if len(completion.logprobs) != len(completion.token_ids):
-            raise DataError(
-                f"the engine gave {len(completion.logprobs)} logprobs for {len(completion.token_ids)} tokens"
-            )

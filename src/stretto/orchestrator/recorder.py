@@ -1,0 +1,202 @@
+"""Writes down what an episode samples: every token, logprob and version, by agent and branch.
+
+A `Recorder` is the context an environment is given (envs/base.py). A turn whose prompt extends the tokens so far
+continues their branch; any other opens a new one, in which all earlier tokens are given ones, so that no token is
+trained twice. Agents of one episode have a recorder each and share its limits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stretto.base.errors import DataError, EngineError, EnvError, boundary
+from stretto.envs.base import LimitReached, Limits, Message, Reply, RolloutContext
+from stretto.orchestrator.branches import OpenBranch
+from stretto.orchestrator.tasks import seed_of
+from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.rollout import Branch
+
+if TYPE_CHECKING:
+    from stretto.orchestrator.rollout import Draw, Player
+
+POLICY = "policy"
+"""The agent of an episode that has one."""
+
+
+@dataclass
+class Budget:
+    """What an episode has used of its limits, all agents together."""
+
+    limits: Limits
+    started_at: float = field(default_factory=time.monotonic)
+    num_turns: int = 0
+    num_tokens: int = 0
+
+    def next_turn(self) -> int | None:
+        """Tokens that the next reply may have; None: as many as it likes.
+
+        Raises: LimitReached when there is no next turn.
+        """
+        limits = self.limits
+        if limits.max_turns is not None and self.num_turns >= limits.max_turns:
+            raise LimitReached(f"the episode has had its {limits.max_turns} turns (max_turns)")
+        if limits.timeout_s is not None and time.monotonic() - self.started_at >= limits.timeout_s:
+            raise LimitReached(f"the episode has had its {limits.timeout_s:g} s (timeout_s)")
+        if limits.max_tokens is None:
+            return None
+        left = limits.max_tokens - self.num_tokens
+        if left < 1:
+            raise LimitReached(f"the episode has had its {limits.max_tokens} tokens (max_tokens)")
+        return left
+
+
+class Recorder(RolloutContext):
+    """The context of one agent in one episode; see envs/base.py for what an environment may ask of it."""
+
+    def __init__(
+        self,
+        player: Player,
+        draw: Draw,
+        member: int,
+        attempt: int,
+        *,
+        budget: Budget | None = None,
+        name: str = POLICY,
+        is_trained: bool = True,
+    ) -> None:
+        self.budget = budget or Budget(Limits())
+        self.name, self.is_trained = name, is_trained
+        self.is_cut_off = False  # the last reply was
+        self._num_turns = 0
+        self._player, self._draw, self._member, self._attempt = player, draw, member, attempt
+        self._agents: dict[str, Recorder] = {name: self}
+        self._branches: list[OpenBranch] = []
+        self._history: list[Message] = []
+        self._turn: tuple[np.ndarray, np.ndarray] | None = None  # prompt and completion of the last chat turn
+        self._is_busy = False
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the episode, all agents together."""
+        return self.budget.num_turns
+
+    @property
+    def is_truncated(self) -> bool:
+        """Was the last reply of any agent cut off?"""
+        return any(agent.is_cut_off for agent in self._agents.values())
+
+    def agent(self, name: str, *, is_trained: bool = True) -> Recorder:
+        if name in self._agents:
+            return self._agents[name]
+        agent = Recorder(
+            self._player,
+            self._draw,
+            self._member,
+            self._attempt,
+            budget=self.budget,
+            name=name,
+            is_trained=is_trained,
+        )
+        agent._agents = self._agents
+        self._agents[name] = agent
+        return agent
+
+    async def generate(
+        self, prompt_ids: np.ndarray, tools: list[dict] | None = None, **sampling: Any
+    ) -> Reply:
+        prompt_ids = np.asarray(prompt_ids, dtype=np.int32)
+        player, draw = self._player, self._draw
+        if self._is_busy:
+            raise EnvError("two turns of one agent at once: await a reply before asking for the next")
+        room = self.budget.next_turn()
+        if room is not None:
+            wanted = sampling.get("max_tokens") or player.sampling.max_completion_tokens or room
+            sampling["max_tokens"] = min(wanted, room)
+        turn = (self._attempt, self._member, self._num_turns)
+        who = () if self.name == POLICY else (self.name,)
+        seed = seed_of(player.seed, draw.name, draw.group_id, *turn, *who)
+        name = "-".join((player.run_id, draw.rollout_id(self._member), *who))
+        request = GenerateRequest(
+            request_id=f"{name}-{self._attempt}-{self._num_turns}",
+            prompt_ids=prompt_ids,
+            sampling=player.sampling_params(len(prompt_ids), seed, **sampling),
+            cache_salt=str(draw.version),
+            session_id=name,
+            routed_experts_start=self._known_routes(prompt_ids, sampling.get("temperature")),
+        )
+        self._is_busy = True
+        try:
+            with boundary(EngineError, f"generate {request.request_id}"):
+                completions = await player.engine.generate(request)
+        finally:
+            self._is_busy = False
+        check_completions(completions, 1)
+        completion = completions[0]
+        if completion.finish_reason == "abort" or not len(completion.token_ids):
+            raise EngineError(f"the engine gave up this turn after {len(completion.token_ids)} tokens")
+        self._branch_for(prompt_ids, player.behavior_temperature(sampling.get("temperature"))).add_turn(
+            prompt_ids, completion, draw.version
+        )
+        self._num_turns += 1
+        self.budget.num_turns += 1
+        self.budget.num_tokens += len(completion.token_ids)
+        self.is_cut_off = completion.finish_reason == "length"
+        message = player.renderer.parse(completion.token_ids, prompt_ids, tools)
+        return Reply(
+            message=message,
+            text=message.get("content") or "",
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+        )
+
+    async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
+        prompt_ids = self._extend(messages, tools)
+        if prompt_ids is None:
+            prompt_ids = self._player.renderer.render_prompt(messages, tools)
+        reply = await self.generate(prompt_ids, tools, **sampling)
+        self._history = [*messages, reply.message]
+        self._turn = (prompt_ids, reply.token_ids)
+        return reply
+
+    def close(self) -> tuple[Branch, ...]:
+        """The branches of the episode, agent by agent."""
+        return tuple(branch.close() for agent in self._agents.values() for branch in agent._branches)
+
+    def _extend(self, messages: list[Message], tools: list[dict] | None) -> np.ndarray | None:
+        """The prompt as a continuation of the tokens so far.
+
+        None when history changed or cannot be continued.
+        """
+        known = len(self._history)
+        if self._turn is None or len(messages) <= known or messages[:known] != self._history:
+            return None
+        return self._player.renderer.extend(*self._turn, messages[known:], tools)
+
+    def _known_routes(self, prompt_ids: np.ndarray, temperature: float | None) -> int:
+        """Tokens of a prompt whose expert choices need not be sent again."""
+        temperature = self._player.behavior_temperature(temperature)
+        if self._branches and self._branches[-1].is_extended_by(prompt_ids, temperature):
+            return self._branches[-1].num_known_routes
+        return 0
+
+    def _branch_for(self, prompt_ids: np.ndarray, temperature: float) -> OpenBranch:
+        if self._branches and self._branches[-1].is_extended_by(prompt_ids, temperature):
+            return self._branches[-1]
+        self._branches.append(OpenBranch(temperature, self.name, is_trained=self.is_trained))
+        return self._branches[-1]
+
+
+def check_completions(completions: Sequence[Completion], wanted: int) -> None:
+    """Raises: EngineError, DataError when an engine's answer is not what was asked for."""
+    if len(completions) != wanted:
+        raise EngineError(f"the engine answered {len(completions)} samples where {wanted} were asked for")
+    for completion in completions:
+        if len(completion.logprobs) != len(completion.token_ids):
+            raise DataError(
+                f"the engine gave {len(completion.logprobs)} logprobs for {len(completion.token_ids)} tokens"
+            )
