@@ -74,6 +74,9 @@ class CollectiveWeights(WeightsSection):
     """TCP port there, where engines and trainer ranks meet."""
     bucket_bytes: int = Field(64_000_000, gt=0)
     """Bytes of one broadcast."""
+    join_timeout_s: float = Field(60.0, gt=0)
+    """Longest wait of engines for each other before a broadcast, and of one broadcast: what an engine costs that
+    dies in an update."""
     timeout_s: float = Field(600.0, gt=0)
     """Longest wait until every engine has loaded a version."""
 

@@ -22,6 +22,8 @@ CPU_CACHE_TOKENS = 65_536
 BYTES = {"float32": 4, "bfloat16": 2}
 WEIGHTS_BACKEND = "stretto"
 """Name of our engine in vLLM's registry of weight transfers."""
+CHOICES_VARIABLE = "STRETTO_ROUTED_EXPERTS"
+"""Set: choices.py captures which experts tokens take."""
 WORKER = "stretto.inference.vllm.worker.WorkerExtension"
 
 
@@ -112,11 +114,6 @@ def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
         raise ConfigError(
             f"inference.block_size = {block}: on a CPU vLLM takes multiples of {CPU_BLOCK_SIZE}; leave it out"
         )
-    if section.enable_return_routed_experts:
-        raise ConfigError(
-            "inference.enable_return_routed_experts = true: vLLM returns expert choices on a GPU only; use "
-            'inference.engine = "embedded" on a CPU.'
-        )
     cache = _Cache.of(directory)
     if cache.head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
@@ -126,6 +123,7 @@ def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
     tokens = section.kv_cache_tokens or CPU_CACHE_TOKENS
     own: dict[str, object] = {
         "block_size": block,
+        "enable_return_routed_experts": None,  # of GPUs; choices.py does it here
         "kv_cache_memory_bytes": tokens * cache.numbers_per_token * BYTES[section.dtype],
         # A prompt that is read in parts takes a step back in its random numbers, which CPU generators cannot.
         "enable_chunked_prefill": False,
@@ -163,6 +161,8 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
     if is_cpu:
         threads = section.num_threads or 1
         env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
+        if section.enable_return_routed_experts:
+            env[CHOICES_VARIABLE] = "1"
         if section.parallel.tp == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if section.parallel.dp == 1 else "1"
         else:

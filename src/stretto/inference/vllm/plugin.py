@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from stretto.inference.vllm.command import WEIGHTS_BACKEND
+import os
+
+from stretto.inference.vllm.command import CHOICES_VARIABLE, WEIGHTS_BACKEND
 
 
 def register() -> None:
@@ -13,3 +15,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHTS_BACKEND, "stretto.inference.vllm.weights", "StrettoWeights"
         )
+    if os.environ.get(CHOICES_VARIABLE):
+        from stretto.inference.vllm.choices import install
+
+        install()

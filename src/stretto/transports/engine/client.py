@@ -34,12 +34,17 @@ _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
+_UNAVAILABLE_S = 0.5
 _TRY_AGAIN = (409, 429)  # 409: the engine has not yet noticed that this request's last connection is gone
 _HEADERS = {"Content-Type": "application/json"}
 
 
 class _Transient(Exception):
     """An attempt failed for reasons of infrastructure; worth another."""
+
+
+class _Unavailable(_Transient):
+    """Nobody is there at the moment: worth waiting for, and no attempt lost."""
 
 
 class EngineClient:
@@ -60,6 +65,7 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
         self._manifest: WeightManifest | None = None
         self._world_sizes: dict[str, int] = {}
+        self._failed_once: set[str] = set()  # alive, and did not load the newest version the first time
         self._liveness_timeout_s = liveness_timeout_s
         self.fleet = Fleet(
             self.admin_urls,
@@ -114,23 +120,46 @@ class EngineClient:
         Requests under way are kept, with their cache, and go on under the new weights. An engine that does not
         load it is down until it does. Raises: EngineError when the last one is, and none comes back in time.
         """
+        self._manifest = manifest
+        left: list[str] = []
         while True:
-            await self.fleet.wait_for_one()
             async with self.fleet.updating:
-                ready = self.fleet.ready()
-                self._manifest = manifest
-                groups = await self._groups(ready)
-                loads = (self._load(url, group) for url, group in zip(ready, groups))
-                results = await asyncio.gather(*loads, return_exceptions=True)
-            for url, result in zip(ready, results):
-                if isinstance(result, EngineError) and len(self.admin_urls) > 1:
-                    await self.fleet.mark_down(url, str(result))
-                elif isinstance(result, BaseException):
-                    raise result
-            if self.fleet.ready():
+                failures = await self._load_all(left or await self.fleet.wait_for_one())
+            # Of engines that receive together, one that dies fails the others: those that live try again.
+            left = []
+            for url, error in failures.items():
+                if url in self._failed_once or await self._is_dead(url):
+                    await self.fleet.mark_down(url, error)
+                    self._failed_once.discard(url)
+                else:
+                    self._failed_once.add(url)
+                    left.append(url)
+            if not left and self.fleet.ready():
                 break
         if self._is_routed:
             await self._wait_for_router()
+
+    async def _load_all(self, urls: list[str]) -> dict[str, str]:
+        """Load the newest version on these engines together; what went wrong, by engine."""
+        groups = await self._groups(urls)
+        loads = (self._load(url, group) for url, group in zip(urls, groups))
+        results = await asyncio.gather(*loads, return_exceptions=True)
+        failures: dict[str, str] = {}
+        for url, result in zip(urls, results):
+            if isinstance(result, EngineError) and len(self.admin_urls) > 1:
+                failures[url] = str(result)
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                self._failed_once.discard(url)
+        return failures
+
+    async def _is_dead(self, url: str) -> bool:
+        try:
+            await self._check_alive(url)
+        except EngineError:
+            return True
+        return False
 
     async def watch(self) -> None:
         """Notice engines that die or hang, and let them in again; runs for ever beside everything else."""
@@ -162,8 +191,10 @@ class EngineClient:
                     await self._admin(url, api.WORLD_SIZE, method="GET")
                 )
         sizes = [self._world_sizes[url] for url in urls]
-        epoch = f"{self.fleet.generation}-{zlib.crc32(' '.join(urls).encode()):08x}"
         request, total = uuid4().hex, sum(sizes)
+        # After a failure nobody can say what is left of a group.
+        salt = request if self._failed_once else str(self.fleet.generation)
+        epoch = f"{salt}-{zlib.crc32(' '.join(urls).encode()):08x}"
         firsts = itertools.accumulate(sizes[:-1], initial=0)
         return [WeightGroup(epoch=epoch, request=request, world_size=total, rank=rank) for rank in firsts]
 
@@ -253,14 +284,18 @@ class EngineClient:
             url = self._choose(session_id, attempt)
             try:
                 return await self._attempt(url, body, headers)
+            except _Unavailable as error:
+                logger.info("%s: %s; waiting", what, error)
+                await asyncio.sleep(_UNAVAILABLE_S)
+                await self.fleet.wait_for_one()
+                continue
             except _Transient as error:
                 if attempt >= self.max_retries:
                     raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
                 logger.warning("%s: %s; trying again", what, error)
             await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
             attempt += 1
-            if not self._is_routed:
-                await self.fleet.wait_for_one()
+            await self.fleet.wait_for_one()
 
     async def _attempt(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
         """One try on one engine; cut when that engine goes down."""
@@ -317,6 +352,8 @@ class EngineClient:
         if response.status == 200:
             return data
         message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
+        if response.status == 503:
+            raise _Unavailable(message)
         if response.status in _TRY_AGAIN or response.status >= 500:
             raise _Transient(message)
         raise EngineError(message)

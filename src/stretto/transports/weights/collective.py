@@ -9,8 +9,9 @@ a WeightGroup, which the orchestrator made: who receives together, and as which 
     all             one process group of sender (rank 0) and receivers (1 ...), kept for the epoch;
                     one broadcast a bucket, then one of the buckets' checksums (on CPUs)
 
-gloo on CPUs, NCCL on GPUs. A member that dies fails the group's broadcast for everybody within timeout_s; the
-orchestrator then makes another group without it.
+gloo on CPUs, NCCL on GPUs. Receivers wait for each other at the store (join/<request>/<rank>) before they enter a
+group. A member that dies fails the update for everybody within timeout_s; the orchestrator then makes another
+group without it.
 """
 
 from __future__ import annotations
@@ -249,6 +250,7 @@ class CollectiveReceived:
         location = self._location
         store = _store_of(location)
         senders = range(len(self.manifest.shards))
+        self._join(store)
         if self._rank == 0:
             for sender in senders:
                 wanted = Request(
@@ -258,6 +260,14 @@ class CollectiveReceived:
                 store.set(f"request/{sender}/{count}", msgspec.json.encode(wanted).decode())
         for sender in senders:
             yield from self._from(sender, store)
+
+    def _join(self, store: TCPStore) -> None:
+        """Return when all receivers of the group are here."""
+        group = self._group
+        store.set(f"join/{group.request}/{self._rank}", "here")
+        for rank in range(group.world_size):
+            what = f"weights of version {self.manifest.version}: receiver {rank} of {group.world_size}"
+            _wait(store, f"join/{group.request}/{rank}", self._location.timeout_s, what)
 
     def _from(self, sender: int, store: TCPStore) -> Iterator[Named]:
         what = f"weights of version {self.manifest.version} from trainer rank {sender}"
@@ -407,7 +417,7 @@ def _wait(store: TCPStore, key: str, timeout_s: float, what: str) -> str:
     try:
         store.wait([key], timedelta(seconds=timeout_s))
     except Exception as error:
-        raise WireError(f"{what}: no answer in {timeout_s:g} s ({str(error).splitlines()[0]}).") from error
+        raise WireError(f"{what}: no sign of life in {timeout_s:g} s.") from error
     return store.get(key).decode()
 
 

@@ -1,0 +1,156 @@
+"""Real runs on real vLLM servers, and on several engines: rewards rise, weights are the trainer's, engines may die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import Ended, merged, rl, start, start_rl, toml, until, wait
+
+from stretto.base.paths import RunDir
+from stretto.ledger.audit import audit
+from stretto.monitors.file import read_metrics
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`")
+
+SCRATCH = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+}
+RUN = {
+    "max_steps": 30,
+    "seq_len": 2048,
+    "orchestrator": {
+        "batch_size": 256,
+        "group_size": 8,
+        "env": [{"id": "reverse-text"}],
+        "train": {"sampling": {"max_completion_tokens": 8}},
+        "eval": {"num_examples": 128, "greedy": False},
+    },
+    "trainer": {"optim": {"lr": 1e-3}},
+}
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reverses one text in eight or so: something to reinforce."""
+    directory = tmp_path_factory.mktemp("warm")
+    settings = {
+        "max_steps": 70,
+        "batch_size": 64,
+        "seq_len": 2048,
+        "output_dir": str(directory),
+        "run": {"name": "warm"},
+        "model": {"scratch": SCRATCH},
+        "data": {"type": "environment", "id": "reverse-text", "num_rows": 4096},
+        "optim": {"lr": 2e-3},
+    }
+    path = directory / "sft.toml"
+    path.write_text(toml(settings))
+    code, output = wait(start("sft", ["@", str(path)], directory))
+    assert code == 0, output
+    return RunDir(directory / "warm").weights / "latest"
+
+
+def assert_learned(run: Ended) -> None:
+    summary = run.summary()
+    assert summary["reward_after"] > summary["reward_before"] + 0.1, summary
+    errors = run.column("canary/error")
+    assert len(errors) >= 30 and max(errors) < 1e-4
+    assert audit(run.run) == []
+
+
+@needs_vllm
+def test_a_run_on_vllm_learns_with_weights_from_files(warm: Path, tmp_path: Path) -> None:
+    more = {
+        "model": {"name": str(warm)},
+        "inference": {"engine": "vllm"},
+        "weight_broadcast": {"type": "filesystem"},
+        "orchestrator": {"max_async_level": 0},
+    }
+    run = rl(tmp_path, merged(RUN, more))
+    assert_learned(run)
+    # Synchronous: sampler and trainer hold the same weights, and differ by rounding alone.
+    assert max(run.column("mismatch_kl/mean", "trainer")) < 1e-5
+
+
+@needs_vllm
+def test_two_vllm_engines_behind_a_router_one_killed_and_back(warm: Path, tmp_path: Path) -> None:
+    more = {
+        "max_steps": 100000,
+        "model": {"name": str(warm)},
+        "inference": {"engine": "vllm", "deployment": {"num_replicas": 2}},
+        "weight_broadcast": {"type": "collective", "join_timeout_s": 5.0},
+        "orchestrator": {"eval": None, "client": {"liveness_interval_s": 1.0}},
+    }
+    popen = start_rl(tmp_path, merged(RUN, more))
+    run = RunDir(tmp_path / "run")
+    try:
+        until(lambda: num_steps(run) >= 3, popen, "three steps")
+        [victim] = [p for p in processes_of(popen.pid) if "inference_1.json" in " ".join(p.cmdline())]
+        os.killpg(victim.pid, signal.SIGKILL)
+        until(lambda: "is down" in log(run, "orchestrator"), popen, "notice that an engine is down")
+        at_death = num_steps(run)
+        until(lambda: num_steps(run) >= at_death + 3, popen, "steps with one engine")
+        until(lambda: "is back after" in log(run, "orchestrator"), popen, "the engine to come back")
+        at_return = num_steps(run)
+        until(lambda: num_steps(run) >= at_return + 3, popen, "steps with both engines again")
+        popen.send_signal(signal.SIGINT)
+        code, output = wait(popen)
+    finally:
+        popen.kill()
+    assert code == 0, output
+    assert "inference_1 ended (killed by SIGKILL (9)) and was started anew" in output
+    rows = [row for row in read_metrics(run.metrics("orchestrator")) if "canary/error" in row]
+    assert max(row["canary/error"] for row in rows) < 1e-4
+    assert audit(run) == []
+
+
+def test_two_embedded_engines_without_a_router_one_killed_and_back(warm: Path, tmp_path: Path) -> None:
+    more = {
+        "max_steps": 100000,
+        "model": {"name": str(warm)},
+        "inference": {"deployment": {"num_replicas": 2}, "router": None},
+        "weight_broadcast": {"type": "collective", "join_timeout_s": 5.0},
+        "orchestrator": {"eval": None, "client": {"liveness_interval_s": 0.5}},
+    }
+    popen = start_rl(tmp_path, merged(RUN, more))
+    run = RunDir(tmp_path / "run")
+    try:
+        until(lambda: num_steps(run) >= 2, popen, "two steps")
+        [victim] = [p for p in processes_of(popen.pid) if "inference_0.json" in " ".join(p.cmdline())]
+        victim.kill()
+        until(lambda: "is back after" in log(run, "orchestrator"), popen, "the engine to come back")
+        at_return = num_steps(run)
+        until(lambda: num_steps(run) >= at_return + 2, popen, "steps with both engines again")
+        popen.send_signal(signal.SIGINT)
+        code, output = wait(popen)
+    finally:
+        popen.kill()
+    assert code == 0, output
+    assert audit(run) == []
+
+
+def num_steps(run: RunDir) -> int:
+    path = run.metrics("trainer")
+    return len({row["step"] for row in read_metrics(path) if "loss/mean" in row}) if path.exists() else 0
+
+
+def log(run: RunDir, role: str) -> str:
+    path = run.log(role)
+    return path.read_text() if path.exists() else ""
+
+
+def processes_of(pid: int) -> list[psutil.Process]:
+    """Direct children of the launcher."""
+    time.sleep(0)
+    return psutil.Process(pid).children()
