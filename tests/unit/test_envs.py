@@ -69,7 +69,7 @@ def test_an_unknown_id_suggests_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'sort-letters'"):
         load_environment("sort_leters")
     with pytest.raises(ConfigError, match="reverse-text, sort-letters"):
-        load_environment("wordle")
+        load_environment("chess")
 
 
 def test_arguments_that_do_not_fit_are_refused_with_those_that_do():

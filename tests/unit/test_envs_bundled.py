@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.envs.base import load_environment, scored
+from stretto.envs.base import Reply, load_environment, scored
+from stretto.envs.calculator import calculate
 from stretto.envs.held_out import is_held_out
+from stretto.envs.wordle import compare
 from stretto.records.rollout import Task
 
 # What names a task of an environment, in its data: two tasks of one name are one task.
 KEYS = {
     "arithmetic": lambda data: data["question"].rstrip("="),
+    "alphabet-sort": lambda data: data["letters"],
+    "calculator": lambda data: data["product"],
     "python-code": lambda data: data["function"],
+    "wordle": lambda data: data["word"],
 }
 
 
@@ -130,3 +136,140 @@ async def test_code_solves_its_own_tasks():
         task = Task(env=env.name, task_id="t", data={"function": assistant["content"]})
         assert env.prompt(task) == [user]
         assert (await env.score(task, assistant["content"])).reward == 1.0
+
+
+# -- many turns --
+
+
+class Script:
+    """A context whose policy says what is written down; checks that every turn extends the last."""
+
+    def __init__(self, *said):
+        self.said = list(said)
+        self.heard = []
+        self.history = []
+
+    async def chat(self, messages, tools=None, **sampling):
+        assert messages[: len(self.history)] == self.history and len(messages) > len(self.history)
+        self.heard.append(messages[-1]["content"])
+        words = self.said.pop(0)
+        finish_reason = "stop"
+        if isinstance(words, str) and words.endswith("..."):
+            words, finish_reason = words[:-3], "length"
+        message = {"role": "assistant", "content": words} if isinstance(words, str) else words
+        self.history = [*messages, message]
+        return Reply(
+            message=message,
+            text=message["content"],
+            token_ids=np.zeros(1, dtype=np.int32),
+            finish_reason=finish_reason,
+        )
+
+
+async def play(env, data, *said):
+    ctx = Script(*said)
+    result = await env.rollout(Task(env=env.name, task_id="t", data=data), ctx)
+    assert not ctx.said, "the episode ended early"
+    return result, ctx
+
+
+async def replay(env, data, row):
+    """The reward of an example of a warm-up, played again as an episode."""
+    said = [message for message in row["messages"] if message["role"] == "assistant"]
+    result, ctx = await play(env, data, *said)
+    assert ctx.history == row["messages"]
+    return result.reward
+
+
+async def test_sorting_is_paid_when_every_turn_is_right():
+    env, data = load_environment("alphabet-sort", {"instruction": "Sort: "}), {"letters": "dabccb"}
+    result, ctx = await play(env, data, " abd\n", "abbccd")
+    assert ctx.heard == ["Sort: dab", "+ccb"]
+    assert (result.reward, result.metrics) == (1.0, {"turns_right": 2.0})
+    result, _ = await play(env, data, "abd", "abccbd")
+    assert (result.reward, result.metrics) == (0.0, {"turns_right": 1.0})
+    for wrong in ("dab", "", "abd abd"):
+        assert (await play(env, data, wrong))[0].reward == 0.0
+    result, _ = await play(env, data, "abd", "abbcc...")
+    assert result.reward == 0.0 and result.is_truncated
+
+
+async def test_sorting_solves_its_own_tasks():
+    env = load_environment("alphabet-sort", {"num_turns": 3})
+    for row in env.sft_rows(20, seed=2):
+        letters = "".join(m["content"].lstrip("+") for m in row["messages"] if m["role"] == "user")
+        assert await replay(env, {"letters": letters}, row) == 1.0
+
+
+def call(**arguments):
+    function = {"name": "calculate", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+async def test_the_calculator_is_called_or_not_and_the_answer_is_paid():
+    env, data = load_environment("calculator"), {"product": "47*86"}
+    result, ctx = await play(env, data, call(expression="47*86"), "4042")
+    assert ctx.heard == ["47*86=", "4042"]
+    assert (result.reward, result.metrics) == (1.0, {"calls": 1.0, "errors": 0.0})
+    assert (await play(env, data, "4042"))[0].reward == 1.0
+    assert (await play(env, data, call(expression="47*8"), "376"))[0].reward == 0.0
+    assert (await play(env, data, "40..."))[0].is_truncated
+    unparsed = {"role": "assistant", "content": "", "unparsed_tool_calls": ["{oh"]}
+    result, ctx = await play(env, data, unparsed, call(number="1"), call(expression="2**9"), "4042")
+    assert (result.reward, result.metrics) == (1.0, {"calls": 3.0, "errors": 3.0})
+
+
+async def test_the_calculator_solves_its_own_tasks():
+    env = load_environment("calculator")
+    for row in env.sft_rows(20, seed=2):
+        assert row["tools"] == env.tool_schemas()
+        assert await replay(env, {"product": row["messages"][0]["content"][:-1]}, row) == 1.0
+
+
+def test_the_calculator_evaluates_no_python():
+    assert calculate("2*(3+4)-5") == "9" and calculate("-3*2") == "-6"
+    for wrong in ("__import__('os')", "9**9**9", "'a'*9", "1/0", "True+1", "1.5*2", "1" * 65, ""):
+        with pytest.raises((ValueError, SyntaxError)):
+            calculate(wrong)
+
+
+def test_a_guess_is_answered_letter_by_letter():
+    assert compare("abc", "abc") == "GGG"
+    assert compare("cab", "abc") == "YYY"
+    assert compare("aab", "abc") == "G-Y"
+    assert compare("aaa", "bab") == "-G-"
+    assert compare("bba", "abb") == "YGY"
+    assert compare("def", "abc") == "---"
+
+
+async def test_a_word_is_paid_when_found_in_time():
+    env, data = load_environment("wordle"), {"word": "abc"}
+    result, ctx = await play(env, data, "bad", "cab", "abc")
+    assert ctx.heard == ["guess", "YY-", "YYY"] and result.reward == 1.0
+    assert result.metrics == {"guesses": 3.0, "malformed": 0.0}
+    result, _ = await play(env, data, "aaa", "aaa", "aaa", "aaa")
+    assert (result.reward, result.metrics) == (0.0, {"guesses": 4.0, "malformed": 0.0})
+    for malformed in ("abcd", "", "ab", "xyz"):
+        result, _ = await play(env, data, "aab", malformed)
+        assert (result.reward, result.metrics["malformed"]) == (0.0, 1.0)
+    assert (await play(env, data, "ab..."))[0].is_truncated
+
+
+async def test_won_games_are_shown():
+    env = load_environment("wordle")
+    for row in env.sft_rows(20, seed=2):
+        assert await replay(env, {"word": row["messages"][-1]["content"]}, row) == 1.0
+
+
+def test_settings_that_make_no_game_are_refused():
+    for env_id, args in (
+        ("alphabet-sort", {"num_turns": 0}),
+        ("alphabet-sort", {"num_symbols": 27}),
+        ("calculator", {"min_number": 5, "max_number": 6}),
+        ("wordle", {"num_symbols": 2}),
+        ("wordle", {"max_turns": 0}),
+        ("python-code", {"num_examples": 1}),
+        ("python-code", {"max_factor": 1, "max_offset": 1}),
+    ):
+        with pytest.raises(ConfigError, match=f"{env_id}: "):
+            load_environment(env_id, args)

@@ -31,10 +31,13 @@ Split = Literal["train", "eval"]
 Message = dict[str, Any]
 
 BUNDLED = {
+    "alphabet-sort": "stretto.envs.alphabet_sort:AlphabetSort",
     "arithmetic": "stretto.envs.arithmetic:Arithmetic",
+    "calculator": "stretto.envs.calculator:Calculator",
     "python-code": "stretto.envs.python_code:PythonCode",
     "reverse-text": "stretto.envs.reverse_text:ReverseText",
     "sort-letters": "stretto.envs.sort_letters:SortLetters",
+    "wordle": "stretto.envs.wordle:Wordle",
 }
 
 

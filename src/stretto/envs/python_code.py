@@ -32,8 +32,8 @@ class PythonCode(SingleTurnEnv):
 
     def __init__(
         self,
-        max_factor: int = 9,
-        max_offset: int = 49,
+        max_factor: int = 5,
+        max_offset: int = 39,
         num_examples: int = 2,
         num_tests: int = 6,
         partial: bool = False,
