@@ -58,6 +58,7 @@ def check_trainer(section: TrainerSection, prefix: str) -> list[Problem]:
     """Schedule against max_steps, model dtypes."""
     problems = check_scheduler(section.scheduler, section.max_steps, prefix) + check_lr(section, prefix)
     problems += check_model(section.model, prefix) + check_scratch_len(section, prefix)
+    problems += check_adapter_export(section, prefix)
     problems += check_loss(section.loss, at(prefix, "loss"))
     return problems + check_control(section.control, prefix)
 
@@ -69,6 +70,15 @@ def check_control(section: ControlSection, prefix: str) -> list[Problem]:
     paths = (at(prefix, "control.dead_after_s"), at(prefix, "control.heartbeat_s"))
     rule = f"must be at least twice {paths[1]} = {section.heartbeat_s:g}, or one late heartbeat stops the run"
     return [Problem(paths, f"{paths[0]} = {section.dead_after_s:g} {rule}")]
+
+
+def check_adapter_export(section: TrainerSection | SFTConfig, prefix: str) -> list[Problem]:
+    """An adapter that is to be saved is trained."""
+    weights = None if section.ckpt is None else section.ckpt.weights
+    if weights is None or not weights.save_adapter_separately or section.model.lora is not None:
+        return []
+    paths = (at(prefix, "ckpt.weights.save_adapter_separately"), at(prefix, "model.lora"))
+    return [Problem(paths, f"{paths[0]} = true, but no adapter is trained; add [{paths[1]}] or leave it out")]
 
 
 def check_model(model: ModelSection, prefix: str) -> list[Problem]:
@@ -84,6 +94,10 @@ def check_model(model: ModelSection, prefix: str) -> list[Problem]:
         paths = (f"{path}.scratch.num_heads", f"{path}.scratch.num_kv_heads")
         rule = f"must be a multiple of {paths[1]} = {scratch.num_kv_heads}"
         problems.append(Problem(paths, f"{paths[0]} = {scratch.num_heads} {rule}"))
+    if model.lora is not None and model.moe_bias_update_rate is not None:
+        paths = (f"{path}.moe_bias_update_rate", f"{path}.lora")
+        rule = f"moves a weight of the base model, and with {paths[1]} only the adapter changes; leave one of them out"
+        problems.append(Problem(paths, f"{paths[0]} = {model.moe_bias_update_rate:g} {rule}"))
     if scratch is not None and scratch.num_experts_per_tok > scratch.num_experts:
         paths = (f"{path}.scratch.num_experts_per_tok", f"{path}.scratch.num_experts")
         rule = f"is more than {paths[1]} = {scratch.num_experts}; lower the one or raise the other"
@@ -344,7 +358,7 @@ def check_inference(section: InferenceSection, prefix: str) -> list[Problem]:
 
 def check_sft(cfg: SFTConfig) -> list[Problem]:
     """An end, a schedule that fits, something to train on."""
-    problems = check_lr(cfg, "") + check_model(cfg.model, "")
+    problems = check_lr(cfg, "") + check_model(cfg.model, "") + check_adapter_export(cfg, "")
     if cfg.max_steps is None and cfg.max_epochs is None:
         problems.append(
             Problem(("max_steps", "max_epochs"), "the run would never end; give max_steps or max_epochs")

@@ -48,6 +48,26 @@ class ScratchSection(Section):
     """Seed of the initial weights."""
 
 
+LORA_TARGETS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts",
+    "fc1_latent_proj", "fc2_latent_proj",
+)  # fmt: skip
+
+
+class LoRASection(Section):
+    """Train a low-rank adapter beside the weights, which stay as they are."""
+
+    rank: int = Field(16, gt=0)
+    """Rank of the adapter."""
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's part is multiplied by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of the adapter's inputs that is dropped while training."""
+    target_modules: tuple[str, ...] = Field(LORA_TARGETS, min_length=1)
+    """Last parts of the names of linear layers, and `experts` for those of a mixture. Names that a model does not
+    have are left out, and listed in the log."""
+
+
 class ModelSection(Section):
     """The policy network."""
 
@@ -72,6 +92,8 @@ class ModelSection(Section):
     moe_bias_update_rate: float | None = Field(None, gt=0)
     """Step of the bias on the choice of experts that balances their loads without a loss; None: it stays as it is.
     Refused for models without such a bias (trainer only)."""
+    lora: LoRASection | None = None
+    """Present: train an adapter only (trainer and `sft`); engines are sent the adapter."""
     scratch: ScratchSection | None = None
     """Present: build a random model of this shape instead of loading `name`."""
 

@@ -94,6 +94,8 @@ class CkptWeightsSection(Section):
 
     interval: int | None = Field(None, gt=0)
     """Steps between exports; None: with every checkpoint, and at the end."""
+    save_adapter_separately: bool = False
+    """With model.lora: also write the adapter alone, in PEFT's format, under weights/step_N/lora_adapters."""
 
 
 class CkptSection(Section):

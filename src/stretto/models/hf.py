@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from stretto.base.errors import DataError
 from stretto.models.attention import PackedLayout
+from stretto.models.lora import Merged, is_adapter_parameter
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -38,6 +39,11 @@ class HFDecoder(nn.Module):
         self.model = model
         self.config = _HFConfig(model.config)
         self.packs = model.config.model_type in PACKED_FAMILIES
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """What transformers made."""
+        return self.model
 
     @property
     def output_weight(self) -> Float[Tensor, "vocab dim"]:
@@ -66,7 +72,12 @@ class HFDecoder(nn.Module):
         """Weights under their checkpoint names; tensors that transformers fused at load are split again."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        merged = Merged(self.model)
+        state = {
+            name: merged[name] if name in merged else tensor.detach()
+            for name, tensor in self.model.state_dict().items()
+            if not is_adapter_parameter(name)
+        }
         for name in self.model._tied_weights_keys or {}:
             if self.model.config.get_text_config().tie_word_embeddings:
                 state.pop(name, None)

@@ -24,6 +24,7 @@ from stretto.config.model import ScratchSection
 from stretto.models.config import ModelConfig, Rope, parse_config, to_hf
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
+from stretto.models.lora import Merged
 from stretto.models.moe import MoEShape
 from stretto.models.safetensors_file import read_file
 from stretto.models.tensor_map import Local, Source, TensorMap, whole
@@ -170,10 +171,10 @@ def _scratch_fields(scratch: ScratchSection) -> dict[str, Any]:
 
 
 def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its Hugging Face checkpoint name, detached, in a fixed order."""
+    """Every weight under its Hugging Face checkpoint name, detached, in a fixed order; adapters are merged."""
     if hasattr(model, "export_tensors"):
         return model.export_tensors()
-    return model.tensor_map.export({name: p.detach() for name, p in model.named_parameters()})
+    return model.tensor_map.export(Merged(model))
 
 
 def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], where: str = "weights") -> None:

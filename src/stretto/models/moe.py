@@ -149,7 +149,7 @@ class Experts(nn.Module):
 
     def _grouped(self, x: Tensor, counts: Tensor) -> Tensor:
         offsets = counts.cumsum(0, dtype=torch.int32)
-        hidden = _gated(F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=offsets))
+        hidden = gated(F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=offsets))
         return F.grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=offsets)
 
     def _loop(self, x: Tensor, counts: list[int]) -> Tensor:
@@ -224,9 +224,9 @@ def update_expert_bias(model: nn.Module, loads: Float[Tensor, "mixtures experts"
 
 def _mlp(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """One expert."""
-    return F.linear(_gated(F.linear(rows, gate_up)), down)
+    return F.linear(gated(F.linear(rows, gate_up)), down)
 
 
-def _gated(gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
+def gated(gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

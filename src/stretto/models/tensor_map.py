@@ -122,6 +122,10 @@ class TensorMap:
         for i, theirs in enumerate(rule.theirs):
             yield Piece(name, (i * rows, *rest), (rows, *shape[1:]), fill(theirs), (0, *rest), 0)
 
+    def pieces_of(self, theirs: str) -> list[Piece]:
+        """Where a tensor of theirs lies in ours; none for a name that is not in the table."""
+        return self._by_theirs.get(theirs, [])
+
     def export(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Their tensors from ours, in a fixed order: views where a tensor of theirs lies in one of ours."""
         for name, pieces in self._by_theirs.items():

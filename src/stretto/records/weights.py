@@ -35,6 +35,17 @@ class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):
     rank: int  # of this engine's first process
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tensors of a version are a LoRA adapter by PEFT's names, to be added to the weights an engine began with.
+
+    Source: models/lora.py.
+    """
+
+    rank: int
+    scaling: float  # alpha / rank
+    name: str | None = None  # requests name it as their model; None: it belongs to the policy itself
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Where version `version` lies. `location` is the transport's: a directory, or the name of a memory segment."""
 
@@ -45,3 +56,4 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...]
     checksum: int  # crc32 over all shards in order
     canary: Canary | None = None
+    adapter: AdapterInfo | None = None  # None: the tensors are the whole model

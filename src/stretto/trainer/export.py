@@ -10,19 +10,33 @@ from pathlib import Path
 from torch import nn
 
 from stretto.base.paths import RunDir
+from stretto.config.model import ModelSection
 from stretto.models import hub
+from stretto.models.lora import save_adapter
 from stretto.trainer.checkpoint import flush_to_disk
 
 logger = logging.getLogger(__name__)
 
 
-def export_weights(run: RunDir, policy: nn.Module, step: int, tokenizer_dir: Path) -> Path:
-    """Write a directory that transformers and vLLM load, then point `latest` at it."""
+ADAPTER = "lora_adapters"
+
+
+def export_weights(
+    run: RunDir, policy: nn.Module, step: int, tokenizer_dir: Path, adapter_of: ModelSection | None = None
+) -> Path:
+    """Write a directory that transformers and vLLM load, then point `latest` at it.
+
+    adapter_of: the section of a policy with LoRA, whose adapter shall stand beside the merged weights.
+    """
     start, target = time.perf_counter(), run.weights_step(step)
     part = target.with_name(target.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     hub.save_hf(policy, part, tokenizer_dir)
-    for path in part.iterdir():
+    if adapter_of is not None:
+        assert adapter_of.lora is not None
+        base = None if adapter_of.scratch is not None else adapter_of.name
+        save_adapter(policy, part / ADAPTER, adapter_of.lora, base)
+    for path in part.rglob("*"):
         flush_to_disk(path)
     shutil.rmtree(target, ignore_errors=True)
     part.rename(target)

@@ -27,7 +27,9 @@ from stretto.config.model import ModelSection, TokenizerSection
 from stretto.config.trainer import Optim, Scheduler
 from stretto.models import hub
 from stretto.models.lm_head import token_logprobs
+from stretto.models.lora import Adapter, attach
 from stretto.records.sample import MicroBatch
+from stretto.records.weights import AdapterInfo
 from stretto.trainer.metrics import Reduce, StepSums, alone, sums_by_env
 from stretto.trainer.optim import (
     Masters,
@@ -99,8 +101,10 @@ class Learner:
         observe: Observer | None = None,
         enable_router_replay: bool = False,
     ) -> None:
-        self.policy = policy
+        self.policy, self._lora = policy, model.lora
         self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
+        if model.lora is not None:
+            attach(policy, model.lora, seed=torch.initial_seed() % 2**63)
         self._is_replaying = enable_router_replay
         self.step = 0
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
@@ -214,8 +218,14 @@ class Learner:
         return {"nll": sums["nll"] / max(sums["tokens"], 1.0), "tokens": sums["tokens"]}
 
     def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights by Hugging Face name, as they are now: what is published and saved."""
-        return hub.export_tensors(self.policy)
+        """What engines are sent, as it is now: weights by Hugging Face name, of LoRA the adapter by PEFT's."""
+        return hub.export_tensors(self.policy) if self._lora is None else Adapter.of(self.policy).tensors()
+
+    def adapter_info(self) -> AdapterInfo | None:
+        """What a manifest says about the tensors that are published; None: they are the whole policy."""
+        return (
+            None if self._lora is None else AdapterInfo(self._lora.rank, self._lora.alpha / self._lora.rank)
+        )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that decides the next step: tensors (weights, optimizer, random state) and plain values."""

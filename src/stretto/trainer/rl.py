@@ -178,7 +178,8 @@ class Trainer:
         start = time.perf_counter()
         self.hear()
         manifest = self.publisher.publish(self.learner.step, self.learner.export_tensors())
-        manifest = msgspec.structs.replace(manifest, canary=self.canary())
+        adapter = self.learner.adapter_info()
+        manifest = msgspec.structs.replace(manifest, canary=self.canary(), adapter=adapter)
         self.control.send(VersionReady(manifest=manifest))
         self.monitors.log(self.learner.step, {"time/publish": time.perf_counter() - start})
 
@@ -199,7 +200,13 @@ class Trainer:
         if ckpt.weights is not None and step != self.exported_step:
             interval = ckpt.weights.interval
             if is_last or (is_saving if interval is None else step % interval == 0):
-                export_weights(self.run_dir, self.learner.policy, step, self.tokenizer_dir)
+                export_weights(
+                    self.run_dir,
+                    self.learner.policy,
+                    step,
+                    self.tokenizer_dir,
+                    self.cfg.model if ckpt.weights.save_adapter_separately else None,
+                )
                 self.exported_step = step
         if is_saving and step != self.saved_step:
             checkpoint.save(self.run_dir, self.learner)

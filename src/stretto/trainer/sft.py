@@ -233,7 +233,14 @@ def load_checkpoint(session: Session, step: int) -> None:
 def export(session: Session) -> None:
     """Write weights/step_N, once."""
     if session.exported_step != session.learner.step:
-        export_weights(session.run, session.learner.policy, session.learner.step, session.tokenizer_dir)
+        weights = session.cfg.ckpt.weights
+        export_weights(
+            session.run,
+            session.learner.policy,
+            session.learner.step,
+            session.tokenizer_dir,
+            session.cfg.model if weights is not None and weights.save_adapter_separately else None,
+        )
         session.exported_step = session.learner.step
 
 

@@ -1,0 +1,385 @@
+"""LoRA: low-rank matrices beside frozen ones, trained here and merged or served elsewhere.
+
+Three things are in this file: the layers that train an adapter (`attach`), an adapter as data by PEFT's names
+(`Adapter`, read from a directory of PEFT's or from a weight transport, written back), and merging: into a policy
+that is exported, into tensors of a checkpoint that an engine reloads. Engines that keep adapters beside the base
+model are inference/embedded/adapters.py.
+
+A linear layer computes W x + scaling * B A dropout(x), with A [rank, in] and B [out, rank]; experts have one such
+pair for every expert and each of their two stacked matrices. scaling = alpha / rank. B starts at 0.
+
+Source: LoRA, arXiv:2106.09685, equation 3. Differs: experts, as PEFT's `target_parameters` have them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.models.moe import Experts, gated
+from stretto.models.safetensors_file import read_file
+from stretto.models.tensor_map import Region, Source, TensorMap
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    from stretto.config.model import LoRASection
+
+logger = logging.getLogger(__name__)
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_HALVES = ("lora_A", "lora_B")
+_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer whose own weight stays and beside which `lora_A` and `lora_B` are trained."""
+
+    def __init__(self, base: nn.Linear, lora: LoRASection) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scaling, self.dropout = lora.alpha / lora.rank, lora.dropout
+        self.lora_A = nn.Parameter(base.weight.new_empty(lora.rank, self.in_features))
+        self.lora_B = nn.Parameter(base.weight.new_empty(self.out_features, lora.rank))
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        low = F.linear(_dropped(x, self.dropout), self.lora_A)
+        return F.linear(x, self.weight, self.bias) + self.scaling * F.linear(low, self.lora_B)
+
+
+class LoRAExperts(Experts):
+    """Experts with pairs: `<matrix>_lora_A` [experts, rank, in], `<matrix>_lora_B` [experts, out, rank]."""
+
+    def __init__(self, base: Experts, lora: LoRASection) -> None:
+        nn.Module.__init__(self)
+        self.use_grouped_mm = base.use_grouped_mm
+        self.scaling, self.dropout = lora.alpha / lora.rank, lora.dropout
+        for name in _EXPERT_PARAMETERS:
+            weight = getattr(base, name)
+            num, out, width = weight.shape
+            setattr(self, name, weight)
+            setattr(self, f"{name}_lora_A", nn.Parameter(weight.new_empty(num, lora.rank, width)))
+            setattr(self, f"{name}_lora_B", nn.Parameter(weight.new_empty(num, out, lora.rank)))
+
+    def _grouped(self, x: Float[Tensor, "rows dim"], counts: Int[Tensor, " experts"]) -> Tensor:
+        offsets = counts.cumsum(0, dtype=torch.int32)
+
+        def product(rows: Tensor, weight: Tensor) -> Tensor:
+            return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+
+        hidden = gated(self._adapted(x, "gate_up_proj", product))
+        return self._adapted(hidden, "down_proj", product)
+
+    def _loop(self, x: Float[Tensor, "rows dim"], counts: list[int]) -> Tensor:
+        def product(rows: Tensor, weight: Tensor) -> Tensor:
+            pairs = zip(rows.split(counts), weight.unbind())
+            return torch.cat([F.linear(part, w) for part, w in pairs if len(part)])
+
+        hidden = gated(self._adapted(x, "gate_up_proj", product))
+        return self._adapted(hidden, "down_proj", product)
+
+    def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:
+        raise AssertionError("an engine serves adapters with layers of its own")
+
+    def _adapted(self, x: Tensor, name: str, product: Any) -> Tensor:
+        low = product(_dropped(x, self.dropout), getattr(self, f"{name}_lora_A"))
+        return product(x, getattr(self, name)) + self.scaling * product(low, getattr(self, f"{name}_lora_B"))
+
+    def _is_aligned(self, dtype: torch.dtype) -> bool:
+        rank = self.gate_up_proj_lora_A.shape[1]
+        return super()._is_aligned(dtype) and rank * dtype.itemsize % 16 == 0
+
+
+def _dropped(x: Tensor, share: float) -> Tensor:
+    """Dropout where something is learned; what is only scored is computed as an engine computes it."""
+    return F.dropout(x, share) if share and torch.is_grad_enabled() else x
+
+
+def attach(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None:
+    """Give the layers that [model.lora] names an adapter, and freeze everything else.
+
+    Raises: ConfigError when no layer has one of the names.
+    """
+    _ = getattr(
+        policy, "tensor_map", None
+    )  # of the base model: it is made from the parameters that are there now
+    policy.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    found = dict.fromkeys(lora.target_modules, 0)
+    for path, module in list(policy.named_modules()):
+        name = path.rpartition(".")[2]
+        if name not in found or not isinstance(module, nn.Linear | Experts):
+            continue
+        layer = LoRALinear(module, lora) if isinstance(module, nn.Linear) else LoRAExperts(module, lora)
+        for key, parameter in layer.named_parameters():
+            if key.endswith("lora_A"):
+                _fill_uniform(parameter, generator)
+            elif key.endswith("lora_B"):
+                nn.init.zeros_(parameter)
+        policy.get_submodule(path.rpartition(".")[0]).add_module(name, layer)
+        found[name] += 1
+    if absent := [name for name, count in found.items() if not count]:
+        logger.info("[model.lora] target_modules without a layer in this model: %s", ", ".join(absent))
+    if not any(found.values()):
+        raise ConfigError(
+            f"[model.lora] target_modules = {', '.join(lora.target_modules)}: this model has no layer of these names"
+        )
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    logger.info("LoRA: %d parameters are trained, in %d layers", trained, sum(found.values()))
+
+
+@torch.no_grad()
+def _fill_uniform(parameter: nn.Parameter, generator: torch.Generator) -> None:
+    """Uniform within 1/sqrt(in), the same values whatever the device and dtype."""
+    bound = 1 / math.sqrt(parameter.shape[-1])
+    parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+
+
+class Merged(Mapping[str, Tensor]):
+    """A policy's weights by parameter name, each with its adapter added when it is asked for; the last one is kept."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        self._tensors = {
+            name: parameter.detach()
+            for name, parameter in policy.named_parameters()
+            if not is_adapter_parameter(name)
+        }
+        self._pairs = {
+            f"{path}.{name}": pair
+            for path, module in policy.named_modules()
+            for name, pair in _pairs_of(module)
+        }
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._pairs:
+            return self._tensors[name]
+        if self._last is None or self._last[0] != name:
+            self._last = (name, _added(self._tensors[name], *self._pairs[name]))
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def is_adapter_parameter(name: str) -> bool:
+    return name.endswith(_HALVES)
+
+
+def _root(policy: nn.Module) -> nn.Module:
+    """Of which module PEFT's names count: a wrapped model of transformers' is one itself."""
+    return getattr(policy, "wrapped", policy)
+
+
+def _pairs_of(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor, float]]]:
+    """(parameter, (A, B, scaling)) of one layer."""
+    if isinstance(module, LoRALinear):
+        yield "weight", (module.lora_A.detach(), module.lora_B.detach(), module.scaling)
+    elif isinstance(module, LoRAExperts):
+        for name in _EXPERT_PARAMETERS:
+            a, b = getattr(module, f"{name}_lora_A"), getattr(module, f"{name}_lora_B")
+            yield name, (a.detach(), b.detach(), module.scaling)
+
+
+def _added(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """weight + scaling * B A, computed in float32 and rounded once."""
+    return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
+
+
+# -- an adapter as data --
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The pairs (A, B) of an adapter by our parameter names, "model.layers.0.self_attn.q_proj.weight".
+
+    A is [rank, in] and B [out, rank]; of experts [experts, rank, in] and [experts, out, rank].
+    """
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    rank: int
+    scaling: float
+
+    @classmethod
+    def of(cls, policy: nn.Module) -> Adapter:
+        """The adapter that is trained in a policy, as it is now."""
+        pairs, rank, scaling = {}, 0, 0.0
+        for path, module in _root(policy).named_modules():
+            for name, (a, b, scaling_here) in _pairs_of(module):
+                pairs[f"{path}.{name}"], rank, scaling = (a, b), a.shape[-2], scaling_here
+        return cls(pairs, rank, scaling)
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Iterable[tuple[str, Tensor]], rank: int, scaling: float, where: str = "adapter"
+    ) -> Adapter:
+        """An adapter from tensors by PEFT's names.
+
+        Raises: DataError for names and shapes that are none of an adapter.
+        """
+        halves: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            path, _, half = name.removesuffix(".weight").rpartition(".")
+            if not name.startswith(_PREFIX) or half not in _HALVES:
+                raise DataError(f"{where}: tensor {name!r} is no LoRA matrix of a linear layer or of experts")
+            halves.setdefault(path.removeprefix(_PREFIX), {})[half] = tensor
+        pairs = {}
+        for path, half in halves.items():
+            if len(half) < 2:
+                raise DataError(f"{where}: {path} has {next(iter(half))} only; A and B belong together")
+            a, b = half["lora_A"], half["lora_B"]
+            if a.dim() != 2 or b.dim() != 2 or len(a) % rank or b.shape[1] != len(a):
+                shape = f"A {list(a.shape)} and B {list(b.shape)}"
+                raise DataError(f"{where}: {path} has {shape}, which are no pair of rank {rank}")
+            name, pair = _from_peft(path, a, b, rank)
+            pairs[name] = pair
+        return cls(pairs, rank, scaling)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """By PEFT's names, in a fixed order: what is saved and published."""
+        for name, (a, b) in self.pairs.items():
+            path, a, b = _to_peft(name, a, b)
+            yield f"{_PREFIX}{path}.lora_A.weight", a
+            yield f"{_PREFIX}{path}.lora_B.weight", b
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], where: str = "adapter") -> None:
+        """Raises: DataError when it is not one of a model with these parameters."""
+        for name, (a, b) in self.pairs.items():
+            if name not in shapes:
+                raise DataError(f"{where}: this model has no {name.removesuffix('.weight')}")
+            wanted = tuple(shapes[name])
+            got = (*a.shape[:-2], b.shape[-2], a.shape[-1])
+            if got != wanted or a.shape[-2] != b.shape[-1]:
+                shape = f"A {list(a.shape)} and B {list(b.shape)}"
+                raise DataError(f"{where}: {name} has {shape}, which do not fit a weight of {list(wanted)}")
+
+    def delta(self, name: str, region: Region) -> Tensor:
+        """What is added to this rectangle of a parameter, float32."""
+        a, b = self.pairs[name]
+        *lead, rows, columns = region
+        for part in lead:
+            a, b = a[part], b[part]
+        return self.scaling * (b[..., rows, :].float() @ a[..., :, columns].float())
+
+
+def _to_peft(name: str, a: Tensor, b: Tensor) -> tuple[str, Tensor, Tensor]:
+    """PEFT wraps the parameters of one module in each other, the first one innermost; experts lie side by side."""
+    path, _, parameter = name.rpartition(".")
+    if parameter == "weight":
+        return path, a, b
+    if parameter == _EXPERT_PARAMETERS[0]:
+        path += ".base_layer"
+    return path, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+
+
+def _from_peft(path: str, a: Tensor, b: Tensor, rank: int) -> tuple[str, tuple[Tensor, Tensor]]:
+    outer = path.removesuffix(".base_layer")
+    if outer.rpartition(".")[2] != "experts":
+        return f"{path}.weight", (a, b)
+    num = len(a) // rank
+    pair = a.unflatten(0, (num, rank)), b.unflatten(1, (rank, num)).permute(2, 0, 1).contiguous()
+    return f"{outer}.{_EXPERT_PARAMETERS[0 if outer != path else 1]}", pair
+
+
+def merge(
+    sources: Iterable[tuple[str, tuple[int, ...], Source]], table: TensorMap, adapter: Adapter
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a checkpoint with the adapter added: what an engine that has none of its own reloads."""
+    for name, shape, source in sources:
+        tensor = source[_all(shape)]
+        for piece in table.pieces_of(name):
+            if piece.ours not in adapter.pairs:
+                continue
+            ours = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape))
+            theirs = tuple(slice(a, a + n) for a, n in zip(piece.their_start, piece.their_shape))
+            delta = adapter.delta(piece.ours, ours).reshape(piece.their_shape)
+            tensor[theirs] = (tensor[theirs].float() + delta.to(tensor.device)).to(tensor.dtype)
+        yield name, tensor
+
+
+# -- PEFT's directories --
+
+
+def save_adapter(
+    policy: nn.Module, directory: str | Path, lora: LoRASection, base: str | None = None
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, which PEFT and vLLM load."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    adapter = Adapter.of(policy)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors()}
+    save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
+    paths = [name.rpartition(".")[0] for name in adapter.pairs if name.endswith(".weight")]
+    experts = {".".join(name.rsplit(".", 3)[1:]) for name in adapter.pairs if not name.endswith(".weight")}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        # Experts cannot have dropout in PEFT, and whoever loads this does not train it on.
+        "lora_dropout": 0.0 if experts else lora.dropout,
+        "target_modules": sorted({path.rpartition(".")[2] for path in paths}),
+        "target_parameters": sorted(experts, reverse=True) or None,
+        "bias": "none",
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+    }
+    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+}
+"""Settings of PEFT's that change what an adapter computes, and the values with which they do not."""
+
+
+def load_adapter(directory: str | Path) -> Adapter:
+    """The adapter in a directory of PEFT's.
+
+    Raises: DataError when it is missing, damaged, or of a kind that is not computed here.
+    """
+    directory = Path(directory)
+    path = directory / CONFIG
+    try:
+        config = json.loads(path.read_text())
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; an adapter is a directory as PEFT saves it") from None
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        raise DataError(f"{path}: cannot be read ({type(cause).__name__}: {cause})") from cause
+    if config.get("peft_type") != "LORA" or rank < 1:
+        raise DataError(f"{path}: peft_type {config.get('peft_type')!r} of rank {rank}; only LoRA is served")
+    for key, neutral in _UNSUPPORTED.items():
+        if config.get(key) not in neutral:
+            raise DataError(f"{path}: {key} = {config[key]!r} is not supported")
+    if not (directory / TENSORS).is_file():
+        raise DataError(f"{directory / TENSORS}: no such file")
+    tensors = ((name, source[_all(source.shape)]) for name, source in read_file(directory / TENSORS))
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Adapter.from_tensors(tensors, rank, scaling, str(directory))
+
+
+def _all(shape: tuple[int, ...]) -> Region:
+    return tuple(slice(0, n) for n in shape)
