@@ -9,6 +9,7 @@ from stretto.base.errors import ConfigError
 from stretto.envs.base import Reply, load_environment, scored
 from stretto.envs.calculator import calculate
 from stretto.envs.held_out import is_held_out
+from stretto.envs.tic_tac_toe import put, winner
 from stretto.envs.wordle import compare
 from stretto.records.rollout import Task
 
@@ -18,6 +19,7 @@ KEYS = {
     "alphabet-sort": lambda data: data["letters"],
     "calculator": lambda data: data["product"],
     "python-code": lambda data: data["function"],
+    "tic-tac-toe": lambda data: data["opening"],
     "wordle": lambda data: data["word"],
 }
 
@@ -234,18 +236,18 @@ def test_the_calculator_evaluates_no_python():
 
 
 def test_a_guess_is_answered_letter_by_letter():
-    assert compare("abc", "abc") == "GGG"
-    assert compare("cab", "abc") == "YYY"
-    assert compare("aab", "abc") == "G-Y"
-    assert compare("aaa", "bab") == "-G-"
-    assert compare("bba", "abb") == "YGY"
+    assert compare("abc", "abc") == "ABC"
+    assert compare("cab", "abc") == "cab"
+    assert compare("aab", "abc") == "A-b"
+    assert compare("aaa", "bab") == "-A-"
+    assert compare("bba", "abb") == "bBa"
     assert compare("def", "abc") == "---"
 
 
 async def test_a_word_is_paid_when_found_in_time():
     env, data = load_environment("wordle"), {"word": "abc"}
     result, ctx = await play(env, data, "bad", "cab", "abc")
-    assert ctx.heard == ["guess", "YY-", "YYY"] and result.reward == 1.0
+    assert ctx.heard == ["guess", "ba-", "cab"] and result.reward == 1.0
     assert result.metrics == {"guesses": 3.0, "malformed": 0.0}
     result, _ = await play(env, data, "aaa", "aaa", "aaa", "aaa")
     assert (result.reward, result.metrics) == (0.0, {"guesses": 4.0, "malformed": 0.0})
@@ -273,3 +275,56 @@ def test_settings_that_make_no_game_are_refused():
     ):
         with pytest.raises(ConfigError, match=f"{env_id}: "):
             load_environment(env_id, args)
+
+
+# -- self-play --
+
+
+class Table(Script):
+    """A context with a second player, who has a script of its own."""
+
+    def __init__(self, said, opponent):
+        super().__init__(*said)
+        self.opponent = Script(*opponent)
+
+    def agent(self, name, *, is_trained=True):
+        assert (name, is_trained) == ("opponent", False)
+        return self.opponent
+
+
+async def play_tic_tac_toe(is_first, said, replies, **args):
+    env = load_environment("tic-tac-toe", args)
+    task = Task(env=env.name, task_id="t", data={"opening": "15", "is_first": is_first})
+    table = Table(said, replies)
+    return await env.rollout(task, table), table
+
+
+async def test_each_player_sees_its_own_marks_and_is_paid_the_opposite():
+    result, table = await play_tic_tac_toe(True, ["2", "3"], ["9"])
+    assert table.heard == ["x...o....", "xx..o...o"] and table.opponent.heard == ["oo..x...."]
+    assert result.reward == 1.0 and result.agent_rewards == {"opponent": 0.0}
+    result, table = await play_tic_tac_toe(False, ["9"], ["2", "3"])
+    assert table.heard == ["oo..x...."]
+    assert result.reward == 0.0 and result.agent_rewards == {"opponent": 1.0}
+
+
+async def test_a_draw_is_half_and_an_illegal_move_loses():
+    result, _ = await play_tic_tac_toe(True, ["9", "8", "3", "4"], ["2", "7", "6"])
+    assert (result.reward, result.metrics["drawn"]) == (0.5, 1.0)
+    for illegal in ("1", "5", "0", "10", "x", ""):
+        result, _ = await play_tic_tac_toe(True, [illegal], [])
+        assert (result.reward, result.metrics["legal"]) == (0.0, 0.0)
+    result, _ = await play_tic_tac_toe(False, [], ["1"])
+    assert (result.reward, result.metrics["legal"]) == (1.0, 1.0)
+
+
+async def test_a_random_opponent_needs_no_policy_and_plays_the_same_by_task():
+    games = [await play_tic_tac_toe(True, ["2", "1"], [], opponent="random") for _ in range(2)]
+    assert games[0][1].heard == games[1][1].heard and len(games[0][1].heard) == 2
+    assert games[0][1].heard[1].count("o") == 2 and not games[0][1].opponent.heard
+
+
+def test_winners_are_shown():
+    for row in load_environment("tic-tac-toe").sft_rows(50, seed=1):
+        last, move = row["messages"][-2:]
+        assert winner(put(last["content"], int(move["content"]), "x")) == "x"

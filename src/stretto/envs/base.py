@@ -37,6 +37,7 @@ BUNDLED = {
     "python-code": "stretto.envs.python_code:PythonCode",
     "reverse-text": "stretto.envs.reverse_text:ReverseText",
     "sort-letters": "stretto.envs.sort_letters:SortLetters",
+    "tic-tac-toe": "stretto.envs.tic_tac_toe:TicTacToe",
     "wordle": "stretto.envs.wordle:Wordle",
 }
 

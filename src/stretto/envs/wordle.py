@@ -1,8 +1,8 @@
 """wordle: find a hidden word by guessing; every guess is answered by what of it was right.
 
-Answers have one sign a letter: `G` right letter, right place; `Y` the letter is elsewhere; `-` not in the
-word (a letter is counted only as often as the word has it). Words are any letters out of the first
-num_symbols of the alphabet. Reward 1 for the word within max_turns guesses, else 0; a guess that is no word
+Answers have one sign a letter: the letter in upper case where it is right; in lower case where the word has it
+elsewhere (counted only as often as the word has it); `-` where it has not. Words are any letters out of the
+first num_symbols of the alphabet. Reward 1 for the word within max_turns guesses, else 0; a guess that is no word
 of the right length ends the game.
 """
 
@@ -28,7 +28,7 @@ class Wordle(MultiTurnEnv):
     def __init__(
         self,
         word_length: int = 3,
-        num_symbols: int = 6,
+        num_symbols: int = 5,
         max_turns: int = 4,
         seed: int = 0,
         instruction: str = "guess",
@@ -105,15 +105,15 @@ class Wordle(MultiTurnEnv):
 
 
 def compare(guess: str, word: str) -> str:
-    """The signs of a guess: G, Y or - for each of its letters."""
+    """The signs of a guess, one for each of its letters."""
     left = Counter(w for g, w in zip(guess, word) if g != w)
     signs = []
     for letter, right in zip(guess, word):
         if letter == right:
-            signs.append("G")
+            signs.append(letter.upper())
         elif left[letter] > 0:
             left[letter] -= 1
-            signs.append("Y")
+            signs.append(letter)
         else:
             signs.append("-")
     return "".join(signs)
