@@ -127,6 +127,8 @@ class FakeEngine:
         self.num_running = 0
         self.num_requests = 0
 
+    num_ready = 1
+
     async def watch(self) -> None:
         await asyncio.Event().wait()
 

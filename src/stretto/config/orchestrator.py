@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from stretto.config.algorithm import Algo, GrpoAlgo
+from stretto.config.concurrency import Concurrency, FixedConcurrency
 from stretto.config.curriculum import CurriculumSection, Filter, Gate
 from stretto.config.distill import TeacherSection
 from stretto.config.model import ModelSection, RendererSection, TokenizerSection
@@ -203,6 +204,7 @@ class OrchestratorSection(Section):
     """Steps that generation may be ahead of the trained weights; 0 is synchronous."""
     max_off_policy_steps: int = Field(8, ge=0)
     """Rollouts whose first token is older than this many steps are dropped, as whole groups."""
+    concurrency: Concurrency = FixedConcurrency()
     max_inflight_rollouts: int | None = Field(None, gt=0)
     """Rollouts running at once; None: (max_async_level + 1) batches."""
     filter_zero_advantages: bool = True

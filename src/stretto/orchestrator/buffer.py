@@ -155,6 +155,7 @@ class Buffer:
     is_closed: bool = False
     num_replaced: int = 0  # groups without signal since the last batch
     num_rejected: int = 0  # groups that gates and filters rejected since the last batch
+    max_running: int | None = None  # groups; moves with the engines where concurrency is adaptive
     owed: set[int] = field(default_factory=set)  # draws that a resumed run has yet to start again
     _num: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(SlotState, 0))
     _running: list[int] = field(
@@ -173,11 +174,22 @@ class Buffer:
         bounds = self.bounds
         if self.is_closed or waiting + self._num[SlotState.SHIPPED] >= bounds.num_slots:
             return False
-        if bounds.max_running_groups and self._num[SlotState.RUNNING] >= bounds.max_running_groups:
+        limits = [limit for limit in (bounds.max_running_groups, self.max_running) if limit is not None]
+        if limits and self._num[SlotState.RUNNING] >= min(limits):
             return False
         if bounds.max_steps is not None:
             return waiting < (bounds.max_steps + 1 - self.next_step) * bounds.groups_per_batch
         return True
+
+    def limit_running(self, num_groups: int) -> None:
+        """From now on no more groups than this run at once; those that do are not stopped."""
+        self.max_running = num_groups
+        self._wake()
+
+    @property
+    def num_running(self) -> int:
+        """Groups under way."""
+        return self._num[SlotState.RUNNING]
 
     async def admit(self) -> bool:
         """Wait for a free slot; False when no more groups are to be drawn."""

@@ -30,11 +30,13 @@ from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
 from stretto.config.algorithm import CustomAlgo
+from stretto.config.concurrency import AdaptiveConcurrency
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.monitors import Monitors
 from stretto.orchestrator import checkpoint, telemetry
 from stretto.orchestrator.buffer import Buffer, Counts, Slot
 from stretto.orchestrator.checkpoint import Progress
+from stretto.orchestrator.concurrency import Aimd, Look
 from stretto.orchestrator.curriculum import Curriculum
 from stretto.orchestrator.evaluate import Evaluator, is_due, overall, table
 from stretto.orchestrator.filters import mean_reward, settle
@@ -88,6 +90,9 @@ class Engines(Protocol):
     async def wait_ready(self, timeout_s: float) -> None: ...
 
     async def watch(self) -> None: ...
+
+    @property
+    def num_ready(self) -> int: ...
 
     async def metrics(self) -> dict[str, float]: ...
 
@@ -170,6 +175,7 @@ class Loop:
         self._is_trainer_gone = False
         self._has_last_version = asyncio.Event()
         self._idle_s = 0.0
+        self.max_inflight: int | None = None  # rollouts, where concurrency is adaptive
         names = [env.name or env.id for env in self.cfg.env]
         self._players = {name: player_of(self.player, self.cfg, name) for name in names}
         self._flags: Counter[str] = Counter()  # rollouts that each filter flagged since the last batch
@@ -190,12 +196,14 @@ class Loop:
             following = tasks.create_task(self.follow_policy(), name="follow_policy")
             drawing = tasks.create_task(self.draw_groups(tasks), name="draw_groups")
             watching = tasks.create_task(self.engines.watch(), name="watch_engines")
+            adapting = tasks.create_task(self.follow_engines(), name="follow_engines")
             await self.ship_batches()
             await self._last_step()
             await hearing
             following.cancel()
             drawing.cancel()
             watching.cancel()
+            adapting.cancel()
         self.progress.wall_s = self._before[1] + time.perf_counter() - self._started_at
         return self.progress
 
@@ -232,6 +240,21 @@ class Loop:
             )
         self.watch.progress("everyone is there")
         report("phase", text="waiting for the first weights")
+
+    async def follow_engines(self) -> None:
+        """Let as many rollouts run as the engines take, where concurrency is adaptive."""
+        cfg = self.cfg.concurrency
+        if not isinstance(cfg, AdaptiveConcurrency):
+            return
+        each = self.cfg.group_size
+        aimd = Aimd(cfg, most=self.cfg.max_inflight_rollouts or self.buffer.bounds.num_slots * each)
+        while True:
+            self.buffer.limit_running(max(aimd.limit // each, 1))
+            self.max_inflight = aimd.limit
+            await asyncio.sleep(cfg.interval_s)
+            look = Look.of(await self._engine_metrics(), self.engines.num_ready)
+            if look is not None:
+                aimd.update(look, self.buffer.num_running * each, time.monotonic())
 
     # -- draw and play --
 
@@ -480,6 +503,7 @@ class Loop:
             "time/wait_for_rollouts": done.wait_s,
             "time/update_weights": self.policy.load_s,
             "canary/error": self.policy.canary_error,
+            **({} if self.max_inflight is None else {"concurrency/limit": float(self.max_inflight)}),
             "tokens_per_s": row.num_tokens / step_s,
             "trainer/step_s": done.time_s,
             "trainer/wait_s": done.wait_s,

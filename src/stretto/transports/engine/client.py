@@ -161,6 +161,11 @@ class EngineClient:
             return True
         return False
 
+    @property
+    def num_ready(self) -> int:
+        """Engines that are up."""
+        return len(self.fleet.ready())
+
     async def watch(self) -> None:
         """Notice engines that die or hang, and let them in again; runs for ever beside everything else."""
         await self.fleet.watch()
