@@ -5,6 +5,9 @@ own, only the system's libraries and the interpreter to be seen, read-only, a wo
 `subprocess`, where bubblewrap is missing or may not make namespaces: resource limits, an empty environment,
 and whatever of user namespaces and Landlock the kernel grants; which one it is is logged once.
 
+As root, `subprocess` can count processes only from outside (unless every user may read the interpreter): a fork
+bomb is ended within moments, but the machine feels it. Prefer bubblewrap there.
+
 In both, time, memory (of all its processes together), number of processes, file size and output are limited,
 and nothing it started survives it. What a machine-wide administrator would add, cgroups and seccomp, is not
 here: code written to break out of a kernel needs a virtual machine.
