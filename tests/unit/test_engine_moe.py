@@ -47,7 +47,7 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_batch(is_tiled):
     def build(**settings):
         built = core(**settings)
         if is_tiled:
-            built.runner = Runner(MODEL, built.cache, tile=_TILE, routes=built.routes)
+            built.runner = Runner(MODEL, built.cache, built.adapters, tile=_TILE, routes=built.routes)
         return built
 
     asked = [ask(f"r{i}", ids, seed=i, n=1 + i % 3) for i, ids in enumerate(PROMPTS)]

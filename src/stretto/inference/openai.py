@@ -56,10 +56,18 @@ class OpenAIRoutes:
         """How stop strings see tokens: special tokens are spelled out."""
         return self.tokenizer.decode
 
-    def check_model(self, name: str | None) -> None:
-        """Raises Refusal 404 for any name but the served one."""
-        if name is not None and name != self.model_name:
-            raise Refusal(f"the model {name!r} does not exist; this engine serves {self.model_name!r}", 404)
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request's `model` names; None: it names the engine's own, or nothing.
+
+        Raises: Refusal 404 for any other name.
+        """
+        if name is None or name == self.model_name:
+            return None
+        adapters = self._engine().core.adapters
+        if adapters.get(name) is None:
+            served = ", ".join([repr(self.model_name), *(repr(adapter.name) for adapter in adapters)])
+            raise Refusal(f"the model {name!r} does not exist; this engine serves {served}", 404)
+        return name
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         body = self._decode(await http.read(), CompletionsBody)
@@ -75,7 +83,7 @@ class OpenAIRoutes:
         asked = [
             GenerateRequest(
                 request_id=f"{request_id}-{i}", prompt_ids=ids, n=body.n or 1, sampling=params,
-                cache_salt=body.cache_salt, prompt_logprobs=is_scored,
+                cache_salt=body.cache_salt, prompt_logprobs=is_scored, adapter=self.adapter_of(body.model),
             )
             for i, ids in enumerate(self._prompts(body))
         ]  # fmt: skip
@@ -83,7 +91,7 @@ class OpenAIRoutes:
             "id": request_id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self.model_name,
+            "model": body.model or self.model_name,
         }
         if body.stream:
             if body.echo or body.prompt_logprobs is not None:
@@ -111,6 +119,7 @@ class OpenAIRoutes:
             n=body.n or 1,
             sampling=params,
             cache_salt=body.cache_salt,
+            adapter=self.adapter_of(body.model),
         )
         created = int(time.time())
         if body.stream:
@@ -118,12 +127,17 @@ class OpenAIRoutes:
                 "id": request_id,
                 "object": "chat.completion.chunk",
                 "created": created,
-                "model": self.model_name,
+                "model": body.model or self.model_name,
             }
             if body.tools:
                 return await self._stream_whole(http, body, asked, frame, renderer)
             return await self._stream(http, body, [asked], frame, self._chat_piece)
-        frame = {"id": request_id, "object": "chat.completion", "created": created, "model": self.model_name}
+        frame = {
+            "id": request_id,
+            "object": "chat.completion",
+            "created": created,
+            "model": body.model or self.model_name,
+        }
         done = await self._engine().generate(asked)
         choices = [self._chat_choice(body, renderer, done, member) for member in range(asked.n)]
         answer = frame | {"choices": choices, "usage": _usage([done])}
@@ -133,7 +147,7 @@ class OpenAIRoutes:
 
     async def tokenize(self, http: web.Request) -> web.Response:
         body = api.decode_json(await http.read(), TokenizeBody)
-        self.check_model(body.model)
+        self.adapter_of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refusal("give either `prompt` or `messages`")
         if body.prompt is not None:
@@ -145,13 +159,13 @@ class OpenAIRoutes:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         body = api.decode_json(await http.read(), DetokenizeBody)
-        self.check_model(body.model)
+        self.adapter_of(body.model)
         self._check_ids(api.token_array(body.tokens, "tokens"), "tokens")
         return _json({"prompt": self.tokenizer.decode(body.tokens)})
 
     def _decode(self, data: bytes, kind: type[Any]) -> Any:
         body = decode_text_body(data, kind)
-        self.check_model(body.model)
+        self.adapter_of(body.model)
         return body
 
     def _prompts(self, body: CompletionsBody) -> list[np.ndarray]:

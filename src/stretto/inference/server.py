@@ -83,6 +83,8 @@ class Server:
             api.START_UPDATE: self.start_update,
             api.UPDATE_WEIGHTS: self.update_weights,
             api.FINISH_UPDATE: self.finish_update,
+            api.LOAD_ADAPTER: self.load_adapter,
+            api.UNLOAD_ADAPTER: self.unload_adapter,
             api.RESET_PREFIX_CACHE: self.reset_prefix_cache,
             api.ABORT: self.abort,
             api.ABORT_REQUESTS: self.abort,
@@ -114,7 +116,23 @@ class Server:
             return _json(Refusal("this engine waits for the run's weights", 503).body(), 503)
         return await self.health(_)
 
+    async def load_adapter(self, http: web.Request) -> web.Response:
+        body = api.decode_json(await http.read(), api.LoadAdapterBody)
+        name = body.lora_name
+        if not name or not body.lora_path:
+            raise Refusal("lora_name and lora_path: both are needed")
+        if name == self.model_name:
+            raise Refusal(f"lora_name: {name!r} is the name of the model itself; take another")
+        await self.ready_engine().load_adapter(name, body.lora_path, is_replacing=body.load_inplace)
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload_adapter(self, http: web.Request) -> web.Response:
+        name = api.decode_json(await http.read(), api.UnloadAdapterBody).lora_name
+        await self.ready_engine().unload_adapter(name)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
     async def models(self, _: web.Request) -> web.Response:
+        core = self.ready_engine().core
         card = {
             "id": self.model_name,
             "object": "model",
@@ -122,16 +140,20 @@ class Server:
             "owned_by": "stretto",
             "root": str(self.directory),
             "parent": None,
-            "max_model_len": self.ready_engine().core.max_model_len,
+            "max_model_len": core.max_model_len,
         }
-        return _json({"object": "list", "data": [card]})
+        adapters = [
+            card | {"id": served.name, "root": served.path, "parent": self.model_name}
+            for served in core.adapters
+        ]
+        return _json({"object": "list", "data": [card, *adapters]})
 
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(text=self.ready_engine().metrics_page())
 
     async def generate(self, http: web.Request) -> web.Response:
         request, model = api.decode_generate(await http.read())
-        self.openai.check_model(model)
+        request = msgspec.structs.replace(request, adapter=self.openai.adapter_of(model))
         done = await self.ready_engine().generate(request)
         return _json(api.encode_completions(request, done.completions, done.stop_reasons))
 

@@ -111,7 +111,7 @@ def _dropped(x: Tensor, share: float) -> Tensor:
 def attach(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None:
     """Give the layers that [model.lora] names an adapter, and freeze everything else.
 
-    Raises: ConfigError when no layer has one of the names.
+    Raises: ConfigError when no layer has one of the names, or the output head has.
     """
     _ = getattr(
         policy, "tensor_map", None
@@ -123,6 +123,8 @@ def attach(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None:
         name = path.rpartition(".")[2]
         if name not in found or not isinstance(module, nn.Linear | Experts):
             continue
+        if isinstance(module, nn.Linear) and module.weight is policy.output_weight:
+            raise ConfigError(f"[model.lora] target_modules: {name} is the output head, which has no adapter")
         layer = LoRALinear(module, lora) if isinstance(module, nn.Linear) else LoRAExperts(module, lora)
         for key, parameter in layer.named_parameters():
             if key.endswith("lora_A"):
@@ -249,6 +251,11 @@ class Adapter:
                 raise DataError(f"{where}: {path} has {shape}, which are no pair of rank {rank}")
             name, pair = _from_peft(path, a, b, rank)
             pairs[name] = pair
+        for path in {name.rpartition(".")[0] for name in pairs if not name.endswith(".weight")}:
+            if not all(f"{path}.{name}" in pairs for name in _EXPERT_PARAMETERS):
+                raise DataError(
+                    f"{where}: {path} has one adapted matrix of two; {' and '.join(_EXPERT_PARAMETERS)}"
+                )
         return cls(pairs, rank, scaling)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -262,7 +269,9 @@ class Adapter:
         """Raises: DataError when it is not one of a model with these parameters."""
         for name, (a, b) in self.pairs.items():
             if name not in shapes:
-                raise DataError(f"{where}: this model has no {name.removesuffix('.weight')}")
+                raise DataError(
+                    f"{where}: this model has no {name.removesuffix('.weight')} that can be adapted"
+                )
             wanted = tuple(shapes[name])
             got = (*a.shape[:-2], b.shape[-2], a.shape[-1])
             if got != wanted or a.shape[-2] != b.shape[-1]:

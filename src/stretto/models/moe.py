@@ -138,9 +138,13 @@ class Experts(nn.Module):
         self.use_grouped_mm = True
 
     def forward(
-        self, x: Float[Tensor, "rows dim"], counts: Int[Tensor, " experts"], routing: Routing
+        self,
+        x: Float[Tensor, "rows dim"],
+        counts: Int[Tensor, " experts"],
+        routing: Routing,
+        tokens: Int[Tensor, " rows"],
     ) -> Float[Tensor, "rows dim"]:
-        """Rows sorted by expert, counts[e] of them for expert e."""
+        """Rows sorted by expert, counts[e] of them for expert e; row i is a copy of token tokens[i]."""
         if routing.row_multiple is not None:
             return self._padded(x, counts.tolist(), routing.row_multiple, is_tiled=routing.is_tiled)
         if self.use_grouped_mm and self._is_aligned(x.dtype):
@@ -188,7 +192,8 @@ class MoE(nn.Module):
         experts = chosen.flatten()
         order = experts.argsort(stable=True)
         counts = count(experts, self.gate.shape.num_experts)
-        computed = self.experts(x.index_select(0, order // chosen.shape[1]), counts, routing)
+        tokens = order // chosen.shape[1]
+        computed = self.experts(x.index_select(0, tokens), counts, routing, tokens)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         by_choice = computed.index_select(0, back).view(*chosen.shape, -1)

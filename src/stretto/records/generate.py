@@ -32,6 +32,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     cache_salt: str | None = None
     session_id: str | None = None
+    adapter: str | None = None  # name of the LoRA adapter to use; None: the engine's own model
     prompt_logprobs: bool = False
     routed_experts_start: int = 0  # prompt token from which expert choices are wanted; those before are known
 

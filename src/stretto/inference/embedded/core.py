@@ -18,16 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
+from stretto.inference.embedded.adapters import Adapters
 from stretto.inference.embedded.blocks import BlockPool
 from stretto.inference.embedded.kv_cache import KVCache
 from stretto.inference.embedded.routes import RouteStore
-from stretto.inference.embedded.runner import Runner, row_tile
+from stretto.inference.embedded.runner import Runner, row_tile, tile_of
 from stretto.inference.embedded.sampler import SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import Request, RequestState, Scheduler
 from stretto.inference.embedded.slots import Slots, SlotState
 from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
+from stretto.models.lora import Adapter
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
 
@@ -66,8 +68,13 @@ class EngineCore:
             device=weight.device, is_exact=is_exact,
         )  # fmt: skip
         self.routes = _route_store(model, settings, num_blocks + 1)
+        self.adapters = Adapters(model, find_tile=tile_of if is_exact else None)
         self.runner = Runner(
-            model, self.cache, tile=row_tile(model) if is_exact else None, routes=self.routes
+            model,
+            self.cache,
+            self.adapters,
+            tile=row_tile(model) if is_exact else None,
+            routes=self.routes,
         )
         self.slots = Slots(settings.max_num_seqs, self.max_model_len, settings.block_size)
         self.pool = BlockPool(num_blocks + 1, is_caching=settings.enable_prefix_caching)
@@ -102,11 +109,14 @@ class EngineCore:
         if seed is None:
             key = f"{self.settings.seed} {asked.request_id}".encode()
             seed = int.from_bytes(blake2b(key, digest_size=8).digest())
-        return Request(asked, stop_ids, seed, min(end, self.max_model_len))
+        adapter = None if asked.adapter is None else self.adapters.get(asked.adapter)
+        return Request(asked, stop_ids, seed, min(end, self.max_model_len), adapter=adapter)
 
     def refusal(self, asked: GenerateRequest) -> str | None:
         """Why this request cannot be served, in words for whoever sent it."""
         ids, params = asked.prompt_ids, asked.sampling
+        if asked.adapter is not None and self.adapters.get(asked.adapter) is None:
+            return f"model: no adapter is called {asked.adapter!r}"
         if not len(ids):
             return "token_ids: the prompt is empty; at least one token is needed"
         low, high = int(ids.min()), int(ids.max())
@@ -193,10 +203,24 @@ class EngineCore:
         """Put new weights in place; running sequences keep their cache and go on under them."""
         with torch.no_grad():
             load_tensors(self.model, tensors)
+        self.adapters.unload(None)
         self.version = version
+
+    def load_adapter(
+        self, name: str | None, adapter: Adapter, version: int | None = None, path: str | None = None
+    ) -> None:
+        """Add or replace an adapter; None: the policy's, with which the engine's own model is served.
+
+        Raises: DataError when it is another model's; then nothing has changed.
+        """
+        self.adapters.load(name, adapter, version, path)
+        if name is None and version is not None:
+            self.version = version
 
     def weights_refusal(self, manifest: WeightManifest) -> str | None:
         """Why this manifest cannot be this model's weights; None when every tensor is there in its shape."""
+        if manifest.adapter is not None:
+            return self._adapter_refusal(manifest)
         ours = {name: tuple(tensor.shape) for name, tensor in export_tensors(self.model)}
         theirs = {entry.name: tuple(entry.shape) for entry in manifest.tensors}
         for name in ours.keys() - theirs.keys():
@@ -205,6 +229,17 @@ class EngineCore:
             if ours[name] != theirs[name]:
                 wrong = f"{name} is {theirs[name]}, the model has {ours[name]}"
                 return f"weights of version {manifest.version}: {wrong}"
+        return None
+
+    def _adapter_refusal(self, manifest: WeightManifest) -> str | None:
+        info = manifest.adapter
+        assert info is not None
+        shapes = ((entry.name, torch.empty(entry.shape, device="meta")) for entry in manifest.tensors)
+        where = f"weights of version {manifest.version}"
+        try:
+            self.adapters.check(Adapter.from_tensors(shapes, info.rank, info.scaling, where))
+        except DataError as error:
+            return str(error)
         return None
 
     def reset_prefix_cache(self) -> None:
@@ -258,7 +293,7 @@ class EngineCore:
             tokens, logprobs = sample(logits, rows, uniforms(slots.key[drawn], at))
         slots.tokens[drawn, at] = tokens
         slots.logprobs[drawn, at] = logprobs
-        slots.versions[drawn, at] = self.version
+        slots.versions[drawn, at] = self.adapters.versions(slots.adapter[drawn], self.version)
         slots.num_tokens[drawn] = at + 1
         self.scheduler.counters.generation_tokens += len(drawn)
         is_stop = (slots.stop_ids[drawn] == tokens[:, None]).any(axis=1)

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import DataError, EngineError
 from stretto.inference.embedded.core import EngineCore
 from stretto.inference.embedded.metrics import Metrics
 from stretto.inference.embedded.scheduler import Request, RequestState
 from stretto.inference.text import Decode, Watcher
+from stretto.models.lora import Adapter, load_adapter
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.engine.api import Refusal
@@ -149,7 +150,14 @@ class Engine:
             raise Refusal(reason)
 
         def load() -> None:
-            with receive(manifest, group, device=self.core.cache.device) as tensors:
+            device = self.core.cache.device
+            with receive(manifest, group, device=device) as tensors:
+                if (info := manifest.adapter) is not None:
+                    copies = ((name, tensor.to(device, copy=True)) for name, tensor in tensors)
+                    adapter = Adapter.from_tensors(copies, info.rank, info.scaling)
+                    tensors.check_unchanged()
+                    self.core.load_adapter(info.name, adapter, manifest.version)
+                    return
                 try:
                     self.core.load_weights(manifest.version, tensors)
                     tensors.check_unchanged()
@@ -170,6 +178,35 @@ class Engine:
                 running,
                 waiting,
             )
+
+        await self._between_steps(command)
+
+    async def load_adapter(self, name: str, path: str, *, is_replacing: bool) -> None:
+        """Serve the adapter in this directory of PEFT's under a name.
+
+        Raises: Refusal when it is none of this model, or the name is taken and is_replacing is False.
+        """
+
+        async def command() -> None:
+            if not is_replacing and self.core.adapters.get(name) is not None:
+                raise Refusal(f"lora_name: {name!r} has been loaded already; load_inplace replaces it")
+            try:
+                adapter = await asyncio.get_running_loop().run_in_executor(self._thread, load_adapter, path)
+                self.core.load_adapter(name, adapter, path=path)
+            except DataError as error:
+                raise Refusal(f"lora_path: {error}") from error
+            logger.info("loaded adapter %s from %s", name, path)
+
+        await self._between_steps(command)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no more requests for it; those under way end with it. Raises: Refusal 404 for an unknown one."""
+
+        async def command() -> None:
+            if self.core.adapters.get(name) is None:
+                raise Refusal(f"lora_name: no adapter is called {name!r}", 404)
+            self.core.adapters.unload(name)
+            logger.info("unloaded adapter %s", name)
 
         await self._between_steps(command)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.inference.embedded.adapters import Adapters
 from stretto.inference.embedded.kv_cache import KVCache
 from stretto.inference.embedded.routes import RouteStore
 from stretto.inference.embedded.sampler import token_logprobs
@@ -37,10 +38,14 @@ _PROMPT_ROWS = 256  # rows of prompt whose logits exist at one time
 
 def row_tile(model: Decoder) -> int | None:
     """The row count all products must have here; None: any multiple of _ROWS gives the same bits."""
-    weights = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]  # those of an expert have 3 dims
-    shapes = {(min(out_dim, _PROBED_DIM), in_dim) for out_dim, in_dim in weights}
+    # Weights of an expert have 3 dims.
+    return tile_of({(p.shape[-2], p.shape[-1]) for p in model.parameters() if p.dim() >= 2})
+
+
+def tile_of(shapes: set[tuple[int, int]]) -> int | None:
+    """The same for weights of these shapes."""
     generator = torch.Generator().manual_seed(0)
-    for out_dim, in_dim in shapes:
+    for out_dim, in_dim in {(min(out_dim, _PROBED_DIM), in_dim) for out_dim, in_dim in shapes}:
         weight = torch.randn(out_dim, in_dim, generator=generator)
         rows = torch.randn(32 * _ROWS, in_dim, generator=generator)
         whole = F.linear(rows, weight)
@@ -57,9 +62,16 @@ class Runner:
     """The model, its cache, and the way from a plan to logits."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, *, tile: int | None = None, routes: RouteStore | None = None
+        self,
+        model: Decoder,
+        cache: KVCache,
+        adapters: Adapters,
+        *,
+        tile: int | None = None,
+        routes: RouteStore | None = None,
     ) -> None:
-        self.model, self.cache, self.tile, self.routes = model, cache, tile, routes
+        self.model, self.cache, self.adapters = model, cache, adapters
+        self.tile, self.routes = tile, routes
         self.device = cache.device
 
     @torch.inference_mode()
@@ -109,6 +121,7 @@ class Runner:
             ids = torch.from_numpy(tokens[rows].astype(np.int64)).to(self.device)
             places = torch.from_numpy(positions[rows].astype(np.int64)).to(self.device)
             routing = self._routing()
+            self.adapters.select(np.where(owners[rows] < 0, -1, slots.adapter[owners[rows]]))
             hidden.append(self.model(ids, places, self.cache.attend(layout), routing=routing))
             if self.routes is not None:
                 self.routes.write(slots.blocks, owners[rows], positions[rows], routing)

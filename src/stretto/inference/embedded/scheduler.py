@@ -21,6 +21,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from stretto.inference.embedded.adapters import POLICY, Served
 from stretto.inference.embedded.blocks import BlockPool, chain_hashes
 from stretto.inference.embedded.routes import RouteStore
 from stretto.inference.embedded.sampler import stream_key
@@ -60,6 +61,7 @@ class Request:
     started_s: float | None = None
     first_token_s: float | None = None
     watcher: object | None = None  # engine.py's: reads this request's tokens as they come
+    adapter: Served | None = None  # None: the engine's own model
 
     @property
     def request_id(self) -> str:
@@ -305,6 +307,7 @@ class Scheduler:
                 _RESERVED if member else _PREEMPTED, arrival + member, len(prompt), len(prompt), 0, 0,
                 request.end, member, stream_key(request.seed, member), inv_temperature, is_greedy, top_k,
                 params.top_p, params.min_p, is_filtered, request.watcher is not None,
+                POLICY if request.adapter is None else request.adapter.id,
             )  # fmt: skip
             self.request_of[slot] = request
         slots.tokens[seats, : len(prompt)] = prompt
@@ -313,6 +316,8 @@ class Scheduler:
         request.num_open = asked.n
         request.completions, request.stop_reasons = [None] * asked.n, [None] * asked.n
         salt = f"version {self.version}" if asked.cache_salt is None else f"salt {asked.cache_salt}"
+        if request.adapter is not None:
+            salt = f"{request.adapter.salt} of version {self.version}, {salt}"
         request.hash_seed = blake2b(salt.encode(), digest_size=16).digest()
         if self.pool.is_caching:
             request.prompt_hashes = chain_hashes(request.hash_seed, prompt, self.block_size)

@@ -36,6 +36,7 @@ _ROW = np.dtype(
         ("min_p", np.float32),
         ("is_filtered", np.bool_),  # top_k, top_p or min_p is in force
         ("is_watched", np.bool_),  # somebody reads tokens one by one: stop strings, streaming
+        ("adapter", np.int32),  # id of the adapter; 0: the engine's own model
     ]
 )
 
@@ -63,6 +64,7 @@ class Slots:
         self.min_p = rows["min_p"]
         self.is_filtered = rows["is_filtered"]
         self.is_watched = rows["is_watched"]
+        self.adapter = rows["adapter"]
         self.stop_ids = np.full((capacity, 1), -1, np.int64)
         self._resize(min(256, max_len))
         self._free = list(range(capacity - 1, -1, -1))

@@ -39,6 +39,8 @@ START_UPDATE = "/start_weight_update"
 UPDATE_WEIGHTS = "/update_weights"
 FINISH_UPDATE = "/finish_weight_update"
 WORLD_SIZE = "/get_world_size"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 RESET_PREFIX_CACHE = "/reset_prefix_cache"
 ABORT = "/abort"
 ABORT_REQUESTS = "/abort_requests"
@@ -113,6 +115,22 @@ class AbortBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of /abort; no ids means all."""
 
     request_ids: list[str] | None = None
+
+
+class LoadAdapterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Body of LOAD_ADAPTER: a directory as PEFT saves it, which the engine's host sees."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False  # replace the one that has this name
+    is_3d_lora_weight: bool = False  # vLLM's; what the tensors are is read from them here
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of UNLOAD_ADAPTER."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's, without effect
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -318,7 +336,7 @@ def encode_generate(request: GenerateRequest, model: str | None = None) -> bytes
                 prompt_logprobs=0 if request.prompt_logprobs else None,
                 routed_experts_prompt_start=request.routed_experts_start or None,
             ),
-            model=model,
+            model=request.adapter or model,
             request_id=request.request_id,
             cache_salt=request.cache_salt,
         )
