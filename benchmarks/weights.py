@@ -1,11 +1,12 @@
-"""A weight update of a 1M model, publisher to tensors in another process: milliseconds by transport.
+"""A weight update, publisher to tensors in another process: milliseconds by transport and size.
 
     python benchmarks/weights.py [--quick]
 
 The publisher is this process; the receiver is another one, as trainer and engine are, told of a version
-through a pipe. `publish_ms`: model to shared memory or disk, checksum included. `receive_ms`: map, verify,
-copy into the engine's tensors. `update_ms`: both, and the message. A first update pays for fresh memory;
-figures are of the later ones.
+through a pipe. `publish_ms`: model to shared memory, disk or buckets, checksum included where files have one: what
+the trainer waits for. `receive_ms`: map or receive, verify, copy into the engine's tensors: what an engine stands still
+for. `update_ms`: both, and the message. `copies`: update_ms over the time of one plain copy of the same bytes in the
+same run. A first update pays for fresh memory; figures are of the later ones.
 
 The last line is one JSON object.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -28,8 +30,8 @@ import msgspec
 import torch
 
 from stretto.base.paths import RunDir
-from stretto.config.transport import FilesystemWeights, ShmWeights
-from stretto.records.weights import WeightManifest
+from stretto.config.transport import CollectiveWeights, FilesystemWeights, ShmWeights, WeightBroadcast
+from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.weights import build_publisher, receive
 
 
@@ -38,19 +40,38 @@ def model(num_parameters: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"layers.{i}.weight", torch.randn(128, 128)) for i in range(num_parameters // 128**2)]
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def receiver() -> None:
     """The engine's part: answers every manifest with the milliseconds it took."""
     held: dict[str, torch.Tensor] = {}
     for line in sys.stdin:
         manifest = msgspec.json.decode(line, type=WeightManifest)
         started = time.perf_counter()
-        with receive(manifest) as tensors:
+        group = WeightGroup(epoch="0", request=str(manifest.version), world_size=1, rank=0)
+        with receive(manifest, group) as tensors:
             for name, tensor in tensors:
                 held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
         print((time.perf_counter() - started) * 1e3, flush=True)
 
 
-def measure(cfg: ShmWeights | FilesystemWeights, num_parameters: int, rounds: int) -> dict[str, float]:
+def copy_ms(tensors: list[tuple[str, torch.Tensor]]) -> float:
+    """One copy of all bytes into memory that is there."""
+    held = [torch.empty_like(tensor) for _, tensor in tensors]
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for (_, tensor), target in zip(tensors, held):
+            target.copy_(tensor)
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times[1:])
+
+
+def measure(cfg: WeightBroadcast, num_parameters: int, rounds: int) -> dict[str, float]:
     tensors = model(num_parameters)
     taken: dict[str, list[float]] = {"publish_ms": [], "receive_ms": [], "update_ms": []}
     command = [sys.executable, __file__, "--receiver"]
@@ -74,7 +95,8 @@ def measure(cfg: ShmWeights | FilesystemWeights, num_parameters: int, rounds: in
                 taken["update_ms"].append((done - started) * 1e3)
         publisher.close()
         engine.stdin.close()
-    return {name: round(statistics.median(values), 3) for name, values in taken.items()}
+    found = {name: round(statistics.median(values), 3) for name, values in taken.items()}
+    return found | {"copies": round(found["update_ms"] / copy_ms(tensors), 2)}
 
 
 def main() -> None:
@@ -86,10 +108,12 @@ def main() -> None:
     if args.receiver:
         return receiver()
     rounds = 20 if args.quick else 200
-    sizes = {"1M": 1_000_000} if args.quick else {"1M": 1_000_000, "100M": 100_000_000}
+    sizes = {"1M": 1_000_000}
+    if not args.quick:
+        sizes |= {"100M": 100_000_000, "500M": 500_000_000}
     figures: dict[str, float] = {}
     for size, num_parameters in sizes.items():
-        for cfg in (ShmWeights(), FilesystemWeights()):
+        for cfg in (ShmWeights(), FilesystemWeights(), CollectiveWeights(port=free_port())):
             found = measure(cfg, num_parameters, rounds if size == "1M" else 5)
             print(f"{size} float32 parameters, {cfg.type}: {found}")
             figures.update({f"{cfg.type}_{size}_{name}": value for name, value in found.items()})
