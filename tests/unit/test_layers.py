@@ -136,3 +136,9 @@ def test_there_is_no_utils() -> None:
     assert not [
         str(file) for file, _ in files() if banned & {part.removesuffix(".py") for part in file.parts}
     ]
+
+
+def test_nobody_waits_by_asyncio_wait_for():
+    """Before Python 3.12 it returns a result where it should raise CancelledError: a task that is never cancelled."""
+    for path in SOURCE.rglob("*.py"):
+        assert "asyncio.wait_for(" not in path.read_text(), f"{path}: use asyncio.timeout"

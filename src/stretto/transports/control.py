@@ -277,7 +277,9 @@ class ControlServer:
                 await self._send(peer, frames)
         for index, future in waits.items():
             try:
-                await asyncio.wait_for(asyncio.shield(future), timeout_s)
+                # Not asyncio.wait_for: before Python 3.12 it returns where it is cancelled as the answer comes.
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.shield(future)
             except TimeoutError:
                 raise EngineError(
                     f"{self._peers[index].name} did not acknowledge {type(message).__name__} "
