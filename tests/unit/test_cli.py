@@ -65,11 +65,12 @@ def test_help_shows_every_key_with_meaning_and_default(verb: str) -> None:
 
 
 def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["rl", "--help", "group-size"]) == 0
+    assert cli.main(["rl", "--help", "normalize-std"]) == 0
     flags = [line.split()[0] for line in capsys.readouterr().out.split("\n") if line.startswith("  --")]
-    wanted = ["orchestrator.group-size", "orchestrator.eval.group-size"]
-    alias = ["orchestrator.rollouts-per-example", "orchestrator.eval.rollouts-per-example"]
-    assert flags == [f"--{name}" for pair in zip(wanted, alias, strict=True) for name in pair]
+    assert flags and all(flag.endswith("normalize-std") for flag in flags)
+    assert cli.main(["rl", "--help", "group-size"]) == 0
+    flags = {line.split()[0] for line in capsys.readouterr().out.split("\n") if line.startswith("  --")}
+    assert {"--orchestrator.group-size", "--orchestrator.eval.rollouts-per-example"} <= flags
     assert cli.main(["rl", "--help", "nonsense"]) == 0
     assert "no key of `stretto rl` contains `nonsense`" in capsys.readouterr().out
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from stretto.base.errors import ConfigError
 from stretto.config.inference import InferenceSection
 from stretto.config.model import ModelSection
 from stretto.config.roots import RLConfig, TrainerConfig
@@ -55,9 +56,13 @@ def test_defaults_are_those_of_the_spec():
     assert not InferenceSection().enable_return_routed_experts
 
 
-def test_vllm_is_asked_for_its_choices_on_a_gpu_and_refused_on_a_cpu(tmp_path):
+def test_vllm_is_asked_for_its_choices_on_a_gpu_and_ours_are_captured_on_a_cpu(tmp_path):
     section = InferenceSection(enable_return_routed_experts=True)
     assert "--enable-return-routed-experts" in command(section, tmp_path, is_cpu=False).words
     assert "--enable-return-routed-experts" not in command(InferenceSection(), tmp_path, is_cpu=False).words
-    with pytest.raises(ConfigError, match="vLLM returns expert choices on a GPU only"):
-        command(section, tmp_path, is_cpu=True)
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    order = command(section, tmp_path, is_cpu=True)
+    assert "--enable-return-routed-experts" not in order.words
+    assert order.env["STRETTO_ROUTED_EXPERTS"] == "1"
+    assert "STRETTO_ROUTED_EXPERTS" not in command(InferenceSection(), tmp_path, is_cpu=True).env
