@@ -15,7 +15,7 @@ import msgspec
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
 from stretto.ledger import schema
-from stretto.ledger.segments import Place, load_branches
+from stretto.ledger.segments import Place, load_payload
 
 
 def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
@@ -126,7 +126,7 @@ def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
     )
     for group_id, member, *place in db.execute(query):
         try:
-            load_branches(run_dir, Place(*place), f"g{group_id}.{member}")
+            load_payload(run_dir, Place(*place), f"g{group_id}.{member}")
         except (DataError, WireError) as error:
             yield str(error)
 

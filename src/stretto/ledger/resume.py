@@ -16,8 +16,8 @@ import msgspec
 
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
-from stretto.ledger.segments import Place, load_branches
-from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+from stretto.ledger.segments import Payload, Place, load_payload
+from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
 logger = logging.getLogger(__name__)
 
@@ -174,18 +174,19 @@ def _task(env: str, task_id: str, data: str) -> Task:
 
 def _rollout(run_dir: RunDir, task: Task, row: dict[str, Any]) -> Rollout:
     rollout_id = f"g{row['group_id']}.{row['member']}"
-    branches: tuple[Branch, ...] = ()
+    payload = Payload(())
     if row["segment"] is not None:
         place = Place(row["segment"], row["offset"], row["length"], row["crc"])
-        branches = load_branches(run_dir, place, rollout_id)
+        payload = load_payload(run_dir, place, rollout_id)
     return Rollout(
         rollout_id=rollout_id,
         group_id=row["group_id"],
         member=row["member"],
         task=task,
         status=RolloutStatus(row["status"]),
-        branches=branches,
+        branches=payload.branches,
         reward=row["reward"] or 0.0,
+        agent_rewards=payload.agent_rewards,
         metrics=msgspec.json.decode(row["metrics"]) if row["metrics"] else {},
         num_turns=row["num_turns"] or 0,
         started_at=row["started_at"] or 0.0,

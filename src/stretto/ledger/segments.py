@@ -1,9 +1,9 @@
 """Token payloads beside the database: append-only files of checksummed records.
 
-The branches of a rollout (tokens, logprobs, versions) are one blob (`records.codec`, with its own crc32) in
-the segment that was open when its group finished. The row that names the place is written after the bytes, so
-a row always has its payload; bytes after the last row of a segment are what a killed process left, and are
-cut off.
+The branches of a rollout (tokens, logprobs, versions), and what its agents were paid, are one blob
+(`records.codec`, with its own crc32) in the segment that was open when its group finished. The row that names
+the place is written after the bytes, so a row always has its payload; bytes after the last row of a segment
+are what a killed process left, and are cut off.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Payload(msgspec.Struct, frozen=True):
     """What of a rollout is not in its row."""
 
     branches: tuple[Branch, ...]
+    agent_rewards: dict[str, float] = {}
 
 
 class Place(NamedTuple):
@@ -53,7 +54,7 @@ class SegmentWriter:
 
         Raises: EngineError when the disk does not take them.
         """
-        blobs = [encode_blob(Payload(rollout.branches)) for rollout in rollouts]
+        blobs = [encode_blob(Payload(rollout.branches, rollout.agent_rewards)) for rollout in rollouts]
         places, end = [], self.end
         for blob in blobs:
             places.append(Place(self.segment, end, len(blob), zlib.crc32(blob)))
@@ -83,7 +84,7 @@ class SegmentWriter:
         return fd
 
 
-def load_branches(run_dir: RunDir, place: Place, who: str) -> tuple[Branch, ...]:
+def load_payload(run_dir: RunDir, place: Place, who: str) -> Payload:
     """The payload of rollout `who`, verified.
 
     Raises: DataError when it is no longer kept, or damaged.
@@ -92,7 +93,7 @@ def load_branches(run_dir: RunDir, place: Place, who: str) -> tuple[Branch, ...]
     blob = _read(path, place, who)
     if len(blob) != place.length or zlib.crc32(blob) != place.crc:
         raise DataError(f"{path} at {place.offset}: the payload of rollout {who} is damaged or cut off.")
-    return decode_blob(blob, Payload, where=f"{path} at {place.offset}").branches
+    return decode_blob(blob, Payload, where=f"{path} at {place.offset}")
 
 
 def _read(path: Path, place: Place, who: str) -> bytes:

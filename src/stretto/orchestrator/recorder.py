@@ -7,7 +7,7 @@ trained twice. Agents of one episode have a recorder each and share its limits.
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,13 @@ class Budget:
     """What an episode has used of its limits, all agents together."""
 
     limits: Limits
-    started_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     num_turns: int = 0
     num_tokens: int = 0
+
+    @property
+    def age_s(self) -> float:
+        return asyncio.get_running_loop().time() - self.started_at
 
     def next_turn(self) -> int | None:
         """Tokens that the next reply may have; None: as many as it likes.
@@ -45,7 +49,7 @@ class Budget:
         limits = self.limits
         if limits.max_turns is not None and self.num_turns >= limits.max_turns:
             raise LimitReached(f"the episode has had its {limits.max_turns} turns (max_turns)")
-        if limits.timeout_s is not None and time.monotonic() - self.started_at >= limits.timeout_s:
+        if limits.timeout_s is not None and self.age_s >= limits.timeout_s:
             raise LimitReached(f"the episode has had its {limits.timeout_s:g} s (timeout_s)")
         if limits.max_tokens is None:
             return None

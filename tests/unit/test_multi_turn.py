@@ -1,0 +1,454 @@
+"""Episodes of many turns: limits, tools, several agents. What the engine saw is what the branches hold."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import pytest
+from fakes import CharRenderer, FakeEngine, run_virtual
+
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.config.orchestrator import SamplingSection
+from stretto.envs.base import LimitReached, Limits, Reply, RolloutResult, TaskSource
+from stretto.envs.multi_turn import MultiTurnEnv, ToolEnv
+from stretto.envs.tools import Tool, Toolset
+from stretto.ledger import Ledger, LedgerReader
+from stretto.orchestrator.rollout import Draw, Player
+from stretto.records.codec import decode_blob, encode_blob
+from stretto.records.rollout import Group, RolloutStatus, Task
+
+
+class CallRenderer(CharRenderer):
+    """`!name{json}` in a reply is a call, `!` and anything else one that cannot be read."""
+
+    def parse(self, completion_ids, prompt_ids=None, tools=None):
+        text, *calls = "".join(chr(i) for i in completion_ids if i != self.END).split("!")
+        message = {"role": "assistant", "content": text}
+        for number, call in enumerate(calls):
+            name, brace, arguments = call.partition("{")
+            if not brace:
+                message.setdefault("unparsed_tool_calls", []).append(call)
+                continue
+            function = {"name": name, "arguments": json.loads(brace + arguments)}
+            message.setdefault("tool_calls", []).append({"id": f"call{number}", "function": function})
+        return message
+
+
+class OneTask:
+    def __init__(self):
+        self.name = "one"
+
+    def tasks(self, split):
+        return TaskSource(lambda index: Task(env=self.name, task_id=str(index), data={}))
+
+
+def play(env, answer, *, members=1, delay=None, renderer=None, **settings):
+    engine = FakeEngine(answer, delay=delay)
+    settings = {"sampling": SamplingSection(), "seq_len": 2000, "seed": 1, "max_retries": 0} | settings
+    player = Player(engine=engine, renderer=renderer or CallRenderer(), **settings)
+    draw = Draw(3, env.tasks("train").task(0), members, version=0)
+    return run_virtual(player.play(env, draw))
+
+
+def text_of(branch, is_sampled):
+    return "".join(chr(i) for i, s in zip(branch.token_ids, branch.is_sampled) if s == is_sampled)
+
+
+def scripted(*lines):
+    """Says these lines, one a turn of the prompt (an `A` begins each)."""
+    return lambda prompt, rng, version: lines[prompt.count("A") - 1]
+
+
+# -- limits --
+
+
+class Endless(OneTask, MultiTurnEnv):
+    """Asks for ever; every turn is worth one."""
+
+    def __init__(self, limits=None, after=None):
+        super().__init__()
+        self.limits, self.after = limits, after
+
+    def prompt(self, task):
+        return [{"role": "user", "content": "go"}]
+
+    def respond(self, episode, reply):
+        episode.state["heard"] = [*episode.state.get("heard", ()), reply.text]
+        if episode.num_turns == self.after:
+            return None
+        return [{"role": "user", "content": "on"}]
+
+    def score(self, episode):
+        assert episode.last_text == "hm"
+        return RolloutResult(
+            reward=float(episode.num_turns), agent_rewards={"a": 1.0}, metrics={"cut": episode.is_truncated}
+        )
+
+
+def hm(prompt, rng, version):
+    return "hm"
+
+
+def test_an_episode_that_its_environment_ends_is_finished():
+    (rollout,) = play(Endless(after=2), hm).rollouts
+    assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.FINISHED, 2.0, 2)
+    (branch,) = rollout.branches
+    assert (text_of(branch, True), text_of(branch, False)) == ("hm.hm.", "Ugo.AUon.A")
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns"),
+    [(Limits(max_turns=3), 3), (Limits(max_tokens=6), 2), (Limits(timeout_s=4.5), 5)],
+)
+def test_a_limit_ends_an_episode_as_truncated_with_its_reward(limits, turns):
+    (rollout,) = play(Endless(limits), hm, delay=lambda request: 1.0).rollouts
+    assert (rollout.status, rollout.reward, rollout.num_turns) == (
+        RolloutStatus.TRUNCATED,
+        float(turns),
+        turns,
+    )
+    assert rollout.agent_rewards == {"a": 1.0} and rollout.metrics == {"cut": True}
+    assert rollout.num_sampled_tokens == 3 * turns
+
+
+def test_the_last_reply_has_what_is_left_of_the_tokens_and_is_cut_there():
+    (rollout,) = play(Endless(Limits(max_tokens=8)), hm).rollouts
+    assert rollout.num_sampled_tokens == 8 and rollout.num_turns == 3
+    assert rollout.status is RolloutStatus.TRUNCATED and rollout.reward == 3.0
+
+
+def test_a_history_that_fills_seq_len_ends_an_episode_as_truncated_with_its_reward():
+    (rollout,) = play(Endless(), hm, seq_len=20).rollouts
+    assert rollout.status is RolloutStatus.TRUNCATED and rollout.reward == rollout.num_turns > 1
+    assert rollout.num_tokens <= 20
+
+
+def test_a_first_prompt_that_leaves_no_room_is_a_failure():
+    (rollout,) = play(Endless(), hm, seq_len=3).rollouts
+    assert rollout.status is RolloutStatus.FAILED and "leave no room" in rollout.error
+
+
+def test_a_limit_that_nobody_catches_ends_an_episode_without_reward():
+    class Careless(OneTask):
+        limits = Limits(max_turns=2)
+
+        async def rollout(self, task, ctx):
+            while True:
+                await ctx.chat([{"role": "user", "content": "go"}])
+
+    (rollout,) = play(Careless(), hm).rollouts
+    assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.TRUNCATED, 0.0, 2)
+
+
+def test_all_agents_share_the_limits():
+    class Two(OneTask):
+        limits = Limits(max_turns=3)
+
+        async def rollout(self, task, ctx):
+            spoken = []
+            try:
+                for name in "abababab":
+                    reply = await ctx.agent(name).chat([{"role": "user", "content": "go"}])
+                    spoken.append(name + reply.text)
+            except LimitReached as limit:
+                assert "3 turns (max_turns)" in str(limit)
+            return RolloutResult(reward=float(len(spoken)), is_truncated=True)
+
+    (rollout,) = play(Two(), hm).rollouts
+    assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.TRUNCATED, 3.0, 3)
+
+
+# -- tools --
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds two numbers.
+
+    Any two.
+
+    Args:
+        a: the first
+        b (int): the second
+    """
+    return a + b
+
+
+async def paint(color: Color, mode: Literal["thin", "thick"], where: list[int] | None = None) -> dict:
+    """Paints."""
+    await asyncio.sleep(0)
+    return {"color": color.value, "mode": mode, "where": where}
+
+
+async def plus(a: int, b: int = 1) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+def boom() -> str:
+    """Breaks."""
+    raise RuntimeError("it broke")
+
+
+async def sleepy() -> str:
+    """Sleeps."""
+    await asyncio.sleep(1000)
+    return "awake"
+
+
+def called(name, arguments, **more):
+    return {"function": {"name": name, "arguments": arguments}, **more}
+
+
+def test_a_schema_says_what_signature_and_docstring_say():
+    function = Tool(add).schema["function"]
+    assert (function["name"], function["description"]) == ("add", "Adds two numbers.\n\nAny two.")
+    parameters = function["parameters"]
+    assert parameters["properties"] == {
+        "a": {"type": "integer", "description": "the first"},
+        "b": {"type": "integer", "default": 1, "description": "the second"},
+    }
+    assert parameters["required"] == ["a"] and parameters["type"] == "object"
+    assert parameters["additionalProperties"] is False
+    painted = Tool(paint).schema["function"]["parameters"]
+    assert painted["properties"]["mode"]["enum"] == ["thin", "thick"]
+    assert painted["required"] == ["color", "mode"]
+    assert Tool(boom).schema["function"]["parameters"]["properties"] == {}
+
+
+def test_the_tokens_of_a_tools_name_and_schema_are_json():
+    assert json.loads(json.dumps(Toolset([add, paint, boom]).schemas))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda *args: 0, r"\*args cannot be described"),
+        (lambda **rest: 0, r"\*\*rest cannot be described"),
+        (lambda untyped: 0, "argument untyped has no type"),
+    ],
+)
+def test_a_function_that_cannot_be_described_is_refused(function, message):
+    with pytest.raises(ConfigError, match=message):
+        Tool(function)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="two tools have one name"):
+        Toolset([add, add])
+
+
+async def test_sync_and_async_tools_answer_in_the_order_of_the_calls():
+    calls = [
+        called("add", {"a": 2, "b": 3}, id="x"),
+        called("paint", '{"color": "red", "mode": "thin"}'),
+        called("add", '{"a": 41}', id="y"),
+    ]
+    reply = Reply(
+        message={"role": "assistant", "content": "", "tool_calls": calls, "unparsed_tool_calls": ["<add 1"]},
+        text="",
+        token_ids=np.array([1]),
+        finish_reason="stop",
+    )
+    assert await Toolset([add, paint]).answer(reply) == [
+        {"role": "tool", "name": "add", "tool_call_id": "x", "content": "5"},
+        {
+            "role": "tool",
+            "name": "paint",
+            "content": '{"color": "red", "mode": "thin", "where": null}',
+        },
+        {"role": "tool", "name": "add", "tool_call_id": "y", "content": "42"},
+        {"role": "tool", "content": "Error: this is no valid tool call: <add 1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "content"),
+    [
+        (called("subtract", {}), "Error: no tool 'subtract'; there are add, paint, boom."),
+        (
+            called("add", {"a": "two"}),
+            "Error: the arguments of add do not fit: a: Input should be a valid int",
+        ),
+        (called("add", {}), "Error: the arguments of add do not fit: a: Field required"),
+        (called("add", {"a": 1, "c": 2}), "Error: the arguments of add do not fit: c: Extra inputs"),
+        (called("add", "[1]"), "Error: the arguments of add do not fit"),
+        (called("add", '{"a": '), "Error: JSONDecodeError"),
+        (
+            called("paint", {"color": "blue", "mode": "thin"}),
+            "Error: the arguments of paint do not fit: color",
+        ),
+        (called("boom", {}), "Error: RuntimeError: it broke"),
+        (called("boom", None), "Error: RuntimeError: it broke"),
+    ],
+)
+async def test_what_is_wrong_with_a_call_is_told_to_the_policy(call, content):
+    message = await Toolset([add, paint, boom]).call(call)
+    assert message["role"] == "tool" and message["content"].startswith(content)
+
+
+async def test_nobody_waits_longer_for_a_tool_than_its_timeout():
+    def blocked() -> str:
+        """Blocks its thread."""
+        time.sleep(0.3)
+        return "late"
+
+    tools = Toolset([sleepy, blocked], timeout_s=0.05)
+    for name in ("sleepy", "blocked"):
+        message = await tools.call(called(name, {}))
+        assert message["content"] == f"Error: {name} was not done in time."
+
+
+class Adding(OneTask, ToolEnv):
+    """Adds with a tool; the reward is the answer."""
+
+    tools = (plus, sleepy)
+
+    def prompt(self, task):
+        return [{"role": "user", "content": "2+3?"}]
+
+    def score(self, episode):
+        return float(episode.last_text or -1)
+
+
+def test_tool_results_are_given_tokens_and_the_reply_that_calls_nothing_is_the_last():
+    (rollout,) = play(Adding(), scripted('hm!plus{"a": 2, "b": 3}', "5"), members=1).rollouts
+    assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.FINISHED, 5.0, 2)
+    (branch,) = rollout.branches
+    assert text_of(branch, True) == 'hm!plus{"a": 2, "b": 3}.5.'
+    assert text_of(branch, False) == "U2+3?.AT5.A"
+    assert not branch.logprobs[~branch.is_sampled].any()
+
+
+def test_a_tool_that_is_no_coroutine_runs_beside_the_episode():
+    class Sync(Adding):
+        tools = (add,)
+
+    engine = FakeEngine(scripted('!add{"a": 2, "b": 3}', "5"))
+    player = Player(engine=engine, renderer=CallRenderer(), sampling=SamplingSection(), seq_len=2000)
+    env = Sync()
+    group = asyncio.run(player.play(env, Draw(0, env.tasks("train").task(0), 2, version=0)))
+    assert [r.reward for r in group.rollouts] == [5.0, 5.0]
+    assert {text_of(r.branches[0], False) for r in group.rollouts} == {"U2+3?.AT5.A"}
+
+
+def test_a_policy_may_try_again_after_calls_that_went_wrong():
+    lines = ("!mul{}!plus", "!sleepy{}", '!plus{"a": 4}', "5")
+    (rollout,) = play(Adding(), scripted(*lines)).rollouts
+    given = text_of(rollout.branches[0], False)
+    assert "no tool 'mul'; there are plus, sleepy" in given and "no valid tool call: plus" in given
+    assert "sleepy was not done in time" in given
+    assert rollout.reward == 5.0 and rollout.num_turns == 4
+
+
+def test_a_policy_that_only_calls_tools_is_stopped_after_ten_turns():
+    (rollout,) = play(Adding(), lambda *_: '7!plus{"a": 1}').rollouts
+    assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.TRUNCATED, 7.0, 10)
+
+
+def test_a_reply_that_is_cut_off_calls_nothing():
+    (rollout,) = play(
+        Adding(), lambda *_: '7!plus{"a": 1}', sampling=SamplingSection(max_completion_tokens=1)
+    ).rollouts
+    assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.TRUNCATED, 7.0, 1)
+
+
+# -- agents --
+
+
+def agents_of(group: Group) -> list:
+    return [
+        (r.reward, r.agent_rewards, [(b.agent, b.is_trained, b.token_ids.tolist()) for b in r.branches])
+        for r in group.rollouts
+    ]
+
+
+class Duel(OneTask):
+    """Two agents and a judge who is not trained; all agents speak at the same time, twice."""
+
+    async def rollout(self, task, ctx):
+        agents = [ctx.agent("left"), ctx.agent("right"), ctx.agent("judge", is_trained=False)]
+        assert ctx.agent("left") is agents[0]
+        histories = [[{"role": "user", "content": "go"}] for _ in agents]
+        for _ in range(2):
+            replies = await asyncio.gather(*(a.chat(h) for a, h in zip(agents, histories)))
+            for history, reply in zip(histories, replies):
+                history += [reply.message, {"role": "user", "content": "on"}]
+        return RolloutResult(reward=0.5, agent_rewards={"left": 1.0, "right": 0.0})
+
+
+def number(prompt, rng, version):
+    return str(rng.randrange(10**9))
+
+
+def test_agents_have_streams_seeds_and_rewards_of_their_own():
+    group = play(Duel(), number, members=2)
+    for rollout in group.rollouts:
+        assert [(b.agent, b.is_trained) for b in rollout.branches] == [
+            ("left", True),
+            ("right", True),
+            ("judge", False),
+        ]
+        assert rollout.num_turns == 6
+        assert [rollout.reward_of(b.agent) for b in rollout.branches] == [1.0, 0.0, 0.5]
+        for branch in rollout.branches:
+            assert text_of(branch, False) == "Ugo.AUon.A" and text_of(branch, True).count(".") == 2
+    said = {part for r in group.rollouts for b in r.branches for part in text_of(b, True).split(".") if part}
+    assert len(said) == 12
+    assert agents_of(play(Duel(), number, members=2)) == agents_of(group)
+    assert agents_of(play(Duel(), number, members=2, seed=2)) != agents_of(group)
+
+
+def test_agents_that_speak_at_the_same_time_do_so_for_the_engine_too():
+    asked_at = []
+
+    def delay(request):
+        asked_at.append(asyncio.get_running_loop().time())
+        return 1.0
+
+    (rollout,) = play(Duel(), number, delay=delay).rollouts
+    assert asked_at == [0.0] * 3 + [1.0] * 3 and rollout.num_turns == 6
+
+
+def test_two_turns_of_one_agent_at_once_are_an_error_of_the_environment():
+    class Greedy(OneTask):
+        async def rollout(self, task, ctx):
+            prompt = [{"role": "user", "content": "go"}]
+            await asyncio.gather(ctx.chat(prompt), ctx.chat(prompt))
+
+    (rollout,) = play(Greedy(), hm, delay=lambda request: 1.0).rollouts
+    assert rollout.status is RolloutStatus.FAILED and "two turns of one agent at once" in rollout.error
+
+
+def test_an_agent_whose_last_reply_was_cut_off_truncates_the_episode():
+    class Cut(OneTask):
+        async def rollout(self, task, ctx):
+            await ctx.agent("short").chat([{"role": "user", "content": "go"}], max_tokens=1)
+            await ctx.agent("long").chat([{"role": "user", "content": "go"}])
+            return RolloutResult(reward=1.0)
+
+    (rollout,) = play(Cut(), hm).rollouts
+    assert rollout.status is RolloutStatus.TRUNCATED and rollout.reward == 1.0
+
+
+def test_agents_survive_the_codec_and_the_ledger(tmp_path: Path):
+    group = msgspec.structs.replace(play(Duel(), number, members=2), advantages=(0.5, -0.5))
+    assert agents_of(decode_blob(encode_blob(group), Group, where="test")) == agents_of(group)
+    run_dir = RunDir(tmp_path / "run")
+    ledger = Ledger.open(run_dir)
+    ledger.task_drawn(group.group_id, group.task)
+    ledger.group_finished(group)
+    ledger.close()
+    with LedgerReader(run_dir) as reader:
+        assert agents_of(reader.group(group.group_id)) == agents_of(group)
