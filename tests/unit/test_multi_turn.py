@@ -9,19 +9,21 @@ import time
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import numpy as np
 import pytest
 from fakes import CharRenderer, FakeEngine, run_virtual
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.config.algorithm import GrpoAlgo
 from stretto.config.orchestrator import SamplingSection
 from stretto.envs.base import LimitReached, Limits, Reply, RolloutResult, TaskSource
 from stretto.envs.multi_turn import MultiTurnEnv, ToolEnv
 from stretto.envs.tools import Tool, Toolset
 from stretto.ledger import Ledger, LedgerReader
 from stretto.orchestrator.rollout import Draw, Player
+from stretto.orchestrator.samples import to_samples
+from stretto.orchestrator.scoring import score
 from stretto.records.codec import decode_blob, encode_blob
 from stretto.records.rollout import Group, RolloutStatus, Task
 
@@ -367,6 +369,16 @@ def test_a_reply_that_is_cut_off_calls_nothing():
 # -- agents --
 
 
+def test_an_agents_reward_that_is_no_number_is_a_failure():
+    class Nan(OneTask):
+        async def rollout(self, task, ctx):
+            await ctx.chat([{"role": "user", "content": "go"}])
+            return RolloutResult(reward=0.0, agent_rewards={"policy": float("inf")})
+
+    (rollout,) = play(Nan(), hm).rollouts
+    assert rollout.status is RolloutStatus.FAILED and "the reward of policy is inf" in rollout.error
+
+
 def agents_of(group: Group) -> list:
     return [
         (r.reward, r.agent_rewards, [(b.agent, b.is_trained, b.token_ids.tolist()) for b in r.branches])
@@ -442,9 +454,65 @@ def test_an_agent_whose_last_reply_was_cut_off_truncates_the_episode():
     assert rollout.status is RolloutStatus.TRUNCATED and rollout.reward == 1.0
 
 
+class Stakes(OneTask):
+    """Left is paid for its digit, right for its own; the judge only talks; some episodes have no right."""
+
+    async def rollout(self, task, ctx):
+        prompt = [{"role": "user", "content": "go"}]
+        left = (await ctx.agent("left").chat(prompt)).text
+        await ctx.agent("judge", is_trained=False).chat(prompt)
+        rewards = {"left": float(left)}
+        if left != "0":
+            rewards["right"] = 100 * float((await ctx.agent("right").chat(prompt)).text)
+        return RolloutResult(reward=-1.0, agent_rewards=rewards)
+
+
+def digit(prompt, rng, version):
+    return str(rng.randrange(3))
+
+
+def test_members_are_compared_within_one_agent_and_untrained_agents_are_not_trained():
+    group, has_signal = score(play(Stakes(), digit, members=12), GrpoAlgo())
+    assert has_signal
+    for agent in ("left", "right"):
+        rewards = [r.agent_rewards.get(agent) for r in group.rollouts]
+        mean = np.mean([reward for reward in rewards if reward is not None])
+        expected = [0.0 if reward is None else reward - mean for reward in rewards]
+        np.testing.assert_allclose(group.agent_advantages[agent], expected, atol=1e-9)
+    assert None in [r.agent_rewards.get("right") for r in group.rollouts]
+    for member, advantage in enumerate(group.advantages):
+        assert abs(advantage) == max(map(abs, group.advantages_of(member).values()))
+    samples = {sample.sample_id: sample for sample in to_samples([group])}
+    assert len(samples) == sum(b.is_trained for r in group.rollouts for b in r.branches)
+    for member, rollout in enumerate(group.rollouts):
+        for index, branch in enumerate(rollout.branches):
+            if branch.is_trained:
+                sample = samples[f"{rollout.rollout_id}/{index}"]
+                advantage = np.float32(group.advantages_of(member)[branch.agent])
+                np.testing.assert_array_equal(sample.loss_mask, branch.is_sampled)
+                np.testing.assert_array_equal(sample.advantages, advantage * branch.is_sampled)
+
+
+def test_the_reward_of_one_trained_agent_beside_others_is_its_own():
+    class Student(Stakes):
+        async def rollout(self, task, ctx):
+            prompt = [{"role": "user", "content": "go"}]
+            said = float((await ctx.chat(prompt)).text)
+            await ctx.agent("judge", is_trained=False).chat(prompt)
+            return RolloutResult(reward=1.0, agent_rewards={"policy": said})
+
+    group, has_signal = score(play(Student(), digit, members=8), GrpoAlgo())
+    rewards = np.array([r.agent_rewards["policy"] for r in group.rollouts])
+    assert has_signal and not group.agent_advantages
+    np.testing.assert_allclose(group.advantages, rewards - rewards.mean(), atol=1e-9)
+    assert len(to_samples([group])) == 8
+
+
 def test_agents_survive_the_codec_and_the_ledger(tmp_path: Path):
-    group = msgspec.structs.replace(play(Duel(), number, members=2), advantages=(0.5, -0.5))
-    assert agents_of(decode_blob(encode_blob(group), Group, where="test")) == agents_of(group)
+    group, _ = score(play(Duel(), number, members=2), GrpoAlgo())
+    copy = decode_blob(encode_blob(group), Group, where="test")
+    assert copy.agent_advantages == group.agent_advantages == {"left": (0.0, 0.0), "right": (0.0, 0.0)}
+    assert agents_of(copy) == agents_of(group)
     run_dir = RunDir(tmp_path / "run")
     ledger = Ledger.open(run_dir)
     ledger.task_drawn(group.group_id, group.task)

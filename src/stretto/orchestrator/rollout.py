@@ -253,10 +253,10 @@ def finished(
 
     Raises: EnvError when the reward is not a finite number.
     """
-    if not np.isfinite(result.reward):
-        raise EnvError(
-            f"rollout {draw.rollout_id(member)}: its reward is {result.reward}, not a finite number"
-        )
+    for agent, reward in ({"": result.reward} | result.agent_rewards).items():
+        if not np.isfinite(reward):
+            whose = f"the reward of {agent}" if agent else "its reward"
+            raise EnvError(f"rollout {draw.rollout_id(member)}: {whose} is {reward}, not a finite number")
     return Rollout(
         rollout_id=draw.rollout_id(member),
         group_id=draw.group_id,

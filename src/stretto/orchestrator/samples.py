@@ -1,8 +1,9 @@
-"""Scored rollouts become training samples: one a branch, the advantage on every token the policy sampled."""
+"""Scored rollouts become training samples: one a trained branch, its agent's advantage on every sampled token."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -21,9 +22,9 @@ def to_samples(groups: Iterable[Group], whitened: Collection[str] = ()) -> list[
     samples = [
         sample
         for group in groups
-        for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
+        for member, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
         if is_counted(rollout)
-        for sample in samples_of(rollout, advantage)
+        for sample in samples_of(rollout, advantage, group.advantages_of(member))
     ]
     return whiten_samples(samples, whitened) if whitened else samples
 
@@ -44,10 +45,17 @@ def _with_advantages(sample: TrainSample, values: np.ndarray) -> TrainSample:
     return msgspec.structs.replace(sample, advantages=advantages)
 
 
-def samples_of(rollout: Rollout, advantage: float) -> list[TrainSample]:
-    """One sample a branch. The first token of a document has nothing before it and is never trained."""
+def samples_of(
+    rollout: Rollout, advantage: float, by_agent: Mapping[str, float] = MappingProxyType({})
+) -> list[TrainSample]:
+    """One sample a branch of an agent that is trained, with the agent's advantage where it has its own.
+
+    The first token of a document has nothing before it and is never trained.
+    """
     samples = []
     for index, branch in enumerate(rollout.branches):
+        if not branch.is_trained:
+            continue
         loss_mask = branch.is_sampled
         if len(loss_mask) and loss_mask[0]:
             loss_mask = loss_mask.copy()
@@ -61,7 +69,7 @@ def samples_of(rollout: Rollout, advantage: float) -> list[TrainSample]:
                 token_ids=branch.token_ids,
                 loss_mask=loss_mask,
                 logprobs=branch.logprobs,
-                advantages=loss_mask * np.float32(advantage),
+                advantages=loss_mask * np.float32(by_agent.get(branch.agent, advantage)),
                 temperature=branch.temperature,
                 first_version=branch.versions[0].version,
                 routed_experts=branch.routed_experts,

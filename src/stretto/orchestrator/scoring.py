@@ -1,6 +1,7 @@
 """A finished group gets its advantages.
 
-Rewards were given by the environment; they are shaped by length where [algo] says so, and compared.
+Rewards were given by the environment; they are shaped by length where [algo] says so, and compared: the
+members of a group within one agent, where several play.
 """
 
 from __future__ import annotations
@@ -30,12 +31,29 @@ def is_distilled(rollout: Rollout) -> bool:
 
 
 def score(group: Group, algo: Algo) -> tuple[Group, bool]:
-    """The group with one advantage a rollout (0 for failed ones), and whether it has a signal."""
-    rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
-    counted = np.array([is_counted(rollout) for rollout in group.rollouts], dtype=bool)
+    """The group with its advantages (0 for failed members), and whether it has a signal.
+
+    Where several agents are trained each member has one advantage an agent; the one that is largest in size is
+    what gates, filters and the ledger see.
+    """
     if isinstance(algo, OpdAlgo):
         has_signal = any(is_counted(rollout) and is_distilled(rollout) for rollout in group.rollouts)
         return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), has_signal
+    agents = trained_agents(group)
+    parts = [compare(played_by(group, agent), algo) for agent in agents] or [compare(group, algo)]
+    table = np.stack([advantages for advantages, _ in parts])
+    largest = table[np.abs(table).argmax(axis=0), np.arange(table.shape[1])]
+    by_agent = (
+        {agent: tuple(values.tolist()) for agent, values in zip(agents, table)} if len(parts) > 1 else {}
+    )
+    scored = msgspec.structs.replace(group, advantages=tuple(largest.tolist()), agent_advantages=by_agent)
+    return scored, any(has_signal for _, has_signal in parts)
+
+
+def compare(group: Group, algo: Algo) -> tuple[np.ndarray, bool]:
+    """Advantages of the members of a group that one agent played, and whether they teach it anything."""
+    rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
+    counted = np.array([is_counted(rollout) for rollout in group.rollouts], dtype=bool)
     if isinstance(algo, CreditSection):
         rewards = shape(rewards, counted, group, algo)
     if isinstance(algo, CustomAlgo):
@@ -43,8 +61,37 @@ def score(group: Group, algo: Algo) -> tuple[Group, bool]:
     else:
         options = algo.model_dump(exclude=SHAPING)
         advantages = CREDIT[algo.type](rewards, counted, **options)
-    scored = msgspec.structs.replace(group, advantages=tuple(advantages.tolist()))
-    return scored, can_teach(algo.type, rewards, counted, advantages)
+    return advantages, can_teach(algo.type, rewards, counted, advantages)
+
+
+def trained_agents(group: Group) -> list[str]:
+    """The agents that are learned from, in the order in which they spoke first.
+
+    Empty where one policy played alone and its reward is the rollout's: there is nothing to tell apart.
+    """
+    branches = [branch for rollout in group.rollouts for branch in rollout.branches]
+    is_alone = len({branch.agent for branch in branches}) < 2 and all(
+        branch.is_trained for branch in branches
+    )
+    if is_alone and not any(rollout.agent_rewards for rollout in group.rollouts):
+        return []
+    return list(dict.fromkeys(branch.agent for branch in branches if branch.is_trained))
+
+
+def played_by(group: Group, agent: str) -> Group:
+    """The group as one agent saw it: its branches and its rewards.
+
+    A member in which it never spoke is no part of its baseline.
+    """
+    return msgspec.structs.replace(group, rollouts=tuple(_part_of(r, agent) for r in group.rollouts))
+
+
+def _part_of(rollout: Rollout, agent: str) -> Rollout:
+    branches = tuple(branch for branch in rollout.branches if branch.agent == agent and branch.is_trained)
+    status = rollout.status if branches or not is_counted(rollout) else RolloutStatus.DROPPED
+    return msgspec.structs.replace(
+        rollout, branches=branches, reward=rollout.reward_of(agent), agent_rewards={}, status=status
+    )
 
 
 def shape(rewards: np.ndarray, counted: np.ndarray, group: Group, algo: CreditSection) -> np.ndarray:

@@ -86,4 +86,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     group_id: int
     task: Task
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[float, ...] = ()  # one per rollout; 0 for failed ones
+    advantages: tuple[float, ...] = ()  # one per rollout; 0 for failed ones; of several agents the largest
+    agent_advantages: dict[
+        str, tuple[float, ...]
+    ] = {}  # where several agents are trained: one per rollout each
+
+    def advantages_of(self, member: int) -> dict[str, float]:
+        """The advantage of each agent that has one of its own."""
+        return {agent: values[member] for agent, values in self.agent_advantages.items()}
