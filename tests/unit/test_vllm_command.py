@@ -204,3 +204,28 @@ def test_the_table_is_that_of_the_installed_vllm():
     )
     shipped = Path(load_table.__wrapped__.__globals__["TABLE"]).read_bytes()
     assert json.loads(made.stdout) == json.loads(shipped)
+
+
+def test_adapters_have_one_slot_more_than_may_be_loaded(model):
+    section = InferenceSection.model_validate({"lora": {"max_loras": 3, "max_lora_rank": 20}})
+    words = words_of(section, model, is_cpu=True)
+    assert "--enable-lora" in words
+    assert (words["--max-loras"], words["--max-cpu-loras"], words["--max-lora-rank"]) == ("4", "4", "32")
+    targets = command(section, model, is_cpu=True).words
+    at = targets.index("--lora-target-modules")
+    assert tuple(targets[at + 1 : at + 8]) == section.lora.target_modules
+    assert "--enable-lora" not in words_of(InferenceSection(), model, is_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_cpu", "message"),
+    [
+        ({"lora": {"target_modules": ["q_proj", "experts"]}}, True, "no adapters of experts"),
+        ({"lora": {"target_modules": ["lm_head"]}}, False, "output head"),
+        ({"vllm_extra": {"enable_lora": True}}, False, "the section is inference.lora"),
+        ({"vllm_extra": {"max_loras": 4}}, False, "inference.lora.max_loras"),
+    ],
+)
+def test_adapters_that_vllm_would_get_wrong_are_refused(model, settings, is_cpu, message):
+    with pytest.raises(ConfigError, match=message):
+        command(InferenceSection.model_validate(settings), model, is_cpu=is_cpu)

@@ -11,6 +11,8 @@ from stretto.config.engines import InferenceDeployment, KvCacheOffload, RouterSe
 from stretto.config.monitors import LogSection
 from stretto.config.section import Section
 
+SERVED_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 
 class ServerSection(Section):
     """The HTTP server."""
@@ -30,6 +32,18 @@ class ParallelSection(Section):
     """Tensor parallel degree."""
     dp: int = Field(1, gt=0)
     """Data parallel replicas."""
+
+
+class ServedAdaptersSection(Section):
+    """LoRA adapters that are loaded beside the model while it is served, by /v1/load_lora_adapter. vLLM needs room for
+    them from the start; the embedded engine serves them also without this section, as many as are loaded."""
+
+    max_loras: int = Field(8, gt=0)
+    """Adapters that may be loaded at a time."""
+    max_lora_rank: int = Field(16, gt=0, le=512)
+    """Largest rank; vLLM takes the next of 8, 16, 32, 64, 128, 256, 320, 512."""
+    target_modules: tuple[str, ...] = Field(SERVED_LORA_TARGETS, min_length=1)
+    """Layers that vLLM's adapters may stand beside. `experts` is served on GPUs only."""
 
 
 class InferenceSection(Section):
@@ -52,6 +66,7 @@ class InferenceSection(Section):
     router: RouterSection | None = RouterSection()
     """None: no router; the orchestrator spreads rollouts over the engines itself."""
     kv_cache_offload: KvCacheOffload | None = None
+    lora: ServedAdaptersSection | None = None
     api_key: str | None = None
     """Key that clients must send as a bearer token; None: open."""
     max_model_len: int | None = Field(None, gt=0)

@@ -123,6 +123,13 @@ class Server:
             raise Refusal("lora_name and lora_path: both are needed")
         if name == self.model_name:
             raise Refusal(f"lora_name: {name!r} is the name of the model itself; take another")
+        adapters = self.ready_engine().core.adapters
+        section = self.cfg.lora
+        if section is not None and adapters.get(name) is None and len(list(adapters)) >= section.max_loras:
+            raise Refusal(
+                f"lora_name: {section.max_loras} adapters are loaded, and inference.lora.max_loras allows no more; "
+                "unload one"
+            )
         await self.ready_engine().load_adapter(name, body.lora_path, is_replacing=body.load_inplace)
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -101,6 +101,12 @@ def build_model(cfg: ModelConfig, dtype: torch.dtype, device: torch.device | str
     return model.to(dtype).to_empty(device=device)
 
 
+def table_of(cfg: ModelConfig) -> TensorMap:
+    """Where the weights of such a model lie in a checkpoint, without their memory."""
+    with torch.device("meta"):
+        return Decoder(cfg).tensor_map
+
+
 def load_model(
     directory: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", impl: str = "auto"
 ) -> Decoder:

@@ -24,6 +24,10 @@ WEIGHTS_BACKEND = "stretto"
 """Name of our engine in vLLM's registry of weight transfers."""
 CHOICES_VARIABLE = "STRETTO_ROUTED_EXPERTS"
 """Set: choices.py captures which experts tokens take."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Those vLLM has kernels for."""
+PLAIN_EXPERTS_VARIABLE = "STRETTO_PLAIN_EXPERTS"
+"""Set: there are adapters, none of them of experts; see adapters.py."""
 WORKER = "stretto.inference.vllm.worker.WorkerExtension"
 
 
@@ -68,6 +72,7 @@ def command(section: InferenceSection, directory: Path, *, is_cpu: bool) -> Comm
         "weight_transfer_config": {"backend": WEIGHTS_BACKEND},
         "worker_extension_cls": WORKER,
         "disable_uvicorn_access_log": True,
+        **_adapters(section, is_cpu=is_cpu),
         **own,
     }
     for name in section.vllm_extra:
@@ -93,8 +98,37 @@ OURS = {
     "--host": "the key is inference.server.host",
     "--port": "the key is inference.server.port",
     "--api-key": "the key is inference.api_key",
+    "--enable-lora": "the section is inference.lora",
+    "--max-loras": "the key is inference.lora.max_loras",
+    "--max-cpu-loras": "as many are held as inference.lora.max_loras allows",
+    "--max-lora-rank": "the key is inference.lora.max_lora_rank",
+    "--lora-target-modules": "the key is inference.lora.target_modules",
+    "--lora-modules": "adapters are loaded by /v1/load_lora_adapter, which checks them",
 }
 """Options nobody else may set, and why."""
+
+
+def _adapters(section: InferenceSection, *, is_cpu: bool) -> dict[str, object]:
+    """Options of [inference.lora]. Slots are one more than adapters, and the output head has none: adapters.py."""
+    if (lora := section.lora) is None:
+        return {}
+    if is_cpu and "experts" in lora.target_modules:
+        raise ConfigError(
+            "inference.lora.target_modules: on a CPU vLLM serves no adapters of experts; leave `experts` out, or use "
+            'inference.engine = "embedded"'
+        )
+    if "lm_head" in lora.target_modules:
+        raise ConfigError(
+            "inference.lora.target_modules: the output head, lm_head, has no adapter: with one, vLLM fails when "
+            "log-probabilities of prompts are asked for. Leave it out"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": lora.max_loras + 1,
+        "max_cpu_loras": lora.max_loras + 1,
+        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora.max_lora_rank),
+        "lora_target_modules": list(lora.target_modules),
+    }
 
 
 def _on_gpu(section: InferenceSection) -> dict[str, object]:
@@ -156,6 +190,8 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
+    if section.lora is not None and "experts" not in section.lora.target_modules:
+        env[PLAIN_EXPERTS_VARIABLE] = "1"
     if section.api_key is not None:
         env["VLLM_API_KEY"] = section.api_key  # not a word of the command line, which everybody can read
     if is_cpu:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from stretto.inference.vllm.command import CHOICES_VARIABLE, WEIGHTS_BACKEND
+from stretto.inference.vllm.command import CHOICES_VARIABLE, PLAIN_EXPERTS_VARIABLE, WEIGHTS_BACKEND
 
 
 def register() -> None:
@@ -19,3 +19,7 @@ def register() -> None:
         from stretto.inference.vllm.choices import install
 
         install()
+    if os.environ.get(PLAIN_EXPERTS_VARIABLE):
+        from stretto.inference.vllm.adapters import leave_experts_alone
+
+        leave_experts_alone()

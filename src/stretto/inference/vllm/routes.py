@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from stretto.config.engines import ADMITTED, HOLD_VAR
+from stretto.inference.vllm.adapters import Limits, guard
 from stretto.transports.engine import api
 
 LIVENESS_TIMEOUT_S = 10.0
@@ -87,3 +89,6 @@ class Routes:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Routes reach the engine through the app; launch.py asks it at the end whether it has failed."""
         clients.append(engine_client)
+        if args.enable_lora:
+            targets = tuple(args.lora_target_modules or ())
+            guard(Limits(args.max_loras - 1, args.max_lora_rank, targets, Path(args.model)))

@@ -8,7 +8,9 @@ names and shapes; vLLM's own loader splits, stacks and shards them for this work
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,8 +21,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.base.errors import ConfigError
+from stretto.models.hub import load_config, read_tensors, table_of
+from stretto.models.lora import Adapter, merge
+from stretto.records.weights import AdapterInfo, WeightGroup, WeightManifest
 from stretto.transports.weights import receive
+from stretto.transports.weights.layout import Named
 
 
 @dataclass
@@ -64,8 +70,26 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         with receive(manifest, group, worker, self.device) as tensors:
-            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+            whole = tensors if manifest.adapter is None else self._merged(manifest.adapter, tensors)
+            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in whole)
             tensors.check_unchanged()
+
+    def _merged(self, info: AdapterInfo, tensors: Iterable[Named]) -> Iterator[Named]:
+        """The weights vLLM was started with, from their files, and the policy's adapter added to them.
+
+        Raises: ConfigError for an adapter with a name of its own: vLLM loads those by /v1/load_lora_adapter.
+        """
+        if info.name is not None:
+            raise ConfigError(
+                f"adapter {info.name!r} cannot come as a weight update: vLLM serves adapters by name from a directory; "
+                "save it there and call /v1/load_lora_adapter"
+            )
+        copies = ((name, tensor.to("cpu", copy=True)) for name, tensor in tensors)
+        adapter = Adapter.from_tensors(copies, info.rank, info.scaling)
+        directory = Path(self.model_config.model)
+        table = table_of(load_config(directory))
+        adapter.check(table.shapes, str(directory))
+        return merge(read_tensors(directory), table, adapter)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
