@@ -334,6 +334,7 @@ def check_inference(section: InferenceSection, prefix: str) -> list[Problem]:
             path = at(prefix, key)
             rule = "the embedded engine has no such thing and runs on one device; leave it out, or take vLLM"
             problems.append(Problem((path, at(prefix, "engine")), f"{path} = {show(value)}: {rule}"))
+    problems += check_shape(section, prefix)
     for key, value in section.vllm_extra.items():
         path = at(prefix, f"vllm_extra.{key}")
         try:
@@ -353,6 +354,46 @@ def check_inference(section: InferenceSection, prefix: str) -> list[Problem]:
         paths = (at(prefix, "max_num_batched_tokens"), at(prefix, "max_num_seqs"))
         rule = f"cannot hold one token of each of {paths[1]} = {section.max_num_seqs} sequences; raise it"
         problems.append(Problem(paths, f"{paths[0]} = {section.max_num_batched_tokens} {rule}"))
+    return problems
+
+
+def check_shape(section: InferenceSection, prefix: str) -> list[Problem]:
+    """Combinations of deployment, router, offload and replay that no engine has."""
+    problems = []
+    shape, path = section.deployment, at(prefix, "deployment.type")
+    if shape.type != "single_node" and section.router is None:
+        rule = "has several engines, and only a router can tell which one reads and which one writes"
+        if shape.type == "multi_node":
+            rule = "has several engines, which one address must stand for"
+        problems.append(
+            Problem((at(prefix, "router"), path), f'{path} = "{shape.type}" {rule}; keep the router')
+        )
+    if section.enable_return_routed_experts and section.kv_cache_offload is not None:
+        paths = (at(prefix, "enable_return_routed_experts"), at(prefix, "kv_cache_offload"))
+        rule = "a cache that comes back from memory or disk comes without its experts; drop one of the two"
+        problems.append(Problem(paths, f"{paths[0]} = true with {paths[1]}: {rule}"))
+    if section.enable_eplb and not section.enable_expert_parallel:
+        paths = (at(prefix, "enable_eplb"), at(prefix, "enable_expert_parallel"))
+        problems.append(
+            Problem(paths, f"{paths[0]} = true moves experts between devices; set {paths[1]} = true")
+        )
+    is_wide = shape.type == "multi_node" and section.enable_expert_parallel
+    if is_wide and section.parallel.dp % shape.num_nodes:
+        paths = (at(prefix, "parallel.dp"), at(prefix, "deployment.num_nodes"))
+        rule = f"is divided among {paths[1]} = {shape.num_nodes} nodes; give a multiple"
+        problems.append(Problem(paths, f"{paths[0]} = {section.parallel.dp} {rule}"))
+    gpus = section.parallel.tp * section.parallel.dp
+    if shape.type == "multi_node" and not is_wide and gpus > shape.gpus_per_node:
+        paths = (at(prefix, "parallel"), at(prefix, "deployment.gpus_per_node"))
+        rule = f"need {gpus} GPUs and a node has {paths[1]} = {shape.gpus_per_node}; lower one of the degrees"
+        problems.append(Problem(paths, f"{paths[0]}: tp x dp {rule}"))
+    if shape.type == "disaggregated" and not shape.is_local and shape.gpus_per_node % section.parallel.tp:
+        paths = (at(prefix, "parallel.tp"), at(prefix, "deployment.gpus_per_node"))
+        rule = f"does not divide the GPUs of a node, {paths[1]} = {shape.gpus_per_node}"
+        problems.append(Problem(paths, f"{paths[0]} = {section.parallel.tp} {rule}"))
+    if shape.type == "disaggregated" and shape.prefill_port == shape.decode_port and shape.is_local:
+        paths = (at(prefix, "deployment.prefill_port"), at(prefix, "deployment.decode_port"))
+        problems.append(Problem(paths, f"{paths[0]} = {paths[1]} = {shape.prefill_port}: give each its own"))
     return problems
 
 
