@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -92,6 +92,29 @@ class ModelSection(Section):
     moe_bias_update_rate: float | None = Field(None, gt=0)
     """Step of the bias on the choice of experts that balances their loads without a loss; None: it stays as it is.
     Refused for models without such a bias (trainer only)."""
+    dp_replicate: int = Field(1, gt=0)
+    """Copies of the sharded weights (HSDP): shards are gathered within a copy, gradients summed over all (trainer
+    only)."""
+    cp: int = Field(1, gt=0)
+    """Ranks that share the tokens of one packed row, context parallelism (trainer only)."""
+    cp_style: Literal["ulysses", "ring"] = "ulysses"
+    """`ulysses`: ranks exchange heads for tokens, so cp divides the query heads; `ring`: keys and values go round, for
+    any cp (trainer only)."""
+    tp: int = Field(1, gt=0)
+    """Ranks that share the features of one token, tensor parallelism; a divisor of the key and value heads (trainer
+    only)."""
+    ep: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Ranks that share the experts of a mixture, out of those that share a copy of the weights; `auto`: as many as
+    can (trainer only)."""
+    ep_comm_backend: Literal["torch"] = "torch"
+    """How tokens travel to their experts: `torch` is its all-to-all (trainer only)."""
+    reshard_after_forward: bool = True
+    """Give up a block's gathered weights after its forward pass and gather them again in the backward pass; false:
+    faster, and all weights are in memory (trainer only)."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks (trainer only)."""
+    fsdp_cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in CPU memory; needs a GPU (trainer only)."""
     lora: LoRASection | None = None
     """Present: train an adapter only (trainer and `sft`); engines are sent the adapter."""
     scratch: ScratchSection | None = None

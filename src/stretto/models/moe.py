@@ -158,7 +158,9 @@ class Experts(nn.Module):
 
     def _loop(self, x: Tensor, counts: list[int]) -> Tensor:
         # unbind, because the gradient of weight[e] would be as large as the whole stack, once for every e.
-        weights = zip(self.gate_up_proj.unbind(), self.down_proj.unbind())
+        weights = list(zip(self.gate_up_proj.unbind(), self.down_proj.unbind()))
+        if not len(x):
+            return _mlp(x, *weights[0])  # gradients of zeros: a rank of several may have no token here
         return torch.cat([_mlp(rows, *w) for rows, w in zip(x.split(counts), weights) if len(rows)])
 
     def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:
@@ -196,7 +198,7 @@ class MoE(nn.Module):
         computed = self.experts(x.index_select(0, tokens), counts, routing, tokens)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        by_choice = computed.index_select(0, back).view(*chosen.shape, -1)
+        by_choice = computed.index_select(0, back).view(*chosen.shape, x.shape[-1])
         return (by_choice * gates.unsqueeze(-1)).sum(dim=1)
 
 

@@ -30,25 +30,22 @@ from stretto.models.lm_head import token_logprobs
 from stretto.models.lora import Adapter, attach
 from stretto.records.sample import MicroBatch
 from stretto.records.weights import AdapterInfo
+from stretto.trainer.mesh import Mesh, training_device
 from stretto.trainer.metrics import Reduce, StepSums, alone, sums_by_env
 from stretto.trainer.optim import (
     Masters,
     build_optimizer,
-    clip_gradients,
     load_optimizer_tensors,
     optimizer_tensors,
 )
+from stretto.trainer.parallel import context
+from stretto.trainer.parallel.shard import Shards, parallelise
 from stretto.trainer.routing import build_routers
-from stretto.trainer.rows import Rows, build_rows, count_tokens
+from stretto.trainer.rows import Rows, build_rows, count_tokens, trains
 from stretto.trainer.schedule import learning_rate
 
 Observer = Callable[[int, MicroBatch, Rows, Tensor, Tensor], None]
 """Sees (step, micro batch, its rows, log-probabilities, entropy) of every forward pass that is trained."""
-
-
-def training_device() -> torch.device:
-    """The accelerator this rank was given, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_policy(
@@ -84,6 +81,18 @@ def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: Ru
     return hub.find_model(model.name)
 
 
+_IDLE = MicroBatch(
+    token_ids=np.zeros(2, np.int32),
+    cu_seqlens=np.array([0, 2], np.int32),
+    loss_mask=np.array([False, True]),
+    logprobs=np.zeros(2, np.float32),
+    advantages=np.zeros(2, np.float32),
+    temperatures=np.ones(2, np.float32),
+    sample_ids=("idle",),
+    envs=("idle",),
+)
+
+
 class Learner:
     """Trains `policy` in place. `step` counts the optimizer steps done; it is the policy's version."""
 
@@ -100,6 +109,7 @@ class Learner:
         reduce: Reduce = alone,
         observe: Observer | None = None,
         enable_router_replay: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         self.policy, self._lora = policy, model.lora
         self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
@@ -114,14 +124,23 @@ class Learner:
         assert (reference is None) == (self._loss.reference_kl is None), "a reference without its loss"
         self._reference = reference
         self._chunk = model.fused_lm_head_token_chunk_size
-        self._reduce, self._observe = reduce, observe
+        self._mesh, self._cp_style = mesh, model.cp_style
+        self._reduce = reduce if mesh is None else mesh.reduce
+        self._observe = observe if mesh is None or mesh.is_counted else None
         self._device = policy.output_weight.device
-        self._masters = Masters(policy, hub.DTYPES[model.optimization_dtype])
+        if mesh is None:
+            self._masters = Masters(policy, hub.DTYPES[model.optimization_dtype])
+        else:
+            self._masters = parallelise(policy, mesh, model)
+            if reference is not None:
+                parallelise(reference, mesh, model)
         self._optimizer = build_optimizer(self._masters.parameters, optim)
         self._sums = StepSums()
         # On a GPU one flash kernel over whole documents is faster than a call for every shape of segment.
         models = (policy,) if reference is None else (policy, reference)
         self._shares_prefixes = self._device.type == "cpu" and all(m.shares_prefixes for m in models)
+        if self._is_cut_by_tokens and model.cp_style == "ring":
+            self._shares_prefixes = False
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of one step's batch; every rank must call it once a step.
@@ -129,7 +148,12 @@ class Learner:
         Raises: DataError when a batch does not fit the model, or trains no token at all.
         """
         with_samples, by_sample = needs_samples(self._loss), self._loss.reduction != "token"
-        counts = TokenCounts(**self._reduce(count_tokens(micro_batches, by_sample=by_sample)._asdict()))
+        sums = self._reduce(
+            count_tokens(micro_batches, by_sample=by_sample)._asdict()
+            | {"max/passes": sum(trains(mb) for mb in micro_batches)}
+        )
+        num_idle = int(sums.pop("max/passes")) - sum(trains(mb) for mb in micro_batches)
+        counts = TokenCounts(**sums)
         if not any(counts):
             raise DataError(
                 f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0"
@@ -165,14 +189,17 @@ class Learner:
             self._sums.add(sums)
             if self._observe is not None:
                 self._observe(self.step + 1, mb, rows, logprobs, entropy)
+        for _ in range(num_idle):
+            # Ranks gather each other's shards in every pass, so all must make equally many.
+            self._idle()
+        self._masters.collect()
 
     def optim_step(self) -> dict[str, float]:
         """Clip, update the weights, and give the metrics of the step.
 
         Raises: EngineError when the gradient is not finite; the weights are then as before.
         """
-        norm = clip_gradients(self._masters.parameters, self._optim.max_norm)
-        grad_norm = float(norm)
+        grad_norm = float(self._masters.clip(self._optim.max_norm))
         if not np.isfinite(grad_norm):
             self._masters.zero_grad()
             raise EngineError(
@@ -187,7 +214,11 @@ class Learner:
         self._masters.zero_grad()
         self._masters.write_back()
         metrics = self._sums.take(self._reduce) | {"optim/lr": lr, "optim/grad_norm": grad_norm}
-        return metrics if self._routers is None else metrics | self._routers.finish(self._reduce)
+        if self._routers is None:
+            return metrics
+        return metrics | self._routers.finish(
+            self._reduce if self._mesh is None else self._mesh.reduce_tokens
+        )
 
     @torch.no_grad()
     def logprobs(self, mb: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -201,12 +232,16 @@ class Learner:
         if rows is not None:
             for stream, values in zip(out, self._score(rows)):
                 stream[rows.sources] = values.cpu().numpy()
+            self._masters.settle()
         return out[0], out[1]
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Mean negative log-likelihood of the ce tokens, in nats, without touching weights or metrics."""
-        total, num_tokens = 0.0, 0
+        """Mean negative log-likelihood of the ce tokens, in nats, without touching weights or metrics.
+
+        Every rank gives its own micro batches, and gets the mean over all.
+        """
+        total, num_tokens, num_passes = 0.0, 0, 0
         for mb in micro_batches:
             rows = build_rows(mb, self._vocab_size, self._device)
             if rows is None or rows.streams.ce_weights is None:
@@ -214,11 +249,17 @@ class Learner:
             is_member = rows.streams.ce_weights != 0
             total -= float(self._score(rows)[0][is_member].double().sum())
             num_tokens += int(is_member.sum())
-        sums = self._reduce({"nll": total, "tokens": float(num_tokens)})
+            num_passes += 1
+        sums = self._reduce({"nll": total, "tokens": float(num_tokens), "max/passes": num_passes})
+        for _ in range(int(sums["max/passes"]) - num_passes):
+            self._score(self._idle_rows())
+        self._masters.settle()
         return {"nll": sums["nll"] / max(sums["tokens"], 1.0), "tokens": sums["tokens"]}
 
     def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What engines are sent, as it is now: weights by Hugging Face name, of LoRA the adapter by PEFT's."""
+        if isinstance(self._masters, Shards):
+            return self._masters.export()
         return hub.export_tensors(self.policy) if self._lora is None else Adapter.of(self.policy).tensors()
 
     def adapter_info(self) -> AdapterInfo | None:
@@ -228,10 +269,14 @@ class Learner:
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that decides the next step: tensors (weights, optimizer, random state) and plain values."""
+        """All that decides the next step: tensors (weights, optimizer, random state) and plain values.
+
+        On several ranks every one must ask, and gets whole tensors: another mesh can continue from them.
+        """
         named = dict(zip(self._masters.names, self._masters.parameters))
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-        optimizer = optimizer_tensors(self._optimizer, self._masters.names)
+        whole = self._masters.whole
+        tensors = {f"model.{name}": whole(name, parameter.detach()) for name, parameter in named.items()}
+        optimizer = optimizer_tensors(self._optimizer, self._masters.names, whole)
         tensors |= {f"optim.{name}": tensor for name, tensor in optimizer.items()}
         if self._routers is not None:
             tensors |= {f"routers.{name}": tensor for name, tensor in self._routers.state().items()}
@@ -251,12 +296,12 @@ class Learner:
             )
         named = dict(zip(self._masters.names, self._masters.parameters))
         saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-        _check_same_model(named, saved)
+        _check_same_model(self._masters.shapes(), saved)
         with torch.no_grad():
             for name, parameter in named.items():
-                parameter.copy_(saved[name])
+                parameter.copy_(self._masters.part(name, saved[name]))
         optimizer = [(n.removeprefix("optim."), t) for n, t in tensors.items() if n.startswith("optim.")]
-        load_optimizer_tensors(self._optimizer, self._masters.names, optimizer)
+        load_optimizer_tensors(self._optimizer, self._masters.names, optimizer, self._masters.part)
         if self._routers is not None:
             self._routers.load_state(
                 {n.removeprefix("routers."): t for n, t in tensors.items() if n.startswith("routers.")}
@@ -271,39 +316,66 @@ class Learner:
     def _vocab_size(self) -> int:
         return self.policy.output_weight.shape[0]
 
+    @property
+    def _is_cut_by_tokens(self) -> bool:
+        return self._mesh is not None and self._mesh.degrees.cp > 1
+
+    def _idle_rows(self) -> Rows:
+        """Two tokens, for a pass whose result nobody takes."""
+        rows = build_rows(_IDLE, self._vocab_size, self._device)
+        assert rows is not None
+        return rows
+
+    def _idle(self) -> None:
+        """A pass that adds zeros to the gradients."""
+        rows = self._idle_rows()
+        logprobs, _ = self._score(rows, is_measured=False)
+        self._reference_logprobs(rows)
+        (logprobs * 0.0).sum().backward()
+
     def _score(
-        self, rows: Rows, policy: nn.Module | None = None, *, entropy_grad: bool = False
+        self,
+        rows: Rows,
+        policy: nn.Module | None = None,
+        *,
+        entropy_grad: bool = False,
+        is_measured: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        seen = {}
+        """Log-probability and entropy of every trained token under a policy (None: the one that learns)."""
+        is_measured = is_measured and torch.is_grad_enabled()
+        routing = None
         if policy is None and self._routers is not None:
-            seen["routing"] = self._routers.routing(rows, is_measured=torch.is_grad_enabled())
+            routing = self._routers.routing(rows, is_measured=is_measured)
         policy = policy or self.policy
-        hidden = policy.hidden(rows.token_ids, rows.layout, rows.rows, **seen)
-        if seen and torch.is_grad_enabled():
-            self._routers.add(seen["routing"])
-        picked = hidden.index_select(0, rows.predictors)
-        return token_logprobs(
-            picked,
-            policy.output_weight,
-            rows.targets,
-            rows.temperatures,
-            self._chunk,
-            entropy_grad=entropy_grad,
-        )
+        if self._is_cut_by_tokens:
+            scores = context.score(
+                policy, rows, self._mesh, self._cp_style, routing, self._chunk, entropy_grad=entropy_grad
+            )
+        else:
+            seen = {} if routing is None else {"routing": routing}
+            picked = policy.hidden(rows.token_ids, rows.layout, rows.rows, **seen)
+            picked = picked.index_select(0, rows.predictors)
+            weight, targets, temperatures = policy.output_weight, rows.targets, rows.temperatures
+            scores = token_logprobs(
+                picked, weight, targets, temperatures, self._chunk, entropy_grad=entropy_grad
+            )
+        if routing is not None and is_measured:
+            self._routers.add(routing)
+        return scores
 
     @torch.no_grad()
     def _reference_logprobs(self, rows: Rows) -> Tensor | None:
         return None if self._reference is None else self._score(rows, self._reference)[0]
 
 
-def _check_same_model(named: dict[str, nn.Parameter], saved: dict[str, Tensor]) -> None:
-    for name, parameter in named.items():
+def _check_same_model(shapes: dict[str, torch.Size], saved: dict[str, Tensor]) -> None:
+    for name, shape in shapes.items():
         if name not in saved:
             raise DataError(f"no weights for {name!r}: the state belongs to another model")
-        if saved[name].shape != parameter.shape:
-            got, want = tuple(saved[name].shape), tuple(parameter.shape)
+        if saved[name].shape != shape:
+            got, want = tuple(saved[name].shape), tuple(shape)
             raise DataError(
                 f"weights of {name!r} have shape {got}, this model's have {want}: another model's state"
             )
-    if more := sorted(set(saved) - set(named)):
+    if more := sorted(set(saved) - set(shapes)):
         raise DataError(f"weights of {more[0]!r} are not in this model: the state belongs to another model")

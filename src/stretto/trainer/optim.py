@@ -40,7 +40,10 @@ def build_optimizer(parameters: list[nn.Parameter], cfg: Optim) -> torch.optim.O
 
 
 class Masters:
-    """The weights that the optimizer updates: the model's own, or float32 copies of them."""
+    """The weights that the optimizer updates: the model's own, or float32 copies of them.
+
+    On several ranks parallel/shard.py's Shards stands in its place, with the same methods.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.model_parameters = [p for p in model.parameters() if p.requires_grad]
@@ -58,6 +61,26 @@ class Masters:
         self.parameters = [nn.Parameter(p.detach().to(dtype)) for p in self.model_parameters]
         for parameter, master in zip(self.model_parameters, self.parameters):
             parameter.register_post_accumulate_grad_hook(_add_into(master))
+
+    def collect(self) -> None:
+        """After all backward passes; gradients are here already."""
+
+    def settle(self) -> None:
+        """After a pass without a backward pass; nothing was gathered for it."""
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        return clip_gradients(self.parameters, max_norm)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in zip(self.names, self.parameters)}
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """A weight, or what the optimizer keeps of one, as files have it."""
+        return part
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """The way back from `whole`."""
+        return whole
 
     def write_back(self) -> None:
         """After an update or a load: round the masters into the model."""
@@ -80,11 +103,13 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
     return norm
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """State as `<key>.<parameter name>` -> tensor; only tensors, so that any reader can check it."""
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: list[str], whole: Callable[[str, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """State as `<key>.<parameter name>` -> whole tensor; only tensors, so that any reader can check it."""
     parameters = optimizer.param_groups[0]["params"]
     return {
-        f"{key}.{name}": value
+        f"{key}.{name}": whole(name, value)
         for name, parameter in zip(names, parameters)
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
@@ -92,7 +117,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dic
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: list[str], tensors: Iterable[tuple[str, Tensor]]
+    optimizer: torch.optim.Optimizer,
+    names: list[str],
+    tensors: Iterable[tuple[str, Tensor]],
+    part: Callable[[str, Tensor], Tensor],
 ) -> None:
     """Put state back where `optimizer_tensors` found it.
 
@@ -103,7 +131,7 @@ def load_optimizer_tensors(
         key, _, name = full_name.partition(".")
         if name not in parameters:
             raise DataError(f"optimizer state of {name!r}, which this model does not have")
-        optimizer.state[parameters[name]][key] = tensor.clone()
+        optimizer.state[parameters[name]][key] = part(name, tensor).clone()
 
 
 def _add_into(master: nn.Parameter) -> Callable[[Tensor], None]:

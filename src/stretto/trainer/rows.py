@@ -63,6 +63,12 @@ class Membership:
         return np.logical_or.reduce(present) if present else None
 
 
+def trains(mb: MicroBatch) -> bool:
+    """Does a micro batch have a trained token, so that `build_rows` gives a pass for it?"""
+    is_trained = Membership.of(mb).is_trained
+    return is_trained is not None and bool(is_trained.any())
+
+
 def count_tokens(micro_batches: Sequence[MicroBatch], *, by_sample: bool = False) -> TokenCounts:
     """Members of each component on this rank; samples are counted only `by_sample`."""
     counts = np.zeros(4)

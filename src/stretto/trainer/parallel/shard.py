@@ -1,0 +1,221 @@
+"""A policy over a mesh: its layers cut (tp, ep), then sharded block by block with FSDP2.
+
+`parallelise` changes the module in place. Afterwards a weight is cut along at most one dim by tp or ep, and
+what is left of it is a DTensor over the ranks that share it. Optimizer, clipping and checkpoints see none of
+that: `Shards` offers the local parts as plain parameters, and joins or cuts whole tensors by name. Gradients
+are summed, not averaged, over ranks: losses are divided by the tokens of all ranks before (learner.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from stretto.base.errors import ConfigError
+from stretto.config.model import ModelSection
+from stretto.models import hub
+from stretto.models.decoder import Decoder
+from stretto.models.moe import mixtures
+from stretto.trainer.mesh import Mesh
+from stretto.trainer.parallel.expert import cut_experts
+from stretto.trainer.parallel.tensor import cut_layers
+
+
+def parallelise(policy: nn.Module, mesh: Mesh, section: ModelSection) -> Shards:
+    """Spread a whole policy, the same on every rank, over the mesh.
+
+    Raises: ConfigError for what does not run on several ranks.
+    """
+    if not isinstance(policy, Decoder):
+        raise ConfigError('[model] impl = "hf" trains on one rank; several need impl = "custom"')
+    if section.lora is not None:
+        raise ConfigError("[model.lora] trains on one rank; leave it out, or start one trainer rank")
+    if section.fsdp_cpu_offload and mesh.device.type == "cpu":
+        raise ConfigError("[model] fsdp_cpu_offload = true needs a GPU to offload from; leave it out")
+    _ = policy.tensor_map  # the table is of whole weights
+    policy.to(hub.DTYPES[section.optimization_dtype])
+    features, partial = ({}, set())
+    if mesh.degrees.tp > 1:
+        features, partial = cut_layers(policy, policy.config.family_data.tp_plan, mesh)
+    experts = cut_experts(policy, mesh) if mesh.degrees.ep > 1 else {}
+    _shard(policy, mesh, section)
+    return Shards(policy, mesh, features, experts, partial, hub.DTYPES[section.dtype])
+
+
+def _shard(policy: Decoder, mesh: Mesh, section: ModelSection) -> None:
+    common: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=hub.DTYPES[section.dtype],
+            reduce_dtype=hub.DTYPES[section.reduce_dtype],
+            # Inputs have the type already; casting them would hand each block a copy of the pass's Routing.
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": CPUOffloadPolicy() if section.fsdp_cpu_offload else OffloadPolicy(),
+        # Biases on the choice of experts are not trained by gradients and stay whole, in float32.
+        "ignored_params": {p for name, p in policy.named_parameters() if name.endswith("expert_bias")},
+    }
+    units = []
+    if mesh.degrees.ep > 1:
+        for mixture in mixtures(policy).values():
+            # Dim 0 counts the few experts of this rank; rows are there for any number of shards.
+            fully_shard(
+                mixture.experts,
+                mesh=mesh.experts,
+                shard_placement_fn=lambda parameter: Shard(1),
+                reshard_after_forward=section.reshard_after_forward,
+                **common,
+            )
+            units.append(mixture.experts)
+    for block in policy.model.layers:
+        fully_shard(block, mesh=mesh.dense, reshard_after_forward=section.reshard_after_forward, **common)
+        units.append(block)
+    # The root stays whole between forward and backward: the output head is used after its forward pass.
+    fully_shard(policy, mesh=mesh.dense, reshard_after_forward=False, **common)
+    for unit in (*units, policy):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+class Shards:
+    """The weights of a parallelised policy, as optimizer and files want them (see optim.Masters).
+
+    parameters: this rank's parts, sharing memory with the policy's own. names: theirs.
+    """
+
+    def __init__(
+        self,
+        policy: Decoder,
+        mesh: Mesh,
+        features: dict[str, int],
+        experts: dict[str, int],
+        partial: set[str],
+        export_dtype: torch.dtype,
+    ) -> None:
+        self.policy, self.mesh = policy, mesh
+        self._features, self._experts, self._partial = features, experts, partial
+        self._export_dtype = export_dtype
+        self._all: dict[str, nn.Parameter] = dict(policy.named_parameters())
+        self._trained = {name: p for name, p in self._all.items() if p.requires_grad}
+        self.names = list(self._trained)
+        self.parameters = [nn.Parameter(_local(p.detach())) for p in self._trained.values()]
+
+    # -- one step --
+
+    def collect(self) -> None:
+        """After all backward passes: give each part its gradient, whole over every axis."""
+        for (name, parameter), part in zip(self._trained.items(), self.parameters):
+            if parameter.grad is None:
+                continue
+            part.grad = _local(parameter.grad)
+            if name in self._partial:
+                dist.all_reduce(part.grad, group=self.mesh.tp_group)
+
+    def settle(self) -> None:
+        """After a pass without a backward pass: let go of what was gathered for it."""
+        self.policy.reshard()
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """optim.clip_gradients over all ranks; the same norm on each."""
+        whole, cut = (torch.zeros((), dtype=torch.float32, device=self.mesh.device) for _ in range(2))
+        for name, part in zip(self.names, self.parameters):
+            if part.grad is not None:
+                square = part.grad.float().square().sum().to(self.mesh.device)
+                (cut if name in self._features else whole).add_(square)
+        dist.all_reduce(cut, group=self.mesh.tp_group)
+        total = whole + cut
+        dist.all_reduce(total, group=self.mesh.shard_group)
+        norm = total.sqrt()
+        if max_norm is not None:
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            grads = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_(grads, scale.to(grads[0].device))
+        return norm
+
+    def zero_grad(self) -> None:
+        for parameter in (*self.parameters, *self._trained.values()):
+            parameter.grad = None
+
+    def write_back(self) -> None:
+        """The parts are the policy's memory; only what was gathered of the old weights has to go."""
+        self.settle()
+
+    # -- whole tensors --
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The whole shape of every trained weight."""
+        return {name: torch.Size(self.policy.tensor_map.shapes[name]) for name in self.names}
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """Join a weight, or what an optimizer keeps of one; every rank must ask, and gets it."""
+        parameter = self._all[name]
+        if part.dim() == 0 and parameter.dim():
+            return part
+        if isinstance(parameter, DTensor):
+            spread = DTensor.from_local(
+                part,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            part = spread.full_tensor()
+        for cuts, group in ((self._features, self.mesh.tp_group), (self._experts, self.mesh.ep_group)):
+            if name in cuts:
+                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, part.contiguous(), group=group)
+                part = torch.cat(parts, dim=cuts[name])
+        return part
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor; the way back from `whole`."""
+        parameter = self._all[name]
+        if whole.dim() == 0 and parameter.dim():
+            return whole
+        degrees, mesh = self.mesh.degrees, self.mesh
+        if name in self._features:
+            whole = whole.chunk(degrees.tp, dim=self._features[name])[mesh.tp_rank]
+        if name in self._experts:
+            whole = whole.chunk(degrees.ep, dim=self._experts[name])[mesh.ep_rank]
+        if not isinstance(parameter, DTensor):
+            return whole
+        placed = distribute_tensor(
+            whole.to(mesh.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        return _local(placed)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by checkpoint name, whole, one at a time; every rank must go through all of it."""
+        return self.policy.tensor_map.export(_Whole(self))
+
+
+class _Whole(Mapping[str, Tensor]):
+    """Whole weights by our names, joined when asked for; the last one is kept."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            parameter = self._shards._all[name]
+            whole = self._shards.whole(name, _local(parameter.detach()))
+            keeps = name.endswith("expert_bias")
+            self._last = name, whole if keeps else whole.to(self._shards._export_dtype)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards._all)
+
+    def __len__(self) -> int:
+        return len(self._shards._all)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,76 @@
+"""Tensor parallelism: the layers of a family's plan, cut by features over the axis tp.
+
+A plan is data (models/family.py). Modules with columns take the whole input and make part of the output, those
+with rows the other way round, so a block adds over the ranks twice: after attention and after the MLP. The
+embedding and the output head (`vocab`) are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.trainer.mesh import Mesh
+from stretto.trainer.parallel.exchange import copied, summed
+
+
+def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[dict[str, int], set[str]]:
+    """Keep this rank's features of every layer of the plan.
+
+    Returns: the dim along which each parameter was cut; and those that are whole but see this rank's features
+    only, so that their gradients have to be summed over tp.
+    """
+    cuts: dict[str, int] = {}
+    inside: set[str] = set()
+    modules = dict(policy.named_modules())
+    for name, module in modules.items():
+        how = plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "{layer}", name))
+        if how not in ("column", "row") or not isinstance(module, nn.Linear):
+            continue
+        if how == "column":
+            inside.add(name.rpartition(".")[0])
+            _keep(module, "weight", 0, mesh)
+            cuts[f"{name}.weight"] = 0
+            if module.bias is not None:
+                _keep(module, "bias", 0, mesh)
+                cuts[f"{name}.bias"] = 0
+        else:
+            _keep(module, "weight", 1, mesh)
+            cuts[f"{name}.weight"] = 1
+            module.forward = _row_forward(module, mesh.tp_group)
+        module.out_features, module.in_features = module.weight.shape
+    for name in inside:
+        modules[name].register_forward_pre_hook(_enter(mesh.tp_group))
+    partial = {
+        path
+        for path, _ in policy.named_parameters()
+        if path not in cuts
+        and (owner := path.rpartition(".")[0]).rpartition(".")[0] in inside
+        and not isinstance(modules[owner], nn.Linear)
+    }
+    return cuts, partial
+
+
+def _keep(module: nn.Module, name: str, dim: int, mesh: Mesh) -> None:
+    parameter = getattr(module, name)
+    part = parameter.detach().chunk(mesh.degrees.tp, dim=dim)[mesh.tp_rank].clone()
+    setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+def _enter(group: Any) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return copied(args[0], group), *args[1:]
+
+    return hook
+
+
+def _row_forward(module: nn.Linear, group: Any) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        out = summed(F.linear(x, module.weight), group)
+        return out if module.bias is None else out + module.bias
+
+    return forward

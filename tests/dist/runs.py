@@ -1,0 +1,188 @@
+"""Three steps of a tiny policy on some mesh; run by every rank, with one process group for all cases.
+
+`python runs.py OUT RANK WORLD PORT` writes OUT/<case>.pt from rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from msgspec.structs import replace
+from tiny import build_policy, documents, pack
+
+from stretto.config.model import ModelSection
+from stretto.config.trainer import AdamWOptim, ConstantScheduler
+from stretto.trainer.learner import Learner
+from stretto.trainer.mesh import Mesh, find_degrees, process_group, training_device
+
+NUM_STEPS = 3
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+KINDS = ("dense", "untied", "bias", "moe", "replay")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh and a kind of policy."""
+
+    world_size: int
+    name: str
+    kind: str
+    model: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.world_size}-{self.name}-{self.kind}"
+
+
+def _cases() -> list[Case]:
+    dense = {
+        2: {
+            "fsdp": {},
+            "no_reshard": {"reshard_after_forward": False},
+            "hsdp": {"dp_replicate": 2},
+            "ulysses": {"cp": 2},
+            "ring": {"cp": 2, "cp_style": "ring"},
+            "tp": {"tp": 2},
+        },
+        4: {
+            "fsdp": {},
+            "hsdp": {"dp_replicate": 2},
+            "ulysses": {"cp": 2},
+            "ulysses4": {"cp": 4},
+            "ring": {"cp": 2, "cp_style": "ring"},
+            "ring4": {"cp": 4, "cp_style": "ring"},
+            "tp": {"tp": 2},
+            "hsdp_tp": {"dp_replicate": 2, "tp": 2},
+            "hsdp_ulysses": {"dp_replicate": 2, "cp": 2},
+            "tp_ulysses": {"tp": 2, "cp": 2},
+            "tp_ring": {"tp": 2, "cp": 2, "cp_style": "ring"},
+        },
+    }
+    moe = {
+        2: {"fsdp": {"ep": 1}, "ep": {"ep": 2}, "ep_ulysses": {"ep": 2, "cp": 2}, "tp": {"tp": 2}},
+        4: {
+            "ep2": {"ep": 2},
+            "ep4": {"ep": 4},
+            "hsdp_ep": {"ep": 2, "dp_replicate": 2},
+            "ep_ulysses": {"ep": 2, "cp": 2},
+            "ep4_ring": {"ep": 4, "cp": 2, "cp_style": "ring"},
+            "ep_tp": {"ep": 2, "tp": 2},
+            "loop_ep": {"ep": 2, "moe_use_grouped_mm": False},
+        },
+    }
+    cases = []
+    for world_size in (2, 4):
+        cases += [Case(world_size, n, "dense", m) for n, m in dense[world_size].items()]
+        kinds = ("moe", "replay")
+        cases += [Case(world_size, n, kind, m) for n, m in moe[world_size].items() for kind in kinds]
+    return [
+        *cases,
+        Case(2, "tp", "bias", {"tp": 2}),
+        Case(2, "fsdp", "untied"),
+        Case(4, "tp_ulysses", "untied", {"tp": 2, "cp": 2}),
+    ]
+
+
+CASES = _cases()
+
+
+def batches(kind: str) -> list[list]:
+    """Micro batches of every step: few and of different sizes, so that ranks have unequal shares."""
+    steps = []
+    for step in range(NUM_STEPS):
+        docs = documents(seed=step, num_groups=2, group_size=3)
+        micro_batches = [pack(docs[:1]), pack(docs[1:4]), pack(docs[4:])]
+        if kind == "replay":
+            rng = np.random.default_rng(step)
+            micro_batches = [
+                replace(mb, routed_experts=_choices(rng, len(mb.token_ids))) for mb in micro_batches
+            ]
+        steps.append(micro_batches)
+    return steps
+
+
+def _choices(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
+    """Experts to use; the first ones only, so that some ranks get no token, and none for some tokens."""
+    choices = np.stack(
+        [rng.permuted(np.arange(3)[None].repeat(num_tokens, 0), axis=1)[:, :2] for _ in range(2)], 1
+    )
+    choices = choices.astype(np.uint8)
+    choices[rng.random(num_tokens) < 0.1] = 255
+    return choices
+
+
+def policy_of(kind: str):
+    match kind:
+        case "dense":
+            return build_policy(**SHAPE)
+        case "untied":
+            return build_policy(**SHAPE, tie_word_embeddings=False)
+        case "bias":
+            return build_policy(**SHAPE, family="qwen2")
+    return build_policy(**MOE, has_expert_bias=kind == "moe")
+
+
+def section_of(kind: str, **model) -> ModelSection:
+    return ModelSection(**model, moe_bias_update_rate=1e-2 if kind == "moe" else None)
+
+
+def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
+    return Learner(
+        policy_of(kind),
+        model=section_of(kind, **model),
+        optim=AdamWOptim(lr=1e-3, max_norm=0.5, eps=1e-3),
+        scheduler=ConstantScheduler(),
+        max_steps=None,
+        enable_router_replay=kind == "replay",
+        mesh=mesh,
+    )
+
+
+def train(learner: Learner, kind: str, mesh: Mesh | None = None) -> dict:
+    """Metrics of each step, log-probabilities before and after, and everything that decides the next step."""
+    share = (lambda items: items) if mesh is None else mesh.deal
+    scored = batches(kind)[0][1]
+    out = {"before": learner.logprobs(scored)[0], "metrics": []}
+    for micro_batches in batches(kind):
+        learner.forward_backward(share(micro_batches))
+        out["metrics"].append(learner.optim_step())
+    out["after"] = learner.logprobs(scored)[0]
+    out["tensors"], out["values"] = learner.state()
+    out["exported"] = {name: tensor.clone() for name, tensor in learner.export_tensors()}
+    return out
+
+
+def main(out: Path, world_size: int) -> None:
+    torch.set_num_threads(1)
+    with process_group(timeout_s=60.0):
+        for case in CASES:
+            if case.world_size != world_size:
+                continue
+            start = time.perf_counter()
+            degrees = find_degrees(
+                section_of(case.kind, **case.model), world_size, policy_of(case.kind).config
+            )
+            mesh = Mesh(degrees, training_device())
+            learner = build(case.kind, case.model, mesh)
+            result = train(learner, case.kind, mesh)
+            again = build(case.kind, case.model, mesh)
+            again.load_state(result["tensors"], result["values"])
+            result["reloaded"] = again.state()[0]
+            if mesh.is_lead:
+                torch.save(result, out / f"{case}.pt")
+                print(f"{case} {time.perf_counter() - start:.2f}s", flush=True)
+
+
+if __name__ == "__main__":
+    folder, rank, world, port = sys.argv[1:]
+    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    main(Path(folder), int(world))

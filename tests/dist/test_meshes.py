@@ -1,0 +1,89 @@
+"""Every mesh trains like one rank: loss, gradient norm, weights and optimizer state after three steps."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import CASES, NUM_STEPS, build, train
+
+RUNS = Path(__file__).with_name("runs.py")
+DEADLINE_S = 150.0
+
+
+@functools.cache
+def alone(kind):
+    torch.set_num_threads(1)
+    return train(build(kind, {}), kind)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def on_meshes(tmp_path_factory):
+    """Results of all cases; one process group for each number of ranks."""
+    folders: dict[int, Path] = {}
+
+    def result(case):
+        if case.world_size not in folders:
+            folders[case.world_size] = run_all(case.world_size, tmp_path_factory.mktemp("ranks"))
+        path = folders[case.world_size] / f"{case}.pt"
+        assert path.exists(), (folders[case.world_size] / "log").read_text()[-6000:]
+        return torch.load(path, weights_only=False)
+
+    return result
+
+
+def run_all(world_size: int, folder: Path) -> Path:
+    port, log = str(free_port()), (folder / "log").open("w")
+    command = [sys.executable, "-W", "error", str(RUNS), str(folder)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(world_size), port], env=env, stdout=log, stderr=log)
+        for rank in range(world_size)
+    ]
+    try:
+        for rank in ranks:
+            rank.wait(DEADLINE_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        log.close()
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_mesh_trains_like_one_rank(case, on_meshes):
+    got, want = on_meshes(case), alone(case.kind)
+    assert len(got["metrics"]) == NUM_STEPS
+    for ours, theirs in zip(got["metrics"], want["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    assert got["tensors"].keys() == want["tensors"].keys()
+    for name, tensor in want["tensors"].items():
+        if name.startswith("rng."):
+            continue
+        assert (got["tensors"][name] - tensor).abs().max() < 1e-5, name
+    for name, tensor in want["exported"].items():
+        torch.testing.assert_close(got["exported"][name], tensor, rtol=1e-5, atol=1e-5)
+    for when in ("before", "after"):
+        np.testing.assert_allclose(got[when], want[when], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_state_loads_as_it_was_saved(case, on_meshes):
+    got = on_meshes(case)
+    assert got["reloaded"].keys() == got["tensors"].keys()
+    for name, tensor in got["tensors"].items():
+        assert torch.equal(got["reloaded"][name], tensor), name
