@@ -63,9 +63,8 @@ def test_zero_is_the_flat_control():
 def test_every_configured_algorithm_has_a_function():
     from typing import get_args
 
-    from stretto.config.algorithm import Algo
-
     from stretto.config import distill
+    from stretto.config.algorithm import Algo
 
     sections = [cls for cls in get_args(get_args(Algo)[0]) if cls.__module__ != distill.__name__]
     assert {cls.model_fields["type"].default for cls in sections} == {*CREDIT, "custom"}
@@ -83,7 +82,7 @@ def slow_credit(kind, group):
             others.remove(reward)
         if not is_counted:
             result.append(0.0)
-        elif kind == "reinforce_plus_plus":
+        elif kind in ("reinforce_plus_plus", "rae"):
             result.append(reward)
         elif len(counted) < 2:
             result.append(0.0)

@@ -80,6 +80,27 @@ def reinforce_plus_plus_baseline(rewards: np.ndarray, is_counted: np.ndarray) ->
     return grpo(rewards, is_counted)
 
 
+def rae(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+    """A_i = R_i, float64 [members], until the batch is made: then `role_conditioned` takes off the baseline."""
+    return np.where(is_counted, rewards, 0.0)
+
+
+def role_conditioned(
+    rewards: np.ndarray, is_counted: np.ndarray, *, baseline: float, decay: float
+) -> tuple[np.ndarray, float]:
+    """A_i = R_i - b, float64 [members], and b after b <- decay * b + (1 - decay) * R_i over the counted members.
+
+    b belongs to one agent of one environment and begins at 0.
+
+    Source: role-conditioned advantage estimation of SPIRAL, arXiv:2506.24119. Differs: all members of a group are
+    compared with b as it was before the group; in the paper a reward moves b before it is compared.
+    """
+    advantages = np.where(is_counted, rewards - baseline, 0.0)
+    for reward in rewards[is_counted].tolist():
+        baseline = decay * baseline + (1 - decay) * reward
+    return advantages, baseline
+
+
 def zero(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     """All advantages 0: the control that must not learn."""
     return np.zeros(len(rewards))
@@ -98,6 +119,7 @@ CREDIT: dict[str, Credit] = {
     "max_rl": max_rl,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "rae": rae,
     "zero": zero,
 }
 
@@ -108,10 +130,10 @@ WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 def can_teach(kind: str, rewards: np.ndarray, is_counted: np.ndarray, advantages: np.ndarray) -> bool:
     """Has this group a signal under the rule `kind`?
 
-    Groups compared with each other over the batch always have; the control is told by rewards, so that it
+    Groups compared with more than themselves always have; the control is told by rewards, so that it
     draws what grpo would; all others are told by their advantages.
     """
-    if kind == "reinforce_plus_plus":
+    if kind in ("reinforce_plus_plus", "rae"):
         return bool(is_counted.any())
     return has_signal(rewards, is_counted) if kind == "zero" else bool(advantages.any())
 

@@ -229,6 +229,14 @@ class ReinforcePlusPlusBaselineAlgo(CreditSection):
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
 
 
+class RaeAlgo(CreditSection):
+    """Reward minus what this agent of this environment usually earns: for agents that play one another."""
+
+    type: Literal["rae"] = "rae"
+    decay: float = Field(0.95, ge=0, lt=1)
+    """Share of the running mean that each new reward leaves in place."""
+
+
 class CustomAlgo(CreditSection):
     """A function of your own: stretto.algorithms.custom says what it is given and must return."""
 
@@ -252,6 +260,7 @@ Algo = Annotated[
     | MaxRlAlgo
     | ReinforcePlusPlusAlgo
     | ReinforcePlusPlusBaselineAlgo
+    | RaeAlgo
     | CustomAlgo
     | OpdAlgo
     | ZeroAlgo,

@@ -84,6 +84,12 @@ def check_algos(section: OrchestratorSection, prefix: str) -> list[Problem]:
     problems += check_teacher(
         section, [place for place, algo in algos.items() if algo.type == "opd"], path("teacher")
     )
+    filters = [i for i, each in enumerate(section.filters) if each.type == "zero_advantage"]
+    roles = [place for place, algo in algos.items() if algo.type == "rae"]
+    if filters and roles:
+        paths = (path(f"filters.{filters[0]}.type"), f"{roles[0]}.type")
+        rule = "flags rewards of 0, for the baselines of rae are known only when the batch is made; drop the filter"
+        problems.append(Problem(paths, f'{paths[0]} = "zero_advantage" with {paths[1]} = "rae" {rule}'))
     for place, algo in algos.items():
         problems += check_shaping(algo, place, section.seq_len)
     return problems

@@ -33,6 +33,7 @@ class Progress(msgspec.Struct, kw_only=True):
     greedy: dict[int, float] = {}
     num_resumes: int = 0
     curriculum: dict[str, dict[str, float]] = {}  # environment -> task id -> running reward, as of `step`
+    baselines: dict[str, dict[str, float]] = {}  # environment -> agent -> running reward, as of `step`
 
 
 def save(run_dir: RunDir, progress: Progress) -> None:

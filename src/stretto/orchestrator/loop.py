@@ -34,6 +34,7 @@ from stretto.config.concurrency import AdaptiveConcurrency
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.monitors import Monitors
 from stretto.orchestrator import checkpoint, telemetry
+from stretto.orchestrator.baselines import Baselines
 from stretto.orchestrator.buffer import Buffer, Counts, Slot
 from stretto.orchestrator.checkpoint import Progress
 from stretto.orchestrator.concurrency import Aimd, Look
@@ -158,6 +159,7 @@ class Loop:
     progress: Progress
     evaluator: Evaluator | None = None
     curriculum: Curriculum = field(default_factory=Curriculum)
+    baselines: Baselines = field(default_factory=Baselines)  # of environments whose credit is rae
     teacher: Teacher | None = None  # of environments that are distilled
     vocab_size: int | None = None  # of the tokenizer; what gibberish is measured against
 
@@ -347,8 +349,9 @@ class Loop:
         step = self.buffer.next_step
         started = time.perf_counter()
         samples: list[TrainSample] = []
-        for slot in slots:  # chosen slots wait for nobody but us: others may run in between
-            samples += to_samples([slot.group])
+        groups = self.baselines.subtract(step, [slot.group for slot in slots])
+        for group in groups:  # chosen slots wait for nobody but us: others may run in between
+            samples += to_samples([group])
             await asyncio.sleep(0)
         samples = whiten_samples(samples, self._whitened) if self._whitened else samples
         batches = pack(
@@ -508,6 +511,7 @@ class Loop:
             "trainer/step_s": done.time_s,
             "trainer/wait_s": done.wait_s,
             **self.curriculum.gauges(),
+            **self.baselines.gauges(),
             "progress/rollouts": float(self.progress.num_rollouts),
             "progress/tokens": float(self.progress.num_tokens),
         }
@@ -532,6 +536,7 @@ class Loop:
             raise WireError(f"the trainer saved a checkpoint of step {step} after step {self.progress.step}")
         # The ledger gives up payloads that no checkpoint needs: it hears of one only when it is complete.
         self.progress.curriculum = self.curriculum.state_at(step)
+        self.progress.baselines = self.baselines.state_at(step)
         checkpoint.save(self.run_dir, self.progress)
         self.ledger.checkpoint_saved(step)
         await self.control.send(CheckpointComplete(step=step))

@@ -24,6 +24,7 @@ from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
+from stretto.config.algorithm import RaeAlgo
 from stretto.config.curriculum import DifficultySampler
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.config.roots import OrchestratorConfig
@@ -31,6 +32,7 @@ from stretto.envs.base import Environment
 from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
 from stretto.orchestrator import checkpoint, evaluate
+from stretto.orchestrator.baselines import Baselines
 from stretto.orchestrator.buffer import Bounds, Buffer
 from stretto.orchestrator.build import (
     build_engines,
@@ -163,6 +165,9 @@ def build_loop(
     stack.enter_context(watch)
     curriculum = build_curriculum(cfg, envs)
     curriculum.restore(progress.curriculum)
+    algos = {env.name: cfg.algo_of(env.name) for env in envs}
+    baselines = Baselines({env: algo.decay for env, algo in algos.items() if isinstance(algo, RaeAlgo)})
+    baselines.restore(progress.baselines)
     return Loop(
         cfg=cfg,
         run_dir=run_dir,
@@ -181,6 +186,7 @@ def build_loop(
         progress=progress,
         evaluator=build_evaluator(cfg, envs, player, watch, run_dir),
         curriculum=curriculum,
+        baselines=baselines,
         teacher=wires.teacher,
         vocab_size=vocab_size_of(cfg, renderer),
     )

@@ -6,6 +6,8 @@ members of a group within one agent, where several play.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -16,7 +18,7 @@ from stretto.config.distill import OpdAlgo
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
-SHAPING = {"type", "length_penalty", "overlong"}
+SHAPING = {"type", "length_penalty", "overlong", "decay"}
 """Keys of an algo that are not options of its rule."""
 
 
@@ -39,15 +41,21 @@ def score(group: Group, algo: Algo) -> tuple[Group, bool]:
     if isinstance(algo, OpdAlgo):
         has_signal = any(is_counted(rollout) and is_distilled(rollout) for rollout in group.rollouts)
         return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), has_signal
-    agents = trained_agents(group)
-    parts = [compare(played_by(group, agent), algo) for agent in agents] or [compare(group, algo)]
-    table = np.stack([advantages for advantages, _ in parts])
-    largest = table[np.abs(table).argmax(axis=0), np.arange(table.shape[1])]
-    by_agent = (
-        {agent: tuple(values.tolist()) for agent, values in zip(agents, table)} if len(parts) > 1 else {}
-    )
-    scored = msgspec.structs.replace(group, advantages=tuple(largest.tolist()), agent_advantages=by_agent)
-    return scored, any(has_signal for _, has_signal in parts)
+    if is_alone(group):
+        advantages, has_signal = compare(group, algo)
+        return msgspec.structs.replace(group, advantages=tuple(advantages.tolist())), has_signal
+    parts = {agent: compare(played_by(group, agent), algo) for agent in speakers(group)}
+    table = {agent: advantages for agent, (advantages, _) in parts.items()}
+    has_signal = any(has_signal for _, has_signal in parts.values())
+    return msgspec.structs.replace(group, **largest(table)), has_signal
+
+
+def largest(table: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The two fields of a group that hold its advantages, from those of each agent."""
+    values = np.stack(list(table.values()))
+    of_rollouts = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
+    by_agent = {agent: tuple(each.tolist()) for agent, each in table.items()} if len(table) > 1 else {}
+    return {"advantages": tuple(of_rollouts.tolist()), "agent_advantages": by_agent}
 
 
 def compare(group: Group, algo: Algo) -> tuple[np.ndarray, bool]:
@@ -64,17 +72,17 @@ def compare(group: Group, algo: Algo) -> tuple[np.ndarray, bool]:
     return advantages, can_teach(algo.type, rewards, counted, advantages)
 
 
-def trained_agents(group: Group) -> list[str]:
-    """The agents that are learned from, in the order in which they spoke first.
-
-    Empty where one policy played alone and its reward is the rollout's: there is nothing to tell apart.
-    """
+def is_alone(group: Group) -> bool:
+    """Did one policy play alone, paid with the rollouts' rewards? There is then nothing to tell apart."""
     branches = [branch for rollout in group.rollouts for branch in rollout.branches]
-    is_alone = len({branch.agent for branch in branches}) < 2 and all(
-        branch.is_trained for branch in branches
-    )
-    if is_alone and not any(rollout.agent_rewards for rollout in group.rollouts):
-        return []
+    agents = {(branch.agent, branch.is_trained) for branch in branches}
+    has_own_rewards = any(rollout.agent_rewards for rollout in group.rollouts)
+    return not speakers(group) or (len(agents) < 2 and not has_own_rewards)
+
+
+def speakers(group: Group) -> list[str]:
+    """The agents that are learned from, in the order in which they spoke first."""
+    branches = (branch for rollout in group.rollouts for branch in rollout.branches)
     return list(dict.fromkeys(branch.agent for branch in branches if branch.is_trained))
 
 

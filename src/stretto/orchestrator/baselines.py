@@ -1,0 +1,70 @@
+"""What each agent of an environment usually earns: the baselines of `rae`.
+
+A batch is compared with the baselines as the batch before it left them, group by group in the order of their
+numbers, and moves them. So they are the same whichever group finishes first, are saved with the checkpoint of
+their step, and a resumed run goes on as one that was never interrupted would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from stretto.algorithms.credit import role_conditioned
+from stretto.orchestrator.scoring import is_counted, largest, played_by, speakers
+from stretto.records.rollout import Group
+
+State = dict[str, dict[str, float]]
+"""Baseline by environment and agent."""
+
+
+@dataclass(eq=False)
+class Baselines:
+    """The baselines of the environments whose credit is `rae`."""
+
+    decay: Mapping[str, float] = field(default_factory=dict)
+    """By environment; others are left alone."""
+    _values: State = field(default_factory=dict)
+    _at_step: dict[int, State] = field(default_factory=dict)
+
+    def subtract(self, step: int, groups: Iterable[Group]) -> list[Group]:
+        """The groups of the batch of `step`, in draw order, with rewards less baselines as advantages."""
+        settled = [self._settle(group) for group in sorted(groups, key=lambda group: group.group_id)]
+        if self.decay:
+            self._at_step[step] = {env: dict(values) for env, values in self._values.items()}
+        return settled
+
+    def state_at(self, step: int) -> State:
+        """What the checkpoint of `step` saves; earlier steps are forgotten."""
+        self._at_step = {each: state for each, state in self._at_step.items() if each >= step}
+        return self._at_step.get(step, {})
+
+    def restore(self, state: State) -> None:
+        """Take over a checkpoint's state, before any batch is made."""
+        self._values = {env: dict(values) for env, values in state.items() if env in self.decay}
+
+    def gauges(self) -> dict[str, float]:
+        """Baselines as metrics."""
+        return {
+            f"baseline/{env}/{agent}": value
+            for env, values in self._values.items()
+            for agent, value in values.items()
+        }
+
+    def _settle(self, group: Group) -> Group:
+        decay = self.decay.get(group.task.env)
+        if decay is None:
+            return group
+        values = self._values.setdefault(group.task.env, {})
+        table: dict[str, np.ndarray] = {}
+        for agent in speakers(group):
+            mine = played_by(group, agent).rollouts
+            rewards = np.array([rollout.reward for rollout in mine])
+            counted = np.array([is_counted(rollout) for rollout in mine])
+            table[agent], values[agent] = role_conditioned(
+                rewards, counted, baseline=values.get(agent, 0.0), decay=decay
+            )
+        return msgspec.structs.replace(group, **largest(table)) if table else group

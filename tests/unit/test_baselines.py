@@ -1,0 +1,128 @@
+"""Role-conditioned baselines: by hand, in draw order whoever finishes first, and over a restart."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from fakes import FakeEngine, FakeTrainer
+from test_orchestrator import config, sampled, train
+
+from stretto.base.errors import EngineError
+from stretto.config.algorithm import RaeAlgo
+from stretto.config.roots import OrchestratorConfig
+from stretto.envs.base import RolloutResult, TaskSource
+from stretto.orchestrator import checkpoint
+from stretto.orchestrator.baselines import Baselines
+from stretto.orchestrator.samples import to_samples
+from stretto.orchestrator.scoring import score
+from stretto.records.generate import VersionSpan
+from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+
+
+def branch(agent, *, is_trained=True):
+    return Branch(
+        token_ids=np.arange(3, dtype=np.int32),
+        is_sampled=np.array([False, True, True]),
+        logprobs=np.zeros(3, np.float32),
+        temperature=1.0,
+        versions=(VersionSpan(0, 1, 3),),
+        agent=agent,
+        is_trained=is_trained,
+    )
+
+
+def group(number, *rewards, env="duel", failed=()):
+    """Members with rewards of the agents a and b each; the judge is not trained."""
+    task = Task(env=env, task_id="t", data={})
+    rollouts = tuple(
+        Rollout(
+            rollout_id=f"g{number}.{member}",
+            group_id=number,
+            member=member,
+            task=task,
+            status=RolloutStatus.FAILED if member in failed else RolloutStatus.FINISHED,
+            branches=(branch("a"), branch("b"), branch("judge", is_trained=False)),
+            agent_rewards={"a": a, "b": b},
+        )
+        for member, (a, b) in enumerate(rewards)
+    )
+    scored, has_signal = score(Group(group_id=number, task=task, rollouts=rollouts), RaeAlgo())
+    assert has_signal
+    return scored
+
+
+def test_each_agent_is_compared_with_what_it_earned_before():
+    baselines = Baselines({"duel": 0.5})
+    later, first = group(9, (1.0, 0.0)), group(4, (1.0, -1.0), (0.0, 2.0), (50.0, 50.0), failed=(2,))
+    first, later = baselines.subtract(1, [later, first])
+    # Group 4 against 0 and 0; then a: 0 -> 0.5 -> 0.25 and b: 0 -> -0.5 -> 0.75.
+    assert first.agent_advantages == {"a": (1.0, 0.0, 0.0), "b": (-1.0, 2.0, 0.0)}
+    assert first.advantages == (1.0, 2.0, 0.0)
+    assert later.agent_advantages == {"a": (0.75,), "b": (-0.75,)}
+    assert baselines.gauges() == {"baseline/duel/a": 0.625, "baseline/duel/b": 0.375}
+    assert [s.advantages.tolist() for s in to_samples([later])] == [[0.0, 0.75, 0.75], [0.0, -0.75, -0.75]]
+
+
+def test_environments_with_other_credit_are_left_alone():
+    other = group(1, (1.0, 0.0), env="other")
+    assert Baselines({"duel": 0.5}).subtract(1, [other]) == [other]
+
+
+def test_a_checkpoint_has_the_state_of_its_step_though_later_batches_were_made():
+    baselines = Baselines({"duel": 0.5})
+    baselines.subtract(1, [group(0, (1.0, 0.0))])
+    baselines.subtract(2, [group(1, (1.0, 4.0))])
+    state = baselines.state_at(1)
+    assert state == {"duel": {"a": 0.5, "b": 0.0}}
+    resumed = Baselines({"duel": 0.5})
+    resumed.restore(state)
+    resumed.subtract(2, [group(1, (1.0, 4.0))])
+    assert resumed.state_at(2) == baselines.state_at(2) == {"duel": {"a": 0.75, "b": 2.0}}
+
+
+class Duel:
+    """Two agents say a digit; the greater one wins."""
+
+    def __init__(self):
+        self.name = "duel"
+
+    def tasks(self, split):
+        return TaskSource(lambda index: Task(env=self.name, task_id=f"{split}-{index}", data={}))
+
+    async def rollout(self, task, ctx):
+        said = [(await ctx.agent(name).chat([{"role": "user", "content": "go"}])).text for name in ("a", "b")]
+        rewards = {"a": float(said[0] > said[1]), "b": float(said[1] > said[0])}
+        return RolloutResult(reward=rewards["a"], agent_rewards=rewards)
+
+
+def digit(prompt, rng, version):
+    return str(rng.randrange(10))
+
+
+def test_a_resumed_run_has_the_baselines_of_an_unbroken_one(tmp_path):
+    settings = {
+        "env": [{"id": "test_baselines:Duel", "name": "duel"}],
+        "algo": {"type": "rae", "decay": 0.8},
+        "max_async_level": 0,
+        "max_steps": 6,
+    }
+    whole = FakeTrainer(max_steps=6, checkpoint_every=1)
+    cfg = config(tmp_path / "whole", **settings)
+    train(cfg, FakeEngine(digit), whole)
+    values = checkpoint.load(cfg.run_dir, 6).baselines["duel"]
+    assert 0 < values["a"] < 1 and 0 < values["b"] < 1
+
+    cfg = config(tmp_path / "broken", **settings)
+    first = FakeTrainer(max_steps=6, checkpoint_every=1, die_after=4)
+    rng = random.Random(5)
+    with pytest.raises(EngineError):
+        train(cfg, FakeEngine(digit, delay=lambda request: rng.random()), first)
+    again = OrchestratorConfig.model_validate(cfg.model_dump() | {"resume": {"step": 3}})
+    engine = FakeEngine(digit)
+    engine.version = 3
+    second = FakeTrainer(max_steps=6, start=3, checkpoint_every=1)
+    train(again, engine, second)
+    assert sampled(first)[:3] + sampled(second) == sampled(whole)
+    assert checkpoint.load(cfg.run_dir, 6).baselines["duel"] == values
