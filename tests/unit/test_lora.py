@@ -197,7 +197,10 @@ def test_a_checkpoint_holds_the_adapter_only_and_continues_bit_for_bit():
         learner.optim_step()
     for (name, one), (_, other) in zip(through.policy.named_parameters(), resumed.policy.named_parameters()):
         assert torch.equal(one, other), name
-    other = build_learner(lora=LoRASection(rank=8))
+    other = build_learner(lora=LoRASection(rank=4, alpha=1.0))
+    with pytest.raises(DataError, match="alpha / rank = 3, but"):
+        other.load_state(tensors, values)
+    other = build_learner(lora=LoRASection(rank=8, alpha=24.0))
     with pytest.raises(DataError, match=r"lora_A.*shape"):
         other.load_state(tensors, values)
 
@@ -292,3 +295,42 @@ def test_training_with_an_adapter_lowers_the_loss():
         scored, _ = learner.logprobs(batch[0])
         likelihoods.append(float(scored[batch[0].ce_weights > 0].mean()))
     assert likelihoods[-1] > likelihoods[0] + 0.1
+
+
+def test_a_model_of_transformers_has_an_adapter_of_the_same_names(tmp_path):
+    from stretto.models.hf import load_hf_model
+
+    hub.save_hf(build_policy(), tmp_path / "base")
+    theirs = load_hf_model(tmp_path / "base", dtype=torch.float32)
+    ours = build_policy()
+    base = logits(theirs)
+    for policy in (theirs, ours):
+        with_random_adapter(policy)
+    names = dict(Adapter.of(ours).tensors())
+    assert dict(Adapter.of(theirs).tensors()).keys() == names.keys()
+    merged = dict(hub.export_tensors(theirs))
+    assert merged.keys() == dict(hub.export_tensors(ours)).keys()
+    again = build_policy()
+    hub.load_tensors(again, merged.items())
+    assert (logits(theirs) - base).abs().max() > 0.1
+    torch.testing.assert_close(logits(again), logits(theirs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ckpt": {"weights": {"save_adapter_separately": True}}}, "no adapter is trained"),
+        ({"model": {"lora": {}, "moe_bias_update_rate": 0.1}}, "only the adapter changes"),
+        ({"model": {"lora": {"rank": 0}}}, "rank"),
+        ({"model": {"lora": {"dropout": 1.0}}}, "dropout"),
+        ({"model": {"lora": {"target_modules": []}}}, "target_modules"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, message):
+    from stretto.config.load import load
+    from stretto.config.roots import SFTConfig
+
+    path = tmp_path / "sft.json"
+    path.write_text(json.dumps(settings | {"max_steps": 1, "data": {"type": "file", "name": "rows.jsonl"}}))
+    with pytest.raises(ConfigError, match=message):
+        load(SFTConfig, ["@", str(path)])

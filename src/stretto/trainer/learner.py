@@ -124,7 +124,7 @@ class Learner:
         assert (reference is None) == (self._loss.reference_kl is None), "a reference without its loss"
         self._reference = reference
         self._chunk = model.fused_lm_head_token_chunk_size
-        self._mesh, self._cp_style = mesh, model.cp_style
+        self.mesh, self._cp_style = mesh, model.cp_style
         self._reduce = reduce if mesh is None else mesh.reduce
         self._observe = observe if mesh is None or mesh.is_counted else None
         self._device = policy.output_weight.device
@@ -216,9 +216,7 @@ class Learner:
         metrics = self._sums.take(self._reduce) | {"optim/lr": lr, "optim/grad_norm": grad_norm}
         if self._routers is None:
             return metrics
-        return metrics | self._routers.finish(
-            self._reduce if self._mesh is None else self._mesh.reduce_tokens
-        )
+        return metrics | self._routers.finish(self._reduce if self.mesh is None else self.mesh.reduce_tokens)
 
     @torch.no_grad()
     def logprobs(self, mb: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -283,7 +281,9 @@ class Learner:
         tensors["rng.cpu"] = torch.get_rng_state()
         if self._device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
-        return tensors, {"step": self.step, "optim": self._optim.type}
+        info = self.adapter_info()
+        values = {"step": self.step, "optim": self._optim.type}
+        return tensors, values if info is None else values | {"adapter_scaling": info.scaling}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -293,6 +293,11 @@ class Learner:
         if values["optim"] != self._optim.type:
             raise DataError(
                 f"state of optimizer {values['optim']!r}, but [optim] type = {self._optim.type!r}"
+            )
+        info, scaling = self.adapter_info(), values.get("adapter_scaling")
+        if info is not None and scaling not in (None, info.scaling):
+            raise DataError(
+                f"state of an adapter with alpha / rank = {scaling:g}, but [model.lora] has {info.scaling:g}"
             )
         named = dict(zip(self._masters.names, self._masters.parameters))
         saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
@@ -318,7 +323,7 @@ class Learner:
 
     @property
     def _is_cut_by_tokens(self) -> bool:
-        return self._mesh is not None and self._mesh.degrees.cp > 1
+        return self.mesh is not None and self.mesh.degrees.cp > 1
 
     def _idle_rows(self) -> Rows:
         """Two tokens, for a pass whose result nobody takes."""
@@ -349,7 +354,7 @@ class Learner:
         policy = policy or self.policy
         if self._is_cut_by_tokens:
             scores = context.score(
-                policy, rows, self._mesh, self._cp_style, routing, self._chunk, entropy_grad=entropy_grad
+                policy, rows, self.mesh, self._cp_style, routing, self._chunk, entropy_grad=entropy_grad
             )
         else:
             seen = {} if routing is None else {"routing": routing}
