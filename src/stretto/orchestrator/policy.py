@@ -118,7 +118,7 @@ class Policy:
         )
         tolerance = self._tolerance or default_tolerance(manifest)
         errors = {url: np.abs(found[1:] - expected) for url, found in answers.items()}
-        self.canary_error = max(float(error.mean()) for error in errors.values())
+        self.canary_error = max((float(error.mean()) for error in errors.values()), default=0.0)
         for url, error in errors.items():
             if not error.mean() <= tolerance:
                 worst = int(error.argmax()) + 1

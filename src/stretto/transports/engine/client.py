@@ -123,8 +123,10 @@ class EngineClient:
         self._manifest = manifest
         left: list[str] = []
         while True:
+            # Outside of the lock: an engine that comes back takes it.
+            targets = left or await self.fleet.wait_for_one()
             async with self.fleet.updating:
-                failures = await self._load_all(left or await self.fleet.wait_for_one())
+                failures = await self._load_all(targets)
             # Of engines that receive together, one that dies fails the others: those that live try again.
             left = []
             for url, error in failures.items():
