@@ -142,3 +142,9 @@ def test_nobody_waits_by_asyncio_wait_for():
     """Before Python 3.12 it returns a result where it should raise CancelledError: a task that is never cancelled."""
     for path in SOURCE.rglob("*.py"):
         assert "asyncio.wait_for(" not in path.read_text(), f"{path}: use asyncio.timeout"
+
+
+def test_test_files_have_one_name_each():
+    """pytest imports them by their names alone."""
+    names = [path.name for path in (SOURCE.parents[1] / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
