@@ -33,6 +33,7 @@ from stretto.launch.engines import BACKEND_OFFSET, EngineSpec, EnginesPlan, plan
 
 ENGINE_RESTARTS = 3
 _PORTS_TRIED = 200
+_RENDEZVOUS_PORT = 29500  # where trainer ranks find each other; the first free one from here
 BFLOAT16_TOLERANCE = 0.1  # nats, of the canary; 0.013 was measured
 _MOST_THREADS = 16  # of one process; beyond it small matrix products get slower
 _GPU_HOST_THREADS = 4  # a process whose work is on a GPU only feeds it
@@ -133,6 +134,7 @@ def plan(
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
         cfg, engines = _with_engine_ports(cfg, engines, claims, notes)
+        rendezvous = _free_port("rendezvous", "127.0.0.1", _RENDEZVOUS_PORT, False, claims)
     trainer_gpus, inference_gpus = _assign_gpus(cfg, engines, notes)
     cfg = _share_gpu_memory(cfg, set(trainer_gpus) & set(inference_gpus), notes)
     cfg = _with_canary_tolerance(cfg)
@@ -142,7 +144,7 @@ def plan(
     if cfg.resume is not None:
         cfg = cfg.model_copy(update={"resume": ResumeSection(step=resume_step)})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
-    processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus)
+    processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus, rendezvous)
     return Plan(
         run=run,
         config=cfg,
@@ -375,6 +377,7 @@ def _processes(
     threads: dict[str, int],
     trainer_gpus: list[str],
     inference_gpus: list[str],
+    rendezvous: int,
 ) -> list[ProcessSpec]:
     def spec(
         role: str,
@@ -421,7 +424,10 @@ def _processes(
     processes.append(spec("orchestrator", 0, 1, [], ports, key_env))
     ranks = cfg.orchestrator.num_train_workers
     for rank in range(ranks):
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+        env = {}
+        if ranks > 1:
+            env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous)}
         gpus = trainer_gpus if len(trainer_gpus) < ranks else [trainer_gpus[rank]] if trainer_gpus else []
         processes.append(spec("trainer", rank, ranks, gpus, {}, env))
     return processes

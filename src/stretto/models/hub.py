@@ -237,7 +237,8 @@ def save_hf(model: nn.Module, directory: str | Path, tokenizer_dir: str | Path |
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = dict(model.config.hf)
-    config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    dtype = getattr(model, "export_dtype", None) or next(model.parameters()).dtype
+    config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     _write_json(directory / "config.json", config)
     _save_shards(directory, export_tensors(model))

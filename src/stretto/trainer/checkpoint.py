@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from stretto.base.errors import DataError
 from stretto.base.paths import RunDir
 from stretto.trainer.learner import Learner
+from stretto.trainer.mesh import is_lead_process
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,14 @@ _TENSORS, _VALUES = "state.safetensors", "state.json"
 
 
 def save(run: RunDir, learner: Learner, cursor: dict[str, Any] | None = None) -> None:
-    """Write the learner's state after `learner.step`; `cursor` is the caller's own place in its data."""
+    """Write the learner's state after `learner.step`; `cursor` is the caller's own place in its data.
+
+    Every rank must call it; the lead writes.
+    """
     start, step = time.perf_counter(), learner.step
+    tensors, values = learner.state()
+    if not is_lead_process():
+        return
     directory = _directory(run, step)
     part = directory.with_name("trainer.part")
     # A run resumed from an earlier step writes this step again: the old one must not look complete meanwhile.
@@ -39,7 +46,6 @@ def save(run: RunDir, learner: Learner, cursor: dict[str, Any] | None = None) ->
     for leftover in (part, directory):
         shutil.rmtree(leftover, ignore_errors=True)
     part.mkdir(parents=True)
-    tensors, values = learner.state()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part / _TENSORS)
     values |= {"schema": SCHEMA, "cursor": cursor or {}, "num_bytes": (part / _TENSORS).stat().st_size}
     (part / _VALUES).write_text(json.dumps(values, indent=2) + "\n")

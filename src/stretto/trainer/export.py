@@ -14,6 +14,7 @@ from stretto.config.model import ModelSection
 from stretto.models import hub
 from stretto.models.lora import save_adapter
 from stretto.trainer.checkpoint import flush_to_disk
+from stretto.trainer.mesh import is_lead_process
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,15 @@ def export_weights(
 ) -> Path:
     """Write a directory that transformers and vLLM load, then point `latest` at it.
 
+    Every rank must call it; the lead writes what all join, tensor by tensor.
+
     adapter_of: the section of a policy with LoRA, whose adapter shall stand beside the merged weights.
     """
     start, target = time.perf_counter(), run.weights_step(step)
+    if not is_lead_process():
+        for _ in hub.export_tensors(policy):
+            pass
+        return target
     part = target.with_name(target.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     hub.save_hf(policy, part, tokenizer_dir)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,9 @@ class Mesh:
         self.cp_group = context.get_group("cp")
         self.dp_rank, self.cp_rank, self.tp_rank = (context.get_local_rank(n) for n in ("dp", "cp", "tp"))
         self.ep_rank = sparse.get_local_rank("ep")
+        # Ranks of one micro batch are neighbours: tp and cp are the fastest axes.
+        sharing = init_device_mesh(kind, (d.dp, d.cp * d.tp), mesh_dim_names=("dp", "sharing"))
+        self._sharing, self._first = sharing.get_group("sharing"), self.dp_rank * d.cp * d.tp
         # Objects travel over gloo: a wait for the next batch must not hold a GPU stream.
         self._objects = dist.new_group(backend="gloo") if kind != "cpu" else dist.group.WORLD
 
@@ -188,6 +191,13 @@ class Mesh:
         dist.broadcast_object_list(box, src=0, group=self._objects)
         return box[0]
 
+    def share(self, value: T) -> T:
+        """The value of the rank that is counted, on all that train on the same micro batches."""
+        box = [value]
+        if dist.get_world_size(self._sharing) > 1:
+            dist.broadcast_object_list(box, src=self._first, group=self._sharing)
+        return box[0]
+
 
 def _sharding(mesh: DeviceMesh, name: str, num_replicas: int) -> DeviceMesh:
     return mesh["replica", name] if num_replicas > 1 else mesh[name]
@@ -201,6 +211,35 @@ def num_ranks() -> int:
 def is_lead_process() -> bool:
     """True on rank 0; known before a process group is open."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def rank_name(role: str) -> str:
+    """What this process is called in logs: its role, and its rank where there are several."""
+    return role if num_ranks() == 1 else f"{role}_{os.environ.get('RANK', '0')}"
+
+
+def by_lead(make: Callable[[], T]) -> T:
+    """What `make` gives on rank 0, on every rank; the others do not call it."""
+    box = [make() if is_lead_process() else None]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return cast(T, box[0])
+
+
+def build_mesh(section: ModelSection, shape: ModelConfig | Any) -> Mesh | None:
+    """The mesh of this run's ranks for a policy of this shape; None for one rank.
+
+    Raises: ConfigError for degrees that do not fit.
+    """
+    if not isinstance(shape, ModelConfig):
+        if num_ranks() > 1:
+            raise ConfigError('[model] impl = "hf" trains on one rank; several need impl = "custom"')
+        return None
+    degrees = find_degrees(section, num_ranks(), shape)
+    if num_ranks() == 1:
+        return None
+    logger.info("%d ranks: %s", num_ranks(), degrees)
+    return Mesh(degrees, training_device())
 
 
 def training_device() -> torch.device:

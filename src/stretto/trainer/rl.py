@@ -35,6 +35,7 @@ from stretto.trainer.canary import sing
 from stretto.trainer.export import export_weights
 from stretto.trainer.interrupt import StopFlag, finish_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
+from stretto.trainer.mesh import Mesh, build_mesh, by_lead, process_group, rank_name
 from stretto.trainer.throughput import Throughput
 from stretto.trainer.token_export import TokenExport
 from stretto.transports.control import (
@@ -57,39 +58,55 @@ logger = logging.getLogger(__name__)
 ROLE = "trainer"
 POLL_S = 0.1  # how long a Stop may go unnoticed while waiting for a batch
 MONITOR_CLOSE_S = 10.0
+GROUP_MARGIN_S = 600.0  # ranks wait for the lead's batch, and for what it does around it
 
 
 def main(cfg: TrainerConfig) -> int:
     """Train to the end, until told to stop, or until the first Ctrl-C; the exit status."""
-    log.setup(ROLE, cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+    log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
     torch.set_num_threads(cfg.num_threads or process.num_cores())
     torch.manual_seed(cfg.seed)
     keep_freed_memory()
     signal.signal(signal.SIGTERM, _exit_in_order)
-    with finish_on_signal(signal.SIGINT) as interrupt, ExitStack() as stack:
+    with (
+        finish_on_signal(signal.SIGINT) as interrupt,
+        process_group(cfg.batch_timeout_s + GROUP_MARGIN_S),
+        ExitStack() as stack,
+    ):
         Trainer(cfg, interrupt, stack).run()
     return 0
 
 
 class Trainer:
-    """One life of the trainer process. `stack` closes what it opens, in reverse."""
+    """One life of a trainer process. `stack` closes what it opens, in reverse.
+
+    On several ranks the lead talks to the orchestrator, publishes and writes files; it tells the others when
+    to stop. Each data-parallel rank receives its own batches and is registered; those that share them (cp, tp)
+    get them from it.
+    """
 
     def __init__(self, cfg: TrainerConfig, interrupt: StopFlag, stack: ExitStack) -> None:
         self.cfg, self.run_dir = cfg, cfg.run_dir
         self.interrupt = interrupt
-        self.tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
+        self.tokenizer_dir = by_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
         self.learner = build_learner(cfg, self.tokenizer_dir)
+        self.mesh = mesh = self.learner.mesh
+        self.is_lead = mesh is None or mesh.is_lead
+        self.dp_rank, self.dp = (0, 1) if mesh is None else (mesh.dp_rank, mesh.degrees.dp)
         self.resumed_step = resume(cfg, self.learner)
-        self.control = ControlClient(cfg.control, cfg.run_name)
-        stack.callback(self.control.close)
-        self.receiver = build_receiver(cfg.rollout_transport, self.run_dir, rank=0)
-        stack.callback(self.receiver.close)
-        self.publisher = build_publisher(cfg.weight_broadcast, self.run_dir, cfg.run_name)
-        stack.callback(self.publisher.close)
-        self.monitors = build_monitors(
-            cfg.monitors, self.run_dir, ROLE, cfg.run_name, resumed_step=self.resumed_step
-        )
-        stack.callback(self.monitors.close, MONITOR_CLOSE_S)
+        self.is_registered = mesh is None or mesh.is_counted
+        if self.is_registered:
+            self.control = ControlClient(cfg.control, cfg.run_name)
+            stack.callback(self.control.close)
+            self.receiver = build_receiver(cfg.rollout_transport, self.run_dir, rank=self.dp_rank)
+            stack.callback(self.receiver.close)
+        if self.is_lead:
+            self.publisher = build_publisher(cfg.weight_broadcast, self.run_dir, cfg.run_name)
+            stack.callback(self.publisher.close)
+            self.monitors = build_monitors(
+                cfg.monitors, self.run_dir, ROLE, cfg.run_name, resumed_step=self.resumed_step
+            )
+            stack.callback(self.monitors.close, MONITOR_CLOSE_S)
         self.throughput = Throughput()
         self.stop: Stop | None = None
         self.loaded_version = -1
@@ -98,7 +115,8 @@ class Trainer:
 
     def run(self) -> None:
         """Every step, then what is due at the end; an error is told to the orchestrator before it ends us."""
-        self.meet()
+        if self.is_registered:
+            self.meet()
         try:
             self.publish()
             self.step_started_at = time.perf_counter()
@@ -108,9 +126,11 @@ class Trainer:
                 self.save_if_due()
             self.finish()
         except Exception as error:
-            self.tell_failure(error)
+            if self.is_registered:
+                self.tell_failure(error)
             raise
-        self.control.send(Bye())
+        if self.is_registered:
+            self.control.send(Bye())
         logger.info("done at step %d", self.learner.step)
 
     # -- a step --
@@ -118,16 +138,32 @@ class Trainer:
     def next_batch(self) -> TrainBatch | None:
         """The batch of the next step; None when told to stop.
 
+        The lead waits for its own; the orchestrator has then sent everybody's.
+
         Raises: EngineError when none comes in batch_timeout_s.
         """
         self.wait_s = -time.perf_counter()
+        batch = self.receive(self.should_stop) if self.is_lead else None
+        if self.mesh is not None:
+            if not self.mesh.tell(batch is not None):
+                return None
+            if self.is_registered and not self.is_lead:
+                batch = self.receive(lambda: False)
+            batch = self.mesh.share(batch)
+        self.wait_s += time.perf_counter()
+        return batch
+
+    def receive(self, should_stop: Callable[[], bool]) -> TrainBatch | None:
+        """This rank's batch of the next step; None when it should stop.
+
+        Raises: EngineError when none comes in batch_timeout_s.
+        """
         step = self.learner.step + 1
         deadline = time.monotonic() + self.cfg.batch_timeout_s
-        while not self.should_stop():
+        while not should_stop():
             batch = self.receiver.try_receive(POLL_S)
             if batch is not None:
-                check_batch(batch, step)
-                self.wait_s += time.perf_counter()
+                check_batch(batch, step, self.dp_rank, self.dp)
                 return batch
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -142,18 +178,25 @@ class Trainer:
         self.learner.forward_backward(batch.micro_batches)
         metrics = self.learner.optim_step()
         now = time.perf_counter()
-        num_tokens = sum(mb.num_tokens for mb in batch.micro_batches)
+        counts = {
+            "tokens": sum(mb.num_tokens for mb in batch.micro_batches),
+            "micro_batches": len(batch.micro_batches),
+        }
+        counts = counts if self.mesh is None else self.mesh.reduce(counts)
+        num_tokens = int(counts["tokens"])
         self.num_tokens += num_tokens
         time_s, self.step_started_at = now - self.step_started_at, now
         metrics |= {
             "batch/tokens": num_tokens,
-            "batch/micro_batches": len(batch.micro_batches),
+            "batch/micro_batches": counts["micro_batches"],
             "progress/total_tokens": self.num_tokens,
             "perf/throughput": self.throughput.add(num_tokens, time_s),
             "time/step": time_s,
             "time/wait_for_batch": self.wait_s,
             "time/train": now - start,
         }
+        if not self.is_lead:
+            return
         step = self.learner.step
         self.control.send(
             StepDone(step=step, metrics=metrics, num_tokens=num_tokens, time_s=time_s, wait_s=self.wait_s)
@@ -176,6 +219,11 @@ class Trainer:
     def publish(self) -> None:
         """Hand the current weights to the engines; the version is the number of steps done."""
         start = time.perf_counter()
+        if not self.is_lead:
+            for _ in self.learner.export_tensors():
+                pass  # the lead takes what all ranks join
+            self.canary()
+            return
         self.hear()
         manifest = self.publisher.publish(self.learner.step, self.learner.export_tensors())
         adapter = self.learner.adapter_info()
@@ -211,8 +259,9 @@ class Trainer:
         if is_saving and step != self.saved_step:
             checkpoint.save(self.run_dir, self.learner)
             self.saved_step = step
-            self.control.send(CheckpointSaved(step=step))
-        if step in (self.saved_step, self.exported_step):
+            if self.is_lead:
+                self.control.send(CheckpointSaved(step=step))
+        if self.is_lead and step in (self.saved_step, self.exported_step):
             self.monitors.log(step, {"time/save_ckpt": time.perf_counter() - start})
 
     # -- the orchestrator --
@@ -223,7 +272,9 @@ class Trainer:
         Raises: ConfigError when the orchestrator continues from another step.
         """
         step = self.learner.step
-        registered = self.control.register(Register(resumed_step=self.resumed_step, version=step))
+        registered = self.control.register(
+            Register(rank=self.dp_rank, world_size=self.dp, resumed_step=self.resumed_step, version=step)
+        )
         if (registered.resume_step or 0) != step:
             raise ConfigError(
                 f"the orchestrator continues after step {registered.resume_step or 0}, this trainer after "
@@ -274,8 +325,11 @@ class Trainer:
     def finish(self) -> None:
         """Save unless told not to; leave only when nobody needs what only this process has."""
         step = self.learner.step
-        if self.stop is None or self.stop.save:
+        should_save = self.stop is None or self.stop.save
+        if should_save if self.mesh is None else self.mesh.tell(should_save):
             self.save_if_due(is_last=True)
+        if not self.is_lead:
+            return
         if self.cfg.ckpt is None and step:
             logger.warning("nothing was saved: ckpt = None")
         timeout_s = self.cfg.weight_broadcast.timeout_s
@@ -315,6 +369,7 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
     logger.info(
         "%d parameters on %s", sum(p.numel() for p in policy.parameters()), policy.output_weight.device
     )
+    mesh = build_mesh(cfg.model, policy.config)
     return Learner(
         policy,
         model=cfg.model,
@@ -323,8 +378,9 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
         max_steps=cfg.max_steps,
         loss=cfg.loss,
         reference=reference,
-        observe=TokenExport(cfg.run_dir.trained_tokens) if cfg.enable_token_export else None,
+        observe=_token_export(cfg, mesh) if cfg.enable_token_export else None,
         enable_router_replay=cfg.enable_router_replay,
+        mesh=mesh,
     )
 
 
@@ -344,15 +400,27 @@ def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
     return step
 
 
-def check_batch(batch: TrainBatch, step: int) -> None:
-    """Raises: WireError when it is not this rank's batch of this step."""
-    if (batch.step, batch.rank, batch.world_size) != (step, 0, 1):
+def _token_export(cfg: TrainerConfig, mesh: Mesh | None) -> TokenExport:
+    """One folder a data-parallel rank where there are several."""
+    folder = cfg.run_dir.trained_tokens
+    return TokenExport(folder if mesh is None or mesh.degrees.dp == 1 else folder / f"rank_{mesh.dp_rank}")
+
+
+def check_batch(batch: TrainBatch, step: int, rank: int, world_size: int) -> None:
+    """Raises: WireError when it is not this data-parallel rank's batch of this step."""
+    if (batch.step, batch.rank, batch.world_size) != (step, rank, world_size):
         raise WireError(
             f"got the batch of step {batch.step} for rank {batch.rank} of {batch.world_size}; "
-            f"expected step {step} for rank 0 of 1"
+            f"expected step {step} for rank {rank} of {world_size}"
         )
 
 
 def _exit_in_order(number: int, frame: FrameType | None) -> None:
     """SIGTERM: leave through every `finally`, so that shared memory and sockets are given back."""
     sys.exit(128 + number)
+
+
+if __name__ == "__main__":  # torchrun src/stretto/trainer/rl.py @ train.toml
+    from stretto.cli import main_trainer
+
+    sys.exit(main_trainer())

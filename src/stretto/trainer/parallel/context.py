@@ -107,13 +107,13 @@ def _ulysses(attend: Attend, sizes: list[int], mesh: Mesh) -> Attend:
     def whole(x: Tensor) -> Tensor:
         if x.shape[1] < degree:
             x = x.repeat_interleave(degree // x.shape[1], dim=1)
-        parts = x.view(here, degree, -1, x.shape[-1]).transpose(0, 1).reshape(degree * here, -1, x.shape[-1])
+        parts = x.unflatten(1, (degree, -1)).transpose(0, 1).flatten(0, 1)
         return exchange(parts, sizes, [here] * degree, group)
 
     def attend_heads(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attend(layer, whole(q), whole(k), whole(v))
         back = exchange(out, [here] * degree, sizes, group)
-        return back.view(degree, here, -1, q.shape[-1]).transpose(0, 1).reshape(q.shape)
+        return back.unflatten(0, (degree, here)).transpose(0, 1).flatten(1, 2)
 
     return attend_heads
 

@@ -100,6 +100,8 @@ class Shards:
         self.policy, self.mesh = policy, mesh
         self._features, self._experts, self._partial = features, experts, partial
         self._export_dtype = export_dtype
+        # What hub.py asks a model for that does not hold whole weights of its own.
+        policy.export_tensors, policy.export_dtype = self.export, export_dtype
         self._all: dict[str, nn.Parameter] = dict(policy.named_parameters())
         self._trained = {name: p for name, p in self._all.items() if p.requires_grad}
         self.names = list(self._trained)
