@@ -169,7 +169,7 @@ class Loop:
         self._before = (self.progress.train_s, self.progress.wall_s)  # of earlier lives
         self._first_draw_at: float | None = None
         self._rows: dict[int, telemetry.StepRow] = {}
-        self._failed_in_a_row = 0
+        self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
         self._next_warning = 0  # step
         self._is_stopping = asyncio.Event()
         self._has_first_version = asyncio.Event()
@@ -303,7 +303,7 @@ class Loop:
             self._on_failed_group(settled.group)
             self.buffer.fail(slot)
             return
-        self._failed_in_a_row = 0
+        self._failed_in_a_row[env] = 0
         rejected = settled.verdict.rejected
         self._flags.update(settled.verdict.flags)
         self.buffer.finish(slot, settled.group, has_signal=settled.has_signal, rejected=rejected)
@@ -322,15 +322,17 @@ class Loop:
 
     def _on_failed_group(self, group: Group) -> None:
         """Raises: the error that says who must act, when too many groups in a row have failed."""
-        self._failed_in_a_row += 1
+        env = group.task.env
+        self._failed_in_a_row[env] += 1
+        count = self._failed_in_a_row[env]
         cause = group.rollouts[-1].error or "unknown"
-        logger.warning("group %d failed (%d in a row): %s", group.group_id, self._failed_in_a_row, cause)
-        if self._failed_in_a_row >= self.cfg.max_failed_groups:
+        logger.warning("group %d failed (%d of %s in a row): %s", group.group_id, count, env, cause)
+        if count >= self.cfg.max_failed_groups:
             kinds = (EnvError, ConfigError)
             kind = next((each for each in kinds if cause.startswith(each.__name__)), EngineError)
             raise kind(
-                f"{self._failed_in_a_row} groups in a row failed (max_failed_groups); the last one, "
-                f"group {group.group_id} of {group.task.env}: {cause}"
+                f"{count} groups in a row failed (max_failed_groups); the last one, "
+                f"group {group.group_id} of {env}: {cause}"
             )
 
     # -- pack and ship --
