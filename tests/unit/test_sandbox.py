@@ -14,6 +14,7 @@ import pytest
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.sandbox import KEEPER, Limits, Sandbox, bubblewrap_trouble, choose_backend
+from stretto.envs.sandbox_keeper import process_group
 
 LIMITS = Limits(wall_s=8.0, memory_bytes=256 << 20, output_bytes=64 << 10)
 ENDLESS = Limits(wall_s=0.8, memory_bytes=256 << 20)
@@ -60,6 +61,16 @@ async def test_a_fork_bomb_is_held_and_ended(backend):
     code = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     result = await run(backend, code, ENDLESS)
     assert result.exit_code is None and result.killed_for in ("time", "processes", "memory")
+
+
+async def test_processes_are_counted_by_the_kernel_where_it_can(backend):
+    if (group := process_group(10)) is None:
+        pytest.skip("this user may make no control group")
+    os.rmdir(group)
+    code = "import os\nn = 0\ntry:\n    while n < 500 and os.fork():\n        n += 1\nexcept OSError:\n    print(n)"
+    result = await run(backend, code)
+    # The keeper may see them first: it ends what the kernel holds.
+    assert result.killed_for == "processes" or int(result.stdout.split()[0]) <= LIMITS.max_processes + 6
 
 
 async def test_an_endless_loop_is_ended_in_time(backend):

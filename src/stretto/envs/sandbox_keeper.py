@@ -44,13 +44,14 @@ def keep(request: dict) -> dict:
     """Run request["argv"] with the request on its standard input; what became of it, nothing left alive."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Root's processes are not limited in number by the kernel: counting them must go before what they do.
+    # Where root may make no control group, counting its processes must go before what they do.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -15)
     # The caller takes its request back by SIGTERM: what runs is ended all the same.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     limits = request["limits"]
     started = time.monotonic()
+    group = process_group(limits["max_processes"] + 2 * OVERHEAD_PROCESSES)
     process = subprocess.Popen(
         request["argv"],
         stdin=subprocess.PIPE,
@@ -59,11 +60,15 @@ def keep(request: dict) -> dict:
         env={},
         cwd=request["cwd"],
         start_new_session=True,
+        preexec_fn=None if group is None else lambda: _write(f"{group}/cgroup.procs", "0"),
     )
     try:
         output, killed_for, peak = _watch(process, json.dumps(request).encode(), limits, started)
     finally:
         _end_descendants()
+        if group is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(group)
     code = process.returncode
     return {
         "exit_code": None if killed_for else code if code >= 0 else 128 - code,
@@ -73,6 +78,40 @@ def keep(request: dict) -> dict:
         "wall_s": time.monotonic() - started,
         "peak_bytes": peak,
     }
+
+
+def process_group(max_processes: int) -> str | None:
+    """A control group that holds no more processes than this; None where this user may not make one.
+
+    The kernel's limit by user does not count root's processes, this one does.
+    """
+    bases = []
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        for line in file:
+            number, controllers, path = line.rstrip("\n").split(":", 2)
+            if "pids" in controllers.split(","):
+                bases.append(f"/sys/fs/cgroup/pids{path}")
+            elif number == "0" and not controllers:
+                bases.append(f"/sys/fs/cgroup{path}")
+    for base in bases:
+        group = f"{base.rstrip('/')}/stretto-{os.getpid()}"
+        try:
+            os.mkdir(group)
+        except OSError:
+            continue
+        try:
+            _write(f"{group}/pids.max", str(max_processes))
+        except OSError:  # a group without this controller
+            with contextlib.suppress(OSError):
+                os.rmdir(group)
+            continue
+        return group
+    return None
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def _watch(process, request: bytes, limits: dict, started: float) -> tuple[list[bytearray], str | None, int]:
