@@ -113,8 +113,8 @@ async def served(url, tmp_path):
     async with aiohttp.ClientSession() as http, EngineClient([url], timeout_s=120) as client:
         served = Served(url, tmp_path, http, client)
         yield served
-        for name in tuple(served.loaded):
-            await served.unload(name)
+        for name in served.loaded:
+            await served.client.unload_adapter(name)
 
 
 def ask(
@@ -146,7 +146,11 @@ async def test_all_adapters_and_the_base_model_in_one_batch(served):
 async def test_prompts_of_several_adapters_are_scored_in_one_batch(served):
     models = {"one": adapted(1), "two": adapted(2)}
     for name, model in models.items():
-        await served.load(name, model)
+        save_adapter(model, served.directory / name, LORA)
+        await served.client.load_adapter(name, str(served.directory / name))
+        served.loaded.add(name)
+    with pytest.raises(EngineError, match="already"):
+        await served.client.load_adapter("one", str(served.directory / "one"))
     calls = [served.check(name, model, scored=True) for name, model in models.items() for _ in range(3)]
     await asyncio.gather(*calls, served.check(None, scratch(0), scored=True))
 

@@ -267,6 +267,18 @@ class EngineClient:
         ids = None if request_ids is None else list(request_ids)
         await self._all("POST", api.ABORT, msgspec.json.encode({"request_ids": ids}))
 
+    async def load_adapter(self, name: str, path: str, *, is_replacing: bool = False) -> None:
+        """Have every engine serve the adapter in this directory, which its host sees, under a name.
+
+        Raises: EngineError with the engine's reason, also for a name that is taken unless is_replacing.
+        """
+        body = api.LoadAdapterBody(name, path, load_inplace=is_replacing)
+        await self._all("POST", api.LOAD_ADAPTER, msgspec.json.encode(body))
+
+    async def unload_adapter(self, name: str) -> None:
+        """No more requests for it; those under way end with it."""
+        await self._all("POST", api.UNLOAD_ADAPTER, msgspec.json.encode({"lora_name": name}))
+
     async def metrics(self) -> dict[str, float]:
         """The engines' metrics summed over engines and labels, by name (histograms: _sum and _count)."""
         total: dict[str, float] = {}
