@@ -15,7 +15,7 @@ from typing import Any
 
 import pydantic
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import Message, Reply
 
 
@@ -89,7 +89,10 @@ class Toolset:
         return messages
 
     async def call(self, call: dict[str, Any]) -> Message:
-        """The tool message that answers one call. Never raises for what a policy or a tool does."""
+        """The tool message that answers one call. Never raises for what a policy or a tool does.
+
+        Raises: EnvError when a tool does, because the episode and not the call is at fault.
+        """
         name = call["function"]["name"]
         message: Message = {"role": "tool", "name": name}
         if "id" in call:
@@ -108,6 +111,8 @@ class Toolset:
         except pydantic.ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return f"Error: the arguments of {name} do not fit: {problems}"
+        except EnvError:
+            raise  # not the call is wrong: the episode cannot go on
         except TimeoutError:
             return f"Error: {name} was not done in time."
         # The boundary of a tool: what it raises is for the policy to read.

@@ -1,0 +1,197 @@
+"""Tools of MCP servers: a program on stdin and stdout, or a URL of streamable HTTP.
+
+`McpToolEnv` connects before its first episode and keeps the connection; what the servers offer stands beside the
+environment's own functions. A connection lives in a task of its own, because the client must be left where it
+was entered; it ends with the event loop, and a program with it. A server that is gone fails the episode (which
+is played again) and is connected anew; an error that a server answers is for the policy to read.
+
+Needs the extra `mcp`, imported when the first connection is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.base.errors import ConfigError, EnvError
+from stretto.envs.base import RolloutContext, RolloutResult
+from stretto.envs.multi_turn import ToolEnv
+from stretto.envs.tools import Tool, Toolset
+from stretto.records.rollout import Task
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """Where a server is: `command` starts one, or `url` is where one listens. One of the two."""
+
+    command: Sequence[str] = ()
+    url: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the command; of ours it gets only the usual few, such as PATH."""
+    only: Sequence[str] = ()
+    """Names of the tools to offer; empty: all."""
+    timeout_s: float = 30.0
+    """For the connection and the list of tools."""
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ConfigError(
+                f"McpServer(command={list(self.command)}, url={self.url!r}): give one of the two."
+            )
+
+    @property
+    def where(self) -> str:
+        return self.url or " ".join(self.command)
+
+
+class Connection:
+    """One server, connected in a task of its own until `close` or the end of the event loop."""
+
+    def __init__(self, server: McpServer) -> None:
+        self.server = server
+        self.tools: list[RemoteTool] = []
+        self._loop = asyncio.get_running_loop()
+        self._is_ready: asyncio.Future[None] = self._loop.create_future()
+        self._is_closing = asyncio.Event()
+        self._task = asyncio.create_task(self._live())
+
+    @property
+    def is_open(self) -> bool:
+        is_ours = self._loop is asyncio.get_running_loop()
+        return is_ours and not self._task.done() and not self._is_closing.is_set()
+
+    async def ready(self) -> None:
+        """Wait for the list of tools. Raises: ConfigError without `mcp`, EnvError when there is no server."""
+        try:
+            async with asyncio.timeout(self.server.timeout_s):
+                await asyncio.shield(self._is_ready)
+        except TimeoutError as cause:
+            self._task.cancel()
+            raise EnvError(
+                f"MCP server {self.server.where}: no answer in {self.server.timeout_s:g} s"
+            ) from cause
+
+    def give_up(self) -> None:
+        """The server is gone: close; the next episode connects anew."""
+        self._is_closing.set()
+
+    async def close(self) -> None:
+        self._is_closing.set()
+        await asyncio.wait([self._task])
+
+    async def _live(self) -> None:
+        try:
+            client = _client_of(self.server)
+            async with client:
+                self.tools = await self._list_tools(client)
+                self._is_ready.set_result(None)
+                await self._is_closing.wait()
+        # Whatever a client raises, in whatever group: the server cannot be used.
+        except Exception as error:
+            cause = _innermost(error)
+            if not isinstance(cause, ConfigError):
+                cause = EnvError(f"MCP server {self.server.where}: {type(cause).__name__}: {cause}")
+            if not self._is_ready.done():
+                self._is_ready.set_exception(cause)
+
+    async def _list_tools(self, client: Any) -> list[RemoteTool]:
+        found, cursor = [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += [RemoteTool(self, client, tool) for tool in page.tools]
+            if (cursor := page.next_cursor) is None:
+                break
+        names = [tool.name for tool in found]
+        if missing := [name for name in self.server.only if name not in names]:
+            raise ConfigError(
+                f"MCP server {self.server.where} has no tool {missing[0]!r}; it has {', '.join(names)}."
+            )
+        return [tool for tool in found if not self.server.only or tool.name in self.server.only]
+
+
+class RemoteTool(Tool):
+    """A tool of a server."""
+
+    def __init__(self, connection: Connection, client: Any, tool: Any) -> None:
+        self.name = tool.name
+        self.schema = {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+        self._connection, self._client = connection, client
+
+    async def run(self, arguments: dict[str, Any]) -> str:
+        """The text of the result; the server checks the arguments.
+
+        Raises: EnvError when the server is gone.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        try:
+            result = await self._client.call_tool(self.name, arguments)
+        except MCPError as error:
+            if error.error.code != CONNECTION_CLOSED:
+                return f"Error: {error}"
+            self._connection.give_up()
+            raise EnvError(f"MCP server {self._connection.server.where} is gone: {error}") from error
+        # What else a client raises comes from the wire.
+        except Exception as error:
+            self._connection.give_up()
+            cause = _innermost(error)
+            where = self._connection.server.where
+            raise EnvError(f"MCP server {where}: {type(cause).__name__}: {cause}") from error
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        return f"Error: {text}" if result.is_error else text
+
+
+class McpToolEnv(ToolEnv):
+    """A policy with the tools of `servers` beside its own `tools`."""
+
+    servers: Sequence[McpServer] = ()
+
+    async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
+        await self.connect()
+        return await super().rollout(task, ctx)
+
+    async def connect(self) -> None:
+        """Connect to the servers that are not; episodes that begin meanwhile wait for the same connections."""
+        connections: list[Connection] = getattr(self, "_connections", [])
+        if connections and all(each.is_open for each in connections):
+            await asyncio.gather(*(each.ready() for each in connections))
+            return
+        kept = {id(each.server): each for each in connections if each.is_open}
+        self._connections = connections = [kept.get(id(s)) or Connection(s) for s in self.servers]
+        await asyncio.gather(*(each.ready() for each in connections))
+        remote = [tool for each in connections for tool in each.tools]
+        self._toolset = Toolset([*self.tools, *remote], self.tool_timeout_s)
+
+    async def close(self) -> None:
+        """Leave the servers."""
+        await asyncio.gather(*(each.close() for each in getattr(self, "_connections", []) if each.is_open))
+
+
+def _client_of(server: McpServer) -> Any:
+    try:
+        import mcp
+    except ModuleNotFoundError as cause:
+        raise ConfigError("tools of MCP servers need the extra: pip install 'stretto[mcp]'.") from cause
+    if server.url:
+        return mcp.Client(server.url)
+    program, *arguments = server.command
+    return mcp.Client(
+        mcp.StdioServerParameters(command=program, args=arguments, env=dict(server.env) or None)
+    )
+
+
+def _innermost(error: Exception) -> Exception:
+    """The cause inside nested groups."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
