@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import CASES, NUM_STEPS, build, train
+from mesh_runs import CASES, NUM_STEPS, build, train
 
-RUNS = Path(__file__).with_name("runs.py")
-DEADLINE_S = 150.0
+RUNS = Path(__file__).with_name("mesh_runs.py")
+DEADLINE_S = 170.0
 
 
 @functools.cache
@@ -69,6 +69,12 @@ def test_a_mesh_trains_like_one_rank(case, on_meshes):
     got, want = on_meshes(case), alone(case.kind)
     assert len(got["metrics"]) == NUM_STEPS
     for ours, theirs in zip(got["metrics"], want["metrics"], strict=True):
+        if case.model.get("cp_style") == "ring":
+            # A ring computes shared prompts once for every document, and counts their tokens as often.
+            ours, theirs = (
+                {k: v for k, v in m.items() if "max_vio" not in k and "routing" not in k}
+                for m in (ours, theirs)
+            )
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
     assert got["tensors"].keys() == want["tensors"].keys()
     for name, tensor in want["tensors"].items():

@@ -239,19 +239,19 @@ class Learner:
 
         Every rank gives its own micro batches, and gets the mean over all.
         """
-        total, num_tokens, num_passes = 0.0, 0, 0
-        for mb in micro_batches:
+        passes = [mb for mb in micro_batches if mb.ce_weights is not None and np.any(mb.ce_weights)]
+        most = int(self._reduce({"max/passes": len(passes)})["max/passes"])
+        total, num_tokens = 0.0, 0
+        for mb in passes:
             rows = build_rows(mb, self._vocab_size, self._device)
-            if rows is None or rows.streams.ce_weights is None:
-                continue
+            assert rows is not None and rows.streams.ce_weights is not None
             is_member = rows.streams.ce_weights != 0
             total -= float(self._score(rows)[0][is_member].double().sum())
             num_tokens += int(is_member.sum())
-            num_passes += 1
-        sums = self._reduce({"nll": total, "tokens": float(num_tokens), "max/passes": num_passes})
-        for _ in range(int(sums["max/passes"]) - num_passes):
+        for _ in range(most - len(passes)):
             self._score(self._idle_rows())
         self._masters.settle()
+        sums = self._reduce({"nll": total, "tokens": float(num_tokens)})
         return {"nll": sums["nll"] / max(sums["tokens"], 1.0), "tokens": sums["tokens"]}
 
     def export_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ and its death ends every wait (transports/control.py). Learning itself is learne
 from __future__ import annotations
 
 import logging
+import runpy
 import signal
 import sys
 import time
@@ -421,6 +422,5 @@ def _exit_in_order(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":  # torchrun src/stretto/trainer/rl.py @ train.toml
-    from stretto.cli import main_trainer
-
-    sys.exit(main_trainer())
+    sys.argv.insert(1, "trainer")
+    runpy.run_module("stretto", run_name="__main__")

@@ -1,12 +1,13 @@
-"""`sft`: supervised fine-tuning in one process.
+"""`sft`: supervised fine-tuning, in one process or on several ranks.
 
     claim the run directory -> build learner and data (or load a checkpoint)
     -> each step: draw examples, pack, train; validate, checkpoint and export when due
     -> at the end, or at the first Ctrl-C: validate, checkpoint, export
 
 State of a run: the learner's (weights, optimizer, step, random state) and the number of examples drawn. Both
-are in a checkpoint, so that a resumed run continues with the same bits. The learner is learner.py,
-examples and their order data.py.
+are in a checkpoint, so that a resumed run continues with the same bits. On several ranks each draws the same
+examples and trains its share of the packed rows; the lead writes. The learner is learner.py, examples and
+their order data.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import runpy
+import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,38 +38,44 @@ from stretto.trainer.data import ExampleOrder, Examples, load_examples, pack
 from stretto.trainer.export import export_weights
 from stretto.trainer.interrupt import StopFlag, finish_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
+from stretto.trainer.mesh import build_mesh, by_lead, is_lead_process, process_group, rank_name
 from stretto.trainer.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
 ROLE = "sft"
 CONSOLE_INTERVAL_S = 0.5  # steps of a tiny model take milliseconds; more lines than this nobody reads
+GROUP_TIMEOUT_S = 1800.0  # longest wait of a rank for another
 VAL_SEED_OFFSET = 1_000_003  # an environment's validation rows are drawn from a stream of their own
 
 
 def main(cfg: SFTConfig) -> int:
     """Train to the end or to the first Ctrl-C; the exit status."""
-    run = cfg.run_dir
-    resume = cfg.resume
-    claim = rundir.claim(
-        run, resume=resume is not None, step=resume.step if resume else None, clean=cfg.clean
-    )
-    log.setup(ROLE, run, cfg.log.level, cfg.log.json_logging)
-    try:
-        run.configs.mkdir(parents=True, exist_ok=True)
-        run.config(ROLE).write_text(dump_text(cfg))
+    with process_group(GROUP_TIMEOUT_S), ExitStack() as stack:
+        resume_step = by_lead(lambda: _claim(cfg, stack))
+        log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
         torch.set_num_threads(cfg.num_threads or process.num_cores())
         torch.manual_seed(cfg.seed)
         with finish_on_signal() as stop:
-            return run_steps(build_session(cfg, claim.resume_step), stop)
-    finally:
-        claim.close()
+            return run_steps(build_session(cfg, resume_step), stop)
+
+
+def _claim(cfg: SFTConfig, stack: ExitStack) -> int | None:
+    """Make the run directory this run's until the stack is closed; the step to resume from."""
+    run, resume = cfg.run_dir, cfg.resume
+    claim = rundir.claim(
+        run, resume=resume is not None, step=resume.step if resume else None, clean=cfg.clean
+    )
+    stack.callback(claim.close)
+    run.configs.mkdir(parents=True, exist_ok=True)
+    run.config(ROLE).write_text(dump_text(cfg))
+    return claim.resume_step
 
 
 def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
     """Model, data and learner, as configured or as they were at the checkpoint of `resume_step`."""
     run = cfg.run_dir
-    tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
+    tokenizer_dir = by_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
     tokenizer = load_tokenizer(tokenizer_dir)
     policy = load_policy(
         cfg.model,
@@ -83,7 +93,14 @@ def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
     if cfg.val is not None:
         rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET)
         validation = pack(rows.examples, cfg.seq_len)
-    learner = Learner(policy, model=cfg.model, optim=cfg.optim, scheduler=cfg.scheduler, max_steps=max_steps)
+    learner = Learner(
+        policy,
+        model=cfg.model,
+        optim=cfg.optim,
+        scheduler=cfg.scheduler,
+        max_steps=max_steps,
+        mesh=build_mesh(cfg.model, policy.config),
+    )
     session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir)
     if resume_step is not None:
         load_checkpoint(session, resume_step)
@@ -133,24 +150,32 @@ class Session:
 def run_steps(session: Session, stop: StopFlag) -> int:
     """Every step until max_steps or a stop, then what is due at the end."""
     cfg, learner = session.cfg, session.learner
-    monitors = build_monitors(
-        cfg.monitors, session.run, ROLE, cfg.run_name, resumed_step=session.resumed_step
-    )
+    monitors = Monitors({})
+    if is_lead_process():
+        monitors = build_monitors(
+            cfg.monitors, session.run, ROLE, cfg.run_name, resumed_step=session.resumed_step
+        )
     console = Console(session)
     try:
         if cfg.val is not None and cfg.val.eval_on_start and session.resumed_step is None:
             monitors.log(0, validate(session))
-        while learner.step < session.max_steps and not stop.is_set:
+        while learner.step < session.max_steps and not _should_stop(session, stop):
             metrics = train_step(session)
             if cfg.val is not None and is_due(learner.step, cfg.val.interval):
                 metrics |= validate(session)
             monitors.log(learner.step, metrics)
             console.step(metrics)
             save_what_is_due(session)
-        finish(session, monitors, was_stopped=stop.is_set)
+        finish(session, monitors, was_stopped=learner.step < session.max_steps)
     finally:
         monitors.close()
     return 0
+
+
+def _should_stop(session: Session, stop: StopFlag) -> bool:
+    """Was any rank told to stop? All then stop after the same step."""
+    mesh = session.learner.mesh
+    return stop.is_set if mesh is None else any(mesh.gather(stop.is_set))
 
 
 def is_due(step: int, interval: int | None) -> bool:
@@ -166,7 +191,8 @@ def train_step(session: Session) -> dict[str, float]:
     if cfg.max_epochs is not None:
         count = min(count, cfg.max_epochs * len(session.examples) - order.num_drawn)
     micro_batches = pack([session.examples[i] for i in order.draw(count)], cfg.seq_len)
-    session.learner.forward_backward(micro_batches)
+    mesh = session.learner.mesh
+    session.learner.forward_backward(micro_batches if mesh is None else mesh.deal(micro_batches))
     metrics = session.learner.optim_step()
     num_tokens = sum(mb.num_tokens for mb in micro_batches)
     session.num_tokens += num_tokens
@@ -185,7 +211,8 @@ def train_step(session: Session) -> dict[str, float]:
 def validate(session: Session) -> dict[str, float]:
     """Mean loss of the validation rows, nats a trained token."""
     start = time.perf_counter()
-    session.val_loss = session.learner.evaluate(session.validation)["nll"]
+    mesh, rows = session.learner.mesh, session.validation
+    session.val_loss = session.learner.evaluate(rows if mesh is None else mesh.deal(rows))["nll"]
     session.validated_step = session.learner.step
     return {"val/loss": session.val_loss, "time/val": time.perf_counter() - start}
 
@@ -208,9 +235,11 @@ def save_checkpoint(session: Session) -> None:
         return
     cursor = {"num_drawn": session.order.num_drawn, "data": session.examples.fingerprint()}
     checkpoint.save(run, session.learner, cursor)
+    session.saved_step = step
+    if not is_lead_process():
+        return
     run.complete_marker(step).write_text(json.dumps({"step": step, "time": time.time()}) + "\n")
     checkpoint.flush_to_disk(run.complete_marker(step))
-    session.saved_step = step
     checkpoint.prune(run, session.cfg.ckpt.keep_last)
 
 
@@ -254,6 +283,8 @@ def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
         save_checkpoint(session)
         if cfg.ckpt.weights is not None:
             export(session)
+    if not is_lead_process():
+        return
     wall_s = time.perf_counter() - session.started_at
     summary = {
         "steps": learner.step,
@@ -283,6 +314,8 @@ class Console:
         self._written_at = -math.inf
 
     def step(self, metrics: dict[str, float]) -> None:
+        if not is_lead_process():
+            return
         now = time.perf_counter()
         session, step = self._session, self._session.learner.step
         is_worth_a_line = step == session.max_steps or "val/loss" in metrics
@@ -303,3 +336,8 @@ class Console:
             metrics["perf/throughput"],
             session.order.epoch,
         )
+
+
+if __name__ == "__main__":  # torchrun src/stretto/trainer/sft.py @ sft.toml
+    sys.argv.insert(1, "sft")
+    runpy.run_module("stretto", run_name="__main__")

@@ -1,6 +1,6 @@
 """Three steps of a tiny policy on some mesh; run by every rank, with one process group for all cases.
 
-`python runs.py OUT RANK WORLD PORT` writes OUT/<case>.pt from rank 0.
+`python mesh_runs.py OUT RANK WORLD PORT` writes OUT/<case>.pt from rank 0.
 """
 
 from __future__ import annotations
