@@ -57,6 +57,14 @@ WRONG_RL = {
         "",
         ["c.toml:2: orchestrator.group_size = 1: every advantage would be zero, for rloo subtracts"],
     ),
+    "a filter of advantages that rae does not know yet": (
+        '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\n[orchestrator.algo]\ntype = "rae"\n' + ENV,
+        "",
+        [
+            'orchestrator.filters.0.type = "zero_advantage" with orchestrator.algo.type = "rae" flags rewards of 0',
+            "drop the filter",
+        ],
+    ),
     "credit that no environment uses": (
         '[orchestrator.algo]\ntype = "rloo"\n' + ENV + 'algo = { type = "max_rl" }\n',
         "",
@@ -367,7 +375,9 @@ WRONG_RL = {
     "an option that vLLM does not have": (
         f"[inference.vllm_extra]\nmax_modle_len = 2\n{ENV}",
         "",
-        ["c.toml:2: inference.vllm_extra.max_modle_len: vLLM 0.32.0 has no option --max-modle-len; did you mean"],
+        [
+            "c.toml:2: inference.vllm_extra.max_modle_len: vLLM 0.32.0 has no option --max-modle-len; did you mean"
+        ],
     ),
     "a value for a switch of vLLM": (
         f"[inference.vllm_extra]\nheadless = 3\n{ENV}",
