@@ -1,0 +1,53 @@
+"""A whole run with two trainer ranks trains what one rank trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import merged, rl
+from safetensors.torch import load_file
+
+from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
+from stretto.config.model import ScratchSection
+from stretto.models import hub
+
+SETTINGS = {
+    "max_steps": 3,
+    "seq_len": 256,
+    "orchestrator": {
+        "batch_size": 16,
+        "group_size": 4,
+        "max_async_level": 0,
+        "train": {"sampling": {"max_completion_tokens": 12}},
+        "env": [{"id": "reverse-text"}],
+    },
+    # A random policy is never rewarded; the entropy gives it something to learn.
+    "trainer": {"optim": {"lr": 1e-3}, "loss": {"entropy_coef": 0.1}},
+}
+
+
+def build_model(directory: Path) -> Path:
+    """A random policy, which reverses nothing yet, with its tokenizer."""
+    tokenizer_dir = build_letters_tokenizer(directory / "tokenizer")
+    tokenizer = load_tokenizer(tokenizer_dir)
+    ids = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.token_id(END_OF_TEXT)}
+    policy = hub.random_model(ScratchSection(hidden_size=32), tokenizer.vocab_size, **ids)
+    hub.save_hf(policy, directory / "model", tokenizer_dir)
+    return directory / "model"
+
+
+def test_two_trainer_ranks_train_like_one(tmp_path: Path) -> None:
+    settings, ended = merged(SETTINGS, {"model": {"name": build_model(tmp_path)}}), []
+    for name, more in (("one", {}), ("two", {"orchestrator": {"num_train_workers": 2}})):
+        (tmp_path / name).mkdir()
+        ended.append(rl(tmp_path / name, merged(settings, more)))
+    one, two = ended
+    for column in ("loss/mean", "optim/grad_norm", "entropy/mean", "batch/tokens"):
+        assert two.column(column) == pytest.approx(one.column(column), rel=1e-4, abs=1e-5), column
+        assert len(two.column(column)) == 3
+    assert max(one.column("optim/grad_norm")) > 0
+    ours, theirs = (load_file(e.run.weights_step(3) / "model.safetensors") for e in (two, one))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-4)
