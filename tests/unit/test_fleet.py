@@ -132,6 +132,8 @@ class Server:
         self.is_alive = True
         self.refusals = 0  # updates that are still to fail
         self.generated = 0
+        self.may_load = asyncio.Event()
+        self.may_load.set()
 
     async def start(self) -> str:
         async def fine(request):
@@ -144,7 +146,9 @@ class Server:
             if not self.is_alive or self.refusals:
                 self.refusals = max(self.refusals - 1, 0)
                 return web.Response(status=500, body=api.Refusal("no", 500).body())
-            self.versions.append(api.decode_update(await request.read()).manifest.version)
+            version = api.decode_update(await request.read()).manifest.version
+            await self.may_load.wait()
+            self.versions.append(version)
             return web.Response(body=b"{}")
 
         async def generate(request):
@@ -220,6 +224,23 @@ async def test_a_dead_engine_does_not_hold_up_an_update_and_gets_the_newest_when
         servers[0].is_alive = True
         await eventually(lambda: client.num_ready == 2)
         assert servers[0].versions == [2]
+
+
+async def test_an_engine_that_comes_back_while_a_version_is_published_ends_with_that_version():
+    async with two_engines() as (client, servers):
+        await client.update_weights(version(1))
+        servers[0].is_alive = False
+        await eventually(lambda: client.num_ready == 1)
+        servers[0].may_load.clear()
+        servers[0].is_alive = True
+        await eventually(lambda: client.fleet.updating.locked())  # it is being given version 1 again
+        updating = asyncio.ensure_future(client.update_weights(version(2)))
+        await asyncio.sleep(0.1)
+        servers[0].may_load.set()
+        async with asyncio.timeout(10):
+            await updating
+        assert client.num_ready == 2
+        assert [server.versions[-1] for server in servers] == [2, 2] and servers[0].versions[:2] == [1, 1]
 
 
 async def test_with_all_engines_down_an_update_waits_for_one():

@@ -120,13 +120,13 @@ class EngineClient:
         Requests under way are kept, with their cache, and go on under the new weights. An engine that does not
         load it is down until it does. Raises: EngineError when the last one is, and none comes back in time.
         """
-        self._manifest = manifest
         left: list[str] = []
         while True:
-            # Outside of the lock: an engine that comes back takes it.
-            targets = left or await self.fleet.wait_for_one()
+            await self.fleet.wait_for_one()  # outside of the lock, which an engine that comes back takes
             async with self.fleet.updating:
-                failures = await self._load_all(targets)
+                # One that came back a moment ago holds the version before; one that comes later gets this one.
+                self._manifest = manifest
+                failures = await self._load_all(left or self.fleet.ready())
             # Of engines that receive together, one that dies fails the others: those that live try again.
             left = []
             for url, error in failures.items():

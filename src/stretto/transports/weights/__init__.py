@@ -29,7 +29,9 @@ def build_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str) -> Publi
     if isinstance(cfg, ShmWeights):
         return ShmPublisher(run_id)
     if isinstance(cfg, CollectiveWeights):
-        return CollectivePublisher(cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=cfg.join_timeout_s)
+        return CollectivePublisher(
+            cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=cfg.join_timeout_s
+        )
     assert isinstance(cfg, FilesystemWeights), cfg
     return FilesystemPublisher(run_dir.broadcasts, keep_versions=cfg.keep_versions)
 
