@@ -67,7 +67,7 @@ def test_every_configured_algorithm_has_a_function():
     from stretto.config.algorithm import Algo
 
     sections = [cls for cls in get_args(get_args(Algo)[0]) if cls.__module__ != distill.__name__]
-    assert {cls.model_fields["type"].default for cls in sections} == {*CREDIT, "custom"}
+    assert {cls.model_fields["type"].default for cls in sections} == {*CREDIT, "custom", "hierarchical_grpo", "echo"}
     assert set(CREDIT) >= WHITENED
 
 
@@ -82,7 +82,7 @@ def slow_credit(kind, group):
             others.remove(reward)
         if not is_counted:
             result.append(0.0)
-        elif kind in ("reinforce_plus_plus", "rae"):
+        elif kind in ("ppo", "reinforce_plus_plus", "rae"):
             result.append(reward)
         elif len(counted) < 2:
             result.append(0.0)

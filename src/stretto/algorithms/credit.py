@@ -4,7 +4,7 @@ First rewards are shaped (`length_penalty`, `overlong`), then compared (`CREDIT`
 the rule is in `WHITENED` the advantages of a whole batch are whitened at last. A member with
 is_counted=False (failed, or without a sampled token) belongs to no baseline and gets exactly 0; a group is
 normalised by its own counted members, however many they are. Rewards that are all equal give exactly 0,
-never the rounding error of their mean. Token-level advantages (discounting, GAE, KL shaping) are not here.
+never the rounding error of their mean. Advantages of tokens (discounting, GAE, KL shaping) are advantages.py's.
 """
 
 from __future__ import annotations
@@ -64,10 +64,15 @@ def max_rl(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     return advantages / mean if mean > 0 else np.zeros(len(rewards))
 
 
+def ppo(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+    """A_i = R_i, float64 [members]: a score that the trainer turns into advantages with its critic's values."""
+    return np.where(is_counted, rewards, 0.0)
+
+
 def reinforce_plus_plus(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     """A_i = R_i, float64 [members]; the batch's mean is its baseline (`whiten`).
 
-    Source: REINFORCE++, arXiv:2501.03262, section 3.1. Differs: no discount, and no KL in the reward.
+    Source: REINFORCE++, arXiv:2501.03262, section 3.1. Discount and KL in the reward are advantages.py's.
     """
     return np.where(is_counted, rewards, 0.0)
 
@@ -75,7 +80,7 @@ def reinforce_plus_plus(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarr
 def reinforce_plus_plus_baseline(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     """A_i = R_i - mean(R), float64 [members], to be whitened over the batch.
 
-    Source: REINFORCE++-baseline, arXiv:2501.03262, section 3.2. Differs: no KL in the reward.
+    Source: REINFORCE++-baseline, arXiv:2501.03262, section 3.2. KL in the reward is advantages.py's.
     """
     return grpo(rewards, is_counted)
 
@@ -101,6 +106,19 @@ def role_conditioned(
     return advantages, baseline
 
 
+def hierarchical_grpo(rewards: np.ndarray, is_counted: np.ndarray, *, is_within_episode: bool) -> np.ndarray:
+    """A_ij = R_ij - mean, float64 [members, players]: of players of one role, of whom an episode has several.
+
+    The mean is over the counted players of the same episode (row), or over those of the whole group. Alone in
+    what it is compared with, a player gets 0.
+
+    Source: the rule of that name in prime-rl 0.8, for one proposer and several solvers.
+    """
+    if not is_within_episode:
+        return grpo(rewards.ravel(), is_counted.ravel()).reshape(rewards.shape)
+    return np.stack([grpo(row, counted) for row, counted in zip(rewards, is_counted)])
+
+
 def zero(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     """All advantages 0: the control that must not learn."""
     return np.zeros(len(rewards))
@@ -117,6 +135,7 @@ CREDIT: dict[str, Credit] = {
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "max_rl": max_rl,
+    "ppo": ppo,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "rae": rae,
@@ -124,7 +143,9 @@ CREDIT: dict[str, Credit] = {
 }
 
 WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Rules whose advantages are whitened over the batch."""
+"""Rules whose advantages are whitened over the batch, here or in the trainer."""
+NOT_COMPARED = frozenset({"ppo", "reinforce_plus_plus", "rae"})
+"""Rules that do not compare a group with itself; the baseline comes with the batch."""
 
 
 def can_teach(kind: str, rewards: np.ndarray, is_counted: np.ndarray, advantages: np.ndarray) -> bool:
@@ -133,7 +154,7 @@ def can_teach(kind: str, rewards: np.ndarray, is_counted: np.ndarray, advantages
     Groups compared with more than themselves always have; the control is told by rewards, so that it
     draws what grpo would; all others are told by their advantages.
     """
-    if kind in ("reinforce_plus_plus", "rae"):
+    if kind in NOT_COMPARED:
         return bool(is_counted.any())
     return has_signal(rewards, is_counted) if kind == "zero" else bool(advantages.any())
 

@@ -11,7 +11,7 @@ counts, and the sum for one micro batch; the losses of single tokens stand in po
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,6 +52,8 @@ class TokenStreams:
     ce_weights: Float[Tensor, " tokens"] | None = None
     ref_kl_weights: Float[Tensor, " tokens"] | None = None
     ref_logprobs: Float[Tensor, " tokens"] | None = None
+    old_logprobs: Float[Tensor, " tokens"] | None = None
+    """Of the policy as the step began; None: that is the policy of this pass."""
     segments: Segments | None = None
     """Which sample a token belongs to; needed where `needs_samples` says so."""
 
@@ -130,14 +132,18 @@ def total_loss(
     loss = logprobs.new_zeros(())
     sums: dict[str, Tensor] = {}
     if streams.rl_weights is not None:
+        compared, judged = streams, logprobs
+        if not cfg.use_rollout_logprobs:
+            judged = logprobs.detach() if streams.old_logprobs is None else streams.old_logprobs
+            compared = replace(streams, behavior_logprobs=judged)
         if isinstance(cfg, CustomLoss):
-            policy = _custom(logprobs, streams, cfg, sums)
+            policy = _custom(logprobs, compared, cfg, sums)
         else:
-            policy = POLICY_LOSSES[cfg.type](logprobs, streams, cfg)
+            policy = POLICY_LOSSES[cfg.type](logprobs, compared, cfg)
         weights = streams.rl_weights
         if cfg.correction is not None:
             weights, extra = corrected(
-                logprobs, streams.behavior_logprobs, weights, streams.segments, cfg.correction
+                judged, streams.behavior_logprobs, weights, streams.segments, cfg.correction
             )
             sums |= extra
         loss = loss + reduce_rl(policy.loss, weights, streams, counts, cfg)

@@ -148,6 +148,11 @@ class RunDir:
         link.symlink_to(self.weights_step(step).name)
         link.replace(self.latest_weights)
 
+    @property
+    def critic(self) -> Path:
+        """Directory of the exports of the critic, one `step_N` each."""
+        return self.path / "critic"
+
     # -- wires that are files --
 
     @property

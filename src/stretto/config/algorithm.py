@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from stretto.config.distill import OpdAlgo
+from stretto.config.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.section import Section
 
 Level = Literal["token", "sequence", "geometric"]
@@ -69,6 +69,9 @@ class LossSection(Section):
     samples."""
     reduction_tokens: int | None = Field(None, gt=0)
     """What `constant` divides by, such as the longest reply."""
+    use_rollout_logprobs: bool = True
+    """The ratio's denominator: true, the log-probabilities the engine sampled with; false, those of the policy
+    as the step began, which the trainer computes. The correction then compares that policy with the engine."""
     correction: CorrectionSection | None = None
     entropy_coef: float | None = Field(None, gt=0)
     """Weight of the mean entropy of trained tokens, which is pushed up; None: it is only reported."""
@@ -158,6 +161,51 @@ Loss = Annotated[
 ]
 
 
+class KlShapingSection(Section):
+    """What advantages of tokens have in common."""
+
+    type: str
+    kl_coef: float = Field(0.0, ge=0)
+    """Price of a token's divergence from the reference policy, taken off its reward. The trainer then holds a
+    second model."""
+    kl_estimator: Literal["k1", "k2", "k3", "low_var"] = "k1"
+    """Per-token estimator of that divergence; `low_var` is k3 cut at 10."""
+    kl_model: str | None = None
+    """Directory or name of the reference; None: the weights that training starts from."""
+    whiten: bool = True
+    """Advantages of the trained tokens of a batch get mean 0 and deviation 1."""
+
+
+class GaeAdvantages(KlShapingSection):
+    """Generalised advantage estimation with the values of [trainer.critic]; for algo type `ppo`."""
+
+    type: Literal["gae"] = "gae"
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of rewards, a trained token."""
+    lambd: float = Field(1.0, ge=0, le=1)
+    """1: returns less values (no bias); towards 0 values are trusted more."""
+
+
+class ReturnsAdvantages(KlShapingSection):
+    """Discounted returns, whitened; for algo type `reinforce_plus_plus`."""
+
+    type: Literal["returns"] = "returns"
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of rewards, a trained token."""
+
+
+class ShapedAdvantages(KlShapingSection):
+    """The sample's own advantage less the price of each token; for algo type `reinforce_plus_plus_baseline`."""
+
+    type: Literal["shaped"] = "shaped"
+
+
+Advantages = Annotated[
+    GaeAdvantages | ReturnsAdvantages | ShapedAdvantages,
+    Field(discriminator="type"),
+]
+
+
 class LengthPenaltySection(Section):
     """Long members of a group cost reward, the more the better the group does; 0 where it solves nothing.
 
@@ -217,16 +265,26 @@ class MaxRlAlgo(CreditSection):
     type: Literal["max_rl"] = "max_rl"
 
 
+class PpoAlgo(CreditSection):
+    """The reward itself, which arrives at the last trained token; [trainer.advantages] and a critic do the rest."""
+
+    type: Literal["ppo"] = "ppo"
+
+
 class ReinforcePlusPlusAlgo(CreditSection):
     """The reward itself, whitened over the trained tokens of the batch."""
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    whiten: bool = True
+    """False: the trainer does it, because it has [trainer.advantages]; `rl` sets it."""
 
 
 class ReinforcePlusPlusBaselineAlgo(CreditSection):
     """Reward minus the group's mean, then whitened over the trained tokens of the batch."""
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    whiten: bool = True
+    """False: the trainer does it, because it has [trainer.advantages]; `rl` sets it."""
 
 
 class RaeAlgo(CreditSection):
@@ -237,6 +295,15 @@ class RaeAlgo(CreditSection):
     """Share of the running mean that each new reward leaves in place."""
 
 
+class HierarchicalGrpoAlgo(CreditSection):
+    """Reward minus the mean of those who did the same: for episodes with several players of a role, such as a
+    proposer and its solvers. A player is called `<role>/<number>`."""
+
+    type: Literal["hierarchical_grpo"] = "hierarchical_grpo"
+    episode_agents: tuple[str, ...] = Field(min_length=1)
+    """Roles whose players are compared within their episode; those of all others within the group."""
+
+
 class CustomAlgo(CreditSection):
     """A function of your own: stretto.algorithms.custom says what it is given and must return."""
 
@@ -245,6 +312,25 @@ class CustomAlgo(CreditSection):
     """`module:function`; the module is looked for on the Python path and in the working directory."""
     kwargs: dict[str, Any] = Field({})
     """Its keyword arguments."""
+
+
+class EchoAlgo(CreditSection):
+    """As grpo; besides, what the environment answers after the first reply is learned by cross-entropy.
+
+    Weights are by role of the message, None: not learned. Only its text counts, not the template around it.
+    """
+
+    type: Literal["echo"] = "echo"
+    normalize_std: bool = False
+    """Also divide by the group's standard deviation."""
+    tool: float | None = Field(0.1, gt=0)
+    """Weight of the tokens of tool messages."""
+    user: float | None = Field(None, gt=0)
+    """Weight of the tokens of user messages."""
+    system: float | None = Field(None, gt=0)
+    """Weight of the tokens of system messages."""
+    filter: str | None = None
+    """`module:function` that is given a message and says whether it is learned; None: all are."""
 
 
 class ZeroAlgo(Section):
@@ -258,11 +344,16 @@ Algo = Annotated[
     | DrGrpoAlgo
     | RlooAlgo
     | MaxRlAlgo
+    | PpoAlgo
     | ReinforcePlusPlusAlgo
     | ReinforcePlusPlusBaselineAlgo
     | RaeAlgo
+    | HierarchicalGrpoAlgo
     | CustomAlgo
+    | EchoAlgo
     | OpdAlgo
+    | OpsdAlgo
+    | SftAlgo
     | ZeroAlgo,
     Field(discriminator="type"),
 ]

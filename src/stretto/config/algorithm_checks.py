@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stretto.config.algorithm import Algo, CorrectionSection, CreditSection, LossSection
+from stretto.config.distill_checks import check_distillation
 from stretto.config.shared import Problem
 
 if TYPE_CHECKING:
     from stretto.config.orchestrator import OrchestratorSection
+    from stretto.config.trainer import TrainerSection
 
-COMPARES = {"grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline"}
+COMPARES = {"grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline", "echo"}
 """Rules whose baseline is the group."""
+LATE = {"ppo", "reinforce_plus_plus", "rae"}
+"""Rules whose baseline comes with the batch."""
+PARTNERS = {"gae": "ppo", "returns": "reinforce_plus_plus", "shaped": "reinforce_plus_plus_baseline"}
+"""[trainer.advantages] by type, and the rule of credit that leaves the rest to them."""
 WITHOUT_RATIO = {"reinforce", "custom"}
 """Losses that importance weights may multiply."""
+DISTILLS = {"opd", "opsd", "sft"}
+"""Rules whose tokens have no advantage."""
 
 
 def check_loss(loss: LossSection, path: str) -> list[Problem]:
@@ -35,6 +43,10 @@ def check_loss(loss: LossSection, path: str) -> list[Problem]:
         paths = (f"{path}.reference_kl.estimator", f"{path}.reference_kl.is_unbiased")
         rule = "the gradient of k1 is zero on average; use k3, or is_unbiased = true"
         problems.append(Problem(paths, f'{paths[0]} = "k1": {rule}'))
+    if not loss.use_rollout_logprobs and loss.type == "reinforce" and loss.correction is None:
+        paths = (f"{path}.use_rollout_logprobs", f"{path}.type")
+        rule = 'does nothing: "reinforce" has no ratio; drop it, add a correction, or take another loss'
+        problems.append(Problem(paths, f"{paths[0]} = false {rule}"))
     if loss.correction is not None:
         problems += check_correction(loss, loss.correction, f"{path}.correction")
     return problems
@@ -46,10 +58,11 @@ def check_correction(loss: LossSection, correction: CorrectionSection, path: str
         rule = "does nothing by itself; give weights, reject or veto, or drop it"
         return [Problem((path,), f"{path}: the section {rule}")]
     problems = []
-    if correction.weights is not None and loss.type not in WITHOUT_RATIO:
+    has_ratio = loss.type not in WITHOUT_RATIO and loss.use_rollout_logprobs
+    if correction.weights is not None and has_ratio:
         paths = (f"{path}.weights", path.replace(".correction", ".type"))
         rule = "already contains the ratio of trainer to sampler, which would act twice"
-        way = 'use type = "reinforce" with weights, or reject and veto with this one'
+        way = 'use type = "reinforce", or use_rollout_logprobs = false, or reject and veto instead of weights'
         problems.append(Problem(paths, f'{paths[0]}: type = "{loss.type}" {rule}; {way}'))
     for key in ("weights", "reject"):
         section = getattr(correction, key)
@@ -58,6 +71,68 @@ def check_correction(loss: LossSection, correction: CorrectionSection, path: str
             rule = f"must be below {paths[1]} = {section.high:g}; lower it"
             problems.append(Problem(paths, f"{paths[0]} = {section.low:g} {rule}"))
     return problems
+
+
+def check_advantages(section: TrainerSection, path: str) -> list[Problem]:
+    """Advantages of tokens and the critic need one another; settings of one without the other do nothing."""
+
+    def at(key: str) -> str:
+        return f"{path}.{key}" if path else key
+
+    cfg, problems = section.advantages, []
+    is_gae = cfg is not None and cfg.type == "gae"
+    if is_gae and section.critic is None:
+        rule = f"needs values; add [{at('critic')}]"
+        problems.append(Problem((at("advantages.type"),), f'{at("advantages.type")} = "gae" {rule}'))
+    if section.critic is not None and not is_gae:
+        rule = f'trains values that nobody uses; add [{at("advantages")}] with type = "gae", or drop it'
+        problems.append(Problem((at("critic"),), f"{at('critic')} {rule}"))
+    if section.critic is not None and section.model.impl == "hf":
+        paths = (at("critic"), at("model.impl"))
+        rule = f'{paths[1]} = "hf" has no value output; use impl = "custom"'
+        problems.append(Problem(paths, f"{paths[0]} needs a network of our own: {rule}"))
+    if cfg is None:
+        return problems
+    if not cfg.kl_coef and (given := cfg.model_fields_set & {"kl_estimator", "kl_model"}):
+        paths = (at(f"advantages.{min(given)}"), at("advantages.kl_coef"))
+        problems.append(Problem(paths, f"{paths[0]} does nothing with {paths[1]} = 0; raise that or drop it"))
+    if cfg.type == "shaped" and not cfg.kl_coef:
+        paths = (at("advantages.type"), at("advantages.kl_coef"))
+        rule = f"does nothing with {paths[1]} = 0; raise that, or leave [{at('advantages')}] out"
+        problems.append(Problem(paths, f'{paths[0]} = "shaped" {rule}'))
+    if cfg.kl_coef and section.loss.reference_kl is not None:
+        paths = (at("advantages.kl_coef"), at("loss.reference_kl"))
+        rule = "both hold the policy to a reference, one in the reward and one in the loss; give one of them"
+        problems.append(Problem(paths, f"{paths[0]} and {paths[1]} {rule}"))
+    return problems
+
+
+def check_credit_fits(trainer: TrainerSection, orchestrator: OrchestratorSection) -> list[Problem]:
+    """The trainer's advantages are made of what the orchestrator's rule sends."""
+    kind = None if trainer.advantages is None else trainer.advantages.type
+    places = {f"orchestrator.env.{i}.algo": env.algo for i, env in enumerate(orchestrator.env) if env.algo}
+    if len(places) < len(orchestrator.env) or not orchestrator.env:
+        places["orchestrator.algo"] = orchestrator.algo
+    problems = []
+    for place, algo in places.items():
+        paths = (f"{place}.type", "trainer.advantages")
+        if kind is None and algo.type == "ppo":
+            rule = 'sends scores as they are; add [trainer.advantages] with type = "gae" and [trainer.critic]'
+            problems.append(Problem(paths, f'{paths[0]} = "ppo" {rule}'))
+        elif kind is None or algo.type in DISTILLS or (algo.type == PARTNERS[kind] and is_raw(algo)):
+            continue
+        elif algo.type == PARTNERS[kind]:
+            rule = f"[{paths[1]}] whitens what it makes of the scores; set whiten = false"
+            problems.append(Problem(paths, f"{place}.whiten = true: {rule}"))
+        else:
+            rule = f'ignores [{paths[1]}] of type "{kind}" and its settings; use algo type "{PARTNERS[kind]}"'
+            problems.append(Problem(paths, f'{paths[0]} = "{algo.type}" {rule}, or drop that section'))
+    return problems
+
+
+def is_raw(algo: Algo) -> bool:
+    """Does the rule send scores that nothing has whitened?"""
+    return not getattr(algo, "whiten", False)
 
 
 def check_algos(section: OrchestratorSection, prefix: str) -> list[Problem]:
@@ -81,29 +156,17 @@ def check_algos(section: OrchestratorSection, prefix: str) -> list[Problem]:
     if section.train.sampling.temperature == 0 and any(a.type != "zero" for a in algos.values()):
         rule = "the rollouts of a group would be equal and teach nothing; use more, such as 1.0"
         problems.append(Problem((temperature,), f"{temperature} = 0 is greedy: {rule}"))
-    problems += check_teacher(
-        section, [place for place, algo in algos.items() if algo.type == "opd"], path("teacher")
-    )
+    problems += check_distillation(section, prefix)
     filters = [i for i, each in enumerate(section.filters) if each.type == "zero_advantage"]
-    roles = [place for place, algo in algos.items() if algo.type == "rae"]
-    if filters and roles:
-        paths = (path(f"filters.{filters[0]}.type"), f"{roles[0]}.type")
-        rule = "flags rewards of 0, for the baselines of rae are known only when the batch is made; drop the filter"
-        problems.append(Problem(paths, f'{paths[0]} = "zero_advantage" with {paths[1]} = "rae" {rule}'))
+    late = [place for place, algo in algos.items() if algo.type in LATE]
+    if filters and late:
+        kind = algos[late[0]].type
+        paths = (path(f"filters.{filters[0]}.type"), f"{late[0]}.type")
+        rule = f"flags rewards of 0, for the baseline of {kind} is known only when the batch is made; drop the filter"
+        problems.append(Problem(paths, f'{paths[0]} = "zero_advantage" with {paths[1]} = "{kind}" {rule}'))
     for place, algo in algos.items():
         problems += check_shaping(algo, place, section.seq_len)
     return problems
-
-
-def check_teacher(section: OrchestratorSection, taught: list[str], path: str) -> list[Problem]:
-    """A teacher where one is asked, and only there."""
-    if taught and section.teacher is None:
-        rule = f"needs [{path}] with the base_url of an engine that serves the teacher"
-        return [Problem((f"{taught[0]}.type",), f'{taught[0]}.type = "opd" {rule}')]
-    if section.teacher is not None and not taught:
-        rule = 'does nothing: no algo has type = "opd"; drop it or give an algo that type'
-        return [Problem((path,), f"{path} {rule}")]
-    return []
 
 
 def check_shaping(algo: Algo, path: str, seq_len: int) -> list[Problem]:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from stretto.base.errors import ConfigError
 from stretto.config import vllm_flags
-from stretto.config.algorithm_checks import check_algos, check_loss
+from stretto.config.algorithm_checks import check_advantages, check_algos, check_loss
 from stretto.config.shared import Problem, show
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def check_trainer(section: TrainerSection, prefix: str) -> list[Problem]:
     problems = check_scheduler(section.scheduler, section.max_steps, prefix) + check_lr(section, prefix)
     problems += check_model(section.model, prefix) + check_scratch_len(section, prefix)
     problems += check_adapter_export(section, prefix)
-    problems += check_loss(section.loss, at(prefix, "loss"))
+    problems += check_loss(section.loss, at(prefix, "loss")) + check_advantages(section, prefix)
     return problems + check_control(section.control, prefix)
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from stretto.config.algorithm_checks import check_credit_fits
 from stretto.config.checks import (
     LOCAL_HOSTS,
     check_inference,
@@ -17,6 +18,7 @@ from stretto.config.checks import (
     is_address,
     urls,
 )
+from stretto.config.distill_checks import check_loss_is_used, check_teacher_engine
 from stretto.config.shared import Problem
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ def check_rl(cfg: RLConfig) -> list[Problem]:
     if cfg.inference is not None:
         problems += check_inference(cfg.inference, "inference")
         problems += check_engine_fits(cfg, cfg.inference)
+    if cfg.teacher_inference is not None:
+        problems += check_inference(cfg.teacher_inference, "teacher_inference")
+    problems += check_teacher_engine(cfg) + check_loss_is_used(cfg)
+    problems += check_credit_fits(cfg.trainer, cfg.orchestrator)
     return problems + check_control(cfg) + check_ports(cfg) + check_gpus(cfg)
 
 
@@ -112,7 +118,11 @@ def check_ports(cfg: RLConfig) -> list[Problem]:
 def check_gpus(cfg: RLConfig) -> list[Problem]:
     """GPU ids against counts, twice-named ids, and a GPU shared by trainer and engine."""
     problems = []
-    counts = {"trainer_gpu_ids": "num_train_gpus", "inference_gpu_ids": "num_infer_gpus"}
+    counts = {
+        "trainer_gpu_ids": "num_train_gpus",
+        "inference_gpu_ids": "num_infer_gpus",
+        "teacher_gpu_ids": "num_teacher_gpus",
+    }
     for key, count_key in counts.items():
         ids, count = getattr(cfg, key), getattr(cfg.deployment, count_key)
         if ids is None:

@@ -129,6 +129,9 @@ class RLConfig(RunRoot):
     orchestrator: OrchestratorSection = OrchestratorSection()
     inference: InferenceSection | None = InferenceSection()
     """None (`--no-inference`): start no engine, use those at orchestrator.client.base_url."""
+    teacher_inference: InferenceSection | None = None
+    """The engine of a frozen teacher, started and ended with the run; orchestrator.teacher.model without a base_url
+    is enough. None: the teacher, if there is one, runs at orchestrator.teacher.base_url."""
     model: ModelSection = ModelSection()
     tokenizer: TokenizerSection = TokenizerSection()
     max_steps: int | None = Field(None, gt=0)
@@ -142,6 +145,8 @@ class RLConfig(RunRoot):
     """GPUs of the trainer, one rank each; None: the first after inference's."""
     inference_gpu_ids: list[int] | None = None
     """GPUs of inference; None: the first ones."""
+    teacher_gpu_ids: list[int] | None = None
+    """GPUs of the teacher's engine; None: the first after the trainer's."""
     weight_broadcast: WeightBroadcast = ShmWeights()
     rollout_transport: RolloutTransport = ZmqRollouts()
     control: ControlSection = ControlSection()
@@ -151,7 +156,7 @@ class RLConfig(RunRoot):
 
     aliases: ClassVar[dict[str, str]] = {"wandb": "monitors.wandb"}
 
-    @field_validator("trainer_gpu_ids", "inference_gpu_ids", mode="before")
+    @field_validator("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids", mode="before")
     @classmethod
     def _comma_list(cls, value: Any) -> Any:
         """Accepts `0,1,2` and a single id besides a list."""
@@ -173,6 +178,7 @@ class RLConfig(RunRoot):
         _derive_client_url(data)
         _derive_num_train_workers(data)
         _derive_routed_experts(data)
+        _derive_whiten(data)
         return data
 
     def trainer_config(self) -> TrainerConfig:
@@ -187,6 +193,11 @@ class RLConfig(RunRoot):
         """What the inference process is started with; the root must have one."""
         assert self.inference is not None, "no [inference] section: nothing to start"
         return InferenceConfig.model_validate(self._cut(self.inference))
+
+    def teacher_config(self) -> InferenceConfig:
+        """What the teacher's engine is started with; the root must have one."""
+        assert self.teacher_inference is not None, "no [teacher_inference] section: nothing to start"
+        return InferenceConfig.model_validate(self._cut(self.teacher_inference))
 
     def _cut(self, section: Section) -> dict[str, Any]:
         resume = None if self.resume is None else self.resume.model_dump()
@@ -309,6 +320,33 @@ def _derive_routed_experts(data: dict[str, Any]) -> None:
         return
     if get(data, "inference") is not None:
         put(data, path, True)
+
+
+def _derive_whiten(data: dict[str, Any]) -> None:
+    """Scores stay as they are where the trainer makes advantages of them."""
+    if not isinstance(get(data, "trainer.advantages"), dict):
+        return
+    envs = get(data, "orchestrator.env")
+    for algo in [
+        get(data, "orchestrator.algo"),
+        *(get(env, "algo") for env in envs or () if isinstance(env, dict)),
+    ]:
+        if isinstance(algo, dict) and str(algo.get("type")).startswith("reinforce_plus_plus"):
+            algo.setdefault("whiten", False)
+
+
+def _derive_teacher(data: dict[str, Any]) -> None:
+    """A teacher that is named and runs nowhere is served by this run, under the name it is asked for."""
+    teacher, engine = get(data, "orchestrator.teacher"), get(data, "teacher_inference")
+    if isinstance(teacher, dict) and engine in (None, MISSING):
+        name = get(data, "orchestrator.teacher.model")
+        if get(data, "orchestrator.teacher.base_url") in (None, MISSING) and name not in (None, MISSING):
+            put(data, "teacher_inference.model", name)
+    elif isinstance(teacher, dict) and isinstance(engine, dict) and engine.get("model") in (None, MISSING):
+        if (name := get(data, "orchestrator.teacher.model")) not in (None, MISSING):
+            put(data, "teacher_inference.model", name)
+    elif teacher in (None, MISSING) and isinstance(engine, dict):
+        put(data, "orchestrator.teacher.model", engine.get("served_model_name") or engine.get("model"))
 
 
 def _derive_num_train_workers(data: dict[str, Any]) -> None:

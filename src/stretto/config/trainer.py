@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from stretto.config.algorithm import DefaultLoss, Loss
+from stretto.config.algorithm import Advantages, DefaultLoss, Loss
 from stretto.config.model import ModelSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.section import Section
@@ -89,6 +90,24 @@ class CosineScheduler(Section):
 Scheduler = Annotated[ConstantScheduler | LinearScheduler | CosineScheduler, Field(discriminator="type")]
 
 
+class CriticSection(Section):
+    """A critic, trained beside the policy: its network with an output of one number, and an optimizer of its own."""
+
+    load: str | None = None
+    """Directory or name of a model of the policy's family to start from: a critic that was saved, a reward model,
+    or a language model, which gets a new output that says 0. None: the model that the policy starts from."""
+    save: Path | None = None
+    """Directory of its exports, one `step_N` whenever the policy's weights are exported; None: RUN/critic."""
+    lr: float | None = Field(None, gt=0)
+    """Learning rate; None: the peak of the policy's. The other settings of its optimizer are the policy's."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear rise from 0; then the rate stays."""
+    num_critic_only_steps: int = Field(0, ge=0)
+    """First steps in which the critic learns and the policy stays as it is."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """A value may move by so much in a step, in reward units; None: by any amount."""
+
+
 class CkptWeightsSection(Section):
     """Hugging Face weights, config and tokenizer under RUN/weights/step_N; `latest` links to the newest."""
 
@@ -117,6 +136,14 @@ class TrainerSection(Section):
     optim: Optim = AdamWOptim()
     scheduler: Scheduler = ConstantScheduler()
     loss: Loss = DefaultLoss()
+    advantages: Advantages | None = None
+    """Present: the orchestrator sends scores, and tokens get their advantages here."""
+    critic: CriticSection | None = None
+    """Present: train a critic, whose values `advantages.type = "gae"` uses."""
+    updates_per_step: int = Field(1, gt=0)
+    """Optimizer updates of a step, each on its share of the batch's samples."""
+    epochs_per_step: int = Field(1, gt=0)
+    """Passes over the batch in a step, in another order each time."""
     ckpt: CkptSection | None = CkptSection()
     weight_broadcast: WeightBroadcast = ShmWeights()
     rollout_transport: RolloutTransport = ZmqRollouts()

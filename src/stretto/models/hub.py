@@ -232,16 +232,26 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, tuple[int, ...], Source
             yield name, tensor.shape, tensor
 
 
-def save_hf(model: nn.Module, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
-    """Write a model directory that transformers and vLLM load, with the tokenizer of `tokenizer_dir`."""
+def save_hf(
+    model: nn.Module,
+    directory: str | Path,
+    tokenizer_dir: str | Path | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+) -> None:
+    """Write a model directory that transformers and vLLM load, with the tokenizer of `tokenizer_dir`.
+
+    config and tensors are the model's own, unless it is saved as something else.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = dict(model.config.hf)
+    config = dict(config or model.config.hf)
     dtype = getattr(model, "export_dtype", None) or next(model.parameters()).dtype
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     _write_json(directory / "config.json", config)
-    _save_shards(directory, export_tensors(model))
+    _save_shards(directory, export_tensors(model) if tensors is None else tensors)
     if tokenizer_dir is not None:
         copy_tokenizer(tokenizer_dir, directory)
     generation = Path(tokenizer_dir or directory) / "generation_config.json"

@@ -182,7 +182,7 @@ class Loop:
         self._players = {name: player_of(self.player, self.cfg, name) for name in names}
         self._flags: Counter[str] = Counter()  # rollouts that each filter flagged since the last batch
         algos = {name: self.cfg.algo_of(name) for name in names}
-        self._whitened = [name for name, algo in algos.items() if algo.type in WHITENED]
+        self._whitened = [n for n, algo in algos.items() if algo.type in WHITENED and algo.whiten]
         for algo in algos.values():
             if isinstance(algo, CustomAlgo):
                 load_credit(algo)

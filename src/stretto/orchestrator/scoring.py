@@ -11,14 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stretto.algorithms.credit import CREDIT, can_teach, length_penalty, overlong
+from stretto.algorithms.credit import CREDIT, can_teach, hierarchical_grpo, length_penalty, overlong
 from stretto.algorithms.custom import CreditInputs, custom_credit
-from stretto.config.algorithm import Algo, CreditSection, CustomAlgo
+from stretto.base.errors import ConfigError
+from stretto.config.algorithm import Algo, CreditSection, CustomAlgo, HierarchicalGrpoAlgo
 from stretto.config.distill import OpdAlgo
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
-SHAPING = {"type", "length_penalty", "overlong", "decay"}
+SHAPING = {"type", "length_penalty", "overlong", "decay", "whiten"}
 """Keys of an algo that are not options of its rule."""
 
 
@@ -41,6 +42,10 @@ def score(group: Group, algo: Algo) -> tuple[Group, bool]:
     if isinstance(algo, OpdAlgo):
         has_signal = any(is_counted(rollout) and is_distilled(rollout) for rollout in group.rollouts)
         return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), has_signal
+    if isinstance(algo, HierarchicalGrpoAlgo):
+        table = compare_roles(group, algo)
+        has_signal = any(advantages.any() for advantages in table.values())
+        return msgspec.structs.replace(group, **largest(table)), has_signal
     if is_alone(group):
         advantages, has_signal = compare(group, algo)
         return msgspec.structs.replace(group, advantages=tuple(advantages.tolist())), has_signal
@@ -70,6 +75,30 @@ def compare(group: Group, algo: Algo) -> tuple[np.ndarray, bool]:
         options = algo.model_dump(exclude=SHAPING)
         advantages = CREDIT[algo.type](rewards, counted, **options)
     return advantages, can_teach(algo.type, rewards, counted, advantages)
+
+
+def compare_roles(group: Group, algo: HierarchicalGrpoAlgo) -> dict[str, np.ndarray]:
+    """Advantages of the members by player, each role compared by itself.
+
+    Raises: ConfigError when nobody plays any of the roles that are compared within their episode.
+    """
+    players: dict[str, list[str]] = {}
+    for player in speakers(group):
+        players.setdefault(player.partition("/")[0], []).append(player)
+    if players and not set(players) & set(algo.episode_agents):
+        raise ConfigError(
+            f"orchestrator.algo.episode_agents = {list(algo.episode_agents)}: the agents of "
+            f"{group.task.env!r} are {sorted(players)}; name those that play several times in an episode"
+        )
+    table = {}
+    for role, names in players.items():
+        parts = [played_by(group, name) for name in names]
+        counted = np.array([[is_counted(r) for r in part.rollouts] for part in parts], dtype=bool).T
+        paid = [np.array([r.reward for r in part.rollouts], dtype=np.float64) for part in parts]
+        rewards = np.stack([shape(*each, algo) for each in zip(paid, counted.T, parts)], axis=1)
+        advantages = hierarchical_grpo(rewards, counted, is_within_episode=role in algo.episode_agents)
+        table |= dict(zip(names, advantages.T))
+    return table
 
 
 def is_alone(group: Group) -> bool:

@@ -45,6 +45,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     ref_kl_weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
+    # The trainer's own, never on a wire: float32 [tokens], all as the step began.
+    old_logprobs: np.ndarray | None = None  # of the policy
+    values: np.ndarray | None = None  # the critic's, of the text before the token
+    returns: np.ndarray | None = None  # what the critic learns
 
     @property
     def num_samples(self) -> int:

@@ -14,6 +14,7 @@ from stretto.config.model import ModelSection
 from stretto.models import hub
 from stretto.models.lora import save_adapter
 from stretto.trainer.checkpoint import flush_to_disk
+from stretto.trainer.critic import Critic
 from stretto.trainer.mesh import is_lead_process
 
 logger = logging.getLogger(__name__)
@@ -50,3 +51,20 @@ def export_weights(
     run.link_latest_weights(step)
     logger.info("exported weights step=%d to %s in %.2fs", step, target, time.perf_counter() - start)
     return target
+
+
+def export_critic(critic: Critic, target: Path, tokenizer_dir: Path) -> None:
+    """Write the critic as a model for sequence classification with one label; every rank must call it."""
+    start, tensors = time.perf_counter(), critic.export_tensors()
+    if not is_lead_process():
+        for _ in tensors:
+            pass
+        return
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    hub.save_hf(critic.network, part, tokenizer_dir, config=critic.hf_config(), tensors=tensors)
+    for path in part.rglob("*"):
+        flush_to_disk(path)
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
+    logger.info("exported the critic to %s in %.2fs", target, time.perf_counter() - start)

@@ -30,6 +30,7 @@ from stretto.models.lm_head import token_logprobs
 from stretto.models.lora import Adapter, attach
 from stretto.records.sample import MicroBatch
 from stretto.records.weights import AdapterInfo
+from stretto.trainer.critic import Critic
 from stretto.trainer.mesh import Mesh, training_device
 from stretto.trainer.metrics import Reduce, StepSums, alone, sums_by_env
 from stretto.trainer.optim import (
@@ -41,7 +42,7 @@ from stretto.trainer.optim import (
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.shard import Shards, parallelise
 from stretto.trainer.routing import build_routers
-from stretto.trainer.rows import Rows, build_rows, count_tokens, trains
+from stretto.trainer.rows import IDLE, Rows, build_rows, count_tokens, trains
 from stretto.trainer.schedule import learning_rate
 
 Observer = Callable[[int, MicroBatch, Rows, Tensor, Tensor], None]
@@ -81,18 +82,6 @@ def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: Ru
     return hub.find_model(model.name)
 
 
-_IDLE = MicroBatch(
-    token_ids=np.zeros(2, np.int32),
-    cu_seqlens=np.array([0, 2], np.int32),
-    loss_mask=np.array([False, True]),
-    logprobs=np.zeros(2, np.float32),
-    advantages=np.zeros(2, np.float32),
-    temperatures=np.ones(2, np.float32),
-    sample_ids=("idle",),
-    envs=("idle",),
-)
-
-
 class Learner:
     """Trains `policy` in place. `step` counts the optimizer steps done; it is the policy's version."""
 
@@ -110,8 +99,10 @@ class Learner:
         observe: Observer | None = None,
         enable_router_replay: bool = False,
         mesh: Mesh | None = None,
+        critic: Critic | None = None,
     ) -> None:
         self.policy, self._lora = policy, model.lora
+        self.critic = critic
         self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
         if model.lora is not None:
             attach(policy, model.lora, seed=torch.initial_seed() % 2**63)
@@ -121,7 +112,7 @@ class Learner:
         self._loss = loss or DefaultLoss()
         if isinstance(self._loss, CustomLoss):
             load_loss(self._loss)
-        assert (reference is None) == (self._loss.reference_kl is None), "a reference without its loss"
+        assert reference is not None or self._loss.reference_kl is None, "a loss without its reference"
         self._reference = reference
         self._chunk = model.fused_lm_head_token_chunk_size
         self.mesh, self._cp_style = mesh, model.cp_style
@@ -136,6 +127,7 @@ class Learner:
                 parallelise(reference, mesh, model)
         self._optimizer = build_optimizer(self._masters.parameters, optim)
         self._sums = StepSums()
+        self._updates: list[tuple[float, float]] = []
         # On a GPU one flash kernel over whole documents is faster than a call for every shape of segment.
         models = (policy,) if reference is None else (policy, reference)
         self._shares_prefixes = self._device.type == "cpu" and all(m.shares_prefixes for m in models)
@@ -195,7 +187,15 @@ class Learner:
         self._masters.collect()
 
     def optim_step(self) -> dict[str, float]:
-        """Clip, update the weights, and give the metrics of the step.
+        """Clip, update the weights, and give the metrics of the step, which ends.
+
+        Raises: EngineError when the gradient is not finite; the weights are then as before.
+        """
+        self.update()
+        return self.end_step()
+
+    def update(self) -> None:
+        """Clip and update the weights; more updates of the same step may follow.
 
         Raises: EngineError when the gradient is not finite; the weights are then as before.
         """
@@ -206,17 +206,57 @@ class Learner:
                 f"step {self.step + 1}: gradient norm is {grad_norm}; lower [optim] lr = {self._optim.lr}, "
                 "or train in float32. The weights are those of the step before."
             )
-        self.step += 1
-        lr = learning_rate(self.step, self._optim.lr, self._scheduler, self._max_steps)
+        lr = learning_rate(self.step + 1, self._optim.lr, self._scheduler, self._max_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self._masters.zero_grad()
         self._masters.write_back()
-        metrics = self._sums.take(self._reduce) | {"optim/lr": lr, "optim/grad_norm": grad_norm}
+        self._updates.append((lr, grad_norm))
+
+    def end_step(self) -> dict[str, float]:
+        """The metrics of the step, over its updates (there may be none); the next one begins."""
+        self.step += 1
+        if not self._updates:
+            self._sums.take(self._reduce)
+            return {}
+        rates, norms = zip(*self._updates)
+        self._sums.add({"max/updates": torch.tensor(float(len(norms)))})
+        metrics = self._sums.take(self._reduce)
+        metrics |= {"optim/lr": rates[-1], "optim/grad_norm": sum(norms) / len(norms)}
+        if len(norms) > 1:
+            metrics["optim/updates"] = len(norms)
+        self._updates = []
         if self._routers is None:
             return metrics
         return metrics | self._routers.finish(self._reduce if self.mesh is None else self.mesh.reduce_tokens)
+
+    @torch.no_grad()
+    def scores(self, micro_batches: Sequence[MicroBatch], *, is_reference: bool = False) -> list[np.ndarray]:
+        """Of each micro batch, float32 [tokens]: log-probabilities of its trained tokens, 0 elsewhere.
+
+        Under the policy as it is, or the reference. Every rank must call it.
+        """
+        policy = self._reference if is_reference else None
+        found = []
+        for mb in micro_batches:
+            out = np.zeros(len(mb.token_ids), np.float32)
+            rows = build_rows(
+                mb,
+                self._vocab_size,
+                self._device,
+                share_prefixes=self._shares_prefixes,
+                with_routes=self._is_replaying,
+            )
+            if rows is not None:
+                out[rows.sources] = self._score(rows, policy)[0].cpu().numpy()
+            found.append(out)
+        mine = sum(trains(mb) for mb in micro_batches)
+        most = int(self._reduce({"max/passes": float(mine)})["max/passes"])
+        for _ in range(most - mine):
+            self._score(self._idle_rows(), policy)
+        self._masters.settle()
+        return found
 
     @torch.no_grad()
     def logprobs(self, mb: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -278,6 +318,8 @@ class Learner:
         tensors |= {f"optim.{name}": tensor for name, tensor in optimizer.items()}
         if self._routers is not None:
             tensors |= {f"routers.{name}": tensor for name, tensor in self._routers.state().items()}
+        if self.critic is not None:
+            tensors |= {f"critic.{name}": tensor for name, tensor in self.critic.state().items()}
         tensors["rng.cpu"] = torch.get_rng_state()
         if self._device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
@@ -311,11 +353,25 @@ class Learner:
             self._routers.load_state(
                 {n.removeprefix("routers."): t for n, t in tensors.items() if n.startswith("routers.")}
             )
+        self._load_critic(
+            {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
+        )
         torch.set_rng_state(tensors["rng.cpu"])
         if self._device.type == "cuda" and "rng.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng.cuda"], self._device)
         self.step = values["step"]
         self._masters.write_back()
+
+    def _load_critic(self, tensors: dict[str, Tensor]) -> None:
+        if self.critic is None:
+            if tensors:
+                raise DataError("state of a critic, but there is no [trainer.critic]")
+            return
+        if not tensors:
+            raise DataError("no state of a critic, but there is [trainer.critic]")
+        saved = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+        _check_same_model(self.critic.masters.shapes(), saved)
+        self.critic.load_state(tensors)
 
     @property
     def _vocab_size(self) -> int:
@@ -327,7 +383,7 @@ class Learner:
 
     def _idle_rows(self) -> Rows:
         """Two tokens, for a pass whose result nobody takes."""
-        rows = build_rows(_IDLE, self._vocab_size, self._device)
+        rows = build_rows(IDLE, self._vocab_size, self._device)
         assert rows is not None
         return rows
 
@@ -370,7 +426,7 @@ class Learner:
 
     @torch.no_grad()
     def _reference_logprobs(self, rows: Rows) -> Tensor | None:
-        return None if self._reference is None else self._score(rows, self._reference)[0]
+        return None if self._loss.reference_kl is None else self._score(rows, self._reference)[0]
 
 
 def _check_same_model(shapes: dict[str, torch.Size], saved: dict[str, Tensor]) -> None:

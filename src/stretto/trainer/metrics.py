@@ -42,10 +42,14 @@ class StepSums:
 
     def take(self, reduce: Reduce) -> dict[str, float]:
         """Metrics of the step over all ranks; starts the next step at zero."""
+        return _means(self.take_sums(reduce))
+
+    def take_sums(self, reduce: Reduce) -> dict[str, float]:
+        """The sums themselves, over all ranks."""
         names = list(self._sums)
         values = torch.stack([value.double() for value in self._sums.values()]).tolist() if names else []
         self._sums = {}
-        return _means(reduce(dict(zip(names, values))))
+        return reduce(dict(zip(names, values)))
 
 
 @torch.no_grad()
@@ -69,7 +73,7 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     total = defaultdict(float, sums)
     sampled = max(total["sampled_tokens"], 1.0)
     metrics = {
-        "loss/mean": total["loss"],
+        "loss/mean": total["loss"] / max(total["max/updates"], 1.0),
         "entropy/mean": total["entropy"] / sampled,
         "batch/sampled_tokens": total["sampled_tokens"],
     }

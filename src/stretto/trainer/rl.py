@@ -19,26 +19,34 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.memory import keep_freed_memory
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.roots import TrainerConfig
+from stretto.config.trainer import CriticSection
+from stretto.models import hub
+from stretto.models.decoder import Decoder
 from stretto.monitors import build_monitors
 from stretto.records.sample import TrainBatch
 from stretto.records.weights import Canary
 from stretto.trainer import checkpoint
 from stretto.trainer.canary import sing
-from stretto.trainer.export import export_weights
+from stretto.trainer.critic import Critic, load_critic, with_value_head
+from stretto.trainer.export import export_critic, export_weights
 from stretto.trainer.interrupt import StopFlag, finish_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
 from stretto.trainer.mesh import Mesh, build_mesh, by_lead, process_group, rank_name
+from stretto.trainer.metrics import alone
 from stretto.trainer.throughput import Throughput
 from stretto.trainer.token_export import TokenExport
+from stretto.trainer.updates import Updates
 from stretto.transports.control import (
     Bye,
     CheckpointComplete,
@@ -59,6 +67,7 @@ logger = logging.getLogger(__name__)
 ROLE = "trainer"
 POLL_S = 0.1  # how long a Stop may go unnoticed while waiting for a batch
 MONITOR_CLOSE_S = 10.0
+LOGGED = ("loss/mean", "mismatch_kl/mean", "entropy/mean", "optim/grad_norm", "optim/lr")
 GROUP_MARGIN_S = 600.0  # ranks wait for the lead's batch, and for what it does around it
 
 
@@ -92,6 +101,7 @@ class Trainer:
         self.tokenizer_dir = by_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
         self.learner = build_learner(cfg, self.tokenizer_dir)
         self.mesh = mesh = self.learner.mesh
+        self.updates = Updates(self.learner, cfg, alone if mesh is None else mesh.reduce)
         self.is_lead = mesh is None or mesh.is_lead
         self.dp_rank, self.dp = (0, 1) if mesh is None else (mesh.dp_rank, mesh.degrees.dp)
         self.resumed_step = resume(cfg, self.learner)
@@ -176,8 +186,7 @@ class Trainer:
     def train(self, batch: TrainBatch) -> None:
         """One optimizer step, told to orchestrator and monitors."""
         start = time.perf_counter()
-        self.learner.forward_backward(batch.micro_batches)
-        metrics = self.learner.optim_step()
+        metrics = self.updates.train(batch.micro_batches)
         now = time.perf_counter()
         counts = {
             "tokens": sum(mb.num_tokens for mb in batch.micro_batches),
@@ -207,11 +216,7 @@ class Trainer:
             "step %d loss=%.4f mismatch_kl=%.2e entropy=%.3f grad_norm=%.3f lr=%.2e "
             "%.0f tokens/s %.3fs (waited %.3fs)",
             step,
-            metrics["loss/mean"],
-            metrics.get("mismatch_kl/mean", 0.0),
-            metrics["entropy/mean"],
-            metrics["optim/grad_norm"],
-            metrics["optim/lr"],
+            *(metrics.get(name, 0.0) for name in LOGGED),
             metrics["perf/throughput"],
             time_s,
             self.wait_s,
@@ -256,6 +261,9 @@ class Trainer:
                     self.tokenizer_dir,
                     self.cfg.model if ckpt.weights.save_adapter_separately else None,
                 )
+                if (critic := self.learner.critic) is not None:
+                    folder = critic.section.save or self.run_dir.critic
+                    export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
                 self.exported_step = step
         if is_saving and step != self.saved_step:
             checkpoint.save(self.run_dir, self.learner)
@@ -359,18 +367,20 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
         "pad_token_id": tokenizer.token_id(END_OF_TEXT),
     }
     policy, reference = load_policy(cfg.model, **tokens), None
-    if (kl := cfg.loss.reference_kl) is not None:
-        other = {} if kl.model is None else {"name": kl.model, "scratch": None}
+    if (named := reference_of(cfg)) is not None:
+        path, name = named
+        other = {} if name is None else {"name": name, "scratch": None}
         reference = load_policy(cfg.model.model_copy(update=other), **tokens).requires_grad_(False)
         if reference.output_weight.shape[0] != policy.output_weight.shape[0]:
             raise ConfigError(
-                f"trainer.loss.reference_kl.model knows {reference.output_weight.shape[0]} tokens and the "
+                f"{path} knows {reference.output_weight.shape[0]} tokens and the "
                 f"policy {policy.output_weight.shape[0]}; give a reference of the same family"
             )
     logger.info(
         "%d parameters on %s", sum(p.numel() for p in policy.parameters()), policy.output_weight.device
     )
     mesh = build_mesh(cfg.model, policy.config)
+    critic = None if cfg.critic is None else build_critic(cfg, cfg.critic, policy, tokens, mesh)
     return Learner(
         policy,
         model=cfg.model,
@@ -382,7 +392,41 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
         observe=_token_export(cfg, mesh) if cfg.enable_token_export else None,
         enable_router_replay=cfg.enable_router_replay,
         mesh=mesh,
+        critic=critic,
     )
+
+
+def reference_of(cfg: TrainerConfig) -> tuple[str, str | None] | None:
+    """Which key asks for a frozen reference, and which model it names; None: nobody asks."""
+    if (kl := cfg.loss.reference_kl) is not None:
+        return "trainer.loss.reference_kl.model", kl.model
+    if cfg.advantages is not None and cfg.advantages.kl_coef:
+        return "trainer.advantages.kl_model", cfg.advantages.kl_model
+    return None
+
+
+def build_critic(
+    cfg: TrainerConfig, section: CriticSection, policy: nn.Module, tokens: dict[str, Any], mesh: Mesh | None
+) -> Critic:
+    """The critic from its own directory, or from the model that the policy starts from.
+
+    Raises: ConfigError when the policy is not of a family of ours, or the critic's texts are made of other tokens.
+    """
+    if not isinstance(policy, Decoder):
+        raise ConfigError(
+            '[trainer.critic] needs a policy of our own modules; model.impl = "hf" has no value output'
+        )
+    model = cfg.model.model_copy(update={"lora": None})
+    if section.load is not None:
+        network = load_critic(section.load, dtype=hub.DTYPES[model.dtype])
+    else:
+        network = with_value_head(load_policy(model, **tokens))
+    sizes = [m.model.embed_tokens.weight.shape[0] for m in (network, policy)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"trainer.critic.load knows {sizes[0]} tokens and the policy {sizes[1]}; give a critic of its family"
+        )
+    return Critic(network, section=section, model=model, optim=cfg.optim, mesh=mesh)
 
 
 def resume(cfg: TrainerConfig, learner: Learner) -> int | None:

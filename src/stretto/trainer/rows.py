@@ -40,6 +40,19 @@ class Rows:
     routes: Tensor | None = None  # int32 [inputs, layers, top_k]: experts to use (with_routes)
 
 
+IDLE = MicroBatch(
+    token_ids=np.zeros(2, np.int32),
+    cu_seqlens=np.array([0, 2], np.int32),
+    loss_mask=np.array([False, True]),
+    logprobs=np.zeros(2, np.float32),
+    advantages=np.zeros(2, np.float32),
+    temperatures=np.ones(2, np.float32),
+    sample_ids=("idle",),
+    envs=("idle",),
+)
+"""Two tokens, for a pass whose result nobody takes."""
+
+
 @dataclass(frozen=True)
 class Membership:
     """Weights of each component for every token of a micro batch; None: no token of it is a member."""
@@ -138,6 +151,7 @@ def build_rows(
             ce_weights=picked(members.ce),
             ref_kl_weights=picked(members.ref_kl),
             ref_logprobs=picked(mb.ref_logprobs),
+            old_logprobs=picked(mb.old_logprobs),
             segments=(
                 Segments(moved(np.bincount(documents, minlength=len(bounds) - 1)), moved(documents))
                 if with_samples

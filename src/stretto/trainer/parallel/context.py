@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.models.attention import Attend, PackedLayout
-from stretto.models.lm_head import token_logprobs
+from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.moe import Routing
 from stretto.trainer.mesh import Mesh
 from stretto.trainer.parallel.exchange import exchange, joined
@@ -62,6 +62,30 @@ def score(
 
     `routing` is that of the whole row; what this rank's tokens did is added to it.
     """
+    hidden, places = _hidden(policy, rows, mesh, style, routing)
+    rank, group = mesh.cp_rank, mesh.cp_group
+    trained = places[rank]
+    logprobs, entropy = token_logprobs(
+        hidden,
+        policy.output_weight,
+        rows.targets[trained],
+        rows.temperatures[trained],
+        chunk,
+        entropy_grad=entropy_grad,
+    )
+    return joined(logprobs, places, rank, group), joined(entropy, places, rank, group)
+
+
+def values(critic: nn.Module, rows: Rows, mesh: Mesh, style: str) -> Tensor:
+    """What a critic says of the text before every trained token, on every rank of cp."""
+    hidden, places = _hidden(critic, rows, mesh, style, None)
+    return joined(head_logits(hidden, critic.output_weight).squeeze(1), places, mesh.cp_rank, mesh.cp_group)
+
+
+def _hidden(
+    policy: nn.Module, rows: Rows, mesh: Mesh, style: str, routing: Routing | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Hidden states that predict this rank's trained tokens, and which trained tokens are whose."""
     shares = _share_out(len(rows.token_ids), mesh.degrees.cp, style, rows.token_ids.device)
     mine = shares.inputs[mesh.cp_rank]
     owner = shares.owner[rows.rows]
@@ -69,7 +93,6 @@ def score(
     number = is_here.cumsum(0) - 1
     owner = owner[rows.predictors]
     places = [(owner == rank).nonzero().squeeze(1) for rank in range(mesh.degrees.cp)]
-    trained = places[mesh.cp_rank]
     own = None
     if routing is not None:
         replay = None if routing.replay is None else routing.replay[mine]
@@ -87,16 +110,7 @@ def score(
         shares.place[rows.rows][is_here],
         *(() if own is None else (own,)),
     )
-    logprobs, entropy = token_logprobs(
-        hidden.index_select(0, number[rows.predictors[trained]]),
-        policy.output_weight,
-        rows.targets[trained],
-        rows.temperatures[trained],
-        chunk,
-        entropy_grad=entropy_grad,
-    )
-    rank, group = mesh.cp_rank, mesh.cp_group
-    return joined(logprobs, places, rank, group), joined(entropy, places, rank, group)
+    return hidden.index_select(0, number[rows.predictors[places[mesh.cp_rank]]]), places
 
 
 def _ulysses(attend: Attend, sizes: list[int], mesh: Mesh) -> Attend:

@@ -1,0 +1,94 @@
+"""One score a sample becomes an advantage a token: rewards with a KL price, discounted returns, GAE, whitening.
+
+Used where a batch is trained with [trainer.advantages]; without it every token of a sample has the sample's
+own number (credit.py). Values stand for the trained tokens only, sample after sample, `lengths[s]` of them in
+sample s: prompt, tool and environment tokens are no steps, so neither discount nor value passes through them,
+and the score arrives at the last trained token. A sample of length 0 is allowed. Pure numpy, float64.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+WHITEN_EPS = 1e-8
+
+
+def token_rewards(
+    scores: Float[np.ndarray, " samples"],
+    kl: Float[np.ndarray, " tokens"] | None,
+    lengths: Int[np.ndarray, " samples"],
+    kl_coef: float,
+) -> Float[np.ndarray, " tokens"]:
+    """r_t = -kl_coef * KL_t, and the sample's score on top at its last token.
+
+    kl: an estimate of the divergence from the reference at each token; None: no price.
+
+    Source: InstructGPT, arXiv:2203.02155, section 3.4, as in PPO for language models, arXiv:1909.08593, eq. 2.
+    """
+    rewards = np.zeros(int(lengths.sum())) if kl is None else -kl_coef * kl.astype(np.float64)
+    is_present = lengths > 0
+    rewards[np.cumsum(lengths)[is_present] - 1] += scores[is_present]
+    return rewards
+
+
+def discounted_returns(
+    rewards: Float[np.ndarray, " tokens"], lengths: Int[np.ndarray, " samples"], gamma: float
+) -> Float[np.ndarray, " tokens"]:
+    """G_t = r_t + gamma * G_{t+1} within each sample.
+
+    Source: REINFORCE++, arXiv:2501.03262, eq. 8.
+    """
+    return _scan(rewards, lengths, gamma)
+
+
+def gae(
+    rewards: Float[np.ndarray, " tokens"],
+    values: Float[np.ndarray, " tokens"],
+    lengths: Int[np.ndarray, " samples"],
+    *,
+    gamma: float,
+    lambd: float,
+) -> tuple[Float[np.ndarray, " tokens"], Float[np.ndarray, " tokens"]]:
+    """Advantages A_t = delta_t + gamma * lambd * A_{t+1} and the returns A_t + V_t that a critic learns.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t; V is 0 behind the last trained token of a sample, where the episode
+    is over, also for a sample that a limit cut short.
+
+    Source: generalised advantage estimation, arXiv:1506.02438, eq. 16; returns as in PPO, arXiv:1707.06347.
+    """
+    values = values.astype(np.float64)
+    following = np.zeros(len(values))
+    following[:-1] = values[1:]
+    following[np.cumsum(lengths)[lengths > 0] - 1] = 0.0
+    advantages = _scan(rewards + gamma * following - values, lengths, gamma * lambd)
+    return advantages, advantages + values
+
+
+def whitened(
+    values: Float[np.ndarray, " tokens"], *, mean: float, squares: float, count: float
+) -> Float[np.ndarray, " tokens"]:
+    """(A - mean) / sqrt(var + 1e-8), var = squares / (count - 1) with squares the sum of (A - mean)^2.
+
+    Mean, squares and count are those of the whole batch, over all ranks. One token has no deviation and gets 0.
+    """
+    if count < 2:
+        return np.zeros(len(values))
+    return (values - mean) / np.sqrt(squares / (count - 1) + WHITEN_EPS)
+
+
+def _scan(
+    values: Float[np.ndarray, " tokens"], lengths: Int[np.ndarray, " samples"], decay: float
+) -> Float[np.ndarray, " tokens"]:
+    """y_t = x_t + decay * y_{t+1} within each sample: one pass over positions, all samples at once."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    is_token = np.arange(longest) >= longest - lengths[:, None]
+    table = np.zeros(is_token.shape)
+    table[is_token] = values
+    for column in range(longest - 2, -1, -1):
+        table[:, column] += decay * table[:, column + 1]
+    return table[is_token]
