@@ -156,7 +156,7 @@ WRONG_RL = {
     "key of another section": (
         "[trainer]\nlr = 0.5\n" + ENV,
         "",
-        ["c.toml:2: trainer.lr: unknown key; did you mean `trainer.optim.lr`?"],
+        ["c.toml:2: trainer.lr: unknown key; did you mean `trainer.optim.lr` or `trainer.critic.lr`?"],
     ),
     "unknown union tag": (
         ENV + '[trainer.optim]\ntype = "adamv"\nlr = 1\n',
@@ -236,7 +236,7 @@ WRONG_RL = {
     "flag without its section": (
         ENV,
         "--gpu-memory-utilization 0.5",
-        ["--gpu-memory-utilization 0.5: unknown flag; did you mean --inference.gpu-memory-utilization?"],
+        ["--gpu-memory-utilization 0.5: unknown flag; did you mean --inference.gpu-memory-utilization or"],
     ),
     "flag of a section that stands elsewhere": (
         ENV,

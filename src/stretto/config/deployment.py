@@ -17,6 +17,8 @@ class SingleNodeDeployment(Section):
     """GPUs of the trainer; None: 1 where there are GPUs, else the CPU."""
     num_infer_gpus: int | None = Field(None, ge=0)
     """GPUs of inference; None: 1 where there are GPUs, else the CPU."""
+    num_teacher_gpus: int | None = Field(None, ge=0)
+    """GPUs of the teacher's engine, where `rl` starts one; None: 1 where there are GPUs, else the CPU."""
 
 
 Deployment = Annotated[SingleNodeDeployment, Field()]

@@ -197,7 +197,8 @@ class RLConfig(RunRoot):
     def teacher_config(self) -> InferenceConfig:
         """What the teacher's engine is started with; the root must have one."""
         assert self.teacher_inference is not None, "no [teacher_inference] section: nothing to start"
-        return InferenceConfig.model_validate(self._cut(self.teacher_inference))
+        # Without the run's name it writes no log file of its own, which would be inference's.
+        return InferenceConfig.model_validate(self._cut(self.teacher_inference) | {"run": {}})
 
     def _cut(self, section: Section) -> dict[str, Any]:
         resume = None if self.resume is None else self.resume.model_dump()

@@ -43,7 +43,7 @@ END_TIMEOUT_S = 120.0  # between the orchestrator's end and the trainer's
 STALL_SLACK_S = 60.0  # the processes' own watchdogs fire first and say more
 RESTART_GRACE_S = 2.0
 WEDGED_AFTER_S = 60.0  # of its life; before, it may be loading its model
-SERVERS = ("inference", "router", "kv_store")
+SERVERS = ("inference", "teacher", "router", "kv_store")
 """Roles that never end by themselves."""
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130

@@ -33,6 +33,7 @@ from stretto.launch.engines import BACKEND_OFFSET, EngineSpec, EnginesPlan, plan
 
 ENGINE_RESTARTS = 3
 _PORTS_TRIED = 200
+TEACHER_PORT = 8050  # of the teacher's engine where none is given; the first free one from here
 _RENDEZVOUS_PORT = 29500  # where trainer ranks find each other; the first free one from here
 BFLOAT16_TOLERANCE = 0.1  # nats, of the canary; 0.013 was measured
 _MOST_THREADS = 16  # of one process; beyond it small matrix products get slower
@@ -113,6 +114,8 @@ class Plan:
             "inference": self.inference,
             "eval": self.evaluation,
         }
+        if self.config.teacher_inference is not None:
+            all_of_them["teacher"] = self.config.teacher_config()
         if self.engines is not None and self.inference is not None and len(self.engines.engines) > 1:
             one = {engine.name: _replaced_section(self.inference, engine) for engine in self.engines.engines}
             all_of_them |= one
@@ -136,15 +139,21 @@ def plan(
         cfg, engines = _with_engine_ports(cfg, engines, claims, notes)
         rendezvous = _free_port("rendezvous", "127.0.0.1", _RENDEZVOUS_PORT, False, claims)
     trainer_gpus, inference_gpus = _assign_gpus(cfg, engines, notes)
+    teacher_gpus = _assign_teacher_gpus(cfg, {*trainer_gpus, *inference_gpus}, notes)
     cfg = _share_gpu_memory(cfg, set(trainer_gpus) & set(inference_gpus), notes)
+    cfg = _share_with_teacher(cfg, set(teacher_gpus) & {*trainer_gpus, *inference_gpus}, notes)
     cfg = _with_canary_tolerance(cfg)
     threads = _assign_threads(cfg, trainer_gpus, inference_gpus, notes)
+    if cfg.teacher_inference is not None:
+        threads["teacher"] = _teacher_threads(cfg.teacher_inference, threads, teacher_gpus)
     cfg = _with_threads(cfg, threads)
     engines = _local_engines(cfg)
     if cfg.resume is not None:
         cfg = cfg.model_copy(update={"resume": ResumeSection(step=resume_step)})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
     processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus, rendezvous)
+    if cfg.teacher_inference is not None:
+        processes.insert(0, _teacher_process(cfg, run, threads["teacher"], teacher_gpus))
     return Plan(
         run=run,
         config=cfg,
@@ -182,6 +191,7 @@ def _with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCo
             notes.append(f"{wire}.port is {port}, since {listener.port} is taken on this machine")
             for place in (wire, f"orchestrator.{wire}", f"trainer.{wire}"):
                 cfg = _replaced(cfg, f"{place}.port", port)
+    cfg = _with_teacher_port(cfg, ports, notes)
     if cfg.inference is None:
         return cfg
     server, client = cfg.inference.server, cfg.orchestrator.client
@@ -193,6 +203,20 @@ def _with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCo
         cfg = _replaced(cfg, "inference.server.port", port)
         cfg = _replaced(cfg, "orchestrator.client.base_url", f"http://{_reachable(server.host)}:{port}/v1")
     return cfg
+
+
+def _with_teacher_port(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
+    """A port for the teacher's engine, and the orchestrator is told of it."""
+    if cfg.teacher_inference is None:
+        return cfg
+    server = cfg.teacher_inference.server
+    is_given = "port" in server.model_fields_set
+    first = server.port if is_given else TEACHER_PORT
+    port = _free_port("teacher_inference.server.port", server.host, first, is_given, ports)
+    if port != first:
+        notes.append(f"teacher_inference.server.port is {port}, since {first} is taken on this machine")
+    cfg = _replaced(cfg, "teacher_inference.server", server.model_copy(update={"port": port}))
+    return _replaced(cfg, "orchestrator.teacher.base_url", f"http://{_reachable(server.host)}:{port}/v1")
 
 
 def _local_engines(cfg: RLConfig) -> EnginesPlan | None:
@@ -307,6 +331,40 @@ def _assign_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -
     return [name(index) for index in trainer_ids], [name(index) for index in inference_ids]
 
 
+def _assign_teacher_gpus(cfg: RLConfig, taken: set[str], notes: list[str]) -> list[str]:
+    """GPUs of the teacher's engine: those named, else the first that nobody else has, else the first."""
+    engine, gpus = cfg.teacher_inference, process.visible_gpus()
+    if engine is None or engine.device == "cpu":
+        return []
+    ids = cfg.teacher_gpu_ids
+    if ids is None:
+        wanted = cfg.deployment.num_teacher_gpus
+        wanted = min(engine.parallel.tp * engine.parallel.dp, len(gpus)) if wanted is None else wanted
+        free = [index for index, gpu in enumerate(gpus) if gpu not in taken]
+        ids = free[:wanted] if len(free) >= wanted else list(range(wanted))
+    if missing := [index for index in ids if index >= len(gpus)]:
+        message = (
+            f"teacher_gpu_ids or deployment ask for GPU {', '.join(map(str, missing))}, but this machine "
+            f"shows {len(gpus)}"
+        )
+        if not cfg.dry_run:
+            raise ConfigError(f"{message}; name others, or set CUDA_VISIBLE_DEVICES.")
+        notes.append(message)
+    return [gpus[index] if index < len(gpus) else str(index) for index in ids]
+
+
+def _share_with_teacher(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:
+    """On a GPU with others the teacher takes a quarter of the memory, unless the user said how much."""
+    if not shared or "gpu_memory_utilization" in cfg.teacher_inference.model_fields_set:
+        return cfg
+    notes.append("teacher_inference.gpu_memory_utilization is 0.25, since it shares its GPU")
+    cfg = _replaced(cfg, "teacher_inference.gpu_memory_utilization", 0.25)
+    if cfg.inference is None or "gpu_memory_utilization" in cfg.inference.model_fields_set:
+        return cfg
+    least = min(cfg.inference.gpu_memory_utilization, 0.5)
+    return _replaced(cfg, "inference.gpu_memory_utilization", least)
+
+
 def _share_gpu_memory(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:
     """On a GPU that also trains, the engine leaves half of the memory, unless the user said how much."""
     if not shared or cfg.inference is None or "gpu_memory_utilization" in cfg.inference.model_fields_set:
@@ -359,6 +417,13 @@ def _assign_threads(
 def _with_threads(cfg: RLConfig, threads: dict[str, int]) -> RLConfig:
     cfg = _replaced(cfg, "trainer.num_threads", threads["trainer"])
     return cfg if cfg.inference is None else _replaced(cfg, "inference.num_threads", threads["inference"])
+
+
+def _teacher_threads(section: InferenceSection, threads: dict[str, int], gpus: list[str]) -> int:
+    """As many as the policy's engine has: it reads what that one writes."""
+    if section.num_threads is not None:
+        return section.num_threads
+    return _GPU_HOST_THREADS if gpus else max(threads["inference"], 1)
 
 
 # -- processes and batch --
@@ -418,6 +483,13 @@ def _processes(
                 processes.append(ProcessSpec(helper.name, 0, 1, argv, env, (), 1, listening, ENGINE_RESTARTS))
         if cfg.inference.api_key is not None:
             key_env = {cfg.orchestrator.client.api_key_var: cfg.inference.api_key}
+    teacher = cfg.orchestrator.teacher
+    if (
+        teacher is not None
+        and cfg.teacher_inference is not None
+        and cfg.teacher_inference.api_key is not None
+    ):
+        key_env |= {teacher.api_key_var: cfg.teacher_inference.api_key}
     ports = {"control": cfg.orchestrator.control.port}
     if cfg.orchestrator.rollout_transport.type == "zmq":
         ports["rollouts"] = cfg.orchestrator.rollout_transport.port
@@ -431,6 +503,17 @@ def _processes(
         gpus = trainer_gpus if len(trainer_gpus) < ranks else [trainer_gpus[rank]] if trainer_gpus else []
         processes.append(spec("trainer", rank, ranks, gpus, {}, env))
     return processes
+
+
+def _teacher_process(cfg: RLConfig, run: RunDir, threads: int, gpus: list[str]) -> ProcessSpec:
+    """The teacher's engine: never given weights, and started anew when it ends."""
+    section = cfg.teacher_inference
+    assert section is not None
+    argv = (sys.executable, "-m", "stretto", "inference", "@", str(run.config("teacher")))
+    env = {**process.thread_env(threads), **process.device_env(gpus)}
+    restarts = ENGINE_RESTARTS if section.max_restarts is None else section.max_restarts
+    ports = {"http": section.server.port}
+    return ProcessSpec("teacher", 0, 1, argv, env, tuple(gpus), threads, ports, restarts)
 
 
 def _eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
@@ -482,7 +565,8 @@ def write(plan: Plan, directory: Path) -> None:
     """Write configs/<verb>.json and plan.json below a directory (the run directory, or its dry_run)."""
     target = RunDir(directory)
     target.configs.mkdir(parents=True, exist_ok=True)
-    has_key = plan.inference is not None and plan.inference.api_key is not None
+    served = (plan.inference, plan.config.teacher_inference)
+    has_key = any(section is not None and section.api_key is not None for section in served)
     for verb, config in plan.configs().items():
         data = dump(config)
         if verb == "eval":
@@ -496,10 +580,11 @@ def write(plan: Plan, directory: Path) -> None:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plan.json holds it, without secrets."""
-    secret = plan.config.orchestrator.client.api_key_var
+    section = plan.config.orchestrator
+    secrets = {section.client.api_key_var, section.teacher and section.teacher.api_key_var}
     processes = [dataclasses.asdict(spec) | {"name": spec.name} for spec in plan.processes]
     for spec in processes:
-        spec["env"] = {key: "***" if key == secret else value for key, value in spec["env"].items()}
+        spec["env"] = {key: "***" if key in secrets else value for key, value in spec["env"].items()}
     return {
         "run": str(plan.run),
         "resume_step": None if plan.config.resume is None else plan.config.resume.step,

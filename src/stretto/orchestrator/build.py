@@ -40,6 +40,7 @@ def build_engines(section: ClientSection) -> EngineClient:
 
 def build_teacher_client(section: TeacherSection) -> EngineClient:
     """A client of a frozen model's engines, which are never given weights."""
+    assert section.base_url is not None, "checked with the config, or filled in by the launcher"
     return EngineClient(
         [section.base_url] if isinstance(section.base_url, str) else section.base_url,
         api_key=os.environ.get(section.api_key_var),
