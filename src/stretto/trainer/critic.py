@@ -83,8 +83,8 @@ def load_critic(directory: str | Path, *, dtype: torch.dtype) -> Decoder:
             if name == SCORE:
                 if shape != (1, cfg.hidden_size):
                     raise ConfigError(
-                        f"trainer.critic.load = {str(directory)!r}: {SCORE} has shape {shape}; a critic has one "
-                        f"label, (1, {cfg.hidden_size})"
+                        f"trainer.critic.load = {str(directory)!r}: {SCORE} has shape {shape}; a critic "
+                        f"has one label, (1, {cfg.hidden_size})"
                     )
                 is_scorer = True
                 yield HEAD, shape, source
