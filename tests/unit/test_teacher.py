@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from stretto.base.errors import EngineError, StrettoError
 from stretto.config.roots import OrchestratorConfig
 from stretto.orchestrator.main import Wires, build_loop, starting_point
-from stretto.orchestrator.teacher import Teacher, teacher_kl
+from stretto.orchestrator.teacher import teacher_kl
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.rollout import Branch
 
@@ -60,7 +60,7 @@ def train(cfg, scorer):
     async def live():
         trainer, engine = FakeTrainer(max_steps=4), FakeEngine(parrot(0.5))
         async with AsyncExitStack() as stack:
-            wires = Wires(engine, trainer, trainer, Teacher(scorer, max_failures=cfg.max_failed_groups))
+            wires = Wires(engine, trainer, trainer, {"taught": scorer})
             await build_loop(cfg, wires, CharRenderer(), starting_point(cfg), stack).run()
         return trainer
 

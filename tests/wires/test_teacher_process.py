@@ -32,9 +32,8 @@ async def test_a_teacher_process_scores_rollouts_of_many_lengths(model_dir, tmp_
     port = free_port()
     with serve(model_dir, port, tmp_path / "log"):
         async with build_teacher_client(TeacherSection(base_url=f"http://127.0.0.1:{port}/v1")) as client:
-            teacher = Teacher(client, ready_timeout_s=60)
-            await teacher.wait_ready()
-            group = await teacher.score(Group(group_id=0, task=task, rollouts=tuple(rollouts)))
+            await client.wait_ready(60)
+            group = await Teacher(client).finish(Group(group_id=0, task=task, rollouts=tuple(rollouts)))
     model = scratch(0)
     for rollout in group.rollouts:
         [branch] = rollout.branches

@@ -131,6 +131,7 @@ def has_signal(rewards: np.ndarray, is_counted: np.ndarray) -> bool:
 
 
 CREDIT: dict[str, Credit] = {
+    "echo": grpo,  # and a cross-entropy, which is no matter of credit
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,

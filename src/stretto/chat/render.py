@@ -62,6 +62,10 @@ class Renderer:
         ids = self._backend.render_ids(list(messages), tools=tools, add_generation_prompt=True)
         return np.asarray(ids, np.int32)
 
+    def render_leading(self, messages: Sequence[Message]) -> np.ndarray:
+        """Token ids (int32) of messages that stand before others: no reply begins after them."""
+        return np.asarray(self._backend.render_ids(list(messages), add_generation_prompt=False), np.int32)
+
     def extend(
         self,
         prompt_ids: Sequence[int] | np.ndarray,

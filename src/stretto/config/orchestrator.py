@@ -9,7 +9,7 @@ from pydantic import Field
 from stretto.config.algorithm import Algo, GrpoAlgo
 from stretto.config.concurrency import Concurrency, FixedConcurrency
 from stretto.config.curriculum import CurriculumSection, Filter, Gate
-from stretto.config.distill import TeacherSection
+from stretto.config.distill import OpdAlgo, SftAlgo, TeacherSection
 from stretto.config.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.section import Section
@@ -105,6 +105,10 @@ class EnvSection(Section):
     """Keyword arguments of the environment."""
     ratio: float = Field(1.0, gt=0)
     """Share of tasks drawn from it, relative to the others."""
+    num_workers: int | None = Field(None, gt=0)
+    """Processes it runs in, killed and started anew when they hang or crash; None: the orchestrator's own."""
+    worker_timeout_s: float = Field(60.0, gt=0)
+    """A worker whose event loop has not run for so long hangs: an environment blocks it."""
 
 
 class TrainEnvSection(EnvSection):
@@ -261,6 +265,11 @@ class OrchestratorSection(Section):
         """Credit of an environment, by its name."""
         section = self.env_of(env)
         return (section and section.algo) or self.algo
+
+    def teacher_of(self, env: str) -> TeacherSection | None:
+        """The frozen teacher of an environment; None: it has none."""
+        algo = self.algo_of(env)
+        return (algo.teacher or self.teacher) if isinstance(algo, OpdAlgo | SftAlgo) else None
 
     def sampling_of(self, env: str) -> SamplingSection:
         """How rollouts of an environment are sampled."""

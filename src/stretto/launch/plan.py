@@ -506,14 +506,13 @@ def _processes(
 
 
 def _teacher_process(cfg: RLConfig, run: RunDir, threads: int, gpus: list[str]) -> ProcessSpec:
-    """The teacher's engine: never given weights, and started anew when it ends."""
+    """The teacher's engine, which is never given weights."""
     section = cfg.teacher_inference
     assert section is not None
     argv = (sys.executable, "-m", "stretto", "inference", "@", str(run.config("teacher")))
     env = {**process.thread_env(threads), **process.device_env(gpus)}
-    restarts = ENGINE_RESTARTS if section.max_restarts is None else section.max_restarts
     ports = {"http": section.server.port}
-    return ProcessSpec("teacher", 0, 1, argv, env, tuple(gpus), threads, ports, restarts)
+    return ProcessSpec("teacher", 0, 1, argv, env, tuple(gpus), threads, ports, section.max_restarts or 0)
 
 
 def _eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:

@@ -78,6 +78,7 @@ class Slot:
     group_id: int
     task: Task
     version: int
+    is_frozen: bool = False  # no policy plays it, so it is never too old
     state: SlotState = SlotState.RUNNING
     group: Group | None = None
     has_signal: bool = False
@@ -196,11 +197,11 @@ class Buffer:
         await self._until(lambda: self.is_closed or self.may_admit())
         return not self.is_closed
 
-    def start(self, group_id: int, task: Task) -> Slot:
+    def start(self, group_id: int, task: Task, *, is_frozen: bool = False) -> Slot:
         """Put a drawn group into a free slot, stamped with the version that is loaded now."""
         assert self.may_admit(), f"group {group_id} started without a free slot"
         assert self.version >= self.bounds.oldest_version(self.next_step), "a group would be born too old"
-        slot = Slot(group_id, task, self.version)
+        slot = Slot(group_id, task, self.version, is_frozen)
         self._add(slot)
         self.owed.discard(group_id)
         self.counts.drawn += 1
@@ -235,7 +236,8 @@ class Buffer:
 
     def restore(self, group: Group, *, has_signal: bool, rejected: str | None = None) -> None:
         """Take over a group that an earlier life of the run finished."""
-        slot = Slot(group.group_id, group.task, self.bounds.oldest_version(self.next_step))
+        is_frozen = any(rollout.is_frozen for rollout in group.rollouts)
+        slot = Slot(group.group_id, group.task, self.bounds.oldest_version(self.next_step), is_frozen)
         self._add(slot)
         self.finish(slot, group, has_signal=has_signal, rejected=rejected)
         self.counts.finished -= 1
@@ -313,6 +315,8 @@ class Buffer:
 
     def staleness(self, slot: Slot) -> int:
         """Versions between a group's first token and the one its batch trains."""
+        if slot.is_frozen:
+            return 0
         return (slot.step or self.next_step) - 1 - slot.first_version
 
     @property
@@ -368,7 +372,7 @@ class Buffer:
         )
 
     def _is_stale(self, slot: Slot) -> bool:
-        return slot.first_version < self.bounds.oldest_version(self.next_step)
+        return not slot.is_frozen and slot.first_version < self.bounds.oldest_version(self.next_step)
 
     def _drop_stale(self) -> None:
         alive = (SlotState.RUNNING, SlotState.READY, SlotState.SPARE)

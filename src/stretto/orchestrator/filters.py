@@ -17,6 +17,7 @@ import numpy as np
 
 from stretto.base.errors import StrettoError
 from stretto.config.curriculum import Filter, Gate, GibberishFilter, RepetitionFilter
+from stretto.config.distill import SftAlgo
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.orchestrator.scoring import is_counted, is_distilled, score
 from stretto.records.rollout import Group, Rollout, RolloutStatus
@@ -88,6 +89,8 @@ def settle(group: Group, cfg: OrchestratorSection, vocab_size: int | None = None
     if not any(map(is_counted, group.rollouts)):
         return Settled(Verdict(group), False)
     verdict = judge(group, cfg.gates_of(group.task.env), cfg.filters, vocab_size)
+    if isinstance(cfg.algo_of(group.task.env), SftAlgo) and not has_signal:
+        verdict = Verdict(verdict.group, verdict.rejected or "min_reward", verdict.flags)
     if verdict.group is not group:
         left = zip(verdict.group.rollouts, verdict.group.advantages, strict=True)
         has_signal = has_signal and any(a or is_distilled(r) for r, a in left if is_counted(r))
@@ -140,7 +143,7 @@ def is_flagged(group: Group, member: int, section: Filter, vocab_size: int | Non
             return is_gibberish(rollout, section, vocab_size)
         case RepetitionFilter():
             return is_repetitive(rollout, section)
-    return group.advantages[member] == 0.0
+    return group.advantages[member] == 0.0 and not is_distilled(rollout)
 
 
 def is_gibberish(rollout: Rollout, section: GibberishFilter, vocab_size: int) -> bool:

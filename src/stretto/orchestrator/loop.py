@@ -46,7 +46,7 @@ from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples, whiten_samples
 from stretto.orchestrator.tasks import TaskMix
-from stretto.orchestrator.teacher import Teacher
+from stretto.orchestrator.teacher import Tutors
 from stretto.records.rollout import Group, Task
 from stretto.records.sample import TrainBatch, TrainSample
 from stretto.transports.control import (
@@ -160,7 +160,7 @@ class Loop:
     evaluator: Evaluator | None = None
     curriculum: Curriculum = field(default_factory=Curriculum)
     baselines: Baselines = field(default_factory=Baselines)  # of environments whose credit is rae
-    teacher: Teacher | None = None  # of environments that are distilled
+    tutors: Tutors = field(default_factory=Tutors)  # of environments that are distilled
     vocab_size: int | None = None  # of the tokenizer; what gibberish is measured against
 
     def __post_init__(self) -> None:
@@ -180,6 +180,9 @@ class Loop:
         self.max_inflight: int | None = None  # rollouts, where concurrency is adaptive
         names = [env.name or env.id for env in self.cfg.env]
         self._players = {name: player_of(self.player, self.cfg, name) for name in names}
+        for name in names:
+            if (engine := self.tutors.player_of(name)) is not None:
+                self._players[name] = replace(self._players[name], engine=engine)
         self._flags: Counter[str] = Counter()  # rollouts that each filter flagged since the last batch
         algos = {name: self.cfg.algo_of(name) for name in names}
         self._whitened = [n for n, algo in algos.items() if algo.type in WHITENED and algo.whiten]
@@ -225,8 +228,7 @@ class Loop:
         report("phase", text="waiting for the engine and the trainer")
         async with task_group() as tasks:
             tasks.create_task(self.engines.wait_ready(self.cfg.client.ready_timeout_s))
-            if self.teacher is not None:
-                tasks.create_task(self.teacher.wait_ready())
+            tasks.create_task(self.tutors.wait_ready())
             registering = tasks.create_task(self.control.wait_registered())
         for register in registering.result():
             resumed = register.resumed_step or 0
@@ -287,15 +289,15 @@ class Loop:
             self.ledger.task_drawn(group_id, task)
         members = range(self.cfg.group_size_of(task.env))
         self.ledger.rollouts_started(group_id, members, self.buffer.version)
-        return self.buffer.start(group_id, task)
+        is_frozen = self.tutors.player_of(task.env) is not None
+        return self.buffer.start(group_id, task, is_frozen=is_frozen)
 
     async def play_group(self, slot: Slot) -> None:
         """Roll out one group, give it credit, judge it, and hand it to the buffer."""
         env = slot.task.env
         draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version)
         group = await self._players[env].play(self.mix.envs[env], draw)
-        if self.teacher is not None and self.cfg.algo_of(env).type == "opd":
-            group = await self.teacher.score(group)
+        group = await self.tutors.finish(group)
         settled = settle(group, self.cfg, self.vocab_size)
         self.ledger.group_finished(settled.group)
         self.watch.progress(f"group {slot.group_id} finished")

@@ -14,9 +14,9 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stretto.base import log
 from stretto.base.errors import ConfigError
@@ -26,6 +26,7 @@ from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
 from stretto.config.algorithm import RaeAlgo
 from stretto.config.curriculum import DifficultySampler
+from stretto.config.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.config.roots import OrchestratorConfig
 from stretto.envs.base import Environment
@@ -36,10 +37,10 @@ from stretto.orchestrator.baselines import Baselines
 from stretto.orchestrator.buffer import Bounds, Buffer
 from stretto.orchestrator.build import (
     build_engines,
-    build_env,
     build_renderer_of,
     build_scratch_renderer,
     build_teacher_client,
+    open_env,
 )
 from stretto.orchestrator.checkpoint import Progress, summary_of
 from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
@@ -50,7 +51,7 @@ from stretto.orchestrator.packing import cost_of_model
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Player
 from stretto.orchestrator.tasks import TaskMix
-from stretto.orchestrator.teacher import Teacher
+from stretto.orchestrator.teacher import Author, Teacher, TeacherEngine, Tutor, Tutors, build_hint
 from stretto.transports.control import ControlServer
 from stretto.transports.rollouts import build_sender
 
@@ -100,7 +101,7 @@ class Wires:
     engines: Engines
     control: Control
     sender: Sender
-    teacher: Teacher | None = None
+    teachers: Mapping[str, TeacherEngine] = field(default_factory=dict)  # by environment
 
 
 async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack) -> Wires:
@@ -112,13 +113,15 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     sender = build_sender(cfg.rollout_transport, cfg.run_dir, cfg.num_train_workers)
     await sender.open()
     stack.push_async_callback(sender.close)
-    teacher = None
-    if cfg.teacher is not None:
-        scorer = await stack.enter_async_context(build_teacher_client(cfg.teacher))
-        teacher = Teacher(
-            scorer, ready_timeout_s=cfg.teacher.ready_timeout_s, max_failures=cfg.max_failed_groups
-        )
-    return Wires(engines, control, sender, teacher)
+    teachers = {}
+    clients: dict[str, TeacherEngine] = {}
+    for env in cfg.env:
+        if (section := cfg.teacher_of(env.name or env.id)) is not None:
+            key = section.model_dump_json()
+            if key not in clients:
+                clients[key] = await stack.enter_async_context(build_teacher_client(section))
+            teachers[env.name or env.id] = clients[key]
+    return Wires(engines, control, sender, teachers)
 
 
 def build_loop(
@@ -126,7 +129,7 @@ def build_loop(
 ) -> Loop:
     """All other parts of a run; `stack` closes them."""
     run_dir, resumed_step = cfg.run_dir, progress.step if cfg.resume else None
-    envs = [build_env(env) for env in cfg.env]
+    envs = [open_env(env, run_dir.logs, stack) for env in cfg.env]
     player = Player(
         engine=wires.engines,
         renderer=renderer,
@@ -184,10 +187,10 @@ def build_loop(
         watch=watch,
         cost=cost_of_model(cfg.model.name),
         progress=progress,
-        evaluator=build_evaluator(cfg, envs, player, watch, run_dir),
+        evaluator=build_evaluator(cfg, envs, player, watch, run_dir, stack),
         curriculum=curriculum,
         baselines=baselines,
-        teacher=wires.teacher,
+        tutors=build_tutors(cfg, wires, envs, renderer),
         vocab_size=vocab_size_of(cfg, renderer),
     )
 
@@ -206,6 +209,34 @@ def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment]) -> C
     )
 
 
+def build_tutors(
+    cfg: OrchestratorSection, wires: Wires, envs: Sequence[Environment], renderer: Renderer
+) -> Tutors:
+    """Who is asked about the groups of each environment.
+
+    Raises: ConfigError for an environment that has no demonstrations and needs them.
+    """
+    by_env: dict[str, Tutor] = {}
+    for env in envs:
+        algo = cfg.algo_of(env.name)
+        if isinstance(algo, OpdAlgo):
+            by_env[env.name] = Teacher(wires.teachers[env.name], max_failures=cfg.max_failed_groups)
+        elif isinstance(algo, OpsdAlgo):
+            hint = build_hint(env, algo, renderer)
+            by_env[env.name] = Teacher(wires.engines, hint=hint, max_failures=cfg.max_failed_groups)
+        elif isinstance(algo, SftAlgo):
+            by_env[env.name] = Author(algo.min_reward)
+    players = {name: wires.teachers[name] for name, tutor in by_env.items() if isinstance(tutor, Author)}
+    engines: dict[str, TeacherEngine] = {}
+    for name, engine in wires.teachers.items():
+        if engine not in engines.values():
+            is_own = getattr(cfg.algo_of(name), "teacher", None) is not None
+            engines[f"orchestrator.env {name}, algo.teacher" if is_own else "orchestrator.teacher"] = engine
+    sections = [section for name in wires.teachers if (section := cfg.teacher_of(name)) is not None]
+    longest = max((section.ready_timeout_s for section in sections), default=0.0)
+    return Tutors(by_env, engines, players, ready_timeout_s=longest)
+
+
 def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:
     """Size of the vocabulary, where a filter needs it."""
     if not any(section.type == "gibberish" for section in cfg.filters):
@@ -214,14 +245,19 @@ def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:
 
 
 def build_evaluator(
-    cfg: OrchestratorSection, envs: Sequence[Environment], player: Player, watch: Watch, run_dir: RunDir
+    cfg: OrchestratorSection,
+    envs: Sequence[Environment],
+    player: Player,
+    watch: Watch,
+    run_dir: RunDir,
+    stack: AsyncExitStack,
 ) -> Evaluator | None:
     """Evals as configured; None: there are none."""
     section = cfg.eval_as_trained()
     if section is None:
         return None
     return Evaluator(
-        eval_envs(section, envs),
+        eval_envs(section, envs, run_dir, stack),
         section,
         player,
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,

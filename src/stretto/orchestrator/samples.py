@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -62,27 +63,43 @@ def samples_of(
             loss_mask[0] = False
         if not loss_mask.any():
             continue
+        streams = {
+            "loss_mask": loss_mask,
+            "logprobs": branch.logprobs,
+            "advantages": loss_mask * np.float32(by_agent.get(branch.agent, advantage)),
+            "temperature": branch.temperature,
+            "routed_experts": branch.routed_experts,
+        }
         samples.append(
             TrainSample(
                 sample_id=f"{rollout.rollout_id}/{index}",
                 env=rollout.task.env,
                 token_ids=branch.token_ids,
-                loss_mask=loss_mask,
-                logprobs=branch.logprobs,
-                advantages=loss_mask * np.float32(by_agent.get(branch.agent, advantage)),
-                temperature=branch.temperature,
-                first_version=branch.versions[0].version,
-                routed_experts=branch.routed_experts,
-                **distilled(branch, loss_mask),
+                first_version=branch.versions[0].version if branch.versions else 0,
+                **streams | distilled(branch, loss_mask),
             )
         )
     return samples
 
 
-def distilled(branch: Branch, loss_mask: np.ndarray) -> dict[str, np.ndarray]:
-    """Streams of a branch that a teacher scored: all its trained tokens leave rl for ref_kl."""
+def distilled(branch: Branch, loss_mask: np.ndarray) -> dict[str, Any]:
+    """Streams of a branch that is learned from otherwise than by its reward, or besides.
+
+    What a teacher played is no sample of the policy: its tokens leave loss_mask and rl for ce, at temperature 1.
+    What a teacher scored leaves rl for ref_kl. Given tokens of some weight are in ce beside everything else.
+    """
+    if branch.is_frozen:
+        nothing = np.zeros(len(loss_mask), np.float32)
+        return {
+            "loss_mask": np.zeros_like(loss_mask),
+            "logprobs": nothing,
+            "advantages": nothing,
+            "temperature": 1.0,
+            "routed_experts": None,
+            "ce_weights": loss_mask.astype(np.float32),
+        }
     if branch.ref_logprobs is None:
-        return {}
+        return {} if branch.ce_weights is None else {"ce_weights": branch.ce_weights}
     return {
         "rl_weights": np.zeros(len(loss_mask), np.float32),
         "ref_kl_weights": loss_mask.astype(np.float32),

@@ -15,11 +15,11 @@ from stretto.algorithms.credit import CREDIT, can_teach, hierarchical_grpo, leng
 from stretto.algorithms.custom import CreditInputs, custom_credit
 from stretto.base.errors import ConfigError
 from stretto.config.algorithm import Algo, CreditSection, CustomAlgo, HierarchicalGrpoAlgo
-from stretto.config.distill import OpdAlgo
+from stretto.config.distill import WITHOUT_REWARD
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
-SHAPING = {"type", "length_penalty", "overlong", "decay", "whiten"}
+SHAPING = {"type", "length_penalty", "overlong", "decay", "whiten", "tool", "user", "system", "filter"}
 """Keys of an algo that are not options of its rule."""
 
 
@@ -29,8 +29,12 @@ def is_counted(rollout: Rollout) -> bool:
 
 
 def is_distilled(rollout: Rollout) -> bool:
-    """Did a teacher score this rollout? It is then trained on that, and not on its reward."""
-    return any(branch.ref_logprobs is not None for branch in rollout.branches)
+    """Is something learned from this rollout whatever its advantage: from a teacher, or by cross-entropy?"""
+    return any(
+        branch.ref_logprobs is not None or branch.is_frozen or branch.ce_weights is not None
+        for branch in rollout.branches
+        if branch.is_trained
+    )
 
 
 def score(group: Group, algo: Algo) -> tuple[Group, bool]:
@@ -39,19 +43,19 @@ def score(group: Group, algo: Algo) -> tuple[Group, bool]:
     Where several agents are trained each member has one advantage an agent; the one that is largest in size is
     what gates, filters and the ledger see.
     """
-    if isinstance(algo, OpdAlgo):
-        has_signal = any(is_counted(rollout) and is_distilled(rollout) for rollout in group.rollouts)
-        return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), has_signal
+    has_lesson = any(is_counted(rollout) and is_distilled(rollout) for rollout in group.rollouts)
+    if algo.type in WITHOUT_REWARD:
+        return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), has_lesson
     if isinstance(algo, HierarchicalGrpoAlgo):
         table = compare_roles(group, algo)
         has_signal = any(advantages.any() for advantages in table.values())
         return msgspec.structs.replace(group, **largest(table)), has_signal
     if is_alone(group):
         advantages, has_signal = compare(group, algo)
-        return msgspec.structs.replace(group, advantages=tuple(advantages.tolist())), has_signal
+        return msgspec.structs.replace(group, advantages=tuple(advantages.tolist())), has_signal or has_lesson
     parts = {agent: compare(played_by(group, agent), algo) for agent in speakers(group)}
     table = {agent: advantages for agent, (advantages, _) in parts.items()}
-    has_signal = any(has_signal for _, has_signal in parts.values())
+    has_signal = has_lesson or any(has_signal for _, has_signal in parts.values())
     return msgspec.structs.replace(group, **largest(table)), has_signal
 
 

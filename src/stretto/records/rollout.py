@@ -37,11 +37,13 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     is_sampled: np.ndarray  # bool  [tokens]
     logprobs: np.ndarray  # float32 [tokens], nats under the sampling policy; 0 where not sampled
     temperature: float
-    versions: tuple[VersionSpan, ...]  # spans over token indices of this branch that were sampled
+    versions: tuple[VersionSpan, ...]  # spans over token indices of this branch that the policy sampled
     agent: str = "policy"  # whose stream this is; an episode of one policy has one agent
     is_trained: bool = True  # False: an agent that plays along and is not learned from
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
     ref_logprobs: np.ndarray | None = None  # float32 [tokens], nats, of a teacher; such a branch is distilled
+    ce_weights: np.ndarray | None = None  # float32 [tokens], of given tokens in the cross-entropy; None: 0
+    is_frozen: bool = False  # sampled by a teacher, not by the policy: learned by cross-entropy, has no versions
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +64,13 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
     @property
+    def is_frozen(self) -> bool:
+        """Did a teacher play it? It is then never too old."""
+        return any(branch.is_frozen for branch in self.branches)
+
+    @property
     def first_version(self) -> int | None:
-        """Version of the first sampled token: what staleness is measured from."""
+        """Version of the first token that the policy sampled: what staleness is measured from."""
         versions = [b.versions[0].version for b in self.branches if b.versions]
         return min(versions) if versions else None
 
