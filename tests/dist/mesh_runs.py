@@ -19,15 +19,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from msgspec.structs import replace
 from tiny import build_policy, documents, pack
 
+from stretto.config.algorithm import GaeAdvantages
 from stretto.config.model import ModelSection
-from stretto.config.trainer import AdamWOptim, ConstantScheduler
+from stretto.config.trainer import AdamWOptim, ConstantScheduler, CriticSection, TrainerSection
+from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
 from stretto.trainer.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.trainer.metrics import alone
+from stretto.trainer.updates import Updates
 
 NUM_STEPS = 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-KINDS = ("dense", "untied", "bias", "moe", "replay")
+KINDS = ("dense", "untied", "bias", "moe", "replay", "ppo")
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,10 @@ def _cases() -> list[Case]:
         Case(2, "tp", "bias", {"tp": 2}),
         Case(2, "fsdp", "untied"),
         Case(4, "tp_ulysses", "untied", {"tp": 2, "cp": 2}),
+        Case(2, "fsdp", "ppo"),
+        Case(2, "ring", "ppo", {"cp": 2, "cp_style": "ring"}),
+        Case(4, "hsdp_tp", "ppo", {"dp_replicate": 2, "tp": 2}),
+        Case(4, "ulysses", "ppo", {"cp": 2}),
     ]
 
 
@@ -125,7 +133,7 @@ def _choices(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
 
 def policy_of(kind: str):
     match kind:
-        case "dense":
+        case "dense" | "ppo":
             return build_policy(**SHAPE)
         case "untied":
             return build_policy(**SHAPE, tie_word_embeddings=False)
@@ -139,10 +147,16 @@ def section_of(kind: str, **model) -> ModelSection:
 
 
 def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
+    section, optim = section_of(kind, **model), AdamWOptim(lr=1e-3, max_norm=0.5, eps=1e-3)
+    critic = None
+    if kind == "ppo":
+        network = with_value_head(build_policy(seed=1, **SHAPE))
+        critic = Critic(network, section=CriticSection(), model=section, optim=optim, mesh=mesh)
     return Learner(
         policy_of(kind),
-        model=section_of(kind, **model),
-        optim=AdamWOptim(lr=1e-3, max_norm=0.5, eps=1e-3),
+        model=section,
+        optim=optim,
+        critic=critic,
         scheduler=ConstantScheduler(),
         max_steps=None,
         enable_router_replay=kind == "replay",
@@ -154,10 +168,13 @@ def train(learner: Learner, kind: str, mesh: Mesh | None = None) -> dict:
     """Metrics of each step, log-probabilities before and after, and everything that decides the next step."""
     share = (lambda items: items) if mesh is None else mesh.deal
     scored = batches(kind)[0][1]
-    out = {"before": learner.logprobs(scored)[0], "metrics": []}
-    for micro_batches in batches(kind):
-        learner.forward_backward(share(micro_batches))
-        out["metrics"].append(learner.optim_step())
+    out = {"before": learner.logprobs(scored)[0]}
+    section = TrainerSection()
+    if learner.critic is not None:
+        advantages = GaeAdvantages(gamma=0.9, lambd=0.9)
+        section = TrainerSection(advantages=advantages, critic=learner.critic.section)
+    updates = Updates(learner, section, alone if mesh is None else mesh.reduce)
+    out["metrics"] = [updates.train(share(micro_batches)) for micro_batches in batches(kind)]
     out["after"] = learner.logprobs(scored)[0]
     out["tensors"], out["values"] = learner.state()
     out["exported"] = {name: tensor.clone() for name, tensor in learner.export_tensors()}

@@ -93,8 +93,10 @@ def check_advantages(section: TrainerSection, path: str) -> list[Problem]:
         problems.append(Problem(paths, f"{paths[0]} needs a network of our own: {rule}"))
     if cfg is None:
         return problems
-    if not cfg.kl_coef and (given := cfg.model_fields_set & {"kl_estimator", "kl_model"}):
-        paths = (at(f"advantages.{min(given)}"), at("advantages.kl_coef"))
+    defaults = type(cfg).model_fields
+    given = [key for key in ("kl_estimator", "kl_model") if getattr(cfg, key) != defaults[key].default]
+    if not cfg.kl_coef and given:
+        paths = (at(f"advantages.{given[0]}"), at("advantages.kl_coef"))
         problems.append(Problem(paths, f"{paths[0]} does nothing with {paths[1]} = 0; raise that or drop it"))
     if cfg.type == "shaped" and not cfg.kl_coef:
         paths = (at("advantages.type"), at("advantages.kl_coef"))

@@ -132,13 +132,13 @@ class Critic:
     @torch.no_grad()
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Of each micro batch, float32 [tokens]: the value of the text before each rl token, 0 elsewhere."""
-        found = []
+        found, num_idle = [], self._num_idle(micro_batches)
         for mb, rows in zip(micro_batches, self._passes(micro_batches)):
             out = np.zeros(len(mb.token_ids), np.float32)
             if rows is not None:
                 out[rows.sources] = self._values(rows).cpu().numpy()
             found.append(out)
-        self._idle(micro_batches)
+        self._idle(num_idle)
         self.masters.settle()
         return found
 
@@ -146,6 +146,7 @@ class Critic:
         """Add the gradients of one update; micro batches carry values and returns. All ranks must call it."""
         num_tokens = sum(int(np.count_nonzero(is_valued(mb))) for mb in micro_batches)
         count = max(self._reduce({"tokens": float(num_tokens)})["tokens"], 1.0)
+        num_idle = self._num_idle(micro_batches)
         for mb, rows in zip(micro_batches, self._passes(micro_batches)):
             if rows is None:
                 continue
@@ -167,7 +168,7 @@ class Critic:
                     "is_clipped": losses.is_clipped.sum(),
                 }
             )
-        self._idle(micro_batches)
+        self._idle(num_idle)
         self.masters.collect()
 
     def optim_step(self, step: int) -> None:
@@ -250,11 +251,13 @@ class Critic:
                 share_prefixes=self._shares_prefixes,
             )
 
-    def _idle(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Ranks gather each other's shards in every pass, so all must make equally many."""
+    def _num_idle(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Ranks gather each other's shards in every pass, so all must make equally many: how many are missing here."""
         mine = sum(bool(is_valued(mb).any()) for mb in micro_batches)
-        most = int(self._reduce({"max/passes": float(mine)})["max/passes"])
-        for _ in range(most - mine):
+        return int(self._reduce({"max/passes": float(mine)})["max/passes"]) - mine
+
+    def _idle(self, num_passes: int) -> None:
+        for _ in range(num_passes):
             rows = build_rows(IDLE, self._vocab_size, self._device)
             assert rows is not None
             values = self._values(rows)

@@ -238,7 +238,9 @@ class Learner:
         Under the policy as it is, or the reference. Every rank must call it.
         """
         policy = self._reference if is_reference else None
-        found = []
+        mine, found = sum(trains(mb) for mb in micro_batches), []
+        # Ranks gather each other's shards in every pass, so all must make equally many.
+        most = int(self._reduce({"max/passes": float(mine)})["max/passes"])
         for mb in micro_batches:
             out = np.zeros(len(mb.token_ids), np.float32)
             rows = build_rows(
@@ -251,8 +253,6 @@ class Learner:
             if rows is not None:
                 out[rows.sources] = self._score(rows, policy)[0].cpu().numpy()
             found.append(out)
-        mine = sum(trains(mb) for mb in micro_batches)
-        most = int(self._reduce({"max/passes": float(mine)})["max/passes"])
         for _ in range(most - mine):
             self._score(self._idle_rows(), policy)
         self._masters.settle()
