@@ -178,6 +178,7 @@ class RLConfig(RunRoot):
         _derive_client_url(data)
         _derive_num_train_workers(data)
         _derive_routed_experts(data)
+        _derive_teacher(data)
         _derive_whiten(data)
         return data
 

@@ -47,6 +47,10 @@ class ReverseText(SingleTurnEnv):
     def score(self, task: Task, text: str) -> float:
         return float(text.strip() == task.data["text"][::-1])
 
+    def demonstration(self, task: Task) -> str:
+        """The answer, for `opsd`."""
+        return task.data["text"][::-1]
+
     def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
         """Solved tasks of the train side."""
         rows = []

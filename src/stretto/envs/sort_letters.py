@@ -47,6 +47,10 @@ class SortLetters(SingleTurnEnv):
     def score(self, task: Task, text: str) -> float:
         return float(text.strip() == "".join(sorted(task.data["letters"])))
 
+    def demonstration(self, task: Task) -> str:
+        """The answer, for `opsd`."""
+        return "".join(sorted(task.data["letters"]))
+
     def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
         """Solved tasks of the train side."""
         rows = []
