@@ -299,6 +299,64 @@ WRONG_RL = {
             "24 or 32",
         ],
     ),
+    "advantages without a critic": (
+        '[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n' + ENV,
+        "",
+        ['c.toml:4: trainer.advantages.type = "gae" needs values; add [trainer.critic]'],
+    ),
+    "critic that nobody asks": (
+        "[trainer.critic]\nlr = 1e-5\n" + ENV,
+        "",
+        ["trainer.critic trains values that nobody uses", '[trainer.advantages] with type = "gae"'],
+    ),
+    "scores that nobody makes advantages of": (
+        '[orchestrator.algo]\ntype = "ppo"\n' + ENV,
+        "",
+        ['c.toml:2: orchestrator.algo.type = "ppo" sends scores as they are', "[trainer.critic]"],
+    ),
+    "a price that the algorithm ignores": (
+        '[orchestrator.algo]\ntype = "grpo"\n[trainer.advantages]\ntype = "returns"\nkl_coef = 0.1\n' + ENV,
+        "",
+        [
+            'orchestrator.algo.type = "grpo" ignores [trainer.advantages] of type "returns" and its settings',
+            'use algo type "reinforce_plus_plus"',
+        ],
+    ),
+    "whitened twice": (
+        '[orchestrator.algo]\ntype = "reinforce_plus_plus"\nwhiten = true\n[trainer.advantages]\ntype = "returns"\n'
+        + ENV,
+        "",
+        ["orchestrator.algo.whiten = true: [trainer.advantages] whitens what it makes", "set whiten = false"],
+    ),
+    "price twice": (
+        '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\nkl_coef = 0.1\n'
+        "[trainer.loss.reference_kl]\n" + ENV,
+        "",
+        ["trainer.advantages.kl_coef and trainer.loss.reference_kl both hold the policy to a reference"],
+    ),
+    "estimator without a price": (
+        '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\n'
+        'kl_estimator = "k3"\n' + ENV,
+        "",
+        ["c.toml:5: trainer.advantages.kl_estimator does nothing with trainer.advantages.kl_coef = 0"],
+    ),
+    "shaped without a price": (
+        '[orchestrator.algo]\ntype = "reinforce_plus_plus_baseline"\n[trainer.advantages]\ntype = "shaped"\n'
+        + ENV,
+        "",
+        ['c.toml:4: trainer.advantages.type = "shaped" does nothing with trainer.advantages.kl_coef = 0'],
+    ),
+    "ratio that reinforce does not have": (
+        '[trainer.loss]\ntype = "reinforce"\nuse_rollout_logprobs = false\n' + ENV,
+        "",
+        ['trainer.loss.use_rollout_logprobs = false does nothing: "reinforce" has no ratio'],
+    ),
+    "zero advantages before there are baselines": (
+        '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\nalgo = { type = "reinforce_plus_plus" }\n'
+        + ENV,
+        "",
+        ['"zero_advantage" with orchestrator.algo.type = "reinforce_plus_plus" flags rewards of 0'],
+    ),
     "inflight below a group": (
         "[orchestrator]\nmax_inflight_rollouts = 4\n" + ENV,
         "",

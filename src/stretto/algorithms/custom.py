@@ -41,7 +41,7 @@ class LossInputs:
     logprobs: Float[Tensor, " tokens"]
     """Of the trained policy, with gradient."""
     behavior_logprobs: Float[Tensor, " tokens"]
-    """Of the policy that sampled."""
+    """Of the policy that sampled; of the policy as the step began with use_rollout_logprobs = false."""
     advantages: Float[Tensor, " tokens"]
     is_member: Bool[Tensor, " tokens"]
     samples: Segments

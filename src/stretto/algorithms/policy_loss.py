@@ -6,8 +6,8 @@ were dropped.
 
 With r = p / q, p the trained policy and q the sampler, the losses are `dppo_kl` and `ipo` (drop tokens that
 moved too far), `ppo` (bound r), `gspo` (bound one r a sample), `cispo` (bound r as a mere weight) and
-`reinforce` (no r). A step trains on its batch once, so the policy before the step is p itself and r measures
-the distance to the sampler only.
+`reinforce` (no r). Where a step makes several updates q may also be the policy as the step began: the caller
+decides what it hands over as behavior_logprobs (losses.py).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def ppo(
     With clip_dual = c and A < 0 it is at most -c A. A bounded token has no gradient.
 
     Source: PPO, arXiv:1707.06347, eq. 7; clip-higher of DAPO, arXiv:2503.14476, eq. 8; dual clip,
-    arXiv:1912.09729, eq. 5. Differs: r is to the sampler, for a step trains on its batch once.
+    arXiv:1912.09729, eq. 5. Differs: r is to the sampler unless use_rollout_logprobs is false.
     """
     return _clipped(_ratio(logprobs - behavior_logprobs), advantages, clip_low, clip_high, clip_dual)
 
