@@ -125,7 +125,7 @@ class TaskSource:
 class Environment(Protocol):
     """Anything with a name, tasks and episodes.
 
-    Optional: `sft_rows(num_rows, seed) -> [{"messages": [...]}]`.
+    Optional: `sft_rows(num_rows, seed) -> [{"messages": [...]}]`, and `async close()` for what it has started.
     """
 
     name: str
@@ -147,7 +147,7 @@ class SingleTurnEnv(ABC):
         """The tasks to train on, or the held-out ones."""
 
     @abstractmethod
-    def prompt(self, task: Task) -> list[Message]:
+    def prompt(self, task: Task) -> list[Message] | Awaitable[list[Message]]:
         """Messages shown to the policy."""
 
     @abstractmethod
@@ -158,7 +158,10 @@ class SingleTurnEnv(ABC):
         """
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        reply = await ctx.chat(self.prompt(task))
+        messages = self.prompt(task)
+        if inspect.isawaitable(messages):
+            messages = await messages
+        reply = await ctx.chat(messages)
         return await scored(self.score(task, reply.text))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,13 +16,35 @@ from stretto.config.distill import TeacherSection
 from stretto.config.model import RendererSection, ScratchSection
 from stretto.config.orchestrator import ClientSection, EnvSection
 from stretto.envs.base import Environment, load_environment
+from stretto.envs.workers import open_workers
 from stretto.transports.engine.chat import ChatClient
 from stretto.transports.engine.client import EngineClient
 
 
-def build_env(section: EnvSection) -> Environment:
-    """The environment of a section, under the name metrics use."""
-    return load_environment(section.id, section.args, section.name or section.id)
+def build_env(section: EnvSection, logs: Path | None = None) -> Environment:
+    """The environment of a section, under the name metrics use.
+
+    Where it is to run in worker processes they are started; their output goes to the directory `logs`.
+    """
+    name = section.name or section.id
+    if section.num_workers is None:
+        return load_environment(section.id, section.args, name)
+    return open_workers(
+        section.id,
+        section.args,
+        name,
+        num_workers=section.num_workers,
+        hang_timeout_s=section.worker_timeout_s,
+        log_dir=logs,
+    )
+
+
+def open_env(section: EnvSection, logs: Path, stack: AsyncExitStack) -> Environment:
+    """As build_env; `stack` closes what the environment has started."""
+    env = build_env(section, logs)
+    if inspect.iscoroutinefunction(close := getattr(env, "close", None)):
+        stack.push_async_callback(close)
+    return env
 
 
 def build_engines(section: ClientSection) -> EngineClient:

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from math import comb
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from stretto.chat.render import Renderer
 from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.config.roots import EvalConfig, InferenceConfig
 from stretto.envs.base import Environment
-from stretto.orchestrator.build import build_chat, build_engines, build_env, build_renderer_of
+from stretto.orchestrator.build import build_chat, build_engines, build_renderer_of, open_env
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.scoring import is_counted
 from stretto.records.rollout import Branch, Group, RolloutStatus, Task
@@ -179,9 +179,11 @@ def overall(scores: Sequence[Score], mode: str) -> float | None:
     return float(np.mean(means)) if means else None
 
 
-def eval_envs(section: EvalSection, train: Sequence[Environment]) -> list[Environment]:
-    """The environments an eval section names, or those that are trained on."""
-    return [build_env(env) for env in section.env] or list(train)
+def eval_envs(
+    section: EvalSection, train: Sequence[Environment], run_dir: RunDir, stack: AsyncExitStack
+) -> list[Environment]:
+    """The environments an eval section names, or those that are trained on; `stack` closes the first."""
+    return [open_env(env, run_dir.logs / "eval", stack) for env in section.env] or list(train)
 
 
 def _held_out(env: Environment, num_examples: int | None) -> list:
@@ -321,8 +323,9 @@ def main(cfg: EvalConfig) -> int:
 
 async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
     """Scores of the engines the config names."""
-    envs = [build_env(env) for env in cfg.eval.env]
-    async with _engine_url(cfg) as url:
+    async with AsyncExitStack() as stack:
+        envs = [open_env(env, cfg.run_dir.logs, stack) for env in cfg.eval.env]
+        url = await stack.enter_async_context(_engine_url(cfg))
         section = cfg.client if url is None else cfg.client.model_copy(update={"base_url": url})
         async with build_chat(section) if section.api == "chat" else build_engines(section) as engines:
             await engines.wait_ready(section.ready_timeout_s)
