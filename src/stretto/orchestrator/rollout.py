@@ -110,7 +110,10 @@ class Player:
         for attempt in range(self.max_retries + 1):
             try:
                 with boundary(EnvError, f"environment {env.name}, task {draw.task.task_id}, prompt"):
-                    prompt_ids = self.renderer.render_prompt(env.prompt(draw.task))
+                    messages = env.prompt(draw.task)
+                    if inspect.isawaitable(messages):
+                        messages = await messages
+                    prompt_ids = self.renderer.render_prompt(messages)
                 request = self._group_request(draw, prompt_ids, attempt, missing)
                 with boundary(EngineError, f"generate {request.request_id}"):
                     completions = await self.engine.generate(request)
