@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -34,8 +35,22 @@ class FilesystemRollouts(Section):
 RolloutTransport = Annotated[ZmqRollouts | FilesystemRollouts, Field(discriminator="type")]
 
 
+class DeltaSection(Section):
+    """Send only the elements that changed, where that is less; for wires slower than memory."""
+
+    max_ratio: float = Field(0.5, gt=0, le=1)
+    """All weights are sent where the changes since all were sent last are more than this part of them."""
+    max_links: int = Field(16, ge=1)
+    """Changes sent one after another before all weights are sent again; an engine that is started anew reads all."""
+    directory: Path = Path("/dev/shm")
+    """Where each engine host keeps one copy of the weights, to which changes are applied."""
+
+
 class WeightsSection(Section):
-    """What every weight transport has: the check that engines really compute with what they were sent."""
+    """What every weight transport has: the check that engines compute with what they were sent; sending changes."""
+
+    delta: DeltaSection | None = None
+    """Send only the elements that changed; None: all weights every time."""
 
     canary_interval: int | None = Field(1, gt=0)
     """Versions between two checks: the engine scores fixed tokens and must agree with the trainer; None: never."""

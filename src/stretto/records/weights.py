@@ -50,10 +50,11 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Where version `version` lies. `location` is the transport's: a directory, or the name of a memory segment."""
 
     version: int
-    transport: str  # "filesystem" | "shm" | "collective"
+    transport: str  # "filesystem" | "shm" | "collective" | "delta"
     location: str
     shards: tuple[str, ...]  # file or segment names, index = TensorEntry.shard
     tensors: tuple[TensorEntry, ...]
     checksum: int  # crc32 over all shards in order
     canary: Canary | None = None
     adapter: AdapterInfo | None = None  # None: the tensors are the whole model
+    needs_group: bool = False  # it is sent to all who ask together: an update names a WeightGroup

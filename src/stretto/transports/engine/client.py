@@ -190,7 +190,7 @@ class EngineClient:
     async def _groups(self, urls: list[str]) -> list[WeightGroup | None]:
         """Who receives the newest version as which rank, where the transport sends to all at once."""
         assert self._manifest is not None
-        if self._manifest.transport != "collective":
+        if not self._manifest.needs_group:
             return [None] * len(urls)
         for url in urls:
             if url not in self._world_sizes:

@@ -1,8 +1,7 @@
 """Weights from trainer to engines: published by version, described by a manifest, received as (name, tensor).
 
-The manifest travels by HTTP and by the control wire, the bytes by one of the files here; each holds its
-publisher and says what its shards look like. Receiving is the same for both, since both are files that can be
-mapped.
+The manifest travels by HTTP and by the control wire, the bytes by one of the files here, each with both ends: files
+and shared memory (which are received alike: mapped), and broadcast. delta.py sends what changed through any of them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from stretto.base.paths import RunDir
 from stretto.config.transport import CollectiveWeights, FilesystemWeights, ShmWeights, WeightBroadcast
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.weights.collective import CollectivePublisher, CollectiveReceived
+from stretto.transports.weights.delta import DeltaPublisher, DeltaReceived
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.layout import Publisher, Received
 from stretto.transports.weights.shm import ShmPublisher
@@ -26,8 +26,14 @@ __all__ = ["Publisher", "Received", "build_publisher", "receive"]
 
 def build_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str) -> Publisher:
     """The publisher of `[weight_broadcast]`; only the trainer's first rank has one."""
+    publisher = _build_whole(cfg, run_dir, run_id)
+    return publisher if cfg.delta is None else DeltaPublisher(publisher, run_id, cfg.delta)
+
+
+def _build_whole(cfg: WeightBroadcast, run_dir: RunDir, run_id: str) -> Publisher:
     if isinstance(cfg, ShmWeights):
-        return ShmPublisher(run_id)
+        # With changes a chain of them is held, each in a segment of its own.
+        return ShmPublisher(run_id, num_segments=2 if cfg.delta is None else 2 * cfg.delta.max_links + 2)
     if isinstance(cfg, CollectiveWeights):
         return CollectivePublisher(
             cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=cfg.join_timeout_s
@@ -41,7 +47,7 @@ def receive(
     group: WeightGroup | None = None,
     worker: int = 0,
     device: torch.device | None = None,
-) -> Received | CollectiveReceived:
+) -> Received | CollectiveReceived | DeltaReceived:
     """A published version: `with receive(manifest) as tensors: load_tensors(model, tensors)`.
 
     group: of an update, where the transport sends to all engines at once; worker: which of the engine's
@@ -49,10 +55,15 @@ def receive(
 
     Raises: WireError when bytes are missing, cut off, of another version, or damaged.
     """
-    if manifest.transport != "collective":
-        return Received(manifest)
-    if group is None:
+    if manifest.needs_group and group is None:
         raise WireError(
             f"weights of version {manifest.version} come by broadcast, and the update names no group."
         )
-    return CollectiveReceived(manifest, group, worker, device)
+    if manifest.transport == "delta":
+        return DeltaReceived(
+            manifest, group, worker, lambda link, group: receive(link, group, worker, device)
+        )
+    if manifest.transport == "collective":
+        assert group is not None
+        return CollectiveReceived(manifest, group, worker, device)
+    return Received(manifest)

@@ -146,6 +146,7 @@ class CollectivePublisher:
             shards=tuple(f"rank {rank}" for rank in range(self._num_ranks)),
             tensors=tuple(entries),
             checksum=0,
+            needs_group=True,
         )
 
     def release(self, version: int) -> None:
@@ -323,6 +324,22 @@ class CollectiveReceived:
 
     def check_unchanged(self) -> None:
         """Buckets are copies of one version; their checksums were compared while they came."""
+
+
+def agree(manifest: WeightManifest, group: WeightGroup, worker: int, word: str, value: int) -> int:
+    """The least value that any receiver of a group says to `word`; all must call it.
+
+    Raises: WireError when one says nothing in time.
+    """
+    location = msgspec.json.decode(manifest.location.encode(), type=Location)
+    store = _store_of(location)
+    key = f"agree/{group.request}/{word}"
+    store.set(f"{key}/{group.rank + worker}", str(value))
+    what = f"weights of version {manifest.version}: receiver"
+    return min(
+        int(_wait(store, f"{key}/{rank}", location.timeout_s, f"{what} {rank} of {group.world_size}"))
+        for rank in range(group.world_size)
+    )
 
 
 def _tensors(bucket: Bucket, buffer: torch.Tensor) -> Iterator[Named]:

@@ -6,6 +6,7 @@ crc32 over all bytes of all shards, in order; it is verified before the first te
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import zlib
@@ -20,6 +21,7 @@ from stretto.base.errors import WireError
 from stretto.records.weights import TensorEntry, WeightManifest
 
 Named = tuple[str, torch.Tensor]
+Buffer = mmap.mmap | memoryview
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -89,7 +91,7 @@ class Received:
 
     def __iter__(self) -> Iterator[Named]:
         for entry in self.manifest.tensors:
-            yield entry.name, self._tensor(entry)
+            yield entry.name, tensor_over(self._maps[entry.shard], entry, entry.offset)
 
     def __enter__(self) -> Received:
         return self
@@ -122,20 +124,22 @@ class Received:
         """
         self._maps = []
 
-    def _tensor(self, entry: TensorEntry) -> torch.Tensor:
-        dtype = DTYPES.get(entry.dtype)
-        count = 1
-        for n in entry.shape:
-            count *= n
-        if dtype is None or count * dtype.itemsize != entry.num_bytes:
-            what = f"{entry.dtype}{list(entry.shape)}"
-            raise WireError(f"tensor {entry.name}: {what} is not {entry.num_bytes} bytes.")
-        if count == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        mapped = self._maps[entry.shard]
-        if entry.offset + entry.num_bytes > len(mapped):
-            raise WireError(f"tensor {entry.name} ends beyond its shard of {len(mapped)} bytes.")
-        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+
+def tensor_over(buffer: Buffer, entry: TensorEntry, offset: int = 0) -> torch.Tensor:
+    """The tensor whose bytes begin at `offset` of a buffer, as a view of them.
+
+    Raises: WireError when the entry contradicts itself or ends beyond the buffer.
+    """
+    dtype = DTYPES.get(entry.dtype)
+    count = math.prod(entry.shape)
+    if dtype is None or count * dtype.itemsize != entry.num_bytes:
+        what = f"{entry.dtype}{list(entry.shape)}"
+        raise WireError(f"tensor {entry.name}: {what} is not {entry.num_bytes} bytes.")
+    if count == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    if offset + entry.num_bytes > (size := memoryview(buffer).nbytes):
+        raise WireError(f"tensor {entry.name} ends beyond its shard of {size} bytes.")
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(entry.shape)
 
 
 # A shard of shared memory is used again and again; the version in its head warns a reader that comes late.

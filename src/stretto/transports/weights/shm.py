@@ -46,12 +46,14 @@ class Segment:
 class ShmPublisher:
     """Publishes into segments `stretto-weights-<run>-<random>-<n>`."""
 
-    def __init__(self, run_id: str, directory: Path = SHM_DIR) -> None:
+    def __init__(self, run_id: str, directory: Path = SHM_DIR, *, num_segments: int = 2) -> None:
+        """num_segments: how many versions are expected to be held at once."""
         if not directory.is_dir():
             raise EngineError(f'{directory} does not exist here; use weight_broadcast.type = "filesystem".')
         self._directory = directory
         self._name = PREFIX + re.sub(r"[^A-Za-z0-9_.]+", "_", run_id)[:64] + "-" + secrets.token_hex(4)
         self._segments: list[Segment] = []
+        self._num_segments = num_segments
         self._is_closed = False
         remove_stale_segments(directory)
 
@@ -107,7 +109,7 @@ class ShmPublisher:
         for segment in self._segments:
             if segment.version is None:
                 return segment
-        if len(self._segments) >= 2:
+        if len(self._segments) >= self._num_segments:
             held = [segment.version for segment in self._segments]
             logger.warning(
                 "versions %s are not released by the engines; one more shared memory segment", held
