@@ -68,6 +68,41 @@ class LoRASection(Section):
     have are left out, and listed in the log."""
 
 
+ACTIVATION_TARGETS = ("norm", "attn_proj", "mlp", "routed_experts")
+"""Parts of a block that selective checkpointing can name."""
+
+
+class ActivationCheckpointSection(Section):
+    """Compute activations again in the backward pass instead of keeping them."""
+
+    mode: Literal["full", "selective"] = "full"
+    """`full`: of a block only its input is kept; `selective`: only the parts named in `targets` are computed again."""
+    freq: int = Field(1, gt=0)
+    """Blocks 0, freq, 2 freq, ... do so; the others keep everything."""
+    targets: tuple[
+        Literal["norm", "attn_proj", "mlp", "routed_experts", "mla_up_proj", "linear_attn"], ...
+    ] = Field(("norm",), min_length=1)
+    """With mode = "selective". `norm`: the norms before attention and MLP; `attn_proj`: from a block's input to its
+    queries, keys and values; `mlp`: dense MLPs; `routed_experts`: experts, without the exchange of their tokens."""
+
+
+class ActivationOffloadSection(Section):
+    """Keep in CPU memory what blocks save for the backward pass; needs a GPU. Implies `[model.ac]`."""
+
+    pin_memory: bool = True
+    """Page-locked CPU memory: copies run beside computation; false: less CPU memory that cannot be swapped, and
+    copies that computation waits for."""
+    max_inflight_activations: int = Field(5, gt=0)
+    """Tensors whose copies may be under way, and so still take GPU memory, before computation waits for one."""
+
+
+class CompileSection(Section):
+    """Compile the blocks' norms, projections, MLPs and experts with torch.compile, for rows of any length."""
+
+    fullgraph: bool = False
+    """Stop with an error where a part cannot become one graph; false: it becomes several."""
+
+
 class ModelSection(Section):
     """The policy network."""
 
@@ -114,7 +149,16 @@ class ModelSection(Section):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks (trainer only)."""
     fsdp_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in CPU memory; needs a GPU (trainer only)."""
+    """Keep weights, gradients and optimizer state in CPU memory; needs several ranks with a GPU each (trainer only)."""
+    optim_cpu_offload: bool = False
+    """Keep optimizer state in CPU memory between updates; it streams through the GPU while weights are updated. Needs
+    a GPU (trainer only)."""
+    ac: ActivationCheckpointSection | None = None
+    """Present: less memory for activations, for computing them twice (trainer only)."""
+    ac_offloading: ActivationOffloadSection | None = None
+    """Present: what is kept for the backward pass waits in CPU memory (trainer only)."""
+    compile: CompileSection | None = None
+    """Present: compile blocks; the first step takes longer (trainer only)."""
     lora: LoRASection | None = None
     """Present: train an adapter only (trainer and `sft`); engines are sent the adapter."""
     scratch: ScratchSection | None = None

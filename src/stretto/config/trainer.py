@@ -54,7 +54,27 @@ class SgdOptim(Section):
     """Gradient norm above which gradients are scaled down; None: no clipping."""
 
 
-Optim = Annotated[AdamWOptim | SgdOptim, Field(discriminator="type")]
+class MuonOptim(Section):
+    """Muon for the matrices of the blocks, AdamW for all other weights (embedding, output head, norms, biases)."""
+
+    type: Literal["muon"] = "muon"
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate of both; steps of matrices are scaled to the size that AdamW's have."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+    mu: float = Field(0.95, ge=0, lt=1)
+    """Momentum of the matrices, in Nesterov's form."""
+    betas1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment."""
+    betas2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm above which gradients are scaled down; None: no clipping."""
+
+
+Optim = Annotated[AdamWOptim | SgdOptim | MuonOptim, Field(discriminator="type")]
 
 
 class ConstantScheduler(Section):

@@ -59,14 +59,18 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "tokens dim"], angles: CosSin, layer: int, attend: Attend, rows: Tensor | None
     ) -> Float[Tensor, "rows dim"]:
+        attended = attend(layer, *self.project(x, angles)).flatten(1)
+        return self.o_proj(_only(attended, rows))
+
+    def project(self, x: Float[Tensor, "tokens dim"], angles: CosSin) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [tokens, heads, head_dim], turned by their positions."""
         by_head = (-1, self.head_dim)  # unflatten, because view cannot tell the heads of no token
         q = self.q_proj(x).unflatten(-1, by_head)
         k = self.k_proj(x).unflatten(-1, by_head)
         if self.has_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         v = self.v_proj(x).unflatten(-1, by_head)
-        attended = attend(layer, rotate(q, angles), rotate(k, angles), v).flatten(1)
-        return self.o_proj(_only(attended, rows))
+        return rotate(q, angles), rotate(k, angles), v
 
 
 class MLP(nn.Module):

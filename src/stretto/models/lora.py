@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.models.moe import Experts, gated
+from stretto.models.moe import Experts
 from stretto.models.safetensors_file import read_file
 from stretto.models.tensor_map import Region, Source, TensorMap
 
@@ -80,7 +80,7 @@ class LoRAExperts(Experts):
         def product(rows: Tensor, weight: Tensor) -> Tensor:
             return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
 
-        hidden = gated(self._adapted(x, "gate_up_proj", product))
+        hidden = self.gated(self._adapted(x, "gate_up_proj", product))
         return self._adapted(hidden, "down_proj", product)
 
     def _loop(self, x: Float[Tensor, "rows dim"], counts: list[int]) -> Tensor:
@@ -88,7 +88,7 @@ class LoRAExperts(Experts):
             pairs = zip(rows.split(counts), weight.unbind())
             return torch.cat([F.linear(part, w) for part, w in pairs if len(part)])
 
-        hidden = gated(self._adapted(x, "gate_up_proj", product))
+        hidden = self.gated(self._adapted(x, "gate_up_proj", product))
         return self._adapted(hidden, "down_proj", product)
 
     def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:

@@ -49,6 +49,7 @@ class Routing:
     itself shall choose. row_multiple: compute experts bit-exactly for any batch, on groups padded to this
     many rows; is_tiled: on groups of exactly so many. After the pass: `choices` by layer, if is_recording;
     `loads` (tokens by expert) and `confidence` (score mass of the chosen, summed over tokens) by layer.
+    A layer that is computed again for the backward pass takes the choices of the first time, `remembered`.
     """
 
     replay: Int[Tensor, "tokens layers top_k"] | None = None
@@ -59,6 +60,7 @@ class Routing:
     choices: dict[int, Tensor] = field(default_factory=dict)
     loads: dict[int, Tensor] = field(default_factory=dict)
     confidence: dict[int, Tensor] = field(default_factory=dict)
+    remembered: dict[int, Int[Tensor, "tokens top_k"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.replay is not None:  # here, so that a device is waited for once and not in every layer
@@ -82,6 +84,8 @@ class Routing:
             with torch.no_grad():
                 self.loads[layer] = count(chosen.flatten(), scores.shape[1])
                 self.confidence[layer] = scores.gather(1, chosen).sum()
+        if torch.is_grad_enabled():
+            self.remembered[layer] = chosen.to(torch.int16)
 
 
 class Router(nn.Module):
@@ -101,8 +105,11 @@ class Router(nn.Module):
     ) -> tuple[Int[Tensor, "tokens top_k"], Float[Tensor, "tokens top_k"]]:
         """Chosen experts and their gates (in the dtype of x)."""
         scores = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
-        chosen = self.choose(scores, routing.given(layer, rows))
-        routing.saw(layer, scores, chosen)
+        if layer in routing.remembered:
+            chosen = routing.remembered[layer].long()
+        else:
+            chosen = self.choose(scores, routing.given(layer, rows))
+            routing.saw(layer, scores, chosen)
         gates = scores.gather(1, chosen)
         if self.shape.norm_topk_prob:
             gates = gates / gates.sum(dim=-1, keepdim=True)
@@ -137,6 +144,11 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(shape.num_experts, hidden_size, inter))
         self.use_grouped_mm = True
 
+    @staticmethod
+    def gated(gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
+        """Of the products with gate and up: silu(gate) * up."""
+        return gated(gate_up)
+
     def forward(
         self,
         x: Float[Tensor, "rows dim"],
@@ -153,7 +165,7 @@ class Experts(nn.Module):
 
     def _grouped(self, x: Tensor, counts: Tensor) -> Tensor:
         offsets = counts.cumsum(0, dtype=torch.int32)
-        hidden = gated(F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=offsets))
+        hidden = self.gated(F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=offsets))
         return F.grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=offsets)
 
     def _loop(self, x: Tensor, counts: list[int]) -> Tensor:

@@ -36,6 +36,7 @@ from stretto.trainer.optim import (
     optimizer_tensors,
 )
 from stretto.trainer.parallel import context
+from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.rows import IDLE, Membership, Rows, build_rows
 from stretto.trainer.schedule import learning_rate
@@ -118,11 +119,12 @@ class Critic:
         self._reduce = reduce if mesh is None else mesh.reduce
         self._device = network.output_weight.device
         self._vocab_size = network.model.embed_tokens.weight.shape[0]
+        prepare_blocks(network, model)
         if mesh is None:
             self.masters = Masters(network, hub.DTYPES[model.optimization_dtype])
         else:
             self.masters = parallelise(network, mesh, model)
-        self.optimizer = build_optimizer(self.masters.parameters, self._optim)
+        self.optimizer = build_optimizer(self.masters, self._optim)
         self._sums = StepSums()
         self._is_cut_by_tokens = mesh is not None and mesh.degrees.cp > 1
         self._shares_prefixes = self._device.type == "cpu" and not (

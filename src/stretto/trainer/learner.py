@@ -40,6 +40,7 @@ from stretto.trainer.optim import (
     optimizer_tensors,
 )
 from stretto.trainer.parallel import context
+from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.shard import Shards, parallelise
 from stretto.trainer.routing import build_routers
 from stretto.trainer.rows import IDLE, Rows, build_rows, count_tokens, trains
@@ -106,6 +107,7 @@ class Learner:
         self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
         if model.lora is not None:
             attach(policy, model.lora, seed=torch.initial_seed() % 2**63)
+        prepare_blocks(policy, model)
         self._is_replaying = enable_router_replay
         self.step = 0
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
@@ -125,7 +127,7 @@ class Learner:
             self._masters = parallelise(policy, mesh, model)
             if reference is not None:
                 parallelise(reference, mesh, model)
-        self._optimizer = build_optimizer(self._masters.parameters, optim)
+        self._optimizer = build_optimizer(self._masters, optim)
         self._sums = StepSums()
         self._updates: list[tuple[float, float]] = []
         # On a GPU one flash kernel over whole documents is faster than a call for every shape of segment.

@@ -7,18 +7,27 @@ rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.config.trainer import AdamWOptim, Optim, SgdOptim
+from stretto.config.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim
+from stretto.trainer.muon import Muon, find_matrices
+
+if TYPE_CHECKING:
+    from stretto.trainer.parallel.shard import Shards
 
 
-def build_optimizer(parameters: list[nn.Parameter], cfg: Optim) -> torch.optim.Optimizer:
-    """Decay applies to every weight. AdamW runs fused: one pass over memory, on the CPU as well."""
+def build_optimizer(masters: Masters | Shards, cfg: Optim) -> torch.optim.Optimizer:
+    """Decay applies to every weight. AdamW and SGD run fused: one pass over memory, on the CPU as well."""
+    parameters = masters.parameters
     match cfg:
+        case MuonOptim():
+            named = dict(zip(masters.names, parameters))
+            return Muon(named, cfg, matrices=find_matrices(masters.policy), on_whole=masters.on_whole)
         case AdamWOptim():
             return torch.optim.AdamW(
                 parameters,
@@ -46,6 +55,7 @@ class Masters:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.policy = model
         self.model_parameters = [p for p in model.parameters() if p.requires_grad]
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         model_dtype = self.model_parameters[0].dtype
@@ -81,6 +91,12 @@ class Masters:
     def part(self, name: str, whole: Tensor) -> Tensor:
         """The way back from `whole`."""
         return whole
+
+    def on_whole(
+        self, parts: Mapping[str, Tensor], compute: Callable[[str, Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """`compute` of whole matrices; here every part is whole."""
+        return {name: compute(name, part) for name, part in parts.items()}
 
     def write_back(self) -> None:
         """After an update or a load: round the masters into the model."""

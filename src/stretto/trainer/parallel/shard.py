@@ -8,7 +8,7 @@ are summed, not averaged, over ranks: losses are divided by the tokens of all ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from stretto.models.moe import mixtures
 from stretto.trainer.mesh import Mesh
 from stretto.trainer.parallel.expert import cut_experts
 from stretto.trainer.parallel.tensor import cut_layers
+from stretto.trainer.parallel.whole import cuts_of, on_whole
 
 
 def parallelise(policy: nn.Module, mesh: Mesh, section: ModelSection) -> Shards:
@@ -148,6 +149,16 @@ class Shards:
         self.settle()
 
     # -- whole tensors --
+
+    def on_whole(
+        self, parts: Mapping[str, Tensor], compute: Callable[[str, Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """`compute` of whole matrices, each on one rank of those that share it; parts in, parts out."""
+        named = {name: self._trained[name] for name in parts}
+        cuts = {name: cuts_of(p, self._features.get(name), self.mesh.tp_group) for name, p in named.items()}
+        shapes = {name: p.shape for name, p in named.items()}
+        dtype = torch.bfloat16 if self.mesh.device.type == "cuda" else torch.float32
+        return on_whole(parts, shapes, cuts, compute, dtype)
 
     def shapes(self) -> dict[str, torch.Size]:
         """The whole shape of every trained weight."""
