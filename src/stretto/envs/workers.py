@@ -10,8 +10,8 @@ in worker_wire.py. Rollouts go to the worker with the fewest. States of a worker
 A rollout waits for a READY worker. A place whose processes end MAX_BAD_STARTS times in a row before they are
 READY is given up; with the last one every rollout fails, saying why.
 
-The first process is started when the environment is built, and waited for: what is wrong with the environment
-is said before training begins.
+The processes are started when the environment is built, and waited for: what is wrong with the environment is
+said before training begins.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def open_workers(
     hang_timeout_s: float = 60.0,
     log_dir: Path | None = None,
 ) -> Environment:
-    """The environment in num_workers processes, the first of which is there; logs go to log_dir.
+    """The environment in num_workers processes, all of which are there; logs go to log_dir.
 
     It belongs to the event loop in which it is first used, and is to be closed there.
 
@@ -216,7 +216,7 @@ class Pool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_changed = asyncio.Event()
         self._broken: str | None = None
-        self.num_restarts = 0
+        self.num_lost = 0  # processes that ended before close
 
     @property
     def workers(self) -> list[Worker]:
@@ -224,33 +224,33 @@ class Pool:
         return [worker for worker in self._places if worker and worker.state is not State.ENDED]
 
     def start(self) -> Ready:
-        """Start all processes and wait for the first to be ready.
+        """Start all processes and wait until they are ready.
 
-        Raises: StrettoError as the worker says; EnvError when it ends or is too late.
+        Raises: StrettoError as a worker says; EnvError when one ends or is too late.
         """
-        for place in range(len(self._places)):
-            self._places[place] = self._start(place)
-        first = self._places[0]
-        assert first is not None
         try:
-            message = self._first_word(first)
-            if isinstance(message, Refused):
-                raise error_of(message.kind, message.text)
-            if message is None:
-                first.child.popen.wait()
-                raise EnvError(_died(first))
+            for place in range(len(self._places)):
+                self._places[place] = self._start(place)
+            first, *_ = [self._greeted(worker) for worker in self.workers]
+            return first
         except BaseException:
             for worker in self.workers:
                 worker.kill()
             raise
-        assert isinstance(message, Ready)
-        first.state = State.READY
-        return message
 
-    def _first_word(self, worker: Worker) -> FromWorker | None:
+    def _greeted(self, worker: Worker) -> Ready:
+        """Wait for the first word of a worker."""
         worker.wire.settimeout(START_TIMEOUT_S)
         try:
-            return receive_blocking(worker.wire, FromWorker)
+            message = receive_blocking(worker.wire, FromWorker)
+            if isinstance(message, Refused):
+                raise error_of(message.kind, message.text)
+            if message is None:
+                worker.child.popen.wait()
+                raise EnvError(_died(worker))
+            assert isinstance(message, Ready)
+            worker.state = State.READY
+            return message
         except TimeoutError as cause:
             raise EnvError(
                 f"{worker.name} was not ready within {START_TIMEOUT_S:g} s; see {worker.child.log}"
@@ -337,6 +337,7 @@ class Pool:
             finally:
                 was_ready = worker.state is State.READY
                 worker.close()
+            self.num_lost += 1
             self._fail_calls(worker, culprit, reason)
             worker.child.signal_group(signal.SIGKILL)
             await process.stop([worker.child], grace_s=_STOP_GRACE_S)
@@ -347,7 +348,6 @@ class Pool:
                 return
             logger.warning("%s: it is started anew", reason)
             await asyncio.sleep(min(0.25 * (2**num_idle_lives - 1), _LONGEST_BACKOFF_S))
-            self.num_restarts += 1
             try:
                 self._places[place] = self._start(place)
             except (OSError, StrettoError) as error:
