@@ -15,7 +15,7 @@ import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, TaskSource
-from stretto.records.generate import Completion, GenerateRequest, VersionSpan
+from stretto.records.generate import Completion, GenerateRequest, VersionSpan, member_seed
 from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
 from stretto.records.weights import WeightManifest
@@ -126,6 +126,7 @@ class FakeEngine:
         self.version = 0
         self.num_running = 0
         self.num_requests = 0
+        self._ends: dict[str, asyncio.Event] = {}  # of requests under way: set, they answer with what they have
 
     num_ready = 1
 
@@ -136,26 +137,51 @@ class FakeEngine:
         self.num_requests += 1
         self.num_running += 1
         try:
-            first_version = self.version
+            first_version, share = self.version, 1.0
             if self.delay is not None:
-                await asyncio.sleep(self.delay(request))
+                share = await self._wait(request.request_id, self.delay(request))
             if cause := self.fail(request):
                 raise EngineError(cause)
-            return [self._sample(request, i, first_version) for i in range(request.n)]
+            return [self._sample(request, i, first_version, share) for i in range(request.n)]
         finally:
             self.num_running -= 1
 
-    def _sample(self, request: GenerateRequest, index: int, first_version: int) -> Completion:
-        prompt = "".join(map(chr, request.prompt_ids))
-        rng = random.Random(f"{request.sampling.seed}/{index}/{first_version}")
-        text = self.answer(prompt, rng, first_version) + "."
-        text = text[: request.sampling.max_tokens]
+    async def _wait(self, request_id: str, delay_s: float) -> float:
+        """Wait for the end of a request; the share of it that is done."""
+        now = asyncio.get_running_loop().time
+        started, end = now(), self._ends.setdefault(request_id, asyncio.Event())
+        try:
+            async with asyncio.timeout(delay_s):
+                await end.wait()
+            return (now() - started) / delay_s
+        except TimeoutError:
+            return 1.0
+        finally:
+            del self._ends[request_id]
+
+    async def abort(self, request_ids: Any = None) -> None:
+        """End requests with what they have: as much of the reply as of its time has passed."""
+        await asyncio.sleep(0)
+        for request_id in list(self._ends) if request_ids is None else request_ids:
+            if request_id in self._ends:
+                self._ends[request_id].set()
+
+    def _sample(self, request: GenerateRequest, index: int, first_version: int, share: float) -> Completion:
+        """A reply depends on prompt, seed and version; one that was begun in the prompt goes on."""
+        head, turn, begun = "".join(map(chr, request.prompt_ids)).rpartition(".A")
+        seed = request.sampling.seed
+        rng = random.Random(f"{None if seed is None else member_seed(seed, index)}/{first_version}")
+        whole = self.answer(head + turn, rng, first_version) + "."
+        logprobs = [-rng.random() for _ in whole][len(begun) :]
+        text = whole[len(begun) :][: request.sampling.max_tokens]
+        is_cut = share < 1 and int(share * len(text)) < len(text)
+        text = text[: int(share * len(text))] if is_cut else text
         split = 1 if self.version != first_version else len(text)
         spans = [VersionSpan(first_version, 0, split), VersionSpan(self.version, split, len(text))]
         return Completion(
             token_ids=np.array([ord(c) for c in text], dtype=np.int32),
-            logprobs=np.array([-rng.random() for _ in text], dtype=np.float32),
-            finish_reason="stop" if text.endswith(".") else "length",
+            logprobs=np.array(logprobs[: len(text)], dtype=np.float32),
+            finish_reason="abort" if is_cut else "stop" if text.endswith(".") else "length",
             versions=tuple(span for span in spans if span.end > span.start),
         )
 

@@ -225,6 +225,11 @@ class OrchestratorSection(Section):
     oversampling_factor: float = Field(1.0, ge=1)
     """Groups in flight, relative to (max_async_level + 1) batches. None is thrown away: what a batch does not
     take is in the next one. Above 1 needs max_async_level >= 1."""
+    partial_rollout: bool = True
+    """Keep the tokens of rollouts that a stop interrupts, and the turns that a crash does; a resumed run goes on
+    from them. False: such rollouts are played again."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Of a rollout that goes on, do not train the tokens that older weights sampled."""
     max_rollout_retries: int = Field(2, ge=0)
     """Times a failed rollout is tried again before it is recorded as failed."""
     max_failed_groups: int = Field(32, gt=0)

@@ -15,7 +15,7 @@ import msgspec
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
 from stretto.ledger import schema
-from stretto.ledger.segments import Place, load_payload
+from stretto.ledger.segments import Place, load_payload, load_turns
 
 
 def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
@@ -121,12 +121,14 @@ def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
 
 def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
     query = (
-        "SELECT group_id, member, segment, offset, length, crc FROM rollouts "
-        "LEFT JOIN segments USING (segment) WHERE segment IS NOT NULL AND deleted_at IS NULL"
+        "SELECT group_id, member, finished_at, segment, offset, length, crc FROM rollouts "
+        "LEFT JOIN segments USING (segment) WHERE segment IS NOT NULL AND deleted_at IS NULL AND "
+        "(finished_at IS NOT NULL OR group_id IN (SELECT group_id FROM draws WHERE state = 'drawn'))"
     )
-    for group_id, member, *place in db.execute(query):
+    for group_id, member, finished_at, *place in db.execute(query):
+        load = load_turns if finished_at is None else load_payload
         try:
-            load_payload(run_dir, Place(*place), f"g{group_id}.{member}")
+            load(run_dir, Place(*place), f"g{group_id}.{member}")
         except (DataError, WireError) as error:
             yield str(error)
 

@@ -16,7 +16,8 @@ import msgspec
 
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
-from stretto.ledger.segments import Payload, Place, load_payload
+from stretto.ledger.segments import Payload, Place, load_payload, load_turns
+from stretto.records.partial import Kept, standing, up_to
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,39 @@ def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version
     return groups
 
 
+def kept_rollouts(
+    db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version: int
+) -> dict[tuple[int, int], tuple[Kept, Place]]:
+    """The turns of rollouts that were under way, of draws that are played again, and where the newest lies.
+
+    Tokens of versions after `step` are undone with them; what is older than oldest_version, gone or damaged is
+    left out, and such a rollout begins anew.
+    """
+    rows = db.execute(
+        "SELECT group_id, member, r.finished_at, segment, offset, length, crc, max(row) FROM rollouts r "
+        "JOIN draws d USING (group_id) WHERE d.state = 'drawn' GROUP BY group_id, member"
+    ).fetchall()
+    found = {}
+    for group_id, member, finished_at, *place, _ in rows:
+        if finished_at is not None or place[0] is None:
+            continue
+        who, at = f"g{group_id}.{member}", Place(*place)
+        try:
+            turns = up_to(standing(load_turns(run_dir, at, who)), step)
+        except (DataError, WireError) as error:
+            logger.warning("rollout %s begins anew: %s", who, error)
+            continue
+        if not turns:
+            logger.info("rollout %s begins anew: it was sampled after step %d", who, step)
+            continue
+        kept = Kept(turns=tuple(turns))
+        if kept.first_version < oldest_version:
+            logger.info("rollout %s begins anew: version %d is too old now", who, kept.first_version)
+        else:
+            found[group_id, member] = (kept, at)
+    return found
+
+
 def unfinished_draws(db: sqlite3.Connection) -> list[tuple[int, Task]]:
     """Draws that have no usable group, in draw order."""
     rows = db.execute(
@@ -146,13 +180,13 @@ def mark_trained(db: sqlite3.Connection, step: int) -> None:
 
 
 def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:
-    """Whether a payload in the segment may still be trained on, or was so after step `horizon`."""
+    """Whether a payload in the segment may still be trained on or continued, or was trained after `horizon`."""
     query = """
         SELECT 1 FROM rollouts r JOIN draws d USING (group_id)
-        WHERE r.segment = ? AND r.status != 'lost' AND (
+        WHERE r.segment = ? AND (d.state = 'drawn' AND r.finished_at IS NULL OR r.status != 'lost' AND (
             d.state IN ('finished', 'shipped') OR (d.state = 'dropped' AND d.dropped_at_step > ?)
             OR EXISTS (SELECT 1 FROM live_rollouts WHERE row = r.row AND step > ?)
-        ) LIMIT 1
+        )) LIMIT 1
     """
     return db.execute(query, (segment, horizon, horizon)).fetchone() is not None
 

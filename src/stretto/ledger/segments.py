@@ -12,13 +12,14 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from stretto.base.errors import DataError, EngineError
 from stretto.base.paths import RunDir
 from stretto.records.codec import decode_blob, encode_blob
+from stretto.records.partial import Turn
 from stretto.records.rollout import Branch, Rollout
 
 
@@ -27,6 +28,13 @@ class Payload(msgspec.Struct, frozen=True):
 
     branches: tuple[Branch, ...]
     agent_rewards: dict[str, float] = {}
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A turn of a rollout that is not done, and where the one before it lies."""
+
+    turn: Turn
+    before: tuple[int, int, int, int] | None
 
 
 class Place(NamedTuple):
@@ -54,7 +62,18 @@ class SegmentWriter:
 
         Raises: EngineError when the disk does not take them.
         """
-        blobs = [encode_blob(Payload(rollout.branches, rollout.agent_rewards)) for rollout in rollouts]
+        return self._write([Payload(rollout.branches, rollout.agent_rewards) for rollout in rollouts])
+
+    def append_turn(self, turn: Turn, before: Place | None) -> Place:
+        """Write a turn of a rollout that goes on; `before` is where its last one lies.
+
+        Raises: EngineError when the disk does not take it.
+        """
+        [place] = self._write([Link(turn, before)])
+        return place
+
+    def _write(self, records: Sequence[Payload | Link]) -> list[Place]:
+        blobs = list(map(encode_blob, records))
         places, end = [], self.end
         for blob in blobs:
             places.append(Place(self.segment, end, len(blob), zlib.crc32(blob)))
@@ -89,11 +108,32 @@ def load_payload(run_dir: RunDir, place: Place, who: str) -> Payload:
 
     Raises: DataError when it is no longer kept, or damaged.
     """
+    return _load(run_dir, place, who, Payload)
+
+
+def load_turns(run_dir: RunDir, place: Place, who: str) -> list[Turn]:
+    """All turns that were written down of rollout `who`, in order; `place` is the last one's.
+
+    Raises: DataError when one is no longer kept, or damaged.
+    """
+    turns = []
+    at: Place | None = place
+    while at is not None:
+        link = _load(run_dir, at, who, Link)
+        turns.append(link.turn)
+        at = None if link.before is None else Place(*link.before)
+    return turns[::-1]
+
+
+T = TypeVar("T", Payload, Link)
+
+
+def _load(run_dir: RunDir, place: Place, who: str, kind: type[T]) -> T:
     path = run_dir.segment(place.segment)
     blob = _read(path, place, who)
     if len(blob) != place.length or zlib.crc32(blob) != place.crc:
         raise DataError(f"{path} at {place.offset}: the payload of rollout {who} is damaged or cut off.")
-    return decode_blob(blob, Payload, where=f"{path} at {place.offset}")
+    return decode_blob(blob, kind, where=f"{path} at {place.offset}")
 
 
 def _read(path: Path, place: Place, who: str) -> bytes:

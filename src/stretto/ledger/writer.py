@@ -22,14 +22,16 @@ from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
 from stretto.ledger import resume, schema
 from stretto.ledger.segments import Place, SegmentWriter
+from stretto.records.partial import Kept, Turn
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
 logger = logging.getLogger(__name__)
 
+_NOWHERE = (None, None, None, None)
 _VALID = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
 _INSERT_RUNNING = (
-    "INSERT INTO rollouts (row, group_id, member, incarnation, status, version, started_at) "
-    "VALUES (?, ?, ?, ?, 'running', ?, ?)"
+    "INSERT INTO rollouts (row, group_id, member, incarnation, status, version, started_at, "
+    "segment, offset, length, crc) VALUES (?, ?, ?, ?, 'running', ?, ?, ?, ?, ?, ?)"
 )
 _COLUMNS = (
     "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, "
@@ -67,6 +69,7 @@ class Ledger:
         self._running: dict[
             tuple[int, int], tuple[int, int, float]
         ] = {}  # member -> row, version, started_at
+        self._turns: dict[tuple[int, int], Place] = {}  # member -> its newest turn, while it is not done
         self._next_row = self._scalar("SELECT coalesce(max(row), 0) + 1 FROM rollouts")
         self._incarnation = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
@@ -123,15 +126,34 @@ class Ledger:
         self.rollouts_started(group_id, [member], version)
 
     def rollouts_started(self, group_id: int, members: Sequence[int], version: int) -> None:
-        """Several members of a group begin, in one commit."""
+        """Several members of a group begin, in one commit; those of which turns are kept go on from them."""
         now = time.time()
         rows = []
         for member in members:
-            rows.append((self._next_row, group_id, member, self._incarnation, version, now))
+            place = self._turns.get((group_id, member), _NOWHERE)
+            rows.append((self._next_row, group_id, member, self._incarnation, version, now, *place))
             self._running[group_id, member] = (self._next_row, version, now)
             self._next_row += 1
         with self.transaction():
             self._db.executemany(_INSERT_RUNNING, rows)
+
+    def turn_played(self, group_id: int, member: int, turn: Turn) -> None:
+        """A turn of a running member, kept in case the rollout is interrupted; see `resume.kept_rollouts`."""
+        key = (group_id, member)
+        if key not in self._running:
+            return  # its group was dropped meanwhile
+        place = self._turns[key] = self._segments.append_turn(turn, self._turns.get(key))
+        with self.transaction():
+            self._db.execute(
+                "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?",
+                (*place, self._running[key][0]),
+            )
+        if self._segments.end >= self._segment_bytes:
+            self._rotate()
+
+    def forget_turns(self, group_id: int, member: int) -> None:
+        """The turns that are kept of a member are of no use; call it before the member is started."""
+        self._turns.pop((group_id, member), None)
 
     def rollout_failed(self, rollout_id: str, group_id: int, member: int, error: str) -> None:
         """A try of a member failed; start it again before the next try."""
@@ -176,6 +198,7 @@ class Ledger:
             )
         for key in [key for key in self._running if key[0] == group_id]:
             del self._running[key]
+            self._turns.pop(key, None)
 
     def batch_shipped(self, step: int, group_ids: Sequence[int]) -> None:
         """These groups' valid rollouts are the batch of `step`."""
@@ -239,6 +262,13 @@ class Ledger:
         with self.transaction():
             return resume.resumable(self._db, self._run_dir, step, oldest_version)
 
+    def kept_rollouts(self, step: int, oldest_version: int) -> dict[tuple[int, int], Kept]:
+        """What unfinished draws have already played, by group and member; see `resume.kept_rollouts`."""
+        with self.transaction():
+            found = resume.kept_rollouts(self._db, self._run_dir, step, oldest_version)
+        self._turns = {key: place for key, (_, place) in found.items()}
+        return {key: kept for key, (kept, _) in found.items()}
+
     def unfinished_draws(self) -> list[tuple[int, Task]]:
         """Draws to run again under their number, in draw order; call it after `resumable`."""
         return resume.unfinished_draws(self._db)
@@ -261,6 +291,7 @@ class Ledger:
 
     def _take_row(self, group_id: int, member: int) -> tuple[int, int | None, float | None]:
         """The row of a running member, or a new one for a member that was never said to start."""
+        self._turns.pop((group_id, member), None)
         if (group_id, member) in self._running:
             return self._running.pop((group_id, member))
         self._next_row += 1

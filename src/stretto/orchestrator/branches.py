@@ -43,7 +43,8 @@ class OpenBranch:
         spans = completion.versions or (VersionSpan(version, 0, len(completion.token_ids)),)
         self._versions += [VersionSpan(s.version, start + s.start, start + s.end) for s in spans]
 
-    def close(self) -> Branch:
+    def close(self, *, trained_from: int | None = None) -> Branch:
+        """The branch as it is; of `trained_from`: see records/rollout.py."""
         is_sampled = np.zeros(len(self.token_ids), dtype=bool)
         for start, end in self._sampled:
             is_sampled[start:end] = True
@@ -56,6 +57,7 @@ class OpenBranch:
             routed_experts=self._routes,
             agent=self._agent,
             is_trained=self._is_trained,
+            trained_from=trained_from,
         )
 
 

@@ -30,11 +30,12 @@ import heapq
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from stretto.records.partial import Kept
 from stretto.records.rollout import Group, Task
 
 
@@ -73,12 +74,13 @@ class DropLog(Protocol):
 
 @dataclass(eq=False)
 class Slot:
-    """One drawn group. `version` is what was loaded when it started, so no first token is older."""
+    """One drawn group. `version` is what was loaded when it started; only what it goes on from may be older."""
 
     group_id: int
     task: Task
     version: int
     is_frozen: bool = False  # no policy plays it, so it is never too old
+    kept: Mapping[int, Kept] = field(default_factory=dict)  # by member: what it goes on from
     state: SlotState = SlotState.RUNNING
     group: Group | None = None
     has_signal: bool = False
@@ -88,10 +90,10 @@ class Slot:
 
     @property
     def first_version(self) -> int:
-        """Version of the oldest first token of its members; of the draw as long as there is none."""
+        """Version of the oldest first token of its members; of what it goes on from, or else of the draw."""
         rollouts = self.group.rollouts if self.group else ()
         versions = [v for r in rollouts if (v := r.first_version) is not None]
-        return min(versions, default=self.version)
+        return min(versions, default=min((k.first_version for k in self.kept.values()), default=self.version))
 
     def move(self, to: SlotState) -> None:
         assert to in MOVES[self.state], f"group {self.group_id} cannot go from {self.state} to {to}"
@@ -197,11 +199,18 @@ class Buffer:
         await self._until(lambda: self.is_closed or self.may_admit())
         return not self.is_closed
 
-    def start(self, group_id: int, task: Task, *, is_frozen: bool = False) -> Slot:
+    def start(
+        self,
+        group_id: int,
+        task: Task,
+        *,
+        is_frozen: bool = False,
+        kept: Mapping[int, Kept] | None = None,
+    ) -> Slot:
         """Put a drawn group into a free slot, stamped with the version that is loaded now."""
         assert self.may_admit(), f"group {group_id} started without a free slot"
         assert self.version >= self.bounds.oldest_version(self.next_step), "a group would be born too old"
-        slot = Slot(group_id, task, self.version, is_frozen)
+        slot = Slot(group_id, task, self.version, is_frozen, kept or {})
         self._add(slot)
         self.owed.discard(group_id)
         self.counts.drawn += 1
@@ -278,6 +287,11 @@ class Buffer:
         self.version = version
         for slot in [s for s in self.slots.values() if s.state is SlotState.SHIPPED and s.step <= version]:
             self._move(slot, SlotState.LOADED)
+        self._wake()
+
+    def end_admission(self) -> None:
+        """No more draws and batches; what is running goes on until `close`."""
+        self.is_closed = True
         self._wake()
 
     def close(self) -> None:

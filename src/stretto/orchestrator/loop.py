@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -41,12 +41,14 @@ from stretto.orchestrator.concurrency import Aimd, Look
 from stretto.orchestrator.curriculum import Curriculum
 from stretto.orchestrator.evaluate import Evaluator, is_due, overall, table
 from stretto.orchestrator.filters import mean_reward, settle
+from stretto.orchestrator.interruption import Interruption
 from stretto.orchestrator.packing import Cost, pack
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples, whiten_samples
 from stretto.orchestrator.tasks import TaskMix
 from stretto.orchestrator.teacher import Tutors
+from stretto.records.partial import Kept, Turn
 from stretto.records.rollout import Group, Task
 from stretto.records.sample import TrainBatch, TrainSample
 from stretto.transports.control import (
@@ -66,6 +68,7 @@ logger = logging.getLogger(__name__)
 
 WARN_EVERY_STEPS = 20
 STARTED_AT_ONCE = 16
+LARGE_BATCH = 512  # samples; packing more of them takes so long that others must run in between
 """Rollouts; each takes up to a millisecond to render its prompt and write its request."""
 
 
@@ -97,6 +100,8 @@ class Engines(Protocol):
 
     async def metrics(self) -> dict[str, float]: ...
 
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None: ...
+
 
 class RunLog(Protocol):
     """The ledger (ledger/writer.py), as far as the loops write it."""
@@ -104,6 +109,10 @@ class RunLog(Protocol):
     def transaction(self) -> AbstractContextManager[None]: ...
 
     def task_drawn(self, group_id: int, task: Task) -> None: ...
+
+    def turn_played(self, group_id: int, member: int, turn: Turn) -> None: ...
+
+    def forget_turns(self, group_id: int, member: int) -> None: ...
 
     def rollouts_started(self, group_id: int, members: Sequence[int], version: int) -> None: ...
 
@@ -126,6 +135,7 @@ class Cursor:
 
     next_draw: int
     redraws: deque[tuple[int, Task]]
+    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # by group and member: their turns so far
 
     def take(self, mix: TaskMix) -> tuple[int, Task, bool]:
         """The next draw number, its task, and whether it is new to the ledger."""
@@ -179,10 +189,19 @@ class Loop:
         self._idle_s = 0.0
         self.max_inflight: int | None = None  # rollouts, where concurrency is adaptive
         names = [env.name or env.id for env in self.cfg.env]
+        self._interruption = Interruption()
+        self._interrupting: asyncio.Task | None = None
         self._players = {name: player_of(self.player, self.cfg, name) for name in names}
         for name in names:
             if (engine := self.tutors.player_of(name)) is not None:
                 self._players[name] = replace(self._players[name], engine=engine)
+            elif self.cfg.partial_rollout:
+                self._players[name] = replace(
+                    self._players[name],
+                    journal=self.ledger,
+                    interruption=self._interruption,
+                    masks_kept=self.cfg.mask_offpolicy_in_partial_rollout,
+                )
         self._flags: Counter[str] = Counter()  # rollouts that each filter flagged since the last batch
         algos = {name: self.cfg.algo_of(name) for name in names}
         self._whitened = [n for n, algo in algos.items() if algo.type in WHITENED and algo.whiten]
@@ -205,6 +224,8 @@ class Loop:
             await self.ship_batches()
             await self._last_step()
             await hearing
+            if self._interrupting is not None:
+                await self._interrupting
             following.cancel()
             drawing.cancel()
             watching.cancel()
@@ -215,7 +236,18 @@ class Loop:
     def stop(self) -> None:
         """End in good order: no more draws; what was shipped is trained, then the trainer saves and ends."""
         self._is_stopping.set()
-        self.buffer.close()
+        if not self.cfg.partial_rollout:
+            self.buffer.close()
+        elif self._interrupting is None:
+            self.buffer.end_admission()
+            self._interrupting = asyncio.create_task(self._interrupt(), name="interrupt_rollouts")
+
+    async def _interrupt(self) -> None:
+        """End what is running, with what it has sampled written down."""
+        try:
+            await self._interruption.begin(self.engines.abort)
+        finally:
+            self.buffer.close()
 
     @property
     def was_stopped(self) -> bool:
@@ -288,14 +320,30 @@ class Loop:
         if is_new:
             self.ledger.task_drawn(group_id, task)
         members = range(self.cfg.group_size_of(task.env))
+        kept = self._kept_of(group_id, members)
         self.ledger.rollouts_started(group_id, members, self.buffer.version)
         is_frozen = self.tutors.player_of(task.env) is not None
-        return self.buffer.start(group_id, task, is_frozen=is_frozen)
+        return self.buffer.start(group_id, task, is_frozen=is_frozen, kept=kept)
+
+    def _kept_of(self, group_id: int, members: Sequence[int]) -> dict[int, Kept]:
+        """What members of a draw go on from, unless it has become too old while the draw waited for a slot."""
+        oldest = self.buffer.bounds.oldest_version(self.buffer.next_step)
+        kept = {}
+        for member in members:
+            turns = self.cursor.kept.pop((group_id, member), None)
+            if turns is None:
+                continue
+            if turns.first_version >= oldest:
+                kept[member] = turns
+                continue
+            logger.info("rollout g%d.%d begins anew: its tokens are too old now", group_id, member)
+            self.ledger.forget_turns(group_id, member)
+        return kept
 
     async def play_group(self, slot: Slot) -> None:
         """Roll out one group, give it credit, judge it, and hand it to the buffer."""
         env = slot.task.env
-        draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version)
+        draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version, slot.kept)
         group = await self._players[env].play(self.mix.envs[env], draw)
         group = await self.tutors.finish(group)
         settled = settle(group, self.cfg, self.vocab_size)
@@ -357,14 +405,10 @@ class Loop:
         for group in groups:  # chosen slots wait for nobody but us: others may run in between
             samples += to_samples([group])
             await asyncio.sleep(0)
-        samples = whiten_samples(samples, self._whitened) if self._whitened else samples
-        batches = pack(
-            samples,
-            step=step,
-            seq_len=self.cfg.seq_len,
-            world_size=self.cfg.num_train_workers,
-            cost=self.cost,
-        )
+        if len(samples) < LARGE_BATCH:
+            batches = self._packed(step, samples)
+        else:
+            batches = await asyncio.to_thread(self._packed, step, samples)
         left_out = self.buffer.left_out(list(slots))
         row = telemetry.batch_row(slots, left_out, self.buffer, self._take_counts())
         row.metrics |= telemetry.filter_row(self.cfg.filters, self._take_flags(), [*slots, *left_out])
@@ -381,6 +425,16 @@ class Loop:
         await self.sender.send(batches)
         self.watch.progress(f"batch {step} shipped")
         row.metrics |= telemetry.engine_row(await self._engine_metrics())
+
+    def _packed(self, step: int, samples: list[TrainSample]) -> list[TrainBatch]:
+        samples = whiten_samples(samples, self._whitened) if self._whitened else samples
+        return pack(
+            samples,
+            step=step,
+            seq_len=self.cfg.seq_len,
+            world_size=self.cfg.num_train_workers,
+            cost=self.cost,
+        )
 
     def _take_counts(self) -> Counts:
         counts, self.buffer.counts = self.buffer.counts, Counts()

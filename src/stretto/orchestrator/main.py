@@ -322,13 +322,17 @@ def take_over(
             reused += len(group.rollouts)
     redraws = ledger.unfinished_draws()
     buffer.owe(group_id for group_id, _ in redraws)
+    kept = ledger.kept_rollouts(step, buffer.bounds.oldest_version(step + 1)) if cfg.partial_rollout else {}
     text = (
         f"resumed from step {step}: {reused} finished rollouts reused, "
         f"{len(redraws)} groups run again ({rewound.rollouts_lost} rollouts were unfinished or too new)"
     )
+    if kept:
+        num_tokens = sum(each.num_tokens for each in kept.values())
+        text += f"; {len(kept)} rollouts go on from {num_tokens} tokens that they have"
     logger.info("%s", text)
     report("note", text=text)
-    return Cursor(ledger.next_draw(), deque(redraws))
+    return Cursor(ledger.next_draw(), deque(redraws), kept)
 
 
 # -- ending --

@@ -8,21 +8,28 @@ trained twice. Agents of one episode have a recorder each and share its limits.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from stretto.base.errors import DataError, EngineError, EnvError, boundary
 from stretto.envs.base import LimitReached, Limits, Message, Reply, RolloutContext
-from stretto.orchestrator.branches import OpenBranch
+from stretto.orchestrator.branches import OpenBranch, join_routes
 from stretto.orchestrator.tasks import seed_of
-from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.generate import Completion, GenerateRequest, VersionSpan
+from stretto.records.partial import ABORTED, Kept, Turn, joined
 from stretto.records.rollout import Branch
 
 if TYPE_CHECKING:
+    from stretto.orchestrator.interruption import Journal
     from stretto.orchestrator.rollout import Draw, Player
+
+logger = logging.getLogger(__name__)
 
 POLICY = "policy"
 """The agent of an episode that has one."""
@@ -72,7 +79,13 @@ class Recorder(RolloutContext):
         budget: Budget | None = None,
         name: str = POLICY,
         is_trained: bool = True,
+        kept: Kept | None = None,
+        first_seed: int | None = None,
     ) -> None:
+        """kept: turns of an earlier life of the run, with which the same requests are answered again.
+
+        first_seed: of the first turn, where it is not the rollout's own.
+        """
         self.budget = budget or Budget(Limits())
         self.name, self.is_trained = name, is_trained
         self.is_cut_off = False  # the last reply was
@@ -83,6 +96,8 @@ class Recorder(RolloutContext):
         self._history: list[Message] = []
         self._turn: tuple[np.ndarray, np.ndarray] | None = None  # prompt and completion of the last chat turn
         self._is_busy = False
+        self._kept, self._first_seed = kept, first_seed
+        self._replay = deque(t for t in (kept.turns if kept else ()) if t.agent == name)
 
     @property
     def num_turns(self) -> int:
@@ -105,6 +120,7 @@ class Recorder(RolloutContext):
             budget=self.budget,
             name=name,
             is_trained=is_trained,
+            kept=self._kept,
         )
         agent._agents = self._agents
         self._agents[name] = agent
@@ -124,6 +140,8 @@ class Recorder(RolloutContext):
         turn = (self._attempt, self._member, self._num_turns)
         who = () if self.name == POLICY else (self.name,)
         seed = seed_of(player.seed, draw.name, draw.group_id, *turn, *who)
+        if self._first_seed is not None and self._num_turns == 0:
+            seed = self._first_seed
         name = "-".join((player.run_id, draw.rollout_id(self._member), *who))
         request = GenerateRequest(
             request_id=f"{name}-{self._attempt}-{self._num_turns}",
@@ -133,19 +151,13 @@ class Recorder(RolloutContext):
             session_id=name,
             routed_experts_start=self._known_routes(prompt_ids, sampling.get("temperature")),
         )
+        temperature = player.behavior_temperature(sampling.get("temperature"))
         self._is_busy = True
         try:
-            with boundary(EngineError, f"generate {request.request_id}"):
-                completions = await player.engine.generate(request)
+            completion = await self._answer(request, temperature)
         finally:
             self._is_busy = False
-        check_completions(completions, 1)
-        completion = completions[0]
-        if completion.finish_reason == "abort" or not len(completion.token_ids):
-            raise EngineError(f"the engine gave up this turn after {len(completion.token_ids)} tokens")
-        self._branch_for(prompt_ids, player.behavior_temperature(sampling.get("temperature"))).add_turn(
-            prompt_ids, completion, draw.version
-        )
+        self._branch_for(prompt_ids, temperature).add_turn(prompt_ids, completion, draw.version)
         self._num_turns += 1
         self.budget.num_turns += 1
         self.budget.num_tokens += len(completion.token_ids)
@@ -169,7 +181,95 @@ class Recorder(RolloutContext):
 
     def close(self) -> tuple[Branch, ...]:
         """The branches of the episode, agent by agent."""
-        return tuple(branch.close() for agent in self._agents.values() for branch in agent._branches)
+        is_masked = self._kept is not None and self._player.masks_kept
+        trained_from = self._draw.version if is_masked else None
+        return tuple(
+            branch.close(trained_from=trained_from)
+            for agent in self._agents.values()
+            for branch in agent._branches
+        )
+
+    # -- one answer --
+
+    async def _answer(self, request: GenerateRequest, temperature: float) -> Completion:
+        """The reply to a request: as it was kept, or from the engine, or begun there and ended here.
+
+        Raises: EngineError.
+        """
+        begun = self._recall(request, temperature)
+        if begun is not None and begun.is_done:
+            return begun.completion
+        completion = await self._ask(request, begun, temperature)
+        if completion.finish_reason == ABORTED or not len(completion.token_ids):
+            raise EngineError(f"the engine gave up this turn after {len(completion.token_ids)} tokens")
+        return completion
+
+    async def _ask(self, request: GenerateRequest, begun: Turn | None, temperature: float) -> Completion:
+        player = self._player
+        asked = request if begun is None else _rest_of(request, begun)
+        interruption, journal = player.interruption, player.journal
+        with boundary(EngineError, f"generate {request.request_id}"):
+            if interruption is None:
+                completions = await player.engine.generate(asked)
+            else:
+                completions = await interruption.generate(player.engine, asked)
+        check_completions(completions, 1)
+        completion = completions[0]
+        if not completion.versions and len(completion.token_ids):
+            span = VersionSpan(self._draw.version, 0, len(completion.token_ids))
+            completion = msgspec.structs.replace(completion, versions=(span,))
+        if begun is not None:
+            completion = _continued(begun.completion, completion, request)
+        if journal is not None and len(completion.token_ids):
+            self._write_down(journal, request, completion, temperature)
+        if interruption is not None and interruption.is_on and completion.finish_reason == ABORTED:
+            await interruption.forever()
+        return completion
+
+    def _recall(self, request: GenerateRequest, temperature: float) -> Turn | None:
+        """The kept turn that answers this request, token for token the same; None: there is none.
+
+        Where the environment asks for something else than it did, what is left of the turns is of no use.
+        """
+        if not self._replay:
+            return None
+        turn = self._replay.popleft()
+        known = self._branches[-1].token_ids[: turn.num_shared] if turn.num_shared else request.prompt_ids[:0]
+        prompt_ids = np.concatenate((known, turn.prompt_ids), dtype=np.int32)
+        is_same = temperature == turn.temperature and np.array_equal(prompt_ids, request.prompt_ids)
+        # Stop texts may span both parts of a reply, which only a whole one can be searched for.
+        if is_same and (turn.is_done or not request.sampling.stop):
+            return turn
+        left = sum(len(each.completion.token_ids) for each in (turn, *self._replay))
+        self._replay.clear()
+        logger.warning(
+            "rollout %s, turn %d of %s: %s; %d kept tokens are discarded and it goes on anew from here",
+            self._draw.rollout_id(self._member),
+            turn.index,
+            self.name,
+            "its stop texts need a whole reply" if is_same else "the environment asks for something else now",
+            left,
+        )
+        return None
+
+    def _write_down(
+        self, journal: Journal, request: GenerateRequest, completion: Completion, temperature: float
+    ) -> None:
+        branch = self._branches[-1] if self._branches else None
+        is_extended = branch is not None and branch.is_extended_by(request.prompt_ids, temperature)
+        num_shared = len(branch.token_ids) if branch is not None and is_extended else 0
+        assert request.sampling.seed is not None
+        turn = Turn(
+            agent=self.name,
+            index=self._num_turns,
+            attempt=self._attempt,
+            seed=request.sampling.seed,
+            temperature=temperature,
+            num_shared=num_shared,
+            prompt_ids=request.prompt_ids[num_shared:],
+            completion=completion,
+        )
+        journal.turn_played(self._draw.group_id, self._member, turn)
 
     def _extend(self, messages: list[Message], tools: list[dict] | None) -> np.ndarray | None:
         """The prompt as a continuation of the tokens so far.
@@ -193,6 +293,32 @@ class Recorder(RolloutContext):
             return self._branches[-1]
         self._branches.append(OpenBranch(temperature, self.name, is_trained=self.is_trained))
         return self._branches[-1]
+
+
+def _rest_of(request: GenerateRequest, begun: Turn) -> GenerateRequest:
+    """The request for what is left of a reply that was begun, drawn as if it had never been interrupted."""
+    ids, sampling = begun.completion.token_ids, request.sampling
+    assert sampling.max_tokens is not None, "a recorder always says how many tokens fit"
+    prompt_ids = np.concatenate((request.prompt_ids, ids), dtype=np.int32)
+    routes = begun.completion.routed_experts
+    return msgspec.structs.replace(
+        request,
+        prompt_ids=prompt_ids,
+        sampling=msgspec.structs.replace(
+            sampling, max_tokens=max(sampling.max_tokens - len(ids), 1), seed=begun.seed
+        ),
+        routed_experts_start=request.routed_experts_start if routes is None else len(prompt_ids) - 1,
+    )
+
+
+def _continued(first: Completion, rest: Completion, request: GenerateRequest) -> Completion:
+    """Both parts of a reply, with the expert choices of all its tokens where both have them."""
+    whole = joined(first, rest)
+    if first.routed_experts is None or rest.routed_experts is None:
+        return whole
+    num_tokens = len(request.prompt_ids) + len(whole.token_ids) - request.routed_experts_start
+    routes = join_routes(first.routed_experts, rest.routed_experts, num_tokens)
+    return msgspec.structs.replace(whole, routed_experts=routes)
 
 
 def check_completions(completions: Sequence[Completion], wanted: int) -> None:

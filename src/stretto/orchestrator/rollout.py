@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from stretto.base.errors import EngineError, EnvError, StrettoError, boundary
@@ -33,9 +34,17 @@ from stretto.envs.base import (
     scored,
 )
 from stretto.orchestrator.branches import OpenBranch
-from stretto.orchestrator.recorder import Budget, Recorder, check_completions
+from stretto.orchestrator.interruption import Interruption, Journal
+from stretto.orchestrator.recorder import POLICY, Budget, Recorder, check_completions
 from stretto.orchestrator.tasks import seed_of
-from stretto.records.generate import Completion, GenerateRequest, SamplingParams
+from stretto.records.generate import (
+    Completion,
+    GenerateRequest,
+    SamplingParams,
+    VersionSpan,
+    member_seed,
+)
+from stretto.records.partial import Kept, Turn
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
 
@@ -53,6 +62,9 @@ class Draw:
     task: Task
     num_members: int
     version: int
+    kept: Mapping[int, Kept] = field(
+        default_factory=dict
+    )  # by member: what was played before the run resumed
     name: str = "g"  # first letter of its rollout ids: `g12.3`; evals have names of their own
 
     def rollout_id(self, member: int) -> str:
@@ -71,6 +83,9 @@ class Player:
     run_id: str = "run"
     timeout_s: float | None = None
     max_retries: int = 2
+    journal: Journal | None = None  # keeps the turns of rollouts that are not done
+    interruption: Interruption | None = None  # ends them
+    masks_kept: bool = False  # of a rollout that goes on, what older weights sampled is not trained
 
     async def play(self, env: Environment, draw: Draw) -> Group:
         """Play all members of a draw. Never raises for what an environment or an engine does."""
@@ -79,7 +94,7 @@ class Player:
         causes: dict[int, str] = {}
         try:
             async with asyncio.timeout(self.timeout_s):
-                if isinstance(env, SingleTurnEnv):
+                if isinstance(env, SingleTurnEnv) and not draw.kept:
                     await self._play_single_turn(env, draw, outcomes, causes, started_at)
                 else:
                     members = range(draw.num_members)
@@ -116,8 +131,9 @@ class Player:
                     prompt_ids = self.renderer.render_prompt(messages)
                 request = self._group_request(draw, prompt_ids, attempt, missing)
                 with boundary(EngineError, f"generate {request.request_id}"):
-                    completions = await self.engine.generate(request)
+                    completions = await self._generate(request)
                 check_completions(completions, len(missing))
+                await self._keep(env, draw, attempt, missing, request, completions)
             except StrettoError as error:
                 causes.update(dict.fromkeys(missing, describe(error)))
                 continue
@@ -139,6 +155,43 @@ class Player:
                     await scoring
             if not missing:
                 return
+
+    async def _generate(self, request: GenerateRequest) -> list[Completion]:
+        if self.interruption is None:
+            return await self.engine.generate(request)
+        return await self.interruption.generate(self.engine, request)
+
+    async def _keep(
+        self,
+        env: SingleTurnEnv,
+        draw: Draw,
+        attempt: int,
+        members: Sequence[int],
+        request: GenerateRequest,
+        completions: Sequence[Completion],
+    ) -> None:
+        """Write down replies that may not live to be scored; where they were interrupted, wait for the end."""
+        is_ending = self.interruption is not None and self.interruption.is_on
+        if self.journal is None or not (is_ending or inspect.iscoroutinefunction(env.score)):
+            return
+        assert request.sampling.seed is not None
+        for index, (member, completion) in enumerate(zip(members, completions)):
+            if not (num_tokens := len(completion.token_ids)):
+                continue
+            spans = completion.versions or (VersionSpan(draw.version, 0, num_tokens),)
+            turn = Turn(
+                agent=POLICY,
+                index=0,
+                attempt=attempt,
+                seed=member_seed(request.sampling.seed, index),
+                temperature=self.behavior_temperature(),
+                num_shared=0,
+                prompt_ids=request.prompt_ids,
+                completion=msgspec.structs.replace(completion, versions=spans),
+            )
+            self.journal.turn_played(draw.group_id, member, turn)
+        if self.interruption is not None and is_ending:
+            await self.interruption.forever()
 
     def _group_request(
         self, draw: Draw, prompt_ids: np.ndarray, attempt: int, missing: Sequence[int]
@@ -183,9 +236,15 @@ class Player:
         causes: dict[int, str],
         started_at: float,
     ) -> None:
-        for attempt in range(self.max_retries + 1):
+        kept = draw.kept.get(member)
+        first = kept.turns[0].attempt if kept else 0
+        for attempt in range(first, max(first, self.max_retries) + 1):
             budget = Budget(getattr(env, "limits", None) or Limits())
-            recorder = Recorder(self, draw, member, attempt, budget=budget)
+            seed = None
+            if isinstance(env, SingleTurnEnv):  # what the group's one request would have drawn
+                seed = member_seed(seed_of(self.seed, draw.name, draw.group_id, attempt), member)
+            recorder = Recorder(self, draw, member, attempt, budget=budget, kept=kept, first_seed=seed)
+            kept = None  # a second try begins anew
             try:
                 with boundary(EnvError, f"environment {env.name}, rollout {draw.rollout_id(member)}"):
                     result = await self._result_of(env, draw.task, recorder)

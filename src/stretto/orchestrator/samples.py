@@ -57,10 +57,7 @@ def samples_of(
     for index, branch in enumerate(rollout.branches):
         if not branch.is_trained:
             continue
-        loss_mask = branch.is_sampled
-        if len(loss_mask) and loss_mask[0]:
-            loss_mask = loss_mask.copy()
-            loss_mask[0] = False
+        loss_mask = trained_tokens(branch)
         if not loss_mask.any():
             continue
         streams = {
@@ -80,6 +77,17 @@ def samples_of(
             )
         )
     return samples
+
+
+def trained_tokens(branch: Branch) -> np.ndarray:
+    """Sampled tokens, bool: not the first, and of a rollout that was continued perhaps only the newer ones."""
+    is_trained = branch.is_sampled.copy()
+    is_trained[:1] = False
+    if branch.trained_from is not None:
+        for span in branch.versions:
+            if span.version < branch.trained_from:
+                is_trained[span.start : span.end] = False
+    return is_trained
 
 
 def distilled(branch: Branch, loss_mask: np.ndarray) -> dict[str, Any]:

@@ -9,6 +9,17 @@ NO_EXPERT = (255, 65535)
 """A token of `routed_experts` for which no choice is known has the largest value of its dtype in every entry."""
 
 
+_MEMBER_STRIDE = 0x1E3779B97F4A7C15
+
+
+def member_seed(seed: int, member: int) -> int:
+    """The seed with which a request of its own draws what sample `member` of a request with `seed` draws.
+
+    Of the embedded engine, whose random numbers depend on seed and position alone.
+    """
+    return seed if member == 0 else (seed + member * _MEMBER_STRIDE) & (2**63 - 1)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. Logprobs always belong to the processed distribution (after temperature, top-k, ...)."""
 

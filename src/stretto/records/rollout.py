@@ -43,7 +43,10 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
     ref_logprobs: np.ndarray | None = None  # float32 [tokens], nats, of a teacher; such a branch is distilled
     ce_weights: np.ndarray | None = None  # float32 [tokens], of given tokens in the cross-entropy; None: 0
-    is_frozen: bool = False  # sampled by a teacher, not by the policy: learned by cross-entropy, has no versions
+    trained_from: int | None = None  # tokens of older versions are not trained: the rollout was continued
+    is_frozen: bool = (
+        False  # sampled by a teacher, not by the policy: learned by cross-entropy, has no versions
+    )
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.records.generate import member_seed
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt64
 
@@ -36,7 +38,7 @@ class SamplingRows:
 
 def stream_key(seed: int, member: int) -> int:
     """Key of the random numbers of sample `member` of a request with this seed."""
-    return _mix_int(_mix_int(seed & _MASK) + (member + 1) * _GOLDEN)
+    return _mix_int(_mix_int(member_seed(seed, member) & _MASK) + _GOLDEN)
 
 
 def uniforms(
