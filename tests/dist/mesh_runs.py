@@ -21,7 +21,7 @@ from tiny import build_policy, documents, pack
 
 from stretto.config.algorithm import GaeAdvantages
 from stretto.config.model import ModelSection
-from stretto.config.trainer import AdamWOptim, ConstantScheduler, CriticSection, TrainerSection
+from stretto.config.trainer import AdamWOptim, ConstantScheduler, CriticSection, MuonOptim, TrainerSection
 from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
 from stretto.trainer.mesh import Mesh, find_degrees, process_group, training_device
@@ -94,12 +94,39 @@ def _cases() -> list[Case]:
     return [
         *cases,
         Case(2, "tp", "bias", {"tp": 2}),
+        *_memory_cases(),
+        Case(2, "fsdp", "muon"),
+        Case(2, "tp", "muon", {"tp": 2}),
+        Case(2, "ep", "muon_moe", {"ep": 2}),
+        Case(2, "fsdp", "muon_moe", {"ep": 1}),
+        Case(4, "hsdp_tp", "muon", {"dp_replicate": 2, "tp": 2}),
+        Case(4, "ep2", "muon_moe", {"ep": 2}),
         Case(2, "fsdp", "untied"),
         Case(4, "tp_ulysses", "untied", {"tp": 2, "cp": 2}),
         Case(2, "fsdp", "ppo"),
         Case(2, "ring", "ppo", {"cp": 2, "cp_style": "ring"}),
         Case(4, "hsdp_tp", "ppo", {"dp_replicate": 2, "tp": 2}),
         Case(4, "ulysses", "ppo", {"cp": 2}),
+    ]
+
+
+def _memory_cases() -> list[Case]:
+    """Blocks that are computed again, beside everything that exchanges tokens in them."""
+    full, experts = (
+        {"ac": {}},
+        {"ac": {"mode": "selective", "targets": ("norm", "attn_proj", "routed_experts")}},
+    )
+    projections = {"ac": {"mode": "selective", "targets": ("attn_proj", "mlp")}}
+    return [
+        Case(2, "fsdp_ac", "dense", full),
+        Case(2, "ulysses_ac", "dense", full | {"cp": 2}),
+        Case(2, "ring_ac", "dense", full | {"cp": 2, "cp_style": "ring"}),
+        Case(2, "tp_parts", "dense", projections | {"tp": 2}),
+        Case(2, "ep_ac", "moe", full | {"ep": 2}),
+        Case(2, "ep_experts", "moe", experts | {"ep": 2}),
+        Case(2, "ep_ulysses_ac", "replay", full | {"ep": 2, "cp": 2}),
+        Case(4, "ep2_ac", "moe", full | {"ep": 2}),
+        Case(4, "ep2_experts", "replay", experts | {"ep": 2, "cp": 2, "cp_style": "ring"}),
     ]
 
 
@@ -133,7 +160,7 @@ def _choices(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
 
 def policy_of(kind: str):
     match kind:
-        case "dense" | "ppo":
+        case "dense" | "ppo" | "muon":
             return build_policy(**SHAPE)
         case "untied":
             return build_policy(**SHAPE, tie_word_embeddings=False)
@@ -146,8 +173,14 @@ def section_of(kind: str, **model) -> ModelSection:
     return ModelSection(**model, moe_bias_update_rate=1e-2 if kind == "moe" else None)
 
 
+def optim_of(kind: str) -> AdamWOptim | MuonOptim:
+    if kind.startswith("muon"):
+        return MuonOptim(lr=1e-3, max_norm=0.5, eps=1e-3)
+    return AdamWOptim(lr=1e-3, max_norm=0.5, eps=1e-3)
+
+
 def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
-    section, optim = section_of(kind, **model), AdamWOptim(lr=1e-3, max_norm=0.5, eps=1e-3)
+    section, optim = section_of(kind, **model), optim_of(kind)
     critic = None
     if kind == "ppo":
         network = with_value_head(build_policy(seed=1, **SHAPE))

@@ -1,7 +1,7 @@
 """Compute with whole matrices that are cut over ranks: each rank gets some of them whole, and cuts are dealt back.
 
-A stack of experts is cut by rows of every expert, and counts as so many matrices. Matrices cut by features (tp)
-too are joined by all ranks of that axis, which then compute the same.
+A stack of experts counts as so many matrices: it is cut by experts, which leaves them whole, or by rows of every
+one. Matrices cut by features (tp) too are joined by all ranks of that axis, which then compute the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ Compute = Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a matrix lies over ranks: rows over `group` as torch.chunk cuts them, then `features` over `tp_group`."""
+    """How a matrix lies over ranks: rows over `group` as torch.chunk cuts them, then `features` over `tp_group`.
+
+    group: None where every rank has whole matrices."""
 
     group: Any
     rank: int
@@ -50,10 +52,11 @@ def cuts_of(parameter: nn.Parameter, features: int | None, tp_group: Any) -> Cut
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
     axis = mesh.ndim - 1
+    is_cut = parameter.placements[axis].is_shard(parameter.dim() - 2)
     return Cuts(
-        group=mesh.get_group(axis),
-        rank=mesh.get_local_rank(axis),
-        degree=mesh.size(axis),
+        group=mesh.get_group(axis) if is_cut else None,
+        rank=mesh.get_local_rank(axis) if is_cut else 0,
+        degree=mesh.size(axis) if is_cut else 1,
         features=features,
         tp_group=tp_group,
         tp_rank=dist.get_rank(tp_group) if features is not None else 0,
@@ -87,7 +90,10 @@ def on_whole(
         for task in tasks:
             assert task.result is not None
             found.setdefault(task.name, []).append(task.result)
-    return {name: torch.stack(found[name]).view_as(part).to(part.dtype) for name, part in parts.items()}
+    return {
+        name: torch.stack(found[name]).view_as(part).to(part.dtype) if name in found else part
+        for name, part in parts.items()
+    }
 
 
 def _rounds(tasks: list[_Task], degree: int) -> Iterator[list[_Task]]:
