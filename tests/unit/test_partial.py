@@ -1,0 +1,280 @@
+"""Rollouts that are interrupted: what is kept of them, and that they go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import AsyncExitStack
+
+import msgspec
+import numpy as np
+import partial_envs
+import pytest
+from fakes import CharRenderer, FakeEngine, FakeTrainer, run_virtual
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.config.deployment import ResumeSection
+from stretto.config.roots import OrchestratorConfig
+from stretto.ledger.audit import audit
+from stretto.ledger.reader import LedgerReader
+from stretto.ledger.segments import Place, load_turns
+from stretto.orchestrator.main import Wires, build_loop, starting_point
+from stretto.orchestrator.samples import trained_tokens
+from stretto.records.generate import Completion, VersionSpan
+from stretto.records.partial import Kept, Turn, cut, joined, standing, up_to
+from stretto.records.rollout import Branch
+
+STEPS = 4
+
+
+def teller(prompt, rng, version):
+    """Says a dozen letters, which depend on its randomness alone, and the last of the words it was asked for."""
+    return "".join(rng.choice("abcdefgh") for _ in range(12))
+
+
+def config(path, **settings):
+    base = {
+        "env": [{"id": "fakes:GuessEnv", "name": "guess", "args": {"num_turns": 3}}],
+        "batch_size": 8, "group_size": 4, "seq_len": 200, "max_steps": STEPS, "max_async_level": 0,
+        "filter_zero_advantages": False, "output_dir": path, "run": {"name": "test"},
+    }  # fmt: skip
+    return OrchestratorConfig.model_validate(base | settings)
+
+
+def live(cfg, *, resume=None, stop_at=None, kill_at=None, step_s=0.0):
+    """One life of a run, from `resume` on; stopped or killed after so many seconds. Its trainer and engine."""
+    if resume is not None:
+        cfg = cfg.model_copy(update={"resume": ResumeSection(step=resume)})
+    start = resume or 0
+    trainer = FakeTrainer(max_steps=STEPS, start=start, checkpoint_every=1, step_delay=lambda step: step_s)
+    engine = FakeEngine(teller, delay=lambda request: 1.0)
+    engine.version = start
+
+    async def run():
+        async with AsyncExitStack() as stack:
+            loop = build_loop(
+                cfg, Wires(engine, trainer, trainer), CharRenderer(), starting_point(cfg), stack
+            )
+            task = asyncio.create_task(loop.run())
+            if stop_at is not None:
+                asyncio.get_running_loop().call_later(stop_at, loop.stop)
+            if kill_at is None:
+                await task
+            else:
+                await asyncio.sleep(kill_at)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    run_virtual(run())
+    return trainer, engine
+
+
+def trained(trainer):
+    return [
+        (m.sample_ids, m.token_ids.tolist(), m.logprobs.tolist(), m.advantages.tolist(), m.loss_mask.tolist())
+        for step in trainer.batches
+        for batch in step
+        for m in batch.micro_batches
+    ]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return trained(live(config(tmp_path_factory.mktemp("unbroken")))[0])
+
+
+@pytest.mark.parametrize("end", ["stop_at", "kill_at"])
+@pytest.mark.parametrize("moment", [3.5, 4.5, 5.25, 8.75])
+def test_a_run_that_goes_on_trains_what_an_unbroken_one_does(tmp_path, unbroken, end, moment):
+    """A step takes three turns of a second each: moments lie within a first, a second and a third turn."""
+    cfg = config(tmp_path)
+    first, _ = live(cfg, **{end: moment})
+    second, engine = live(cfg, resume=first.step)
+    assert trained(first) + trained(second) == unbroken
+    assert audit(cfg.run_dir) == []
+    with sqlite3.connect(cfg.run_dir.ledger) as db:
+        (kept,) = db.execute(
+            "SELECT count(*) FROM rollouts WHERE segment IS NOT NULL AND status = 'lost'"
+        ).fetchone()
+    assert kept == (0 if end == "kill_at" and moment < 4 else 8)
+    turns_left = 3 * 8 * (STEPS - first.step)
+    turns_done = {3.5: 0, 4.5: 8, 5.25: 16, 8.75: 16}[moment]
+    assert engine.num_requests == turns_left - turns_done
+
+
+def test_tokens_logprobs_and_versions_of_an_interrupted_reply_are_in_the_rollout(tmp_path):
+    """Groups 4 and 5 begin under version 1 at 3.6 s, version 2 is loaded at 4.2 s, the stop comes at 4.5 s."""
+    cfg = config(tmp_path, max_async_level=1)
+    first, _ = live(cfg, stop_at=4.5, step_s=0.6)
+    assert first.step == 2
+    before = kept_turns(cfg)
+    assert sorted(before) == [(group, member) for group in (4, 5, 6, 7) for member in range(4)]
+    live(cfg, resume=2)
+    with LedgerReader(cfg.run_dir) as ledger:
+        for group_id, member in before:
+            (branch,) = ledger.group(group_id).rollouts[member].branches
+            assert branch.is_sampled.sum() == 3 * 13 and (branch.logprobs[branch.is_sampled] < 0).all()
+            (turn,) = before[group_id, member]
+            start, length = len(turn.prompt_ids), len(turn.completion.token_ids)
+            assert 0 < length < 13 and not turn.is_done
+            span = slice(start, start + length)
+            assert branch.token_ids[span].tolist() == turn.completion.token_ids.tolist()
+            assert branch.logprobs[span].tolist() == turn.completion.logprobs.tolist()
+            first_span = turn.completion.versions[0]
+            assert branch.versions[0].version == first_span.version == (1 if group_id < 6 else 2)
+            assert sum(each.end - each.start for each in branch.versions) == 3 * 13
+    assert audit(cfg.run_dir) == []
+
+
+def kept_turns(cfg):
+    """Turns of rollouts that are not done, by group and member."""
+    with LedgerReader(cfg.run_dir) as ledger:
+        rows = ledger.rows("SELECT * FROM rollouts WHERE status = 'running' AND segment IS NOT NULL")
+    places = {
+        (r["group_id"], r["member"]): Place(r["segment"], r["offset"], r["length"], r["crc"]) for r in rows
+    }
+    return {key: load_turns(cfg.run_dir, place, "test") for key, place in places.items()}
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_what_older_weights_sampled_is_masked_where_it_is_asked(tmp_path, is_masked):
+    cfg = config(tmp_path, max_async_level=1, mask_offpolicy_in_partial_rollout=is_masked)
+    live(cfg, stop_at=4.5, step_s=0.6)
+    second, _ = live(cfg, resume=2)
+    micros = [m for batch in second.batches[0] for m in batch.micro_batches]
+    num_trained = sum(int(m.loss_mask.sum()) for m in micros)
+    with LedgerReader(cfg.run_dir) as ledger:
+        num_old = 0
+        for row in ledger.trained_rollouts(3):
+            (branch,) = ledger.group(row["group_id"]).rollouts[row["member"]].branches
+            version = np.full(len(branch.token_ids), -1)
+            for span in branch.versions:
+                version[span.start : span.end] = span.version
+            is_old = branch.is_sampled & (version < 2)
+            num_old += is_old.sum()
+            assert branch.trained_from == (2 if is_masked else None)
+            assert np.array_equal(trained_tokens(branch), branch.is_sampled & ~(is_old & is_masked))
+    assert num_old > 0 and num_trained == 8 * 3 * 13 - (num_old if is_masked else 0)
+
+
+def test_without_partial_rollout_nothing_is_kept(tmp_path, unbroken):
+    cfg = config(tmp_path, partial_rollout=False)
+    first, _ = live(cfg, stop_at=4.5)
+    second, engine = live(cfg, resume=first.step)
+    assert trained(first) + trained(second) == unbroken
+    assert engine.num_requests == 3 * 8 * (STEPS - first.step)
+
+
+def test_turns_that_the_environment_no_longer_asks_for_are_discarded_with_a_reason(tmp_path, caplog):
+    cfg = config(tmp_path, env=[{"id": "partial_envs:Moody", "name": "moody"}])
+    partial_envs.Moody.life = 1
+    first, _ = live(cfg, stop_at=5.25)
+    partial_envs.Moody.life = 2
+    with caplog.at_level("WARNING"):
+        second, engine = live(cfg, resume=first.step)
+    assert "the environment asks for something else now; " in caplog.text
+    assert engine.num_requests == 3 * 8 * (STEPS - first.step) - 8  # of each rollout the first turn was kept
+    assert second.step == STEPS and audit(cfg.run_dir) == []
+
+
+def test_a_single_turn_group_goes_on_sample_by_sample(tmp_path):
+    settings = {"env": [{"id": "fakes:EchoEnv", "name": "echo"}]}
+    whole = trained(live(config(tmp_path / "a", **settings))[0])
+    cfg = config(tmp_path / "b", **settings)
+    first, _ = live(cfg, stop_at=1.5)
+    second, engine = live(cfg, resume=first.step)
+    assert trained(first) + trained(second) == whole
+    assert engine.num_requests == 8 + 2 * (
+        STEPS - first.step - 1
+    )  # samples by themselves, later groups as one
+    assert audit(cfg.run_dir) == []
+
+
+def test_a_run_that_is_stopped_again_and_again_still_trains_the_same(tmp_path, unbroken):
+    cfg, seen, step = config(tmp_path), [], None
+    for moment in (3.4, 0.4, 0.9, 1.3, 0.7, 2.2):
+        trainer, _ = live(cfg, resume=step, stop_at=moment)
+        seen += trained(trainer)
+        step = trainer.step or None
+    trainer, _ = live(cfg, resume=step)
+    assert seen + trained(trainer) == unbroken
+    assert audit(cfg.run_dir) == []
+
+
+def test_tokens_of_versions_that_are_undone_are_not_kept(tmp_path):
+    """Stopped after step 2, resumed from step 1: what version 2 sampled never was."""
+    cfg = config(tmp_path, max_async_level=1)
+    first, _ = live(cfg, stop_at=4.5, step_s=0.6)
+    assert first.step == 2
+    second, _ = live(cfg, resume=1)
+    with LedgerReader(cfg.run_dir) as ledger:
+        lives = ledger.incarnations()
+        rows = ledger.rows("SELECT * FROM live_rollouts WHERE shipped_in = ?", lives[-1]["incarnation"])
+        assert {row["step"] for row in rows} == {2, 3, 4}
+        assert all(row["first_version"] <= row["step"] - 1 for row in rows)
+    assert second.step == STEPS and audit(cfg.run_dir) == []
+
+
+# -- records --
+
+
+def turn(index, *, agent="policy", attempt=0, spans=((0, 0, 4),), reason="stop"):
+    n = spans[-1][2]
+    return Turn(
+        agent=agent, index=index, attempt=attempt, seed=1, temperature=1.0, num_shared=0,
+        prompt_ids=np.arange(3, dtype=np.int32),
+        completion=Completion(
+            token_ids=np.arange(n, dtype=np.int32), logprobs=-np.ones(n, np.float32), finish_reason=reason,
+            versions=tuple(VersionSpan(*span) for span in spans),
+        ),
+    )  # fmt: skip
+
+
+def test_a_turn_replaces_its_agents_from_its_index_on():
+    a0, a1, b0, a1_again = turn(0), turn(1), turn(0, agent="other"), turn(1, spans=((1, 0, 9),))
+    assert standing([a0, b0, a1, a1_again]) == [a0, b0, a1_again]
+    assert standing([a0, b0, a1, turn(0, attempt=1)])[0].attempt == 1
+    assert len(standing([a0, b0, a1, turn(0, attempt=1)])) == 1
+
+
+def test_turns_end_where_a_later_version_begins():
+    turns = [turn(0), turn(1, spans=((0, 0, 2), (1, 2, 5), (2, 5, 6))), turn(2)]
+    assert up_to(turns, 2) == turns
+    first, second = up_to(turns, 1)
+    assert first is turns[0] and not second.is_done
+    assert second.completion.token_ids.tolist() == [0, 1, 2, 3, 4]
+    assert [(s.version, s.start, s.end) for s in second.completion.versions] == [(0, 0, 2), (1, 2, 5)]
+    assert up_to([turn(0, spans=((3, 0, 4),))], 2) == []
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+def test_what_is_cut_and_joined_again_is_whole(lengths, data):
+    edges = np.cumsum([0, *lengths]).tolist()
+    spans = tuple(VersionSpan(v, a, b) for v, (a, b) in enumerate(zip(edges, edges[1:])))
+    n = edges[-1]
+    whole = Completion(
+        token_ids=np.arange(n, dtype=np.int32), logprobs=-np.arange(n).astype(np.float32), finish_reason="stop",
+        versions=spans,
+    )  # fmt: skip
+    at = data.draw(st.integers(0, n))
+    head = cut(whole, at)
+    rest = msgspec.structs.replace(
+        whole, token_ids=whole.token_ids[at:], logprobs=whole.logprobs[at:],
+        versions=tuple(
+            VersionSpan(s.version, max(s.start, at) - at, s.end - at) for s in spans if s.end > at
+        ),
+    )  # fmt: skip
+    again = joined(head, rest)
+    assert again.token_ids.tolist() == whole.token_ids.tolist()
+    assert again.logprobs.tolist() == whole.logprobs.tolist()
+    assert again.versions == whole.versions and again.finish_reason == "stop"
+
+
+def test_a_branch_of_masked_tokens_alone_makes_no_sample():
+    branch = Branch(
+        token_ids=np.arange(4, dtype=np.int32), is_sampled=np.array([False, True, True, True]),
+        logprobs=np.zeros(4, np.float32), temperature=1.0, versions=(VersionSpan(0, 1, 4),), trained_from=1,
+    )  # fmt: skip
+    assert not trained_tokens(branch).any()
+    assert Kept(turns=(turn(0),)).num_tokens == 4
