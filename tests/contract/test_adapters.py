@@ -14,6 +14,7 @@ from servers import VOCAB, free_port, logprobs_of, needs_vllm, save, scratch, se
 
 from stretto.base.errors import EngineError
 from stretto.config.model import LoRASection, ScratchSection
+from stretto.config.transport import DeltaSection
 from stretto.models.hub import export_tensors, random_model
 from stretto.models.lora import Adapter, attach, save_adapter
 from stretto.records.generate import GenerateRequest, SamplingParams
@@ -21,6 +22,7 @@ from stretto.records.weights import AdapterInfo
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.collective import CollectivePublisher
+from stretto.transports.weights.delta import DeltaPublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
 
@@ -217,6 +219,9 @@ PUBLISHERS = {
     "shm": lambda path: ShmPublisher("test-contract-adapters"),
     "collective": lambda path: CollectivePublisher(
         "127.0.0.1", free_port(), bucket_bytes=20_000, timeout_s=60
+    ),
+    "changes": lambda path: DeltaPublisher(
+        FilesystemPublisher(path, keep_versions=2), "test-contract-adapters", DeltaSection()
     ),
 }
 

@@ -11,13 +11,17 @@ import json
 import aiohttp
 import numpy as np
 import pytest
+import torch
 from servers import free_port, logprobs_of, scratch
 
 from stretto.base.errors import EngineError
+from stretto.base.paths import RunDir
+from stretto.config.transport import CollectiveWeights, DeltaSection, FilesystemWeights
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
+from stretto.transports.weights import build_publisher
 from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
@@ -157,6 +161,33 @@ async def test_weights_come_by_broadcast(client, weights):
             publisher.release(version - 1)
             [scores] = (await client.prompt_logprobs(PROMPT, f"broadcast-{version}")).values()
             np.testing.assert_allclose(scores[1:], logprobs_of(scratch(version), PROMPT), **CLOSE)
+    finally:
+        publisher.close()
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "collective"])
+async def test_weights_come_as_changes_there_and_back_and_there(client, weights, transport, tmp_path):
+    changes = DeltaSection()
+    cfg = FilesystemWeights(delta=changes)
+    if transport == "collective":
+        cfg = CollectiveWeights(port=free_port(), bucket_bytes=20_000, delta=changes)
+    publisher = build_publisher(cfg, RunDir(tmp_path / "run"), f"contract-{transport}")
+    models = [scratch(0), scratch(0)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.view(-1)[::50] += 0.5
+    scores = []
+    try:
+        for version in range(1, 5):
+            model = models[version % 2]
+            manifest = publisher.publish(version, export_tensors(model))
+            assert version == 1 or manifest.sent_bytes < sum(e.num_bytes for e in manifest.tensors) / 5
+            await client.update_weights(manifest)
+            publisher.release(version - 1)
+            [found] = (await client.prompt_logprobs(PROMPT, f"changes-{transport}-{version}")).values()
+            np.testing.assert_allclose(found[1:], logprobs_of(model, PROMPT), **CLOSE)
+            scores.append(found)
+        assert abs(scores[0] - scores[1]).max() > 0.1
     finally:
         publisher.close()
 

@@ -115,12 +115,13 @@ def test_two_vllm_engines_behind_a_router_one_killed_and_back(warm: Path, tmp_pa
     assert audit(run) == []
 
 
-def test_two_embedded_engines_without_a_router_one_killed_and_back(warm: Path, tmp_path: Path) -> None:
+def test_two_embedded_engines_are_sent_changes_one_killed_and_back(warm: Path, tmp_path: Path) -> None:
     more = {
         "max_steps": 100000,
-        "model": {"name": str(warm)},
+        "model": {"name": str(warm), "dtype": "bfloat16"},
+        "trainer": {"optim": {"lr": 1e-5}},
         "inference": {"deployment": {"num_replicas": 2}, "router": None},
-        "weight_broadcast": {"type": "collective", "join_timeout_s": 5.0},
+        "weight_broadcast": {"type": "collective", "join_timeout_s": 5.0, "delta": {}},
         "orchestrator": {"eval": None, "client": {"liveness_interval_s": 0.5}},
     }
     popen = start_rl(tmp_path, merged(RUN, more))
@@ -137,6 +138,10 @@ def test_two_embedded_engines_without_a_router_one_killed_and_back(warm: Path, t
     finally:
         popen.kill()
     assert code == 0, output
+    sent = [row["publish/bytes"] for row in read_metrics(run.metrics("trainer")) if "publish/bytes" in row]
+    assert sorted(sent)[len(sent) // 2] < sent[0] / 4
+    rows = [row for row in read_metrics(run.metrics("orchestrator")) if "canary/error" in row]
+    assert max(row["canary/error"] for row in rows) < 0.1
     assert audit(run) == []
 
 

@@ -196,6 +196,7 @@ def test_other_tensors_of_the_same_number_are_a_snapshot(tmp_path):
                 [("b", torch.ones(8).int()), ("a", torch.ones(6, 4))],
                 [("b", torch.ones(8).int())],
                 [("b", torch.ones(8).int()), ("c", torch.ones(3))],
+                [("b", torch.ones(80).int())],
             ]
         ):
             manifest = source.publish(version, sent)

@@ -57,4 +57,12 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     checksum: int  # crc32 over all shards in order
     canary: Canary | None = None
     adapter: AdapterInfo | None = None  # None: the tensors are the whole model
+    changed_bytes: int | None = None  # what travels where only changes do
     needs_group: bool = False  # it is sent to all who ask together: an update names a WeightGroup
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this version puts on the wire, for each engine."""
+        if self.changed_bytes is not None:
+            return self.changed_bytes
+        return sum(entry.num_bytes for entry in self.tensors)

@@ -235,7 +235,8 @@ class Trainer:
         adapter = self.learner.adapter_info()
         manifest = msgspec.structs.replace(manifest, canary=self.canary(), adapter=adapter)
         self.control.send(VersionReady(manifest=manifest))
-        self.monitors.log(self.learner.step, {"time/publish": time.perf_counter() - start})
+        values = {"time/publish": time.perf_counter() - start, "publish/bytes": manifest.sent_bytes}
+        self.monitors.log(self.learner.step, values)
 
     def canary(self) -> Canary | None:
         """What engines must agree with once they have loaded the version of this step; None: not checked."""

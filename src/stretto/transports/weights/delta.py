@@ -90,7 +90,7 @@ class DeltaPublisher:
 
     def __init__(self, over: Publisher, run_id: str, cfg: DeltaSection) -> None:
         self._over, self._run_id, self._cfg = over, run_id, cfg
-        self._chain_id = secrets.token_hex(4)
+        self._chain_id = ""  # of versions of the same tensors: the copies on engine hosts have their places
         self._held: dict[str, np.ndarray] = {}  # what was published last, as words
         self._entries: tuple[TensorEntry, ...] = ()
         self._links: list[WeightManifest] = []
@@ -127,6 +127,7 @@ class DeltaPublisher:
             shards=(),
             tensors=self._entries,
             checksum=link.checksum,
+            changed_bytes=num_bytes,
             needs_group=link.needs_group,
         )
 
@@ -154,7 +155,7 @@ class DeltaPublisher:
             words = np.frombuffer(tensor_bytes(tensor), WORDS[tensor.element_size()])
             entries.append(TensorEntry(name, dtype, shape, 0, 0, words.nbytes))
             held = before.pop(name, None)
-            if held is None or not _is_alike(self._entries[index : index + 1], entries[-1]):
+            if held is None or held.dtype != words.dtype or len(held) != len(words):
                 self._held[name], limit = words.copy(), None
                 continue
             self._held[name] = held
@@ -166,7 +167,9 @@ class DeltaPublisher:
                 values.append(value.view(np.uint8))
                 size += value.nbytes + (gap_bytes or 0)
             np.copyto(held, words)
-        if limit is None or size > limit or before or len(entries) != len(self._entries):
+        if [_form(entry) for entry in entries] != [_form(entry) for entry in self._entries]:
+            self._chain_id, limit = secrets.token_hex(4), None
+        if limit is None or size > limit:
             self._entries = tuple(entries)
             return None
         table = msgspec.msgpack.encode(Table(self._links[-1].version, tuple(changes)))
@@ -184,8 +187,8 @@ class DeltaPublisher:
         return int(full * self._cfg.max_ratio) - self._changed_bytes
 
 
-def _is_alike(held: tuple[TensorEntry, ...], entry: TensorEntry) -> bool:
-    return any(e.name == entry.name and e.shape == entry.shape and e.dtype == entry.dtype for e in held)
+def _form(entry: TensorEntry) -> tuple[str, str, tuple[int, ...]]:
+    return entry.name, entry.dtype, entry.shape
 
 
 def find_changes(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray | None, np.ndarray] | None:
