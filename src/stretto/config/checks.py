@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from stretto.base.errors import ConfigError
 from stretto.config import vllm_flags
 from stretto.config.algorithm_checks import check_advantages, check_algos, check_loss
+from stretto.config.memory_checks import check_memory
 from stretto.config.shared import Problem, show
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def check_trainer(section: TrainerSection, prefix: str) -> list[Problem]:
     """Schedule against max_steps, model dtypes."""
     problems = check_scheduler(section.scheduler, section.max_steps, prefix) + check_lr(section, prefix)
     problems += check_model(section.model, prefix) + check_scratch_len(section, prefix)
-    problems += check_adapter_export(section, prefix)
+    problems += check_adapter_export(section, prefix) + check_memory(section, prefix)
     problems += check_loss(section.loss, at(prefix, "loss")) + check_advantages(section, prefix)
     return problems + check_control(section.control, prefix)
 
@@ -400,6 +401,7 @@ def check_shape(section: InferenceSection, prefix: str) -> list[Problem]:
 def check_sft(cfg: SFTConfig) -> list[Problem]:
     """An end, a schedule that fits, something to train on."""
     problems = check_lr(cfg, "") + check_model(cfg.model, "") + check_adapter_export(cfg, "")
+    problems += check_memory(cfg, "")
     if cfg.max_steps is None and cfg.max_epochs is None:
         problems.append(
             Problem(("max_steps", "max_epochs"), "the run would never end; give max_steps or max_epochs")

@@ -124,7 +124,7 @@ class Critic:
             self.masters = Masters(network, hub.DTYPES[model.optimization_dtype])
         else:
             self.masters = parallelise(network, mesh, model)
-        self.optimizer = build_optimizer(self.masters, self._optim)
+        self.optimizer = build_optimizer(self.masters, self._optim, offloads_state=model.optim_cpu_offload)
         self._sums = StepSums()
         self._is_cut_by_tokens = mesh is not None and mesh.degrees.cp > 1
         self._shares_prefixes = self._device.type == "cpu" and not (

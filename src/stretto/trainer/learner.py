@@ -127,7 +127,7 @@ class Learner:
             self._masters = parallelise(policy, mesh, model)
             if reference is not None:
                 parallelise(reference, mesh, model)
-        self._optimizer = build_optimizer(self._masters, optim)
+        self._optimizer = build_optimizer(self._masters, optim, offloads_state=model.optim_cpu_offload)
         self._sums = StepSums()
         self._updates: list[tuple[float, float]] = []
         # On a GPU one flash kernel over whole documents is faster than a call for every shape of segment.

@@ -237,6 +237,11 @@ def build_mesh(section: ModelSection, shape: ModelConfig | Any) -> Mesh | None:
         return None
     degrees = find_degrees(section, num_ranks(), shape)
     if num_ranks() == 1:
+        if section.fsdp_cpu_offload:
+            rule = (
+                "needs several trainer ranks, each with a GPU; on one use optim_cpu_offload and ac_offloading"
+            )
+            raise ConfigError(f"[model] fsdp_cpu_offload = true {rule}")
         return None
     logger.info("%d ranks: %s", num_ranks(), degrees)
     return Mesh(degrees, training_device())

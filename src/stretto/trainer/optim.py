@@ -16,17 +16,35 @@ from torch import Tensor, nn
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim
 from stretto.trainer.muon import Muon, find_matrices
+from stretto.trainer.offload import StreamedOptimizer
 
 if TYPE_CHECKING:
     from stretto.trainer.parallel.shard import Shards
 
 
-def build_optimizer(masters: Masters | Shards, cfg: Optim) -> torch.optim.Optimizer:
-    """Decay applies to every weight. AdamW and SGD run fused: one pass over memory, on the CPU as well."""
-    parameters = masters.parameters
+def build_optimizer(
+    masters: Masters | Shards, cfg: Optim, *, offloads_state: bool = False
+) -> torch.optim.Optimizer | StreamedOptimizer:
+    """Decay applies to every weight. AdamW and SGD run fused: one pass over memory, on the CPU as well.
+
+    offloads_state: keep its state in CPU memory. Raises: ConfigError where that is all the memory there is.
+    """
+    named = dict(zip(masters.names, masters.parameters))
+
+    def make(some: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return _build(some, cfg, masters)
+
+    if not offloads_state:
+        return make(named)
+    if masters.parameters[0].device.type != "cuda":
+        raise ConfigError("[model] optim_cpu_offload = true needs a GPU to offload from; leave it out")
+    return StreamedOptimizer(named, make)
+
+
+def _build(named: dict[str, nn.Parameter], cfg: Optim, masters: Masters | Shards) -> torch.optim.Optimizer:
+    parameters = list(named.values())
     match cfg:
         case MuonOptim():
-            named = dict(zip(masters.names, parameters))
             return Muon(named, cfg, matrices=find_matrices(masters.policy), on_whole=masters.on_whole)
         case AdamWOptim():
             return torch.optim.AdamW(
@@ -120,20 +138,22 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: list[str], whole: Callable[[str, Tensor], Tensor]
+    optimizer: torch.optim.Optimizer | StreamedOptimizer,
+    names: list[str],
+    whole: Callable[[str, Tensor], Tensor],
 ) -> dict[str, Tensor]:
     """State as `<key>.<parameter name>` -> whole tensor; only tensors, so that any reader can check it."""
-    parameters = optimizer.param_groups[0]["params"]
+    parameters, state = optimizer.param_groups[0]["params"], optimizer.state
     return {
         f"{key}.{name}": whole(name, value)
         for name, parameter in zip(names, parameters)
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for key, value in state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | StreamedOptimizer,
     names: list[str],
     tensors: Iterable[tuple[str, Tensor]],
     part: Callable[[str, Tensor], Tensor],
@@ -147,7 +167,9 @@ def load_optimizer_tensors(
         key, _, name = full_name.partition(".")
         if name not in parameters:
             raise DataError(f"optimizer state of {name!r}, which this model does not have")
-        optimizer.state[parameters[name]][key] = part(name, tensor).clone()
+        parameter = parameters[name]
+        device = "cpu" if isinstance(optimizer, StreamedOptimizer) else parameter.device
+        optimizer.state[parameter][key] = part(name, tensor).to(device, copy=True)
 
 
 def _add_into(master: nn.Parameter) -> Callable[[Tensor], None]:
