@@ -8,6 +8,10 @@ the trainer waits for. `receive_ms`: map or receive, verify, copy into the engin
 for. `update_ms`: both, and the message. `copies`: update_ms over the time of one plain copy of the same bytes in the
 same run. A first update pays for fresh memory; figures are of the later ones.
 
+With changes only (`delta`) the model is bfloat16 and one weight in a hundred is new in each version.
+`wire_MB`: what travels.
+`pays_below_MBps`: the wire on which changes begin to be faster than all weights: bytes saved by milliseconds added.
+
 The last line is one JSON object.
 """
 
@@ -30,7 +34,13 @@ import msgspec
 import torch
 
 from stretto.base.paths import RunDir
-from stretto.config.transport import CollectiveWeights, FilesystemWeights, ShmWeights, WeightBroadcast
+from stretto.config.transport import (
+    CollectiveWeights,
+    DeltaSection,
+    FilesystemWeights,
+    ShmWeights,
+    WeightBroadcast,
+)
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.weights import build_publisher, receive
 
@@ -71,8 +81,17 @@ def copy_ms(tensors: list[tuple[str, torch.Tensor]]) -> float:
     return statistics.median(times[1:])
 
 
-def measure(cfg: WeightBroadcast, num_parameters: int, rounds: int) -> dict[str, float]:
-    tensors = model(num_parameters)
+def change(tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """One weight in a hundred gets another value."""
+    for _, tensor in tensors:
+        flat = tensor.view(-1)
+        flat[torch.randint(0, len(flat), (len(flat) // 100,))] += 0.25
+
+
+def measure(
+    cfg: WeightBroadcast, num_parameters: int, rounds: int, dtype: torch.dtype = torch.float32
+) -> dict[str, float]:
+    tensors = [(name, tensor.to(dtype)) for name, tensor in model(num_parameters)]
     taken: dict[str, list[float]] = {"publish_ms": [], "receive_ms": [], "update_ms": []}
     command = [sys.executable, __file__, "--receiver"]
     with (
@@ -81,6 +100,8 @@ def measure(cfg: WeightBroadcast, num_parameters: int, rounds: int) -> dict[str,
     ):
         publisher = build_publisher(cfg, RunDir(Path(work)), "benchmark")
         for version in range(rounds + 3):
+            if dtype == torch.bfloat16:
+                change(tensors)
             started = time.perf_counter()
             manifest = publisher.publish(version, tensors)
             published = time.perf_counter()
@@ -96,7 +117,23 @@ def measure(cfg: WeightBroadcast, num_parameters: int, rounds: int) -> dict[str,
         publisher.close()
         engine.stdin.close()
     found = {name: round(statistics.median(values), 3) for name, values in taken.items()}
-    return found | {"copies": round(found["update_ms"] / copy_ms(tensors), 2)}
+    copies = found["update_ms"] / copy_ms(tensors)
+    return found | {"wire_MB": round(manifest.sent_bytes / 1e6, 3), "copies": round(copies, 2)}
+
+
+def compare_changes(cfg: WeightBroadcast, num_parameters: int, rounds: int) -> dict[str, float]:
+    """All weights against changes only, of the same bfloat16 model."""
+    whole = measure(cfg, num_parameters, rounds, torch.bfloat16)
+    section = DeltaSection(max_links=rounds + 3)
+    if hasattr(cfg, "port"):
+        cfg = cfg.model_copy(update={"port": free_port()})
+    changes = measure(cfg.model_copy(update={"delta": section}), num_parameters, rounds, torch.bfloat16)
+    added_ms = max(changes["update_ms"] - whole["update_ms"], 1e-3)
+    pays = (whole["wire_MB"] - changes["wire_MB"]) / added_ms * 1e3
+    found = {f"bf16_{name}": value for name, value in whole.items()}
+    return (
+        found | {f"delta_{name}": v for name, v in changes.items()} | {"delta_pays_below_MBps": round(pays)}
+    )
 
 
 def main() -> None:
@@ -116,6 +153,10 @@ def main() -> None:
         for cfg in (ShmWeights(), FilesystemWeights(), CollectiveWeights(port=free_port())):
             found = measure(cfg, num_parameters, rounds if size == "1M" else 5)
             print(f"{size} float32 parameters, {cfg.type}: {found}")
+            figures.update({f"{cfg.type}_{size}_{name}": value for name, value in found.items()})
+        for cfg in (FilesystemWeights(), CollectiveWeights(port=free_port())):
+            found = compare_changes(cfg, num_parameters, rounds if size == "1M" else 5)
+            print(f"{size} bfloat16 parameters, {cfg.type}: {found}")
             figures.update({f"{cfg.type}_{size}_{name}": value for name, value in found.items()})
     print(json.dumps(figures))
 

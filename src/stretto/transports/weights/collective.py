@@ -37,7 +37,9 @@ from stretto.transports.weights.layout import DTYPES, Named, dtype_name
 logger = logging.getLogger(__name__)
 
 ALIGN = 64
-POLL = timedelta(milliseconds=200)
+FOREVER = timedelta(days=365)
+CLOSE = "close"
+RETRY_S = 0.2
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -158,6 +160,11 @@ class CollectivePublisher:
 
     def close(self) -> None:
         self._is_closed.set()
+        # The thread waits in its own connection, which nobody else can use meanwhile.
+        with contextlib.suppress(WireError, RuntimeError):
+            location = self._location
+            store = _open_store(location.host, location.port, RETRY_S, is_master=False)
+            _ask_for(store, self._rank, CLOSE)
         self._thread.join(timeout=5.0)
         self._groups.close()
         self._held.clear()
@@ -175,15 +182,17 @@ class CollectivePublisher:
         while not self._is_closed.is_set():
             key = f"request/{self._rank}/{count}"
             try:
-                self._store.wait([key], POLL)
-            except Exception as error:  # a deadline that passed, or a store that is gone
-                if self._is_closed.is_set() or "imeout" in str(error) or "imed out" in str(error):
-                    continue
-                logger.warning("the weight store: %s", error)
-                time.sleep(POLL.total_seconds())
+                self._store.wait([key], FOREVER)
+                asked = self._store.get(key)
+            except Exception as error:  # the store is gone
+                if not self._is_closed.is_set():
+                    logger.warning("the weight store: %s", error)
+                    time.sleep(RETRY_S)
                 continue
+            if asked.decode() == CLOSE:
+                return
             count += 1
-            wanted = msgspec.json.decode(self._store.get(key), type=Request)
+            wanted = msgspec.json.decode(asked, type=Request)
             try:
                 self._send(wanted)
             except Exception as error:
@@ -257,8 +266,7 @@ class CollectiveReceived:
                 wanted = Request(
                     self.manifest.version, self._group.epoch, self._group.request, self._group.world_size
                 )
-                count = store.add(f"count/{sender}", 1) - 1
-                store.set(f"request/{sender}/{count}", msgspec.json.encode(wanted).decode())
+                _ask_for(store, sender, msgspec.json.encode(wanted).decode())
         for sender in senders:
             yield from self._from(sender, store)
 
@@ -428,6 +436,11 @@ def _open_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> T
             f"weight_broadcast: cannot {what} the store at {host}:{port}: {str(error).splitlines()[0]}; the port must "
             f"be free on the trainer's host and reachable from the engines."
         ) from error
+
+
+def _ask_for(store: TCPStore, sender: int, what: str) -> None:
+    count = store.add(f"count/{sender}", 1) - 1
+    store.set(f"request/{sender}/{count}", what)
 
 
 def _wait(store: TCPStore, key: str, timeout_s: float, what: str) -> str:

@@ -250,7 +250,8 @@ class DeltaReceived:
         self._links = (first, *chain.links[1:])
         sizes = (entry.num_bytes + -entry.num_bytes % ALIGN for entry in manifest.tensors)
         *self._offsets, num_bytes = accumulate(sizes, initial=0)
-        self._group, self._worker, self._receive = group, worker, receive
+        self._group = group if manifest.needs_group else None
+        self._worker, self._receive = worker, receive
         self._copy: HostCopy = copy_of(Path(chain.directory), chain.run, chain.id, num_bytes)
         self._snapshot: Snapshot = self._bring()
 
