@@ -17,10 +17,16 @@ def check_memory(section: TrainerSection | SFTConfig, prefix: str) -> list[Probl
     path = f"{lead}model"
     problems = []
     if (ac := model.ac) is not None:
-        if ac.mode == "full" and "targets" in ac.model_fields_set:
+        # By value: a section that was written out and read back has all its fields set.
+        if ac.mode == "full" and ac.targets != type(ac).model_fields["targets"].default:
             paths = (f"{path}.ac.targets", f"{path}.ac.mode")
             rule = f'{paths[1]} = "full" computes whole blocks again; set it to "selective", or leave targets out'
             problems.append(Problem(paths, f"{paths[0]} has no effect: {rule}"))
+        if ac.mode == "selective" and not ac.targets:
+            own = f"{path}.ac.targets"
+            problems.append(
+                Problem((own,), f"{own} is empty: nothing would be computed again; name some parts")
+            )
         if ac.mode == "selective" and model.impl == "hf":
             paths = (f"{path}.ac.mode", f"{path}.impl")
             rule = f'knows the parts of our own modules only, not {paths[1]} = "hf"; use mode = "full"'

@@ -81,7 +81,7 @@ class ActivationCheckpointSection(Section):
     """Blocks 0, freq, 2 freq, ... do so; the others keep everything."""
     targets: tuple[
         Literal["norm", "attn_proj", "mlp", "routed_experts", "mla_up_proj", "linear_attn"], ...
-    ] = Field(("norm",), min_length=1)
+    ] = ("norm",)
     """With mode = "selective". `norm`: the norms before attention and MLP; `attn_proj`: from a block's input to its
     queries, keys and values; `mlp`: dense MLPs; `routed_experts`: experts, without the exchange of their tokens."""
 
