@@ -195,7 +195,7 @@ def test_a_killed_worker_takes_no_rollout_of_another_with_it(tmp_path):
 def test_a_worker_that_is_blocked_is_killed_and_says_which_rollout_did_it_where():
     args = {"deeds": {"1": "block"}}
     groups, num_lost = play(
-        "worker_envs:Unruly", args, range(4), player_of(), num_members=1, num_workers=1, hang_timeout_s=1.0
+        "worker_envs:Unruly", args, range(4), player_of(), num_members=1, num_workers=1, hang_timeout_s=3.0
     )
     causes = failures(groups)
     assert "EnvError" in causes[1] and "worker_envs.py" in causes[1] and "in rollout" in causes[1], causes
@@ -206,7 +206,7 @@ def test_a_worker_that_is_blocked_is_killed_and_says_which_rollout_did_it_where(
 def test_rollouts_of_other_workers_and_later_ones_survive_one_that_blocks_for_ever(tmp_path):
     args = {"deeds": {"1": "block"}, "once": str(tmp_path)}
     player = player_of(max_retries=2)
-    groups, num_lost = play("worker_envs:Unruly", args, range(12), player, num_members=1, hang_timeout_s=1.0)
+    groups, num_lost = play("worker_envs:Unruly", args, range(12), player, num_members=1, hang_timeout_s=3.0)
     assert not failures(groups)
     assert num_lost == 1
 

@@ -57,6 +57,7 @@ HOMES = {
     "ray": ("launch/ray.py",),
     "megatron": ("trainer/megatron",),
     "verifiers": ("envs/verifiers.py",),
+    "reasoning_gym": ("envs/reasoning_gym.py",),
     "wandb": ("monitors/wandb.py",),
     "tensorboard": ("monitors/tensorboard.py",),
     "trackio": ("monitors/trackio.py",),

@@ -35,6 +35,7 @@ BUNDLED = {
     "arithmetic": "stretto.envs.arithmetic:Arithmetic",
     "calculator": "stretto.envs.calculator:Calculator",
     "python-code": "stretto.envs.python_code:PythonCode",
+    "reasoning-gym": "stretto.envs.reasoning_gym:ReasoningGym",
     "reverse-text": "stretto.envs.reverse_text:ReverseText",
     "sort-letters": "stretto.envs.sort_letters:SortLetters",
     "tic-tac-toe": "stretto.envs.tic_tac_toe:TicTacToe",

@@ -269,8 +269,13 @@ class Pool:
             child = process.start(
                 name,
                 argv,
-                # A worker finds modules where this process does.
-                env={**process.thread_env(1), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **process.thread_env(1),
+                    "PYTHONPATH": os.pathsep.join(
+                        filter(None, sys.path)
+                    ),  # modules are found where we find them
+                    "PYTHONHASHSEED": "0",  # generators that go through a set give every worker the same task
+                },
                 log=self._log_dir / f"{name}.log",
                 pass_fds=fds,
             )

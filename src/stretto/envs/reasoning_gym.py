@@ -1,0 +1,176 @@
+"""Any generator of reasoning-gym (the extra `reasoning-gym`) as an environment of one turn.
+
+Questions come from the generator, rewards from its own scorer. A question belongs to the held-out side by its
+own hash, so that none is on both, whatever the generator repeats. A scorer that raises fails the rollout; one
+that can block belongs into worker processes (`num_workers`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import logging
+import re
+from dataclasses import fields
+from hashlib import blake2b
+from typing import Any, Literal
+
+from stretto.base.errors import ConfigError, EnvError
+from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, Split, TaskSource
+from stretto.records.rollout import Task
+
+logger = logging.getLogger(__name__)
+
+EVAL_SHARE = 4
+"""One question in so many is held out."""
+MAX_ATTEMPTS = 64
+"""Questions looked at for one of the wanted side."""
+SIZE = 10_000_000
+"""Different questions a generator is asked for; they repeat after that."""
+_SMALL = {
+    "acre": 1000,
+    "word_ladder": 1000,
+}  # generators that make all of their questions, or lists of them, at once
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TAGS = (
+    "Think as long as you need to. Give your final answer, and nothing else, between <answer> and </answer>."
+)
+
+
+class ReasoningGym(SingleTurnEnv):
+    """A question of `dataset`, scored by its own scorer; `settings` are those of the generator.
+
+    answer_format `tags`: the policy is told to write <answer>...</answer>, and a reply without it scores 0;
+    `plain`: the whole reply is the answer. system_prompt replaces what is said about that ("": nothing is).
+    num_tasks bounds the tasks of each side; None: no end of them.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        num_tasks: int | None = None,
+        seed: int = 0,
+        answer_format: Literal["tags", "plain"] = "tags",
+        system_prompt: str | None = None,
+        size: int | None = None,
+        **settings: Any,
+    ) -> None:
+        if answer_format not in ("tags", "plain"):
+            raise ConfigError(f"reasoning-gym: answer_format = {answer_format!r}; choose 'tags' or 'plain'.")
+        if num_tasks is not None and (not isinstance(num_tasks, int) or num_tasks < 1):
+            raise ConfigError(f"reasoning-gym: num_tasks = {num_tasks!r}; give a whole number above 0.")
+        self.name = f"reasoning-gym/{dataset}"
+        self.num_tasks, self.answer_format = num_tasks, answer_format
+        self.system_prompt = system_prompt
+        if system_prompt is None and answer_format == "tags":
+            self.system_prompt = _TAGS
+        self._size = size or _SMALL.get(dataset, SIZE)
+        self._dataset = make_dataset(dataset, seed=seed, size=self._size, **settings)
+        self._has_warned = False
+        self.entry = functools.lru_cache(maxsize=4096)(self._entry)
+
+    def tasks(self, split: Split) -> TaskSource:
+        def make(index: int) -> Task:
+            entry = self.entry(split, index)
+            data = {"split": split, "index": index, "question": entry["question"], "answer": entry["answer"]}
+            return Task(
+                env=self.name, task_id=f"{split}-{index}", data=json.loads(json.dumps(data, default=str))
+            )
+
+        return TaskSource(make, self.num_tasks)
+
+    def prompt(self, task: Task) -> list[Message]:
+        question: list[Message] = [{"role": "user", "content": task.data["question"]}]
+        return (
+            [{"role": "system", "content": self.system_prompt}, *question] if self.system_prompt else question
+        )
+
+    def score(self, task: Task, text: str) -> RolloutResult:
+        """The generator's own score, 0 to 1.
+
+        Raises: EnvError when the generator's scorer does.
+        """
+        answer = self.answer_in(text)
+        if answer is None:
+            return RolloutResult(reward=0.0, metrics={"has_answer": 0.0})
+        entry = self.entry(task.data["split"], task.data["index"])
+        if entry["question"] != task.data["question"]:
+            raise EnvError(
+                f"{self.name}: task {task.task_id} is another question than when it was drawn; the generator gives "
+                "other questions in another process."
+            )
+        try:
+            reward = float(self._dataset.score_answer(answer=answer, entry=entry))
+        except Exception as cause:  # the boundary of a foreign scorer
+            what = f"its scorer raised {type(cause).__name__}: {cause}"
+            raise EnvError(f"{self.name}: {what}; the answer was {answer[:80]!r}") from cause
+        return RolloutResult(reward=reward, metrics={"has_answer": 1.0})
+
+    def answer_in(self, text: str) -> str | None:
+        """What the reply gives as its answer; None where it gives none."""
+        if self.answer_format == "plain":
+            return text.strip()
+        found = _ANSWER.findall(text)
+        return found[-1].strip() if found else None
+
+    def _entry(self, split: Split, index: int) -> dict[str, Any]:
+        """Question `index` of one side: the first of that side in a walk that begins at the index."""
+        entry: dict[str, Any] = {}
+        for attempt in range(MAX_ATTEMPTS):
+            entry = self._dataset[_number(split, index, attempt) % self._size]
+            if is_held_out(entry["question"]) == (split == "eval"):
+                return entry
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s has too few different questions to keep some apart: training and evaluation share them",
+                self.name,
+            )
+        return entry
+
+
+def make_dataset(name: str, **settings: Any) -> Any:
+    """A generator of reasoning-gym.
+
+    Raises: ConfigError where it is not installed, has no such generator, or the settings do not fit.
+    """
+    try:
+        from reasoning_gym.composite import DatasetSpec
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ModuleNotFoundError as cause:
+        if (cause.name or "").partition(".")[0] != "reasoning_gym":
+            raise
+        raise ConfigError(
+            "environment 'reasoning-gym' needs the extra of its name: pip install 'stretto[reasoning-gym]'"
+        ) from cause
+    if name not in DATASETS:
+        nearest = difflib.get_close_matches(str(name), DATASETS, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(sorted(DATASETS))}."
+        raise ConfigError(f"reasoning-gym has no generator dataset = {name!r}; {hint}")
+    known = [each.name for each in fields(DATASETS[name][1])]
+    if unknown := sorted(set(settings) - set(known)):
+        nearest = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else ""
+        settable = ", ".join(each for each in known if each not in ("seed", "size")) or "none"
+        raise ConfigError(
+            f"reasoning-gym: generator {name!r} has no setting {unknown[0]!r}; {hint} its settings are {settable}."
+        )
+    try:
+        if isinstance(settings.get("datasets"), list):  # of the generator `composite`
+            settings["datasets"] = [DatasetSpec(**{"config": {}, **each}) for each in settings["datasets"]]
+        return create_dataset(name, **settings)
+    except Exception as cause:  # the boundary of a foreign constructor: it asserts
+        raise ConfigError(f"reasoning-gym: generator {name!r} refuses these settings: {cause}") from cause
+
+
+def is_held_out(question: str) -> bool:
+    """Does this question belong to the eval side?"""
+    return int.from_bytes(blake2b(question.encode(), digest_size=8).digest(), "little") % EVAL_SHARE == 0
+
+
+def _number(split: Split, index: int, attempt: int) -> int:
+    if split == "train" and attempt == 0:
+        return index
+    place = f"{split}/{index}/{attempt}".encode()
+    return int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
