@@ -180,14 +180,14 @@ class McpToolEnv(ToolEnv):
 def _client_of(server: McpServer) -> Any:
     try:
         import mcp
+        from mcp.client.stdio import stdio_client
     except ModuleNotFoundError as cause:
         raise ConfigError("tools of MCP servers need the extra: pip install 'stretto[mcp]'.") from cause
     if server.url:
         return mcp.Client(server.url)
     program, *arguments = server.command
-    return mcp.Client(
-        mcp.StdioServerParameters(command=program, args=arguments, env=dict(server.env) or None)
-    )
+    parameters = mcp.StdioServerParameters(command=program, args=arguments, env=dict(server.env) or None)
+    return mcp.Client(stdio_client(parameters))
 
 
 def _innermost(error: Exception) -> Exception:
