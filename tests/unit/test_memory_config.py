@@ -71,5 +71,5 @@ def test_what_does_not_go_together_is_one_message(tmp_path, toml, parts):
 
 
 def test_sft_checks_the_same():
-    with pytest.raises(ValueError, match="model.ac.targets has no effect"):
+    with pytest.raises(ValueError, match=r"model\.ac\.targets has no effect"):
         SFTConfig.model_validate(SFT | {"model": {"ac": {"targets": ["mlp"]}}})
