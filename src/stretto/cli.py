@@ -103,8 +103,9 @@ def run_verb(verb: str, words: list[str], *, called: str | None = None) -> int:
 def _rl(words: list[str], called: str) -> int:
     from stretto.config.load import load
     from stretto.config.roots import RLConfig
+    from stretto.config.router_flags import take_router_flags
 
-    cfg = load(RLConfig, words, verb=called)
+    cfg = load(RLConfig, take_router_flags(words, "inference."), verb=called)
     from stretto.launch.local import main as run
 
     return run(cfg)
@@ -149,10 +150,11 @@ def _orchestrator(words: list[str], called: str) -> int:
 def _inference(words: list[str], called: str) -> int:
     from stretto.config.load import load
     from stretto.config.roots import InferenceConfig
+    from stretto.config.router_flags import take_router_flags
     from stretto.config.schema import has_key
     from stretto.config.vllm_flags import take_flags
 
-    words, extra = take_flags(words, lambda option: has_key(InferenceConfig, option))
+    words, extra = take_flags(take_router_flags(words, ""), lambda option: has_key(InferenceConfig, option))
     if extra:
         words = [*words, "--vllm-extra", json.dumps(extra)]
     cfg = load(InferenceConfig, words, verb=called)

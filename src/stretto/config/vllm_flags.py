@@ -131,12 +131,12 @@ def take_flags(words: Sequence[str], is_ours: Callable[[str], bool]) -> tuple[li
             raise ConfigError(f"{word}: {option} of vLLM's is a switch and takes no value")
         is_off = flag.takes == "nothing" and option_of(option) != flag.name
         key = flag.name.removeprefix("--").replace("-", "_")
-        many = [_number(v) for v in values]
+        many = [number(v) for v in values]
         extra[key] = not is_off if flag.takes == "nothing" else many if flag.takes == "values" else many[0]
     return rest, extra
 
 
-def _number(text: str) -> Any:
+def number(text: str) -> Any:
     """A typed value: JSON where it is some (numbers, true, {...}), else the text."""
     try:
         return json.loads(text)

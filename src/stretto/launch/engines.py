@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
+from stretto.config import router_flags
 from stretto.config.engines import ADMITTED, Disaggregated, MooncakeOffload, MultiNode, RouterSection
 from stretto.config.inference import InferenceSection
 
@@ -398,6 +399,5 @@ def _router(
         **router.extra,
     }
     for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [] if value is False else [flag, str(value)]
+        words += router_flags.arguments(name, value, f"inference.router.extra.{name}")
     return HelperSpec("router", 0, (sys.executable, "-m", "vllm_router.launch_router", *words), port)
