@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sqlite3
 from contextlib import AsyncExitStack
 
@@ -251,7 +252,7 @@ def test_turns_end_where_a_later_version_begins():
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
 def test_what_is_cut_and_joined_again_is_whole(lengths, data):
     edges = np.cumsum([0, *lengths]).tolist()
-    spans = tuple(VersionSpan(v, a, b) for v, (a, b) in enumerate(zip(edges, edges[1:])))
+    spans = tuple(VersionSpan(v, a, b) for v, (a, b) in enumerate(itertools.pairwise(edges)))
     n = edges[-1]
     whole = Completion(
         token_ids=np.arange(n, dtype=np.int32), logprobs=-np.arange(n).astype(np.float32), finish_reason="stop",
