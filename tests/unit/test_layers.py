@@ -18,7 +18,9 @@ BELOW = {
     "chat": {"base", "records", "config"},
     "models": {"base", "records", "config"},
     "transports": {"base", "records", "config"},
-    "envs": {"base", "records", "config"},
+    "data": {"base"},
+    "hooks": {"base", "records"},
+    "envs": {"base", "records", "config", "data", "hooks"},
     "orchestrator": {
         "base",
         "records",
@@ -28,6 +30,8 @@ BELOW = {
         "algorithms",
         "chat",
         "transports",
+        "data",
+        "hooks",
         "envs",
     },
     "trainer": {
@@ -39,6 +43,7 @@ BELOW = {
         "chat",
         "models",
         "transports",
+        "data",
         "envs",
     },
     "inference": {"base", "records", "config", "monitors", "chat", "models", "transports"},

@@ -49,9 +49,9 @@ def _import(name: str, what: str) -> ModuleType:
         if cause.name is not None and f"{name}.".startswith(f"{cause.name}."):
             message = f"{what}: no module {cause.name!r} on the Python path or in this directory"
             raise ConfigError(message) from cause
-        raise ConfigError(f"{what}: {_place(cause)}: {cause}") from cause
+        raise ConfigError(f"{what}: {place_of(cause)}: {cause}") from cause
     except Exception as cause:
-        raise ConfigError(f"{what}: {_place(cause)}: {type(cause).__name__}: {cause}") from cause
+        raise ConfigError(f"{what}: {place_of(cause)}: {type(cause).__name__}: {cause}") from cause
 
 
 def load_function(path: str, kwargs: dict[str, Any], where: str) -> Callable[..., Any]:
@@ -82,10 +82,10 @@ def call(function: Callable[..., Any], inputs: Any, kwargs: dict[str, Any], wher
     except StrettoError:
         raise
     except Exception as cause:
-        raise ConfigError(f"{where}: {_place(cause)}: {type(cause).__name__}: {cause}") from cause
+        raise ConfigError(f"{where}: {place_of(cause)}: {type(cause).__name__}: {cause}") from cause
 
 
-def _place(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """Where it was raised, outside of importing itself."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     return f"{frames[-1].filename}:{frames[-1].lineno}"

@@ -29,6 +29,8 @@ from stretto.config.sft import LossMaskSection
 
 Message = dict[str, Any]
 
+STEP_LOSS_MASK = "step_loss_mask"
+"""Key of a message in data: 0 takes it out of the loss."""
 FAMILY_OF_MODEL_TYPE = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
@@ -83,14 +85,37 @@ class Renderer:
         )
         return None if bridged is None else np.asarray(bridged.token_ids, np.int32)
 
+    def text_owners(
+        self,
+        messages: Sequence[Message],
+        tools: list[Message] | None = None,
+        *,
+        after: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """Whose text each token of a prompt is: the index of the message, -1 for the template and what was before.
+
+        Of `render_prompt(messages)`, or with after = (prompt, completion) of `extend(*after, messages)`. int64.
+        """
+        if after is None:
+            found = self._backend.render(list(messages), tools=tools, add_generation_prompt=True)
+        else:
+            prompt_ids, completion_ids = ([int(t) for t in ids] for ids in after)
+            found = self._backend.bridge_to_next_turn(prompt_ids, completion_ids, list(messages), tools=tools)
+        owners = np.asarray(found.message_indices, np.int64)
+        is_text = np.asarray(found.is_content, bool)
+        assert len(is_text) == len(owners) == len(found.token_ids), f"{self.family} attributes no tokens"
+        return np.where(is_text, owners, -1)
+
     def render_sft(
         self, messages: Sequence[Message], loss_mask: LossMaskSection, tools: list[Message] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) of a whole conversation, and which of them are trained (bool).
 
-        Of the assistant's turns it is what the model samples, of the other roles the text of the message.
+        Of the assistant's turns it is what the model samples, of the other roles the text of the message; of a
+        message with `step_loss_mask` = 0 nothing.
         """
-        rendered = self._backend.render(list(messages), tools=tools)
+        plain = [{k: v for k, v in message.items() if k != STEP_LOSS_MASK} for message in messages]
+        rendered = self._backend.render(plain, tools=tools)
         ids = np.asarray(rendered.token_ids, np.int32)
         owner = np.asarray(rendered.message_indices, np.int64)
         is_sampled = np.asarray(rendered.sampled_mask, bool)
@@ -99,7 +124,7 @@ class Renderer:
         mask = np.zeros(len(ids), bool)
         for i, message in enumerate(messages):
             role = message["role"]
-            if not getattr(loss_mask, role, False):
+            if not getattr(loss_mask, role, False) or message.get(STEP_LOSS_MASK) == 0:
                 continue
             mine = owner == i
             mask |= mine & (is_sampled if role == "assistant" else is_body)
@@ -134,6 +159,10 @@ class Renderer:
         if broken := [call.raw for call in parsed.tool_calls if call.status != "ok"]:
             message["unparsed_tool_calls"] = broken
         return message
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids (int32) of a text, with nothing around it."""
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of any ids, special tokens spelled out."""

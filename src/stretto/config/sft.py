@@ -27,7 +27,8 @@ class FileData(Section):
 
     type: Literal["file"] = "file"
     name: str
-    """File, or directory whose .jsonl and .parquet files are read in order."""
+    """File, or directory whose .jsonl and .parquet files are read in order; `name@[a:b]` takes rows a to b - 1. A
+    message with `step_loss_mask` = 0 is not trained."""
 
 
 class EnvData(Section):

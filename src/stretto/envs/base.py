@@ -7,7 +7,8 @@ kinds:
 * `SingleTurnEnv`: one prompt, one reply, one score. All samples of a group are one request to the engine.
 * any class with `tasks` and `async rollout(task, ctx)`: as many turns and calls of anything as it likes.
 
-`load_environment` takes the id of a bundled environment or `module:attr` of a class or function of your own.
+`load_environment` takes the id of a bundled environment, `module:attr` of a class or function of your own, or the
+name of a module that holds one environment; what find.py says of ids.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -25,6 +26,7 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import ConfigError, EnvError
+from stretto.envs import find
 from stretto.records.rollout import Task
 
 Split = Literal["train", "eval"]
@@ -34,6 +36,7 @@ BUNDLED = {
     "alphabet-sort": "stretto.envs.alphabet_sort:AlphabetSort",
     "arithmetic": "stretto.envs.arithmetic:Arithmetic",
     "calculator": "stretto.envs.calculator:Calculator",
+    "dataset": "stretto.envs.dataset:dataset",
     "python-code": "stretto.envs.python_code:PythonCode",
     "reasoning-gym": "stretto.envs.reasoning_gym:ReasoningGym",
     "reverse-text": "stretto.envs.reverse_text:ReverseText",
@@ -59,6 +62,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: np.ndarray  # int32 [completion]
     finish_reason: str  # "stop" | "length"
+    num_prompt_tokens: int = 0
 
 
 class LimitReached(EnvError):
@@ -99,12 +103,49 @@ class RolloutContext(Protocol):
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
         """Answer these messages; new messages are appended to the tokens so far wherever the renderer can."""
 
+    def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Train on these sequences only, each its tokens and which of them are trained (bool).
+
+        Of what was sampled and is in none of them nothing is trained. A sequence may end with given tokens.
+
+        Raises: EnvError for a sequence that is not what the policy was given and sampled.
+        """
+
     def agent(self, name: str, *, is_trained: bool = True) -> RolloutContext:
         """Another player of the same episode, with a history and a stream of samples of its own.
 
         The same name gives the same player. One that is not trained plays with the policy's weights too. Agents
         are paid by `RolloutResult.agent_rewards`; those not named there get `reward`.
         """
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What an environment may know of the run it is in; one whose class takes an argument `run` is given it.
+
+    In worker processes everything has its default.
+    """
+
+    tokenizer: str | None = None
+    """Directory of the policy's."""
+    engine_url: str | None = None
+    """Where engines answer, without /v1."""
+    encode: Callable[[str], np.ndarray] | None = None
+    """Text to int32 tokens, with nothing around them."""
+    count_tokens: Callable[[list[Message], list[dict] | None], int] | None = None
+    """Tokens of a prompt of messages, with tools."""
+    seed: int = 0
+    seq_len: int | None = None
+    group_size: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_completion_tokens: int | None = None
+
+    def sampling_params(self) -> dict[str, Any]:
+        """How the run samples, as hooks are told of it."""
+        known = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return known | {"max_new_tokens": self.max_completion_tokens}
 
 
 @dataclass(frozen=True)
@@ -173,14 +214,31 @@ async def scored(score: float | RolloutResult | Awaitable[float | RolloutResult]
     return score if isinstance(score, RolloutResult) else RolloutResult(reward=float(score))
 
 
-def load_environment(env_id: str, args: dict[str, Any] | None = None, name: str | None = None) -> Environment:
+def load_environment(
+    env_id: str,
+    args: dict[str, Any] | None = None,
+    name: str | None = None,
+    run: RunInfo | None = None,
+    *,
+    in_worker: bool = False,
+) -> Environment:
     """Build the environment `env_id` with keyword arguments `args`; `name` is what metrics call it.
+
+    An environment that takes an argument `run` is given that, unless `args` has one.
 
     Raises: ConfigError for an unknown id, a module or attribute that is not there, or arguments that do not
     fit.
     """
+    args = dict(args or {})
+    if needs_worker(env_id):
+        if not in_worker:
+            raise ConfigError(
+                f"environment {env_id!r} is played by verifiers, in worker processes, which only rl and eval start."
+            )
+        env_id, args = find.as_verifiers(env_id, args)
     factory = _find_factory(env_id)
-    args = args or {}
+    if run is not None and "run" in inspect.signature(factory).parameters:
+        args.setdefault("run", run)
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as cause:
@@ -194,12 +252,22 @@ def load_environment(env_id: str, args: dict[str, Any] | None = None, name: str 
     return env
 
 
+def needs_worker(env_id: str) -> bool:
+    """Is this an environment that runs in worker processes only?
+
+    Raises: ConfigError for one that cannot run at all.
+    """
+    return env_id not in BUNDLED and find.is_verifiers(env_id)
+
+
 def _find_factory(env_id: str) -> Callable[..., Any]:
     path = BUNDLED.get(env_id, env_id)
+    if ":" not in path and (module := find.module_named(env_id)) is not None:
+        return find.the_environment(_import_module(module), env_id)
     if ":" not in path:
         nearest = difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
-        raise ConfigError(f"no environment {env_id!r}; {hint} your own is named `module:attr`.")
+        raise ConfigError(f"no environment {env_id!r}; {hint} your own is a module or `module:attr`.")
     module_name, attr = path.split(":", 1)
     try:
         module = _import_module(module_name)

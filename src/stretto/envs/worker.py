@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -100,7 +100,7 @@ def main() -> None:
 
 def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
     """The environment, its tasks by split, and what the orchestrator has to know of it."""
-    env = load_environment(opening.env_id, opening.args, opening.name)
+    env = load_environment(opening.env_id, opening.args, opening.name, in_worker=True)
     sources, no_tasks = {}, {}
     for split in _SPLITS:
         try:
@@ -251,6 +251,11 @@ class RemoteContext(RolloutContext):
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
         return await self._turn(messages=list(messages), prompt_ids=None, tools=tools, sampling=sampling)
+
+    def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        raise ConfigError(
+            "what is trained can only be chosen in the orchestrator's process; leave num_workers out"
+        )
 
     def agent(self, name: str, *, is_trained: bool = True) -> RemoteContext:
         return RemoteContext(self._worker, self._call, name, is_trained)

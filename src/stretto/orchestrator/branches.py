@@ -19,6 +19,9 @@ class OpenBranch:
         self._routes: np.ndarray | None = None
         self._sampled: list[tuple[int, int]] = []
         self._versions: list[VersionSpan] = []
+        self._ce: list[
+            tuple[int, np.ndarray]
+        ] = []  # where given tokens of some weight begin, and the weights
 
     @property
     def num_known_routes(self) -> int:
@@ -29,12 +32,20 @@ class OpenBranch:
         length = len(self.token_ids)
         return temperature == self.temperature and np.array_equal(prompt_ids[:length], self.token_ids)
 
-    def add_turn(self, prompt_ids: np.ndarray, completion: Completion, version: int) -> None:
+    def add_turn(
+        self,
+        prompt_ids: np.ndarray,
+        completion: Completion,
+        version: int,
+        ce_weights: np.ndarray | None = None,
+    ) -> None:
         """Append the given tokens that are new, then the sampled ones.
 
-        `version` where the engine names none.
+        `version` where the engine names none; ce_weights of the prompt's tokens, float32.
         """
-        start = len(prompt_ids)
+        start, known = len(prompt_ids), max(len(self.token_ids), 1)  # nothing predicts a first token
+        if ce_weights is not None and ce_weights[known:].any():
+            self._ce.append((known, ce_weights[known:]))
         self._routes = join_routes(self._routes, completion.routed_experts, start + len(completion.token_ids))
         self._logprobs.append(np.zeros(start - len(self.token_ids), dtype=np.float32))
         self._logprobs.append(completion.logprobs)
@@ -45,6 +56,9 @@ class OpenBranch:
 
     def close(self, *, trained_from: int | None = None) -> Branch:
         """The branch as it is; of `trained_from`: see records/rollout.py."""
+        ce_weights = np.zeros(len(self.token_ids), dtype=np.float32) if self._ce else None
+        for start, weights in self._ce:
+            ce_weights[start : start + len(weights)] = weights
         is_sampled = np.zeros(len(self.token_ids), dtype=bool)
         for start, end in self._sampled:
             is_sampled[start:end] = True
@@ -58,6 +72,7 @@ class OpenBranch:
             agent=self._agent,
             is_trained=self._is_trained,
             trained_from=trained_from,
+            ce_weights=ce_weights,
         )
 
 

@@ -9,39 +9,77 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from stretto.base.status import report
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.distill import TeacherSection
 from stretto.config.model import RendererSection, ScratchSection
-from stretto.config.orchestrator import ClientSection, EnvSection
-from stretto.envs.base import Environment, load_environment
+from stretto.config.orchestrator import ClientSection, EnvSection, SamplingSection
+from stretto.config.roots import EvalConfig, OrchestratorConfig
+from stretto.envs.base import Environment, Message, RunInfo, load_environment, needs_worker
 from stretto.envs.workers import open_workers
 from stretto.transports.engine.chat import ChatClient
 from stretto.transports.engine.client import EngineClient
 
 
-def build_env(section: EnvSection, logs: Path | None = None) -> Environment:
+def run_info(
+    cfg: OrchestratorConfig | EvalConfig,
+    renderer: Renderer | None,
+    sampling: SamplingSection,
+    tokenizer: str | None,
+) -> RunInfo:
+    """What environments are told of the run; `tokenizer` is the directory of the policy's."""
+    url = cfg.client.base_url if isinstance(cfg.client.base_url, str) else cfg.client.base_url[0]
+
+    def encode(text: str) -> np.ndarray:
+        assert renderer is not None
+        return renderer.encode(text)
+
+    def count_tokens(messages: list[Message], tools: list[dict] | None) -> int:
+        assert renderer is not None
+        return len(renderer.render_prompt(messages, tools))
+
+    return RunInfo(
+        tokenizer=tokenizer,
+        engine_url=url.removesuffix("/").removesuffix("/v1"),
+        encode=None if renderer is None else encode,
+        count_tokens=None if renderer is None else count_tokens,
+        seed=cfg.seed,
+        seq_len=cfg.seq_len,
+        group_size=cfg.group_size if isinstance(cfg, OrchestratorConfig) else cfg.eval.group_size,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_completion_tokens=sampling.max_completion_tokens,
+    )
+
+
+def build_env(section: EnvSection, logs: Path | None = None, run: RunInfo | None = None) -> Environment:
     """The environment of a section, under the name metrics use.
 
     Where it is to run in worker processes they are started; their output goes to the directory `logs`.
     """
     name = section.name or section.id
-    if section.num_workers is None:
-        return load_environment(section.id, section.args, name)
+    num_workers = section.num_workers or (1 if needs_worker(section.id) else None)
+    if num_workers is None:
+        return load_environment(section.id, section.args, name, run)
     return open_workers(
         section.id,
         section.args,
         name,
-        num_workers=section.num_workers,
+        num_workers=num_workers,
         hang_timeout_s=section.worker_timeout_s,
         log_dir=logs,
     )
 
 
-def open_env(section: EnvSection, logs: Path, stack: AsyncExitStack) -> Environment:
+def open_env(
+    section: EnvSection, logs: Path, stack: AsyncExitStack, run: RunInfo | None = None
+) -> Environment:
     """As build_env; `stack` closes what the environment has started."""
-    env = build_env(section, logs)
+    env = build_env(section, logs, run)
     if inspect.iscoroutinefunction(close := getattr(env, "close", None)):
         stack.push_async_callback(close)
     return env

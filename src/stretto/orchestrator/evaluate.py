@@ -33,8 +33,8 @@ from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
 from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.config.roots import EvalConfig, InferenceConfig
-from stretto.envs.base import Environment
-from stretto.orchestrator.build import build_chat, build_engines, build_renderer_of, open_env
+from stretto.envs.base import Environment, RunInfo
+from stretto.orchestrator.build import build_chat, build_engines, build_renderer_of, open_env, run_info
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.scoring import is_counted
 from stretto.records.rollout import Branch, Group, RolloutStatus, Task
@@ -180,10 +180,14 @@ def overall(scores: Sequence[Score], mode: str) -> float | None:
 
 
 def eval_envs(
-    section: EvalSection, train: Sequence[Environment], run_dir: RunDir, stack: AsyncExitStack
+    section: EvalSection,
+    train: Sequence[Environment],
+    run_dir: RunDir,
+    stack: AsyncExitStack,
+    run: RunInfo | None = None,
 ) -> list[Environment]:
     """The environments an eval section names, or those that are trained on; `stack` closes the first."""
-    return [open_env(env, run_dir.logs / "eval", stack) for env in section.env] or list(train)
+    return [open_env(env, run_dir.logs / "eval", stack, run) for env in section.env] or list(train)
 
 
 def _held_out(env: Environment, num_examples: int | None) -> list:
@@ -324,14 +328,16 @@ def main(cfg: EvalConfig) -> int:
 async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
     """Scores of the engines the config names."""
     async with AsyncExitStack() as stack:
-        envs = [open_env(env, cfg.run_dir.logs, stack) for env in cfg.eval.env]
         url = await stack.enter_async_context(_engine_url(cfg))
         section = cfg.client if url is None else cfg.client.model_copy(update={"base_url": url})
         async with build_chat(section) if section.api == "chat" else build_engines(section) as engines:
+            renderer = None if isinstance(engines, ChatClient) else _renderer(cfg)
+            about = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model)
+            envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.eval.env]
             await engines.wait_ready(section.ready_timeout_s)
             player = Player(
                 engine=engines,
-                renderer=engines if isinstance(engines, ChatClient) else _renderer(cfg),
+                renderer=renderer or engines,
                 sampling=cfg.eval.sampling,
                 seq_len=cfg.seq_len,
                 seed=cfg.seed,

@@ -29,7 +29,7 @@ from stretto.base.errors import ConfigError, EngineError, EnvError, WireError
 from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
-from stretto.config.algorithm import CustomAlgo
+from stretto.config.algorithm import CustomAlgo, EchoAlgo
 from stretto.config.concurrency import AdaptiveConcurrency
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.monitors import Monitors
@@ -39,6 +39,7 @@ from stretto.orchestrator.buffer import Buffer, Counts, Slot
 from stretto.orchestrator.checkpoint import Progress
 from stretto.orchestrator.concurrency import Aimd, Look
 from stretto.orchestrator.curriculum import Curriculum
+from stretto.orchestrator.echo import build_echo
 from stretto.orchestrator.evaluate import Evaluator, is_due, overall, table
 from stretto.orchestrator.filters import mean_reward, settle
 from stretto.orchestrator.interruption import Interruption
@@ -202,6 +203,9 @@ class Loop:
                     interruption=self._interruption,
                     masks_kept=self.cfg.mask_offpolicy_in_partial_rollout,
                 )
+        for name, env in self.mix.envs.items():
+            if isinstance(algo := self.cfg.algo_of(name), EchoAlgo):
+                self._players[name] = replace(self._players[name], echo=build_echo(algo, env))
         self._flags: Counter[str] = Counter()  # rollouts that each filter flagged since the last batch
         algos = {name: self.cfg.algo_of(name) for name in names}
         self._whitened = [n for n, algo in algos.items() if algo.type in WHITENED and algo.whiten]

@@ -29,7 +29,7 @@ from stretto.config.curriculum import DifficultySampler
 from stretto.config.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.config.roots import OrchestratorConfig
-from stretto.envs.base import Environment
+from stretto.envs.base import Environment, RunInfo
 from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
 from stretto.orchestrator import checkpoint, evaluate
@@ -41,6 +41,7 @@ from stretto.orchestrator.build import (
     build_scratch_renderer,
     build_teacher_client,
     open_env,
+    run_info,
 )
 from stretto.orchestrator.checkpoint import Progress, summary_of
 from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
@@ -129,7 +130,8 @@ def build_loop(
 ) -> Loop:
     """All other parts of a run; `stack` closes them."""
     run_dir, resumed_step = cfg.run_dir, progress.step if cfg.resume else None
-    envs = [open_env(env, run_dir.logs, stack) for env in cfg.env]
+    about = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
+    envs = [open_env(env, run_dir.logs, stack, about) for env in cfg.env]
     player = Player(
         engine=wires.engines,
         renderer=renderer,
@@ -187,7 +189,7 @@ def build_loop(
         watch=watch,
         cost=cost_of_model(cfg.model.name),
         progress=progress,
-        evaluator=build_evaluator(cfg, envs, player, watch, run_dir, stack),
+        evaluator=build_evaluator(cfg, envs, player, watch, run_dir, stack, about),
         curriculum=curriculum,
         baselines=baselines,
         tutors=build_tutors(cfg, wires, envs, renderer),
@@ -251,13 +253,14 @@ def build_evaluator(
     watch: Watch,
     run_dir: RunDir,
     stack: AsyncExitStack,
+    about: RunInfo,
 ) -> Evaluator | None:
     """Evals as configured; None: there are none."""
     section = cfg.eval_as_trained()
     if section is None:
         return None
     return Evaluator(
-        eval_envs(section, envs, run_dir, stack),
+        eval_envs(section, envs, run_dir, stack, about),
         section,
         player,
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,

@@ -26,6 +26,7 @@ from stretto.records.partial import ABORTED, Kept, Turn, joined
 from stretto.records.rollout import Branch
 
 if TYPE_CHECKING:
+    from stretto.orchestrator.echo import Echo
     from stretto.orchestrator.interruption import Journal
     from stretto.orchestrator.rollout import Draw, Player
 
@@ -96,6 +97,8 @@ class Recorder(RolloutContext):
         self._history: list[Message] = []
         self._turn: tuple[np.ndarray, np.ndarray] | None = None  # prompt and completion of the last chat turn
         self._is_busy = False
+        self._ce_weights: np.ndarray | None = None  # of the next prompt's tokens
+        self._kept_only: list[tuple[int, np.ndarray]] | None = None  # branch and mask of what is trained
         self._kept, self._first_seed = kept, first_seed
         self._replay = deque(t for t in (kept.turns if kept else ()) if t.agent == name)
 
@@ -157,7 +160,8 @@ class Recorder(RolloutContext):
             completion = await self._answer(request, temperature)
         finally:
             self._is_busy = False
-        self._branch_for(prompt_ids, temperature).add_turn(prompt_ids, completion, draw.version)
+        weights, self._ce_weights = self._ce_weights, None
+        self._branch_for(prompt_ids, temperature).add_turn(prompt_ids, completion, draw.version, weights)
         self._num_turns += 1
         self.budget.num_turns += 1
         self.budget.num_tokens += len(completion.token_ids)
@@ -168,26 +172,55 @@ class Recorder(RolloutContext):
             text=message.get("content") or "",
             token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,
+            num_prompt_tokens=len(prompt_ids),
         )
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
-        prompt_ids = self._extend(messages, tools)
+        prompt_ids, first_new = self._extend(messages, tools), len(self._history)
         if prompt_ids is None:
-            prompt_ids = self._player.renderer.render_prompt(messages, tools)
+            prompt_ids, first_new = self._player.renderer.render_prompt(messages, tools), 0
+        if self._player.echo is not None and self._turn is not None:
+            self._ce_weights = self._echo_weights(self._player.echo, messages, first_new, tools)
         reply = await self.generate(prompt_ids, tools, **sampling)
         self._history = [*messages, reply.message]
         self._turn = (prompt_ids, reply.token_ids)
         return reply
 
+    def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._kept_only = [self._located(tokens, is_trained) for tokens, is_trained in sequences]
+
+    def _located(self, tokens: np.ndarray, is_trained: np.ndarray) -> tuple[int, np.ndarray]:
+        """The branch that a sequence is, and which of its tokens are trained."""
+        longest = 0
+        for index, branch in enumerate(self._branches):
+            size = min(len(branch.token_ids), len(tokens))
+            differs = np.flatnonzero(branch.token_ids[:size] != tokens[:size])
+            if not len(differs) and not is_trained[size:].any():
+                mask = np.zeros(len(branch.token_ids), bool)
+                mask[:size] = is_trained[:size]
+                return index, mask
+            longest = max(longest, int(differs[0]) if len(differs) else size)
+        whose = f"rollout {self._draw.rollout_id(self._member)}: a sample of {len(tokens)} tokens"
+        raise EnvError(
+            f"{whose} is not what the policy was given and sampled; it differs from token {longest} on. Pass token ids "
+            "on as they came, never text encoded anew, and mask what the policy did not sample"
+        )
+
     def close(self) -> tuple[Branch, ...]:
-        """The branches of the episode, agent by agent."""
+        """The branches of the episode, agent by agent, or those of them that are to be kept."""
         is_masked = self._kept is not None and self._player.masks_kept
         trained_from = self._draw.version if is_masked else None
-        return tuple(
-            branch.close(trained_from=trained_from)
-            for agent in self._agents.values()
-            for branch in agent._branches
-        )
+        if self._kept_only is None:
+            return tuple(
+                branch.close(trained_from=trained_from)
+                for agent in self._agents.values()
+                for branch in agent._branches
+            )
+        kept = [
+            (self._branches[i].close(trained_from=trained_from), is_trained)
+            for i, is_trained in self._kept_only
+        ]
+        return tuple(msgspec.structs.replace(b, is_sampled=b.is_sampled & mask) for b, mask in kept)
 
     # -- one answer --
 
@@ -280,6 +313,22 @@ class Recorder(RolloutContext):
         if self._turn is None or len(messages) <= known or messages[:known] != self._history:
             return None
         return self._player.renderer.extend(*self._turn, messages[known:], tools)
+
+    def _echo_weights(
+        self, echo: Echo, messages: list[Message], first_new: int, tools: list[dict] | None
+    ) -> np.ndarray:
+        """Weights of a prompt's tokens: what the environment has said since the last reply.
+
+        first_new: of the messages, those from here on extend the tokens so far; 0: all are rendered anew.
+        """
+        after = self._turn if first_new else None
+        owners = self._player.renderer.text_owners(messages[first_new:], tools, after=after)
+        weights = np.zeros(len(owners), np.float32)
+        last_reply = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+        for index in range(max(last_reply + 1, first_new), len(messages)):
+            if weight := echo.weight_of(messages[index]):
+                weights[owners == index - first_new] = weight
+        return weights
 
     def _known_routes(self, prompt_ids: np.ndarray, temperature: float | None) -> int:
         """Tokens of a prompt whose expert choices need not be sent again."""

@@ -34,6 +34,7 @@ from stretto.envs.base import (
     scored,
 )
 from stretto.orchestrator.branches import OpenBranch
+from stretto.orchestrator.echo import Echo
 from stretto.orchestrator.interruption import Interruption, Journal
 from stretto.orchestrator.recorder import POLICY, Budget, Recorder, check_completions
 from stretto.orchestrator.tasks import seed_of
@@ -85,6 +86,7 @@ class Player:
     max_retries: int = 2
     journal: Journal | None = None  # keeps the turns of rollouts that are not done
     interruption: Interruption | None = None  # ends them
+    echo: Echo | None = None  # what of the environment's words is learned
     masks_kept: bool = False  # of a rollout that goes on, what older weights sampled is not trained
 
     async def play(self, env: Environment, draw: Draw) -> Group:
@@ -109,7 +111,39 @@ class Player:
             rollout or failed(draw, member, causes.get(member, "unknown"), started_at)
             for member, rollout in enumerate(outcomes)
         )
-        return Group(group_id=draw.group_id, task=draw.task, rollouts=rollouts)
+        group = Group(group_id=draw.group_id, task=draw.task, rollouts=rollouts)
+        return await self._scored_together(env, group) if hasattr(env, "score_group") else group
+
+    async def _scored_together(self, env: Environment, group: Group) -> Group:
+        """The group with the rewards of an environment that looks at all members at once."""
+        members = [m for m, r in enumerate(group.rollouts) if r.status is not RolloutStatus.FAILED]
+        if not members:
+            return group
+        played = msgspec.structs.replace(group, rollouts=tuple(group.rollouts[m] for m in members))
+        rollouts = list(group.rollouts)
+        try:
+            with boundary(EnvError, f"environment {env.name}, group {group.group_id}"):
+                rewards = await env.score_group(played, [self._text_of(r) for r in played.rollouts])
+            if rewards is None:
+                return group
+            for member, reward in zip(members, rewards, strict=True):
+                if not np.isfinite(reward):
+                    raise EnvError(f"rollout {rollouts[member].rollout_id}: its reward is {reward}")
+                rollouts[member] = msgspec.structs.replace(rollouts[member], reward=float(reward))
+        except StrettoError as error:
+            for member in members:
+                rollouts[member] = msgspec.structs.replace(
+                    rollouts[member], status=RolloutStatus.FAILED, error=describe(error)
+                )
+        return msgspec.structs.replace(group, rollouts=tuple(rollouts))
+
+    def _text_of(self, rollout: Rollout) -> str:
+        """What was said from the first sampled token on."""
+        if not rollout.branches:
+            return ""
+        branch = rollout.branches[0]
+        start = int(branch.is_sampled.argmax())
+        return self.renderer.parse(branch.token_ids[start:]).get("content") or ""
 
     # -- one turn: the group is one request --
 

@@ -60,10 +60,11 @@ def samples_of(
         loss_mask = trained_tokens(branch)
         if not loss_mask.any():
             continue
+        mine = by_agent.get(branch.agent, advantage)
         streams = {
             "loss_mask": loss_mask,
             "logprobs": branch.logprobs,
-            "advantages": loss_mask * np.float32(by_agent.get(branch.agent, advantage)),
+            "advantages": loss_mask * np.float32(mine),
             "temperature": branch.temperature,
             "routed_experts": branch.routed_experts,
         }
@@ -73,7 +74,7 @@ def samples_of(
                 env=rollout.task.env,
                 token_ids=branch.token_ids,
                 first_version=branch.versions[0].version if branch.versions else 0,
-                **streams | distilled(branch, loss_mask),
+                **streams | distilled(branch, loss_mask, mine),
             )
         )
     return samples
@@ -90,11 +91,12 @@ def trained_tokens(branch: Branch) -> np.ndarray:
     return is_trained
 
 
-def distilled(branch: Branch, loss_mask: np.ndarray) -> dict[str, Any]:
+def distilled(branch: Branch, loss_mask: np.ndarray, advantage: float) -> dict[str, Any]:
     """Streams of a branch that is learned from otherwise than by its reward, or besides.
 
     What a teacher played is no sample of the policy: its tokens leave loss_mask and rl for ce, at temperature 1.
-    What a teacher scored leaves rl for ref_kl. Given tokens of some weight are in ce beside everything else.
+    What a teacher scored leaves rl for ref_kl. Given tokens of some weight are in ce; where there is no
+    advantage, they alone are learned.
     """
     if branch.is_frozen:
         nothing = np.zeros(len(loss_mask), np.float32)
@@ -106,8 +108,11 @@ def distilled(branch: Branch, loss_mask: np.ndarray) -> dict[str, Any]:
             "routed_experts": None,
             "ce_weights": loss_mask.astype(np.float32),
         }
+    if branch.ref_logprobs is None and branch.ce_weights is not None:
+        streams = {"ce_weights": branch.ce_weights}
+        return streams if advantage else streams | {"rl_weights": np.zeros(len(loss_mask), np.float32)}
     if branch.ref_logprobs is None:
-        return {} if branch.ce_weights is None else {"ce_weights": branch.ce_weights}
+        return {}
     return {
         "rl_weights": np.zeros(len(loss_mask), np.float32),
         "ref_kl_weights": loss_mask.astype(np.float32),

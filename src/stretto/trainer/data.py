@@ -7,12 +7,10 @@ the seed and of how many examples were drawn before, so that one number is the w
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ import numpy as np
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.render import Message, Renderer
 from stretto.config.sft import Data, EnvData, FileData, LossMaskSection
+from stretto.data.records import from_json, read_records
 from stretto.envs.base import load_environment
 from stretto.records.sample import MicroBatch
 
@@ -118,8 +117,8 @@ def read_rows(data: Data, seed: int) -> Iterator[Row]:
     """The conversations of a data section, in order."""
     match data:
         case FileData():
-            for file in _data_files(Path(data.name)):
-                yield from _read_file(file)
+            for where, record in read_records(data.name, "[data] name"):
+                yield parse_row(record, where)
         case EnvData():
             env = load_environment(data.id, data.args)
             if not hasattr(env, "sft_rows"):
@@ -149,7 +148,7 @@ def parse_row(row: Any, where: str) -> Row:
         raise DataError(f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}.")
     tools = row.get("tools")
     if isinstance(tools, str):
-        tools = _from_json(tools, f"{where}: tools")
+        tools = from_json(tools, f"{where}: tools")
     return Row(where, messages, tools or None)
 
 
@@ -224,45 +223,6 @@ def _micro_batch(examples: list[Example], indices: list[int]) -> MicroBatch:
     )
 
 
-def _data_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.suffix in (".jsonl", ".parquet"))
-        if not files:
-            raise ConfigError(f"[data] name = {str(path)!r}: no .jsonl or .parquet file in this directory.")
-        return files
-    if not path.is_file():
-        raise ConfigError(f"[data] name = {str(path)!r}: no such file or directory.")
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"[data] name = {str(path)!r}: must end in .jsonl or .parquet.")
-    return [path]
-
-
-def _read_file(file: Path) -> Iterator[Row]:
-    if file.suffix == ".parquet":
-        yield from _read_parquet(file)
-        return
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{file}:{number}"
-                yield parse_row(_from_json(line, where), where)
-
-
-def _read_parquet(file: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            number = 0
-            for batch in table.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield parse_row(row, f"{file}, row {number}")
-    except (pyarrow.ArrowException, OSError) as cause:
-        raise DataError(f"{file}: not a readable parquet file: {cause}") from cause
-
-
 def _messages(value: Any, key: str, where: str, role_of_text: str | None = None) -> list[Message]:
     if isinstance(value, str) and role_of_text is not None:
         return [{"role": role_of_text, "content": value}]
@@ -278,17 +238,13 @@ def _message(message: Any, where: str) -> Message:
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("role") not in ROLES:
         raise DataError(f"{where}.role must be one of {', '.join(ROLES)}, got {_shown(message.get('role'))}.")
+    if message.get("step_loss_mask", 1) not in (0, 1):
+        rule = "must be 1 or, for a turn that is not trained, 0"
+        raise DataError(f"{where}.step_loss_mask {rule}, got {_shown(message['step_loss_mask'])}.")
     message.setdefault("content", "" if message.get("tool_calls") else None)
     if not isinstance(message["content"], str | list):
         raise DataError(f"{where}.content must be text, got {_shown(message['content'])}.")
     return message
-
-
-def _from_json(text: bytes | str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as cause:
-        raise DataError(f"{where}: not JSON: {cause}") from cause
 
 
 def _shown(value: Any) -> str:

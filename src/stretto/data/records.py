@@ -1,0 +1,132 @@
+"""Records of local files: .jsonl and .parquet, whole or in part, each with its place (`file:line`).
+
+A source is written `path`, or `path@[a:b]` for records a to b - 1, counted as Python counts: both ends may be
+left out or negative. A directory stands for its .jsonl and .parquet files in order of their names. Nothing is
+skipped: the first line that is no JSON object is an error that names file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError, DataError
+
+SUFFIXES = (".jsonl", ".parquet")
+_SLICE = re.compile(r"(?P<path>.+?)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+
+Record = tuple[str, dict[str, Any]]
+"""Where it stands, and what stands there."""
+
+
+def read_records(source: str | Path, setting: str = "the data") -> Iterator[Record]:
+    """Every record of a source, in order; `setting` is what a message calls the place that names it.
+
+    Raises: ConfigError for a path that leads nowhere; DataError for a malformed record or an empty slice.
+    """
+    path, start, stop = split_source(str(source), setting)
+    records = (record for file in files_of(Path(path), setting) for record in _read_file(file))
+    if (start or 0) < 0 or (stop or 0) < 0:
+        everything = list(records)
+        chosen: Iterator[Record] = iter(everything[start:stop])
+    else:
+        chosen = islice(records, start, stop)
+    first = next(chosen, None)
+    if first is None:
+        what = "has no record" if start is None and stop is None else "is an empty slice"
+        raise DataError(f"{setting} = {str(source)!r} {what}")
+    yield first
+    yield from chosen
+
+
+def split_source(source: str, setting: str = "the data") -> tuple[str, int | None, int | None]:
+    """Path, start and stop of `path@[start:stop]`.
+
+    Raises: ConfigError for a slice that is none.
+    """
+    if "@[" not in source:
+        return source, None, None
+    match = _SLICE.fullmatch(source)
+    if match is None:
+        raise ConfigError(
+            f"{setting} = {source!r}: write a slice as `file@[a:b]`, such as `rows.jsonl@[0:1000]`"
+        )
+    start, stop = (int(part) if part else None for part in match.group("start", "stop"))
+    return match["path"], start, stop
+
+
+def files_of(path: Path, setting: str) -> list[Path]:
+    """The files a path stands for.
+
+    Raises: ConfigError when there is none.
+    """
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+        if not files:
+            raise ConfigError(f"{setting} = {str(path)!r}: no .jsonl or .parquet file in this directory.")
+        return files
+    if not path.is_file():
+        raise ConfigError(f"{setting} = {str(path)!r}: no such file or directory.")
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{setting} = {str(path)!r}: must end in .jsonl or .parquet.")
+    return [path]
+
+
+def from_json(text: bytes | str, where: str) -> Any:
+    """A JSON text as values.
+
+    Raises: DataError that says where and what, in a file or in a field of one.
+    """
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError as cause:
+        raise DataError(f"{where}: not UTF-8 text: {cause}") from cause
+    except json.JSONDecodeError as cause:
+        raise DataError(f"{where}: not JSON: {_way_out(cause) or cause}") from cause
+
+
+def _way_out(error: json.JSONDecodeError) -> str | None:
+    """What is wrong, of the two mistakes that are made by hand."""
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip(", \n\t")
+    has_comma = before.endswith(",") or error.doc[error.pos :].startswith(",")
+    if has_comma and after[:1] in ("}", "]"):
+        return f"a comma before {after[0]!r} (character {error.pos + 1}), where JSON allows none; remove it"
+    if error.doc.strip() in ("{", "["):
+        return "the line ends where the object begins; a .jsonl file has one whole object on every line"
+    return None
+
+
+def _read_file(file: Path) -> Iterator[Record]:
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file)
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{file}:{number}"
+                yield where, _object(from_json(line, where), where)
+
+
+def _read_parquet(file: Path) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            number = 0
+            for batch in table.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as cause:
+        raise DataError(f"{file}: not a readable parquet file: {cause}") from cause
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: a row must be an object, got {type(value).__name__}.")
+    return value
