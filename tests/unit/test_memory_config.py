@@ -73,3 +73,17 @@ def test_what_does_not_go_together_is_one_message(tmp_path, toml, parts):
 def test_sft_checks_the_same():
     with pytest.raises(ValueError, match=r"model\.ac\.targets has no effect"):
         SFTConfig.model_validate(SFT | {"model": {"ac": {"targets": ["mlp"]}}})
+
+
+@pytest.mark.parametrize(
+    ("toml", "part"),
+    [
+        ('impl = "hf"', 'not model.impl = "hf"'),
+        ("moe_use_grouped_mm = false", "leave model.moe_use_grouped_mm = false out"),
+        ("compile = { fullgraph = true }", "leave model.compile.fullgraph = true out"),
+    ],
+)
+def test_8_bit_products_go_with_grouped_experts_of_our_own(tmp_path, toml, part):
+    assert part in problem(tmp_path, f"[model]\nfp8 = true\n{toml}\n")
+    assert TrainerConfig.model_validate({"model": {"fp8": "reference"}}).model.fp8 == "reference"
+    assert "reference" in problem(tmp_path, '[model]\nfp8 = "slow"\n')

@@ -31,6 +31,21 @@ def check_memory(section: TrainerSection | SFTConfig, prefix: str) -> list[Probl
             paths = (f"{path}.ac.mode", f"{path}.impl")
             rule = f'knows the parts of our own modules only, not {paths[1]} = "hf"; use mode = "full"'
             problems.append(Problem(paths, f'{paths[0]} = "selective" {rule}'))
+    if model.fp8:
+        own = f"{path}.fp8"
+        if model.impl == "hf":
+            other = f"{path}.impl"
+            problems.append(
+                Problem((own, other), f'{own} replaces layers of our own modules, not {other} = "hf"')
+            )
+        if not model.moe_use_grouped_mm:
+            other = f"{path}.moe_use_grouped_mm"
+            rule = "computes experts in grouped products"
+            problems.append(Problem((own, other), f"{own} {rule}; leave {other} = false out"))
+        if model.compile is not None and model.compile.fullgraph:
+            other = f"{path}.compile.fullgraph"
+            rule = "multiplies outside of compiled graphs"
+            problems.append(Problem((own, other), f"{own} {rule}; leave {other} = true out"))
     if model.fsdp_cpu_offload:
         own = f"{path}.fsdp_cpu_offload"
         if model.optim_cpu_offload:

@@ -159,6 +159,10 @@ class ModelSection(Section):
     """Present: what is kept for the backward pass waits in CPU memory (trainer only)."""
     compile: CompileSection | None = None
     """Present: compile blocks; the first step takes longer (trainer only)."""
+    fp8: bool | Literal["reference"] = False
+    """Multiply in block-scaled 8-bit floats in linear layers and experts, forward and backward; weights keep their
+    types. Needs a GPU of compute capability 9.0 or newer. `reference`: the same roundings in plain torch on any
+    device, slowly, to see what they do to a run (trainer only)."""
     lora: LoRASection | None = None
     """Present: train an adapter only (trainer and `sft`); engines are sent the adapter."""
     scratch: ScratchSection | None = None

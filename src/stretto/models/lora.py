@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.models.fp8 import Groups, multiply, product
 from stretto.models.moe import Experts
 from stretto.models.safetensors_file import read_file
 from stretto.models.tensor_map import Region, Source, TensorMap
@@ -43,6 +44,9 @@ _PREFIX = "base_model.model."
 _HALVES = ("lora_A", "lora_B")
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
+Times = Callable[[Tensor, Tensor], Tensor]
+"""(rows sorted by expert, [experts, out, in]) -> every row times its expert's matrix."""
+
 
 class LoRALinear(nn.Linear):
     """A linear layer whose own weight stays and beside which `lora_A` and `lora_B` are trained."""
@@ -50,14 +54,15 @@ class LoRALinear(nn.Linear):
     def __init__(self, base: nn.Linear, lora: LoRASection) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
+        self.weight, self.bias, self.kernels = base.weight, base.bias, getattr(base, "kernels", None)
         self.scaling, self.dropout = lora.alpha / lora.rank, lora.dropout
         self.lora_A = nn.Parameter(base.weight.new_empty(lora.rank, self.in_features))
         self.lora_B = nn.Parameter(base.weight.new_empty(self.out_features, lora.rank))
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         low = F.linear(_dropped(x, self.dropout), self.lora_A)
-        return F.linear(x, self.weight, self.bias) + self.scaling * F.linear(low, self.lora_B)
+        out = product(x, self) if self.bias is None else product(x, self) + self.bias
+        return out + self.scaling * F.linear(low, self.lora_B)
 
 
 class LoRAExperts(Experts):
@@ -65,7 +70,7 @@ class LoRAExperts(Experts):
 
     def __init__(self, base: Experts, lora: LoRASection) -> None:
         nn.Module.__init__(self)
-        self.use_grouped_mm = base.use_grouped_mm
+        self.use_grouped_mm, self.kernels = base.use_grouped_mm, getattr(base, "kernels", None)
         self.scaling, self.dropout = lora.alpha / lora.rank, lora.dropout
         for name in _EXPERT_PARAMETERS:
             weight = getattr(base, name)
@@ -77,26 +82,35 @@ class LoRAExperts(Experts):
     def _grouped(self, x: Float[Tensor, "rows dim"], counts: Int[Tensor, " experts"]) -> Tensor:
         offsets = counts.cumsum(0, dtype=torch.int32)
 
-        def product(rows: Tensor, weight: Tensor) -> Tensor:
+        def times(rows: Tensor, weight: Tensor) -> Tensor:
             return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
 
-        hidden = self.gated(self._adapted(x, "gate_up_proj", product))
-        return self._adapted(hidden, "down_proj", product)
+        return self._gated_mlp(x, counts, times)
 
     def _loop(self, x: Float[Tensor, "rows dim"], counts: list[int]) -> Tensor:
-        def product(rows: Tensor, weight: Tensor) -> Tensor:
+        def times(rows: Tensor, weight: Tensor) -> Tensor:
             pairs = zip(rows.split(counts), weight.unbind())
             return torch.cat([F.linear(part, w) for part, w in pairs if len(part)])
 
-        hidden = self.gated(self._adapted(x, "gate_up_proj", product))
-        return self._adapted(hidden, "down_proj", product)
+        return self._gated_mlp(x, torch.tensor(counts, device=x.device), times)
+
+    def _gated_mlp(self, x: Tensor, counts: Tensor, times: Times) -> Tensor:
+        base = times
+        if self.kernels is not None:
+            groups, kernels = Groups.of(counts, len(x)), self.kernels
+
+            def base(rows: Tensor, weight: Tensor) -> Tensor:
+                return multiply(rows, weight, groups, kernels)
+
+        hidden = self.gated(self._adapted(x, "gate_up_proj", base, times))
+        return self._adapted(hidden, "down_proj", base, times)
 
     def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:
         raise AssertionError("an engine serves adapters with layers of its own")
 
-    def _adapted(self, x: Tensor, name: str, product: Any) -> Tensor:
-        low = product(_dropped(x, self.dropout), getattr(self, f"{name}_lora_A"))
-        return product(x, getattr(self, name)) + self.scaling * product(low, getattr(self, f"{name}_lora_B"))
+    def _adapted(self, x: Tensor, name: str, base: Times, times: Times) -> Tensor:
+        low = times(_dropped(x, self.dropout), getattr(self, f"{name}_lora_A"))
+        return base(x, getattr(self, name)) + self.scaling * times(low, getattr(self, f"{name}_lora_B"))
 
     def _is_aligned(self, dtype: torch.dtype) -> bool:
         rank = self.gate_up_proj_lora_A.shape[1]

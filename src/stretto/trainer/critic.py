@@ -38,6 +38,7 @@ from stretto.trainer.optim import (
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.shard import parallelise
+from stretto.trainer.precision import round_products
 from stretto.trainer.rows import IDLE, Membership, Rows, build_rows
 from stretto.trainer.schedule import learning_rate
 
@@ -119,6 +120,7 @@ class Critic:
         self._reduce = reduce if mesh is None else mesh.reduce
         self._device = network.output_weight.device
         self._vocab_size = network.model.embed_tokens.weight.shape[0]
+        round_products(network, model)
         prepare_blocks(network, model)
         if mesh is None:
             self.masters = Masters(network, hub.DTYPES[model.optimization_dtype])

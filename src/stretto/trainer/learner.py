@@ -42,6 +42,7 @@ from stretto.trainer.optim import (
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.shard import Shards, parallelise
+from stretto.trainer.precision import round_products
 from stretto.trainer.routing import build_routers
 from stretto.trainer.rows import IDLE, Rows, build_rows, count_tokens, trains
 from stretto.trainer.schedule import learning_rate
@@ -105,6 +106,9 @@ class Learner:
         self.policy, self._lora = policy, model.lora
         self.critic = critic
         self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
+        for network in (policy, reference):
+            if network is not None:
+                round_products(network, model)
         if model.lora is not None:
             attach(policy, model.lora, seed=torch.initial_seed() % 2**63)
         prepare_blocks(policy, model)

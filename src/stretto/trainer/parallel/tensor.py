@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.models.fp8 import product
 from stretto.trainer.mesh import Mesh
 from stretto.trainer.parallel.exchange import copied, summed
 
@@ -70,7 +70,7 @@ def _enter(group: Any) -> Any:
 
 def _row_forward(module: nn.Linear, group: Any) -> Any:
     def forward(x: Tensor) -> Tensor:
-        out = summed(F.linear(x, module.weight), group)
+        out = summed(product(x, module), group)
         return out if module.bias is None else out + module.bias
 
     return forward

@@ -1,0 +1,50 @@
+"""[model.fp8]: which kernels this machine has for products of 8-bit floats, and putting them in a policy."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from stretto.base.errors import ConfigError
+from stretto.config.model import ModelSection
+from stretto.models.decoder import Decoder
+from stretto.models.fp8 import Kernels, Reference, use_fp8
+
+logger = logging.getLogger(__name__)
+
+CAPABILITY = (9, 0)
+"""Of GPUs that multiply 8-bit floats as they are needed here (H100, H200, B200)."""
+
+
+def round_products(policy: nn.Module, section: ModelSection) -> None:
+    """Replace the layers of a policy's blocks as [model] fp8 says; weights and their names stay.
+
+    Raises: ConfigError where this machine or this policy cannot, with the reason.
+    """
+    if not section.fp8:
+        return
+    if not isinstance(policy, Decoder):
+        raise ConfigError('[model] fp8 replaces layers of our own modules; impl = "hf" has none')
+    kernels = Reference() if section.fp8 == "reference" else _find_kernels(next(policy.parameters()).device)
+    count = use_fp8(policy.model.layers, kernels)
+    logger.info("fp8: %d layers, multiplied by %s", count, getattr(kernels, "name", "the slow reference"))
+
+
+def _find_kernels(device: torch.device) -> Kernels:
+    slow = 'fp8 = "reference" computes the same roundings here, slowly'
+    if device.type != "cuda":
+        rule = "needs a GPU of compute capability 9.0 or newer (H100, H200, B200), and this runs on the CPU"
+        raise ConfigError(f"[model] fp8 = true {rule}; leave it out. {slow}")
+    got = torch.cuda.get_device_capability(device)
+    if got < CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        rule = f"needs a GPU of compute capability 9.0 or newer, and {name} has {got[0]}.{got[1]}"
+        raise ConfigError(f"[model] fp8 = true {rule}; leave it out. {slow}")
+    if find_spec("triton") is None:
+        raise ConfigError("[model] fp8 = true needs triton, which is not installed; pip install triton")
+    from stretto.models.fp8_kernels import find_kernels
+
+    return find_kernels(device)

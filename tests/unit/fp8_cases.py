@@ -1,0 +1,32 @@
+"""What every implementation of 8-bit products must give; shared by CPU, interpreter and GPU tests."""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.models.fp8 import Groups, Reference, round_blocks, round_columns, round_rows, transposed
+
+CASES = (([37], 200, 140), ([128], 128, 256), ([0, 130, 1, 0, 64], 256, 128), ([3, 5], 96, 300))
+"""(rows of each group, in, out)"""
+
+
+def assert_kernels_agree(kernels, device: str, dtype: torch.dtype = torch.float32) -> None:
+    """Forward, gradient of inputs, gradient of weights: the reference's, up to the order of sums."""
+    reference = Reference()
+    for counts, dim, num_out in CASES:
+        generator = torch.Generator().manual_seed(0)
+        rows = sum(counts)
+        x, weight, grad = (
+            torch.randn(shape, generator=generator).to(device, dtype)
+            for shape in ((rows, dim), (len(counts), num_out, dim), (rows, num_out))
+        )
+        groups = Groups.of(torch.tensor(counts, device=device), rows)
+        forward = round_rows(x), round_blocks(weight), groups, dtype
+        backward = round_rows(grad), transposed(round_blocks(weight)), groups, dtype
+        outer = round_columns(grad, groups), round_columns(x, groups), groups
+        # A GPU sums 8-bit products with 14 bits of mantissa, so the last bits of float32 are not the reference's.
+        tolerance = {"rtol": 2e-2, "atol": 2e-2 * dim**0.5} if dtype == torch.bfloat16 else None
+        for name, args in (("product", forward), ("product", backward), ("outer", outer)):
+            got, want = getattr(kernels, name)(*args), getattr(reference, name)(*args)
+            loose = {"rtol": 1e-2, "atol": 1e-2} if torch.device(device).type == "cuda" else None
+            torch.testing.assert_close(got, want, **(tolerance or loose or {"rtol": 1e-4, "atol": 1e-4}))
