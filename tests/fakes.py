@@ -78,6 +78,18 @@ class CharRenderer:
         text = "".join(f"{m['role'][0].upper()}{m.get('content') or ''}." for m in messages)
         return np.array([ord(c) for c in text + "A"], dtype=np.int32)
 
+    def render_leading(self, messages: list[Message]) -> np.ndarray:
+        return self.render_prompt(messages)[:-1]
+
+    def text_owners(self, messages: list[Message], tools: Any = None, *, after: Any = None) -> np.ndarray:
+        owners = [
+            each for i, m in enumerate(messages) for each in (-1, *[i] * len(m.get("content") or ""), -1)
+        ]
+        if after is None:
+            return np.array([*owners, -1])
+        num_before = len(self.extend(*after, messages)) - len(owners) - 1
+        return np.array([-1] * num_before + [*owners, -1])
+
     def extend(self, prompt_ids, completion_ids, new_messages, tools: Any = None) -> np.ndarray | None:
         closing = [] if len(completion_ids) and completion_ids[-1] == self.END else [self.END]
         return np.concatenate((prompt_ids, completion_ids, closing, self.render_prompt(new_messages))).astype(
@@ -126,7 +138,7 @@ class FakeEngine:
         self.version = 0
         self.num_running = 0
         self.num_requests = 0
-        self._ends: dict[str, asyncio.Event] = {}  # of requests under way: set, they answer with what they have
+        self._ends: dict[str, asyncio.Event] = {}  # by request under way; set, it is answered as it is
 
     num_ready = 1
 

@@ -44,6 +44,10 @@ def check_distillation(section: OrchestratorSection, prefix: str) -> list[Proble
             where = path(f"filters.{index}.type")
             rule = f"does nothing: {' and '.join(sorted(kinds))} have no advantages; drop the filter"
             problems.append(Problem((where,), f'{where} = "zero_advantage" {rule}'))
+    if section.mask_offpolicy_in_partial_rollout and not section.partial_rollout:
+        paths = (path("mask_offpolicy_in_partial_rollout"), path("partial_rollout"))
+        rule = f"does nothing: with {paths[1]} = false no rollout is continued; drop one of the two"
+        problems.append(Problem(paths, f"{paths[0]} = true {rule}"))
     return problems
 
 

@@ -19,9 +19,7 @@ class OpenBranch:
         self._routes: np.ndarray | None = None
         self._sampled: list[tuple[int, int]] = []
         self._versions: list[VersionSpan] = []
-        self._ce: list[
-            tuple[int, np.ndarray]
-        ] = []  # where given tokens of some weight begin, and the weights
+        self._ce: list[tuple[int, np.ndarray]] = []  # given tokens of some weight: first one, and weights
 
     @property
     def num_known_routes(self) -> int:

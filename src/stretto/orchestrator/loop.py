@@ -201,6 +201,7 @@ class Loop:
                     self._players[name],
                     journal=self.ledger,
                     interruption=self._interruption,
+                    keeps_replies=self.tutors.teaches(name),
                     masks_kept=self.cfg.mask_offpolicy_in_partial_rollout,
                 )
         for name, env in self.mix.envs.items():

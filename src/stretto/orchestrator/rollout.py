@@ -87,6 +87,7 @@ class Player:
     journal: Journal | None = None  # keeps the turns of rollouts that are not done
     interruption: Interruption | None = None  # ends them
     echo: Echo | None = None  # what of the environment's words is learned
+    keeps_replies: bool = False  # of one turn too: somebody is asked about them before the group is done
     masks_kept: bool = False  # of a rollout that goes on, what older weights sampled is not trained
 
     async def play(self, env: Environment, draw: Draw) -> Group:
@@ -206,7 +207,8 @@ class Player:
     ) -> None:
         """Write down replies that may not live to be scored; where they were interrupted, wait for the end."""
         is_ending = self.interruption is not None and self.interruption.is_on
-        if self.journal is None or not (is_ending or inspect.iscoroutinefunction(env.score)):
+        is_slow = self.keeps_replies or inspect.iscoroutinefunction(env.score) or hasattr(env, "score_group")
+        if self.journal is None or not (is_ending or is_slow):
             return
         assert request.sampling.seed is not None
         for index, (member, completion) in enumerate(zip(members, completions)):

@@ -78,6 +78,10 @@ class Tutors:
         """Who plays an environment's rollouts; None: the policy."""
         return self._players.get(env)
 
+    def teaches(self, env: str) -> bool:
+        """Is somebody asked about an environment's groups?"""
+        return env in self._by_env
+
     async def finish(self, group: Group) -> Group:
         """The group as it is learned from; unchanged where it has no tutor."""
         tutor = self._by_env.get(group.task.env)
