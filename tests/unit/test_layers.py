@@ -61,7 +61,7 @@ HOMES = {
     "vllm": ("inference/vllm",),
     "ray": ("launch/ray.py",),
     "megatron": ("trainer/megatron",),
-    "verifiers": ("envs/verifiers.py",),
+    "verifiers": ("envs/verifiers",),
     "reasoning_gym": ("envs/reasoning_gym.py",),
     "wandb": ("monitors/wandb.py",),
     "tensorboard": ("monitors/tensorboard.py",),

@@ -98,7 +98,8 @@ class EnvSection(Section):
     """One environment."""
 
     id: str
-    """Bundled environment (`sort-letters`, `reverse-text`) or `module:attr` of your own."""
+    """Bundled environment (`sort-letters`, `reverse-text`), `module:attr` or a module with one environment, an
+    installed taskset of verifiers, or `verifiers`."""
     name: str | None = None
     """Name in metrics; None: the id."""
     args: dict[str, Any] = Field({})
@@ -106,7 +107,8 @@ class EnvSection(Section):
     ratio: float = Field(1.0, gt=0)
     """Share of tasks drawn from it, relative to the others."""
     num_workers: int | None = Field(None, gt=0)
-    """Processes it runs in, killed and started anew when they hang or crash; None: the orchestrator's own."""
+    """Processes it runs in, killed and started anew when they hang or crash; None: the orchestrator's own, and
+    one for verifiers."""
     worker_timeout_s: float = Field(60.0, gt=0)
     """A worker whose event loop has not run for so long hangs: an environment blocks it."""
 
