@@ -134,6 +134,8 @@ class RunInfo:
     """Text to int32 tokens, with nothing around them."""
     count_tokens: Callable[[list[Message], list[dict] | None], int] | None = None
     """Tokens of a prompt of messages, with tools."""
+    render: Callable[[list[Message], list[dict] | None], str] | None = None
+    """Text of such a prompt, up to where the reply begins."""
     seed: int = 0
     seq_len: int | None = None
     group_size: int = 1

@@ -247,17 +247,15 @@ class Dataset:
         return TaskSource(make, len(records))
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        sample = self._sample(task)
         if self._generate is not None:
             with playing(ctx):
-                samples = as_samples(await self._called(self._generate, task, sample))
+                samples = as_samples(await self._called(self._generate, task, self._rendered(task)))
+            for each in samples:
+                if each.status in (Status.ABORTED, Status.FAILED):
+                    raise EnvError(f"the sample's status is {each.status.name}")
             ctx.keep([sequence(each) for each in samples])
         else:
-            samples = [await self._played(task, sample, ctx)]
-        if any(each.status is Status.ABORTED for each in samples):
-            raise EnvError("the sample was aborted")
-        if any(each.status is Status.FAILED for each in samples):
-            raise EnvError("the sample's status is FAILED")
+            samples = [await self._played(task, self._sample(task), ctx)]
         rewards = [await self._reward_of(each) for each in samples]
         is_truncated = any(each.status is Status.TRUNCATED for each in samples)
         return RolloutResult(reward=sum(rewards) / len(rewards), is_truncated=is_truncated)
@@ -282,6 +280,15 @@ class Dataset:
         data = task.data
         metadata = dict(data["metadata"]) | ({"tools": data["tools"]} if data["tools"] else {})
         return Sample(prompt=data["prompt"], label=data["label"], metadata=metadata)
+
+    def _rendered(self, task: Task) -> Sample:
+        """A sample whose prompt is text, as whoever generates expects it; the messages are in its metadata."""
+        sample = self._sample(task)
+        if not isinstance(sample.prompt, str):
+            assert self.records.run.render is not None, "checked when the environment was made"
+            sample.metadata.setdefault("messages", sample.prompt)
+            sample.prompt = self.records.run.render(sample.prompt, task.data["tools"])
+        return sample
 
     async def _called(self, hook: Hook, task: Task, sample: Sample) -> Any:
         sampling = self.records.run.sampling_params()

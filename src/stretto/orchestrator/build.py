@@ -41,11 +41,16 @@ def run_info(
         assert renderer is not None
         return len(renderer.render_prompt(messages, tools))
 
+    def render(messages: list[Message], tools: list[dict] | None) -> str:
+        assert renderer is not None
+        return renderer.decode(renderer.render_prompt(messages, tools))
+
     return RunInfo(
         tokenizer=tokenizer,
         engine_url=url.removesuffix("/").removesuffix("/v1"),
         encode=None if renderer is None else encode,
         count_tokens=None if renderer is None else count_tokens,
+        render=None if renderer is None else render,
         seed=cfg.seed,
         seq_len=cfg.seq_len,
         group_size=cfg.group_size if isinstance(cfg, OrchestratorConfig) else cfg.eval.group_size,

@@ -1,0 +1,418 @@
+"""The environment of one's own files, and the hooks about one sample."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import numpy as np
+import pytest
+from fakes import CharRenderer, FakeEngine, parrot, run_virtual
+
+from stretto.base.errors import ConfigError, DataError, EnvError
+from stretto.config.algorithm import GrpoAlgo
+from stretto.config.orchestrator import SamplingSection
+from stretto.envs.base import RunInfo, SingleTurnEnv, load_environment
+from stretto.hooks import Sample
+from stretto.orchestrator.rollout import Draw, Player
+from stretto.orchestrator.samples import to_samples
+from stretto.orchestrator.scoring import score
+from stretto.orchestrator.tasks import TaskMix
+from stretto.records.rollout import RolloutStatus
+
+RENDERER = CharRenderer()
+
+
+def encode(text):
+    return np.array([ord(c) for c in text], np.int32)
+
+
+RUN = RunInfo(
+    tokenizer="/models/tiny",
+    engine_url="http://127.0.0.1:8000",
+    encode=encode,
+    count_tokens=lambda messages, tools: len(RENDERER.render_prompt(messages)),
+    render=lambda messages, tools: RENDERER.decode(RENDERER.render_prompt(messages)),
+    max_completion_tokens=9,
+    group_size=4,
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    rows = [{"prompt": f"word{i}", "label": f"word{i}", "metadata": {"n": i}} for i in range(5)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module of hooks; its name."""
+    names = iter(f"hooks_{tmp_path.name}_{i}".replace("-", "_") for i in range(9))
+
+    def write(code):
+        name = next(names)
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return name
+
+    return write
+
+
+def dataset(file, **args):
+    return load_environment("dataset", {"path": str(file)} | args, "mine", RUN)
+
+
+def play(env, *, answer=None, members=4, index=0, max_retries=0):
+    engine = FakeEngine(answer or parrot(0.5))
+    player = Player(
+        engine=engine,
+        renderer=RENDERER,
+        sampling=SamplingSection(max_completion_tokens=9),
+        seq_len=200,
+        max_retries=max_retries,
+    )
+    group = run_virtual(player.play(env, Draw(index, env.tasks("train").task(index), members, version=0)))
+    return group, engine
+
+
+def said(branch):
+    return "".join(chr(i) for i, s in zip(branch.token_ids, branch.is_sampled) if s)
+
+
+# -- without hooks --
+
+
+def test_prompt_and_label_make_an_environment_whose_groups_are_one_request(file):
+    env = dataset(file)
+    group, engine = play(env, members=8)
+    assert isinstance(env, SingleTurnEnv) and env.name == "mine" and engine.num_requests == 1
+    for rollout in group.rollouts:
+        assert rollout.reward == float(said(rollout.branches[0]) == "word0.")
+    assert {r.reward for r in group.rollouts} == {0.0, 1.0}
+    assert group.task.data == {
+        "prompt": [{"role": "user", "content": "word0"}],
+        "label": "word0",
+        "metadata": {"n": 0},
+        "tools": None,
+    }
+
+
+def test_math_rewards_compare_values(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"q": "half of 3", "a": "1.5"}\n')
+    env = dataset(path, input_key="q", label_key="a", reward="math")
+    (rollout,) = play(env, answer=lambda *_: r"\boxed{\frac{3}{2}}", members=1)[0].rollouts[:1]
+    assert rollout.status is RolloutStatus.TRUNCATED  # nine tokens are too few for it
+    env_score = run_virtual(env.score(env.tasks("train").task(0), r"it is \boxed{\frac{3}{2}}"))
+    assert env_score.reward == 1.0
+
+
+def test_every_record_comes_once_an_epoch_in_an_order_of_its_own(file):
+    env = dataset(f"{file}@[1:5]")
+    mix = TaskMix([env], [1.0], seed=3)
+    epochs = [[mix.draw(4 * e + i).data["label"] for i in range(4)] for e in range(6)]
+    assert all(sorted(epoch) == ["word1", "word2", "word3", "word4"] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    again = TaskMix([dataset(f"{file}@[1:5]")], [1.0], seed=3)
+    assert [again.draw(k).data["label"] for k in range(9, 13)] == [label for e in epochs for label in e][9:13]
+
+
+def test_held_out_records_are_those_of_eval_path(file):
+    with pytest.raises(ConfigError, match="eval_path"):
+        dataset(file).tasks("eval")
+    env = dataset(f"{file}@[0:3]", eval_path=f"{file}@[3:]")
+    source = env.tasks("eval")
+    assert [source.task(i).data["label"] for i in range(source.num_tasks)] == ["word3", "word4"]
+
+
+def test_prompts_without_a_template_are_the_text_and_nothing_else(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "?word0.A", "label": "word0"}\n')
+    env = dataset(path, apply_chat_template=False)
+    group, _ = play(env, answer=lambda prompt, rng, version: "word0", members=2)
+    (branch,) = group.rollouts[0].branches
+    assert "".join(map(chr, branch.token_ids)) == "?word0.Aword0." and group.rollouts[0].reward == 1.0
+
+
+def test_long_prompts_are_left_out_in_order(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * n, "label": "y"}) + "\n" for n in (3, 30, 4, 40)))
+    env = dataset(path, max_prompt_tokens=10)
+    source = env.tasks("train")
+    assert [len(source.task(i).data["prompt"][0]["content"]) for i in range(source.num_tasks)] == [3, 4]
+    with pytest.raises(DataError, match="all 4 prompts are longer than max_prompt_tokens = 2"):
+        dataset(path, max_prompt_tokens=2)
+
+
+def test_tools_of_a_record_reach_the_template(tmp_path, monkeypatch):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "label": "a", "tools": json.dumps(tools)}) + "\n")
+    seen = []
+    render = CharRenderer.render_prompt
+    monkeypatch.setattr(
+        CharRenderer, "render_prompt", lambda self, m, tools=None: seen.append(tools) or render(self, m)
+    )
+    play(dataset(path), members=1)
+    assert seen == [tools]
+
+
+WRONG_RECORDS = {
+    "no prompt": (
+        {"question": "a", "label": "b"},
+        {},
+        ":1: no 'prompt' (input_key); the record has label, question",
+    ),
+    "no label": ({"prompt": "a"}, {}, ":1: no 'label' (label_key); reward = \"exact\" compares"),
+    "metadata": (
+        {"prompt": "a", "label": "b", "metadata": [1]},
+        {},
+        ":1: 'metadata' must be an object, got list",
+    ),
+    "tools": (
+        {"prompt": "a", "label": "b", "tools": {"a": 1}},
+        {},
+        ":1: 'tools' must be a list of tools, got dict",
+    ),
+    "tools that are no JSON": ({"prompt": "a", "label": "b", "tools": "{"}, {}, ":1: tools: not JSON"),
+    "messages without a template": (
+        {"prompt": [{"role": "user", "content": "a"}], "label": "b"},
+        {"apply_chat_template": False},
+        ":1: with apply_chat_template = false 'prompt' must be text, got list",
+    ),
+    "a message without a role": (
+        {"prompt": [{"content": "a"}], "label": "b"},
+        {},
+        ":1: prompt[0] must be an object",
+    ),
+    "an empty prompt": ({"prompt": "", "label": "b"}, {}, ":1: 'prompt' must be text or a list of messages"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_RECORDS)
+def test_a_record_that_does_not_fit_is_named(tmp_path, mistake):
+    record, args, message = WRONG_RECORDS[mistake]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError) as caught:
+        dataset(path, **args)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"reward": "exakt"}, 'known are "exact", "math", or a function'),
+        ({"group_reward": True}, "group_reward does nothing"),
+        ({"reward_key": "a"}, "reward_key does nothing"),
+        ({"reward": "nowhere_at_all:rm"}, "no module 'nowhere_at_all'"),
+        ({"generate": "json:loads"}, "is defined as"),
+        ({"paths": "x"}, "got an unexpected keyword argument 'paths'"),
+    ],
+)
+def test_wrong_arguments_are_told(file, args, message):
+    with pytest.raises(ConfigError) as caught:
+        dataset(file, **args)
+    assert message in str(caught.value)
+
+
+# -- with hooks --
+
+SPEC_GENERATE = """
+    from stretto.hooks import Sample, post
+
+    class Letters:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [ord(c) for c in text]}
+        def decode(self, ids):
+            return "".join(map(chr, ids))
+
+    async def generate(args, sample: Sample, sampling_params) -> Sample:
+        tokenizer = Letters()
+        prompt_token_ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+        output = await post(
+            f"http://{args.vllm_router_ip}:{args.vllm_router_port}/inference/v1/generate",
+            {
+                "model": args.hf_checkpoint,
+                "token_ids": prompt_token_ids,
+                "sampling_params": {"max_tokens": sampling_params["max_new_tokens"]},
+            },
+        )
+        choice = output["choices"][0]
+        response_token_ids = list(choice.get("token_ids") or [])
+        sample.tokens = prompt_token_ids + response_token_ids
+        sample.response_length = len(response_token_ids)
+        finish_reason = choice.get("finish_reason") or "stop"
+        if finish_reason == "length":
+            sample.status = Sample.Status.TRUNCATED
+        elif finish_reason in ("abort", "cancelled"):
+            sample.status = Sample.Status.ABORTED
+        else:
+            sample.status = Sample.Status.COMPLETED
+        sample.response = tokenizer.decode(response_token_ids).removesuffix(".")
+        return sample
+"""
+
+
+def test_a_generate_function_of_the_documented_shape_plays_rollouts(file, module):
+    env = dataset(file, generate=f"{module(SPEC_GENERATE)}:generate")
+    group, engine = play(env, members=6)
+    assert engine.num_requests == 6
+    for rollout in group.rollouts:
+        (branch,) = rollout.branches
+        assert rollout.status is RolloutStatus.FINISHED
+        assert rollout.reward == float(said(branch) == "word0.")
+        assert branch.logprobs[branch.is_sampled].all() and branch.versions
+    assert {r.reward for r in group.rollouts} == {0.0, 1.0}
+
+
+def test_tokens_of_tools_are_masked_and_calls_that_were_not_kept_are_not_trained(file, module):
+    name = module("""
+        from stretto.hooks import post
+
+        async def ask(tokens):
+            url = "http://engine/inference/v1/generate"
+            output = await post(url, {"token_ids": tokens})
+            return output["choices"][0]["token_ids"]
+
+        async def generate(args, sample, sampling_params):
+            prompt = [ord(c) for c in sample.prompt]
+            await ask(prompt)                                    # thrown away
+            first = await ask(prompt)
+            tool = [ord(c) for c in "Tool.A"]
+            second = await ask(prompt + first + tool)
+            sample.tokens = prompt + first + tool + second
+            sample.response_length = len(first + tool + second)
+            sample.loss_mask = [1] * len(first) + [0] * len(tool + second[:1]) + [1] * len(second[1:])
+            sample.status, sample.reward = sample.Status.COMPLETED, 0.75
+            return sample
+    """)
+    group, engine = play(dataset(file, generate=f"{name}:generate", reward="exact"), members=1)
+    (rollout,) = group.rollouts
+    assert engine.num_requests == 3 and rollout.reward == 0.75
+    (branch,) = rollout.branches
+    text = "".join(map(chr, branch.token_ids))
+    first, second = text.removeprefix("Uword0.A").split("Tool.A")
+    assert said(branch) == first + second[1:]
+    scored, _ = score(group, GrpoAlgo())
+    (sample,) = to_samples([scored])
+    assert sample.loss_mask.sum() == len(first + second) - 1
+
+
+def test_a_removed_sample_counts_in_its_group_and_is_not_trained(file, module):
+    name = module(SPEC_GENERATE + "\n    async def but_not_wrong_ones(args, sample, sampling_params):\n"
+                  "        sample = await generate(args, sample, sampling_params)\n"
+                  "        sample.remove_sample = sample.response != sample.label\n"
+                  "        return sample\n")  # fmt: skip
+    group, _ = play(dataset(file, generate=f"{name}:but_not_wrong_ones"), members=8)
+    group, _ = score(group, GrpoAlgo())
+    assert {r.reward for r in group.rollouts} == {0.0, 1.0}
+    right = [r.rollout_id for r in group.rollouts if r.reward]
+    assert [s.sample_id.partition("/")[0] for s in to_samples([group])] == right
+    assert all(s.advantages.max() < 1 for s in to_samples([group]))
+
+
+def test_several_samples_of_one_call_are_one_rollout(file, module):
+    name = module(SPEC_GENERATE + "\n    async def twice(args, sample, sampling_params):\n"
+                  "        import copy\n"
+                  "        both = [copy.copy(sample) for _ in range(2)]\n"
+                  "        return [await generate(args, each, sampling_params) for each in both]\n")  # fmt: skip
+    group, _ = play(dataset(file, generate=f"{name}:twice"), members=6)
+    for rollout in group.rollouts:
+        assert len(rollout.branches) == 2
+        assert rollout.reward == sum(said(b) == "word0." for b in rollout.branches) / 2
+
+
+def test_tokens_that_were_not_sampled_are_refused_with_their_place(file, module):
+    name = module(SPEC_GENERATE + "\n    async def anew(args, sample, sampling_params):\n"
+                  "        sample = await generate(args, sample, sampling_params)\n"
+                  "        sample.tokens[-1] = 7\n"
+                  "        return sample\n")  # fmt: skip
+    group, _ = play(dataset(file, generate=f"{name}:anew"), members=1, answer=lambda *_: "word0")
+    (rollout,) = group.rollouts
+    assert rollout.status is RolloutStatus.FAILED
+    assert "not what the policy was given and sampled; it differs from token 13 on" in rollout.error
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 3", "generate returned int; return the sample"),
+        ("sample.response_length = 5; return sample", "response_length = 5, but the sample has 0 tokens"),
+        ("raise KeyError('x')", ":3: KeyError: 'x'"),
+        ("return sample.nothing", ":3: AttributeError: 'Sample' object has no attribute 'nothing'"),
+        ("return args.nothing", "args has no 'nothing'; it has apply_chat_template"),
+        ("sample.status = Sample.Status.FAILED; return sample", "the sample's status is FAILED"),
+        ("await post('http://e/inference/v1/generate', {}); return sample", "needs `token_ids`"),
+        (
+            "await post('http://e/inference/v1/generate', {'token_ids': [65], 'sampling_params': {'beam': 1}})",
+            "sampling_params has beam; a turn of a rollout takes",
+        ),
+    ],
+)
+def test_a_hook_that_fails_fails_its_rollout_with_its_place(file, module, body, message):
+    name = module(f"""from stretto.hooks import Sample, post
+async def generate(args, sample, sampling_params):
+    {body}
+""")
+    group, _ = play(dataset(file, generate=f"{name}:generate"), members=2)
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.FAILED and message in rollout.error
+        assert "Traceback" not in rollout.error
+
+
+def test_rewards_by_function_may_be_dictionaries_and_know_the_metadata(file, module):
+    name = module("""
+        async def rm(args, sample):
+            assert sample.label == "word0" and sample.metadata == {"n": 0} and args.bonus == 2
+            return {"right": float(sample.response == sample.label), "score": args.bonus * len(sample.response)}
+    """)
+    args = {"reward": f"{name}:rm", "reward_key": "score", "hook_args": {"bonus": 2}}
+    group, _ = play(dataset(file, **args), members=2)
+    assert [r.reward for r in group.rollouts] == [
+        2.0 * (len(said(r.branches[0])) - 1) for r in group.rollouts
+    ]
+    group, _ = play(dataset(file, **args | {"reward_key": None}), members=1)
+    assert (
+        "the reward has the keys ['right', 'score']; name one of them as reward_key"
+        in group.rollouts[0].error
+    )
+
+
+def test_a_group_may_be_rewarded_as_a_whole(file, module):
+    name = module("""
+        def rm(args, samples):
+            lengths = [len(s.response) for s in samples]
+            return [float(n == min(lengths)) for n in lengths]
+    """)
+    env = dataset(file, reward=f"{name}:rm", group_reward=True)
+    group, _ = play(env, members=8)
+    lengths = [len(said(r.branches[0])) for r in group.rollouts]
+    assert [r.reward for r in group.rollouts] == [float(n == min(lengths)) for n in lengths]
+    wrong = module("def rm(args, samples):\n    return [1.0]\n")
+    group, _ = play(dataset(file, reward=f"{wrong}:rm", group_reward=True), members=2)
+    assert all("return a reward for each of 2 samples" in r.error for r in group.rollouts)
+
+
+# -- the sample itself --
+
+
+def test_a_sample_grows_shrinks_and_survives_a_dictionary():
+    sample = Sample(prompt="a", tokens=[1, 2])
+    sample.append_response_tokens([3, 4], [-0.5, -0.25], text="bc")
+    sample.append_response_tokens([9, 9], trainable=False, text="!!")
+    sample.append_response_tokens([5], [-1.0])
+    assert (sample.loss_mask, sample.effective_response_length) == ([1, 1, 0, 0, 1], 3)
+    assert sample.rollout_log_probs == [-0.5, -0.25, 0.0, 0.0, -1.0]
+    sample.strip_last_output_tokens(2)
+    assert (sample.tokens, sample.loss_mask, sample.response_length) == ([1, 2, 3, 4, 9], [1, 1, 0], 3)
+    sample.check()
+    again = Sample.from_dict(sample.to_dict() | {"mine": 4})
+    assert again.mine == 4 and again.to_dict() == sample.to_dict() | {"mine": 4}
+    with pytest.raises(EnvError, match="give one a token"):
+        sample.append_response_tokens([1, 2], [-0.5])
+    sample.loss_mask = [1]
+    with pytest.raises(EnvError, match="loss_mask has 1 entries for a response of 3 tokens"):
+        sample.check()
