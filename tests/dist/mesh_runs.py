@@ -95,6 +95,7 @@ def _cases() -> list[Case]:
         *cases,
         Case(2, "tp", "bias", {"tp": 2}),
         *_memory_cases(),
+        Case(2, "fsdp", "fp8"),
         Case(2, "fsdp", "muon"),
         Case(2, "tp", "muon", {"tp": 2}),
         Case(2, "ep", "muon_moe", {"ep": 2}),
@@ -160,7 +161,7 @@ def _choices(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
 
 def policy_of(kind: str):
     match kind:
-        case "dense" | "ppo" | "muon":
+        case "dense" | "ppo" | "muon" | "fp8":
             return build_policy(**SHAPE)
         case "untied":
             return build_policy(**SHAPE, tie_word_embeddings=False)
@@ -170,7 +171,8 @@ def policy_of(kind: str):
 
 
 def section_of(kind: str, **model) -> ModelSection:
-    return ModelSection(**model, moe_bias_update_rate=1e-2 if kind == "moe" else None)
+    rate, fp8 = 1e-2 if kind == "moe" else None, "reference" if kind == "fp8" else False
+    return ModelSection(**({"fp8": fp8} | model), moe_bias_update_rate=rate)
 
 
 def optim_of(kind: str) -> AdamWOptim | MuonOptim:

@@ -112,6 +112,13 @@ def test_each_group_is_computed_as_if_it_were_alone(counts):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_no_rows_give_no_rows_and_gradients_of_zeros():
+    layer = Fp8Linear(torch.nn.Linear(160, 130), Reference())
+    out = layer(torch.zeros(0, 160, requires_grad=True))
+    out.sum().backward()
+    assert out.shape == (0, 130) and not layer.weight.grad.any()
+
+
 def test_tiles_cover_every_row_once_and_never_two_groups():
     for counts in ([0, 130, 1, 0, 128], [1], [256], [0, 0, 3]):
         groups = Groups.of(torch.tensor(counts), sum(counts))

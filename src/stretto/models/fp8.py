@@ -132,7 +132,7 @@ def round_columns(x: Float[Tensor, "rows dim"], groups: Groups) -> Rounded:
     """In tiles of 128 x 1 that never cross groups; values come transposed, [dim, rows]; scales [tiles, dim]."""
     padded = x.new_zeros(groups.num_tiles * BLOCK, x.shape[1], dtype=torch.float32)
     padded[groups.places] = x.float()
-    tiles = padded.unflatten(0, (-1, BLOCK))
+    tiles = padded.unflatten(0, (groups.num_tiles, BLOCK))
     scales = (tiles.abs().amax(1) / LARGEST).clamp(min=SMALLEST_SCALE)
     values = _to_fp8(tiles / scales[:, None]).flatten(0, 1)
     # index_select does not know 8-bit floats on every device; bytes it does.
@@ -196,7 +196,6 @@ class _Multiply(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-@torch.compiler.disable
 def multiply(
     x: Float[Tensor, "rows dim"], weight: Float[Tensor, "groups out dim"], groups: Groups, kernels: Kernels
 ) -> Float[Tensor, "rows out"]:
@@ -224,7 +223,7 @@ def product(x: Float[Tensor, "*rows in"], layer: nn.Linear) -> Float[Tensor, "*r
         return F.linear(x, layer.weight)
     rows = x.reshape(-1, x.shape[-1])
     out = multiply(rows, layer.weight[None], Groups.one(len(rows), rows.device), kernels)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], out.shape[1])
 
 
 class Fp8Experts(Experts):

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from stretto.base.errors import ConfigError
 from stretto.config.model import ACTIVATION_TARGETS, ActivationCheckpointSection, ModelSection
 from stretto.models.decoder import MLP, Block, Decoder
+from stretto.models.fp8 import Fp8Linear
 from stretto.models.moe import MoE
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ def prepare_blocks(policy: nn.Module, section: ModelSection) -> None:
         _require_compiler(device)
         is_whole = section.compile.fullgraph
         for block in blocks:
+            for layer in block.modules():
+                if isinstance(layer, Fp8Linear):
+                    _replace((layer, "forward"), torch.compiler.disable)
             for method in _compiled(block):
                 _replace(method, lambda inner: torch.compile(inner, fullgraph=is_whole, dynamic=True))
     if ac is not None:
