@@ -62,3 +62,19 @@ def is_free(host: str, port: int) -> bool:
                 ) from error
             return False
     return True
+
+
+def is_own_address(host: str) -> bool:
+    """Whether this machine has this address: whether one could listen on it."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False

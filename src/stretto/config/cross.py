@@ -36,7 +36,7 @@ def check_rl(cfg: RLConfig) -> list[Problem]:
         problems += check_inference(cfg.teacher_inference, "teacher_inference")
     problems += check_teacher_engine(cfg) + check_loss_is_used(cfg)
     problems += check_credit_fits(cfg.trainer, cfg.orchestrator)
-    return problems + check_control(cfg) + check_ports(cfg) + check_gpus(cfg)
+    return problems + check_control(cfg) + check_ports(cfg) + check_gpus(cfg) + check_nodes(cfg)
 
 
 def check_control(cfg: RLConfig) -> list[Problem]:
@@ -136,11 +136,17 @@ def check_gpus(cfg: RLConfig) -> list[Problem]:
             problems.append(
                 Problem((key, f"deployment.{count_key}"), f"{key} = {ids} are {len(ids)} GPUs but {rule}")
             )
-    if len(cfg.inference_gpu_ids or ()) > 1 or (cfg.deployment.num_infer_gpus or 0) > 1:
-        key = "inference_gpu_ids" if cfg.inference_gpu_ids else "deployment.num_infer_gpus"
-        problems.append(
-            Problem((key,), f"{key}: the embedded engine runs on one device; give inference one GPU")
-        )
+    given = len(cfg.inference_gpu_ids or ()) or cfg.deployment.num_infer_gpus or 0
+    engine = cfg.inference
+    if engine is not None and engine.chosen_engine(has_gpu=True) == "embedded":
+        replicas = engine.deployment.num_processes
+        if given > replicas:
+            key = "inference_gpu_ids" if cfg.inference_gpu_ids else "deployment.num_infer_gpus"
+            message = (
+                f"{key}: {given} GPUs, and each embedded engine runs on one; give inference {replicas}, set "
+                f"inference.deployment.num_replicas = {given}, or inference.parallel with vLLM"
+            )
+            problems.append(Problem((key, "inference.deployment.num_replicas"), message))
     ranks = len(cfg.trainer_gpu_ids or ()) or cfg.deployment.num_train_gpus or 0
     if ranks and ranks != cfg.orchestrator.num_train_workers:
         key = "trainer_gpu_ids" if cfg.trainer_gpu_ids else "deployment.num_train_gpus"
@@ -157,4 +163,45 @@ def check_gpus(cfg: RLConfig) -> list[Problem]:
             f"{cfg.inference.gpu_memory_utilization:g} leaves the trainer nothing; lower it, such as to 0.5"
         )
         problems.append(Problem(paths, message))
+    return problems
+
+
+def check_nodes(cfg: RLConfig) -> list[Problem]:
+    """A run over several machines: enough of them, ranks on each, wires that reach from one to another."""
+    shape = cfg.deployment
+    if shape.type != "multi_node":
+        return []
+    problems = []
+    for key in ("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids", "teacher_inference"):
+        if getattr(cfg, key) is not None:
+            message = f'{key} names what is on one machine; with deployment.type = "multi_node" leave it out'
+            problems.append(Problem((key, "deployment.type"), message))
+    if cfg.weight_broadcast.type == "shm":
+        path, rule = (
+            "weight_broadcast.type",
+            'shared memory ends at one machine; use "collective" or "filesystem"',
+        )
+        problems.append(Problem((path, "deployment.type"), f'{path} = "shm": {rule}'))
+    needed = 0 if cfg.inference is None else cfg.inference.deployment.num_nodes
+    if cfg.inference is not None and shape.num_infer_nodes not in (None, needed):
+        paths = ("deployment.num_infer_nodes", "inference.deployment")
+        rule = f"but {paths[1]} takes {needed} node{'s' * (needed != 1)}; make them agree, or leave it out"
+        problems.append(Problem(paths, f"{paths[0]} = {shape.num_infer_nodes} {rule}"))
+    total = shape.num_train_nodes + shape.num_infer_replicas * needed
+    if shape.hosts is not None and len(shape.hosts) != total:
+        rule = f"{shape.num_train_nodes} of the trainer and {total - shape.num_train_nodes} of inference"
+        problems.append(
+            Problem(
+                ("deployment.hosts",),
+                f"deployment.hosts: {len(shape.hosts)} are given; it takes {total}, {rule}",
+            )
+        )
+    if shape.node_rank is not None and shape.node_rank >= total:
+        path = "deployment.node_rank"
+        problems.append(Problem((path,), f"{path} = {shape.node_rank}: the {total} nodes are counted from 0"))
+    workers = cfg.orchestrator.num_train_workers
+    if workers % shape.num_train_nodes:
+        paths = ("orchestrator.num_train_workers", "deployment.num_train_nodes")
+        rule = f"are divided among {paths[1]} = {shape.num_train_nodes} nodes; give a multiple"
+        problems.append(Problem(paths, f"{paths[0]} = {workers} {rule}"))
     return problems

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,7 +21,37 @@ class SingleNodeDeployment(Section):
     """GPUs of the teacher's engine, where `rl` starts one; None: 1 where there are GPUs, else the CPU."""
 
 
-Deployment = Annotated[SingleNodeDeployment, Field()]
+class MultiNodeDeployment(Section):
+    """A run over several machines: the same command is started on each, and each starts its own processes."""
+
+    type: Literal["multi_node"] = "multi_node"
+    num_train_nodes: int = Field(1, gt=0)
+    """Nodes of the trainer; the first also has the orchestrator and the console."""
+    num_infer_nodes: int | None = Field(None, gt=0)
+    """Nodes of one replica of inference; None: as many as inference.deployment takes."""
+    num_infer_replicas: int = Field(1, gt=0)
+    """Times [inference] as a whole is there, each with nodes and a router of its own."""
+    gpus_per_node: int = Field(8, ge=0)
+    """GPUs of a node of the trainer; 0: nodes without GPUs, one rank each."""
+    hosts: list[str] | None = None
+    """Addresses of the nodes as the others reach them, the trainer's first; None: only a dry run does without."""
+    node_rank: int | None = Field(None, ge=0)
+    """Which of the hosts this machine is, from 0; None: the one whose address is this machine's."""
+    rendezvous_port: int = Field(29500, ge=1, le=65535)
+    """Port on the first node where the trainer's ranks meet."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the trainer."""
+        return self.num_train_nodes * max(1, self.gpus_per_node)
+
+    # What is counted machine by machine with one node.
+    num_train_gpus: ClassVar[None] = None
+    num_infer_gpus: ClassVar[None] = None
+    num_teacher_gpus: ClassVar[None] = None
+
+
+Deployment = Annotated[SingleNodeDeployment | MultiNodeDeployment, Field(discriminator="type")]
 
 
 class RunSection(Section):

@@ -46,6 +46,16 @@ class SingleNode(Section):
     backend_port: int | None = Field(None, ge=1, le=65535)
     """Port of the first engine behind a router; None: 100 above the router's."""
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the whole."""
+        return 1
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that serve requests."""
+        return self.num_replicas
+
 
 class MultiNode(Section):
     """One engine a node, each for itself; with enable_expert_parallel one engine over all nodes (wide EP)."""
@@ -61,6 +71,11 @@ class MultiNode(Section):
     """Port of an engine; None: 100 above the router's."""
     data_parallel_rpc_port: int = Field(29550, ge=1, le=65535)
     """Port on the first node where the processes of one wide engine meet."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that serve requests."""
+        return self.num_nodes
 
 
 class Disaggregated(Section):
@@ -97,6 +112,13 @@ class Disaggregated(Section):
     @property
     def num_nodes(self) -> int:
         """Nodes of the whole."""
+        return 1 if self.is_local else self.num_processes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that serve requests: one a node of each engine."""
+        if self.is_local:
+            return self.num_prefill_replicas + self.num_decode_replicas
         prefill = self.num_prefill_nodes * self.num_prefill_replicas
         return prefill + self.num_decode_nodes * self.num_decode_replicas
 

@@ -7,6 +7,7 @@ load.py.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +17,13 @@ from pydantic import Field, field_validator, model_validator
 from stretto.base.paths import RunDir
 from stretto.config import checks
 from stretto.config.cross import check_rl
-from stretto.config.deployment import Deployment, ResumeSection, RunSection, SingleNodeDeployment
+from stretto.config.deployment import (
+    Deployment,
+    MultiNodeDeployment,
+    ResumeSection,
+    RunSection,
+    SingleNodeDeployment,
+)
 from stretto.config.inference import InferenceSection
 from stretto.config.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
@@ -362,3 +369,7 @@ def _derive_num_train_workers(data: dict[str, Any]) -> None:
         put(data, "orchestrator.num_train_workers", len(ids))
     elif isinstance(count, int) and count > 0:
         put(data, "orchestrator.num_train_workers", count)
+    elif get(data, "deployment.type") == "multi_node":
+        with contextlib.suppress(ValueError):  # what is wrong with it is said by whoever checks the section
+            deployment = MultiNodeDeployment.model_validate(get(data, "deployment"))
+            put(data, "orchestrator.num_train_workers", deployment.num_ranks)

@@ -22,7 +22,14 @@ from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
 from stretto.config import router_flags
-from stretto.config.engines import ADMITTED, Disaggregated, MooncakeOffload, MultiNode, RouterSection
+from stretto.config.engines import (
+    ADMITTED,
+    Disaggregated,
+    MooncakeOffload,
+    MultiNode,
+    RouterSection,
+    SingleNode,
+)
 from stretto.config.inference import InferenceSection
 
 Role = Literal["engine", "prefill", "decode"]
@@ -75,7 +82,7 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     Raises: ConfigError when there are fewer nodes than the shape needs, or degrees that do not divide.
     """
     shape = section.deployment
-    is_routed = section.router is not None and num_processes(section) > 1
+    is_routed = section.router is not None and shape.num_processes > 1
     match shape:
         case MultiNode():
             _need_nodes(hosts, shape.num_nodes, "inference.deployment.num_nodes")
@@ -83,11 +90,11 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
                 _wide(section, shape, hosts) if section.enable_expert_parallel else _each(section, shape)
             )
         case Disaggregated():
-            _need_nodes(hosts, 1 if shape.is_local else shape.num_nodes, "inference.deployment")
+            _need_nodes(hosts, shape.num_nodes, "inference.deployment")
             engines = _disaggregated(section, shape, hosts, is_cpu=is_cpu)
         case _:
             engines = _replicas(section, is_routed=is_routed)
-    engines, store = _with_offload(engines, section, hosts)
+    engines, store = _with_offload([_at_home(engine, hosts) for engine in engines], section, hosts)
     admin = tuple(engine.url(hosts) for engine in engines)
     router = section.router
     if not is_routed or router is None:
@@ -107,7 +114,7 @@ def plan_replicas(
     """
     if num_replicas == 1:
         return plan_engines(section, hosts, is_cpu=is_cpu)
-    each = num_nodes(section)
+    each = section.deployment.num_nodes
     _need_nodes(hosts, each * num_replicas, "deployment.num_infer_replicas")
     engines: list[EngineSpec] = []
     routers: list[HelperSpec] = []
@@ -123,22 +130,6 @@ def plan_replicas(
         admin += plan.admin_urls
         store = store or plan.store
     return EnginesPlan(tuple(engines), tuple(routers), store, tuple(urls), tuple(admin))
-
-
-def num_nodes(section: InferenceSection) -> int:
-    """Nodes that one [inference] takes."""
-    shape = section.deployment
-    if isinstance(shape, Disaggregated):
-        return 1 if shape.is_local else shape.num_nodes
-    return shape.num_nodes if isinstance(shape, MultiNode) else 1
-
-
-def num_processes(section: InferenceSection) -> int:
-    """Processes that serve requests."""
-    shape = section.deployment
-    if isinstance(shape, MultiNode | Disaggregated):
-        return shape.num_nodes
-    return shape.num_replicas
 
 
 def _need_nodes(hosts: Sequence[str], needed: int, key: str) -> None:
@@ -161,7 +152,23 @@ def _variant(section: InferenceSection, port: int, *, dp: int | None = None, **v
     extra = {**vllm, **section.vllm_extra}
     parallel = section.parallel if dp is None else section.parallel.model_copy(update={"dp": dp})
     server = section.server.model_copy(update={"port": port})
-    return section.model_copy(update={"server": server, "parallel": parallel, "vllm_extra": extra})
+    own = {"server": server, "parallel": parallel, "vllm_extra": extra, "deployment": SingleNode()}
+    if section.engine == "auto" and section.vllm_only():
+        own["engine"] = "vllm"
+    return section.model_copy(update=own)
+
+
+def _at_home(engine: EngineSpec, hosts: Sequence[str]) -> EngineSpec:
+    """The engine listens where others reach it, unless the user said where."""
+    server = engine.section.server
+    listening = listen_address(server.host, hosts[engine.node])
+    own = engine.section.model_copy(update={"server": server.model_copy(update={"host": listening})})
+    return replace(engine, section=own)
+
+
+def listen_address(host: str, node: str) -> str:
+    """Loopback, which is the default, is of no use to other machines: the address of the node then."""
+    return node if host == "127.0.0.1" and node != "localhost" else host
 
 
 # -- shapes --
@@ -378,7 +385,7 @@ def _router(
 ) -> HelperSpec:
     shape = section.deployment
     port = shape.router_port or section.server.port
-    words = ["--host", "0.0.0.0" if len(hosts) > 1 else section.server.host, "--port", str(port)]
+    words = ["--host", listen_address(section.server.host, hosts[0]), "--port", str(port)]
     words += ["--policy", router.policy]
     if isinstance(shape, Disaggregated):
         words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]

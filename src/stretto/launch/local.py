@@ -32,6 +32,7 @@ from stretto.base.status import STATUS_FD_VAR
 from stretto.base.watch import EXIT_STALLED
 from stretto.config.load import dump_text
 from stretto.config.roots import RLConfig
+from stretto.launch import nodes
 from stretto.launch import plan as planning
 from stretto.launch.console import Console
 from stretto.launch.plan import Plan, ProcessSpec
@@ -76,16 +77,59 @@ def main(cfg: RLConfig) -> int:
     if cfg.dry_run:
         return _dry_run(cfg, run)
     _check_model(cfg)
+    if cfg.deployment.type == "multi_node":
+        hosts = nodes.hosts_of(cfg)
+        node = nodes.own_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
+        if node > 0:
+            return _run_other_node(cfg, run, node)
     with closing(rundir.claim(run, **_intent(cfg))) as claim, closing(PortClaims()) as ports:
-        plan = planning.plan(cfg, run, claim.resume_step, ports=ports)
+        plan = _plan(cfg, run, claim.resume_step, ports)
         planning.write(plan, run.path)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
         return _run(plan, claim)
 
 
+def _plan(cfg: RLConfig, run: RunDir, resume_step: int | None, ports: PortClaims | None = None) -> Plan:
+    if cfg.deployment.type == "multi_node":
+        return nodes.plan_nodes(cfg, run, resume_step)
+    return planning.plan(cfg, run, resume_step, ports=ports)
+
+
+def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
+    """The processes of a node that is not the first: trainer ranks until they end, or servers until told to stop.
+
+    Its configs and logs are in RUN-node-<rank>: RUN itself, which nodes may share, is claimed by the first alone.
+    """
+    own = RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
+    step = None
+    if cfg.resume is not None:
+        step = cfg.resume.step or run.latest_complete_checkpoint()
+    plan = nodes.plan_nodes(cfg, run, step)
+    own.path.mkdir(parents=True, exist_ok=True)
+    planning.write(plan, own.path)
+    log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+    specs = [nodes.moved(spec, run, own) for spec in plan.processes if spec.node == node]
+    return serve(
+        specs, own, f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}", plan.orchestrator.stall_timeout_s
+    )
+
+
+def serve(specs: Sequence[ProcessSpec], run: RunDir, what: str, stall_s: float) -> int:
+    """Run processes without an orchestrator; servers alone run until told to stop."""
+    console = Console(sys.stdout, max_steps=None)
+    names = ", ".join(spec.name for spec in specs)
+    console.line(f"{what}: {names}\n  logs     {run.logs}")
+    limit = stall_s + STALL_SLACK_S
+    supervisor = Supervisor(specs, run, console, limits=Limits(limit, limit))
+    try:
+        return asyncio.run(supervisor.run())
+    finally:
+        console.close()
+
+
 def _dry_run(cfg: RLConfig, run: RunDir) -> int:
     step = rundir.check(run, **_intent(cfg))
-    plan = planning.plan(cfg, run, step)
+    plan = _plan(cfg, run, step)
     # The configs of a run that exists are its record: a dry run writes beside them.
     directory = run.path / "dry_run" if rundir.is_used(run) else run.path
     planning.write(plan, directory)
@@ -117,8 +161,9 @@ def _run(plan: Plan, claim: rundir.Claim) -> int:
     console = Console(sys.stdout, max_steps=plan.config.max_steps)
     console.line(report.header(plan))
     stall_s = plan.orchestrator.stall_timeout_s + STALL_SLACK_S
+    mine = [spec for spec in plan.processes if spec.node == 0]
     supervisor = Supervisor(
-        plan.processes, plan.run, console, limits=Limits(stall_s, stall_s), pass_fds=(claim.lock_fd,)
+        mine, plan.run, console, limits=Limits(stall_s, stall_s), pass_fds=(claim.lock_fd,)
     )
     try:
         code = asyncio.run(supervisor.run())
@@ -149,6 +194,9 @@ class Supervisor:
         self._pass_fds = tuple(pass_fds)
         self._children: dict[str, Child] = {}
         self._roles = {spec.name: spec.role for spec in specs}
+        # Without one, whoever it is tells these when to end: trainer ranks end by themselves, servers serve on.
+        self._has_orchestrator = any(spec.role == "orchestrator" for spec in specs)
+        self._are_servers = all(spec.role in SERVERS for spec in specs)
         self._restarts_left = {spec.name: spec.max_restarts for spec in specs}
         self._status = _StatusPipe(self._on_status)
         self._wake = asyncio.Event()
@@ -208,9 +256,9 @@ class Supervisor:
                 if wake.done():
                     return self._stopped_by_signal()
                 working = [c.name for c in running.values() if self._roles[c.name] not in SERVERS]
-                if not working:
+                if not working and not self._are_servers:
                     return 0
-                if late := self._overdue(working):
+                if self._has_orchestrator and (late := self._overdue(working)):
                     return late
         finally:
             for task in (*running, wake):
@@ -266,6 +314,8 @@ class Supervisor:
         return EXIT_FAILED
 
     def _stopped_by_signal(self) -> int:
+        if not self._has_orchestrator:
+            return 0
         if self._has_reported:
             self._console.line("stopped at once; the last complete checkpoint and finished rollouts are kept")
             return EXIT_INTERRUPTED

@@ -36,8 +36,8 @@ _PORTS_TRIED = 200
 TEACHER_PORT = 8050  # of the teacher's engine where none is given; the first free one from here
 _RENDEZVOUS_PORT = 29500  # where trainer ranks find each other; the first free one from here
 BFLOAT16_TOLERANCE = 0.1  # nats, of the canary; 0.013 was measured
-_MOST_THREADS = 16  # of one process; beyond it small matrix products get slower
-_GPU_HOST_THREADS = 4  # a process whose work is on a GPU only feeds it
+MOST_THREADS = 16  # of one process; beyond it small matrix products get slower
+GPU_HOST_THREADS = 4  # a process whose work is on a GPU only feeds it
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class ProcessSpec:
     """Ports it listens on, by what they are for."""
     max_restarts: int = 0
     """Times it is started anew when it ends; the run goes on meanwhile."""
+    node: int = 0
+    """Which of the plan's hosts it runs on."""
 
     @property
     def name(self) -> str:
@@ -104,6 +106,8 @@ class Plan:
     batch: BatchIdentity
     notes: tuple[str, ...]
     """What was decided for the user, one sentence each."""
+    hosts: tuple[str, ...] = ()
+    """Addresses of its machines; empty: this one alone."""
 
     def configs(self) -> dict[str, Section]:
         """The resolved configs by verb."""
@@ -117,7 +121,7 @@ class Plan:
         if self.config.teacher_inference is not None:
             all_of_them["teacher"] = self.config.teacher_config()
         if self.engines is not None and self.inference is not None and len(self.engines.engines) > 1:
-            one = {engine.name: _replaced_section(self.inference, engine) for engine in self.engines.engines}
+            one = {engine.name: section_of(self.inference, engine) for engine in self.engines.engines}
             all_of_them |= one
         return {verb: config for verb, config in all_of_them.items() if config is not None}
 
@@ -142,7 +146,7 @@ def plan(
     teacher_gpus = _assign_teacher_gpus(cfg, {*trainer_gpus, *inference_gpus}, notes)
     cfg = _share_gpu_memory(cfg, set(trainer_gpus) & set(inference_gpus), notes)
     cfg = _share_with_teacher(cfg, set(teacher_gpus) & {*trainer_gpus, *inference_gpus}, notes)
-    cfg = _with_canary_tolerance(cfg)
+    cfg = with_canary_tolerance(cfg)
     threads = _assign_threads(cfg, trainer_gpus, inference_gpus, notes)
     if cfg.teacher_inference is not None:
         threads["teacher"] = _teacher_threads(cfg.teacher_inference, threads, teacher_gpus)
@@ -161,19 +165,17 @@ def plan(
         orchestrator=cfg.orchestrator_config(),
         inference=None if cfg.inference is None else cfg.inference_config(),
         engines=engines,
-        evaluation=_eval_config(cfg, run),
+        evaluation=eval_config(cfg, run),
         processes=tuple(processes),
-        batch=_batch_identity(cfg),
+        batch=batch_identity(cfg),
         notes=tuple(notes),
     )
 
 
-def _replaced(section: Any, path: str, value: Any) -> Any:
+def replaced(section: Any, path: str, value: Any) -> Any:
     """A copy of a config with the value at a dotted path replaced."""
     head, _, rest = path.partition(".")
-    return section.model_copy(
-        update={head: _replaced(getattr(section, head), rest, value) if rest else value}
-    )
+    return section.model_copy(update={head: replaced(getattr(section, head), rest, value) if rest else value})
 
 
 # -- ports --
@@ -190,7 +192,7 @@ def _with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCo
         if port != listener.port:
             notes.append(f"{wire}.port is {port}, since {listener.port} is taken on this machine")
             for place in (wire, f"orchestrator.{wire}", f"trainer.{wire}"):
-                cfg = _replaced(cfg, f"{place}.port", port)
+                cfg = replaced(cfg, f"{place}.port", port)
     cfg = _with_teacher_port(cfg, ports, notes)
     if cfg.inference is None:
         return cfg
@@ -200,8 +202,8 @@ def _with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCo
     port = _free_port("inference.server.port", server.host, server.port, is_given, ports)
     if port != server.port:
         notes.append(f"inference.server.port is {port}, since {server.port} is taken on this machine")
-        cfg = _replaced(cfg, "inference.server.port", port)
-        cfg = _replaced(cfg, "orchestrator.client.base_url", f"http://{_reachable(server.host)}:{port}/v1")
+        cfg = replaced(cfg, "inference.server.port", port)
+        cfg = replaced(cfg, "orchestrator.client.base_url", f"http://{_reachable(server.host)}:{port}/v1")
     return cfg
 
 
@@ -215,8 +217,8 @@ def _with_teacher_port(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RL
     port = _free_port("teacher_inference.server.port", server.host, first, is_given, ports)
     if port != first:
         notes.append(f"teacher_inference.server.port is {port}, since {first} is taken on this machine")
-    cfg = _replaced(cfg, "teacher_inference.server", server.model_copy(update={"port": port}))
-    return _replaced(cfg, "orchestrator.teacher.base_url", f"http://{_reachable(server.host)}:{port}/v1")
+    cfg = replaced(cfg, "teacher_inference.server", server.model_copy(update={"port": port}))
+    return replaced(cfg, "orchestrator.teacher.base_url", f"http://{_reachable(server.host)}:{port}/v1")
 
 
 def _local_engines(cfg: RLConfig) -> EnginesPlan | None:
@@ -257,15 +259,15 @@ def _with_engine_ports(
         )
         if first is None:
             raise ConfigError("inference.deployment.backend_port: no free ports; give the first of some")
-        cfg = _replaced(cfg, "inference.deployment.backend_port", first)
+        cfg = replaced(cfg, "inference.deployment.backend_port", first)
     else:
         for engine in engines.engines:
             _free_port(f"the port of {engine.name}", host, engine.section.server.port, True, ports)
     engines = _local_engines(cfg)
     assert engines is not None
     urls = [f"{url}/v1" for url in engines.base_urls]
-    cfg = _replaced(cfg, "orchestrator.client.base_url", urls if len(urls) > 1 else urls[0])
-    cfg = _replaced(cfg, "orchestrator.client.admin_base_url", [f"{url}/v1" for url in engines.admin_urls])
+    cfg = replaced(cfg, "orchestrator.client.base_url", urls if len(urls) > 1 else urls[0])
+    cfg = replaced(cfg, "orchestrator.client.admin_base_url", [f"{url}/v1" for url in engines.admin_urls])
     return cfg, engines
 
 
@@ -358,11 +360,11 @@ def _share_with_teacher(cfg: RLConfig, shared: set[str], notes: list[str]) -> RL
     if not shared or "gpu_memory_utilization" in cfg.teacher_inference.model_fields_set:
         return cfg
     notes.append("teacher_inference.gpu_memory_utilization is 0.25, since it shares its GPU")
-    cfg = _replaced(cfg, "teacher_inference.gpu_memory_utilization", 0.25)
+    cfg = replaced(cfg, "teacher_inference.gpu_memory_utilization", 0.25)
     if cfg.inference is None or "gpu_memory_utilization" in cfg.inference.model_fields_set:
         return cfg
     least = min(cfg.inference.gpu_memory_utilization, 0.5)
-    return _replaced(cfg, "inference.gpu_memory_utilization", least)
+    return replaced(cfg, "inference.gpu_memory_utilization", least)
 
 
 def _share_gpu_memory(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:
@@ -370,16 +372,16 @@ def _share_gpu_memory(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLCo
     if not shared or cfg.inference is None or "gpu_memory_utilization" in cfg.inference.model_fields_set:
         return cfg
     notes.append("inference.gpu_memory_utilization is 0.5, since the trainer needs the rest of the GPU")
-    return _replaced(cfg, "inference.gpu_memory_utilization", 0.5)
+    return replaced(cfg, "inference.gpu_memory_utilization", 0.5)
 
 
-def _with_canary_tolerance(cfg: RLConfig) -> RLConfig:
+def with_canary_tolerance(cfg: RLConfig) -> RLConfig:
     """Only here both types of numbers are known: rounding to bfloat16 on either side is no fault."""
     is_exact = cfg.inference is not None and cfg.inference.dtype == cfg.trainer.model.dtype == "float32"
     if cfg.weight_broadcast.canary_tolerance is not None or is_exact or cfg.inference is None:
         return cfg
     for place in ("weight_broadcast", "orchestrator.weight_broadcast", "trainer.weight_broadcast"):
-        cfg = _replaced(cfg, f"{place}.canary_tolerance", BFLOAT16_TOLERANCE)
+        cfg = replaced(cfg, f"{place}.canary_tolerance", BFLOAT16_TOLERANCE)
     return cfg
 
 
@@ -398,8 +400,8 @@ def _assign_threads(
     for_rank = max(1, (shared_out - for_engine) // ranks)
     threads = {
         "orchestrator": 1,
-        "trainer": min(for_rank, _GPU_HOST_THREADS if trainer_gpus else _MOST_THREADS),
-        "inference": min(for_engine, _GPU_HOST_THREADS if inference_gpus else _MOST_THREADS),
+        "trainer": min(for_rank, GPU_HOST_THREADS if trainer_gpus else MOST_THREADS),
+        "inference": min(for_engine, GPU_HOST_THREADS if inference_gpus else MOST_THREADS),
     }
     if cfg.trainer.num_threads is not None:
         threads["trainer"] = cfg.trainer.num_threads
@@ -415,21 +417,21 @@ def _assign_threads(
 
 
 def _with_threads(cfg: RLConfig, threads: dict[str, int]) -> RLConfig:
-    cfg = _replaced(cfg, "trainer.num_threads", threads["trainer"])
-    return cfg if cfg.inference is None else _replaced(cfg, "inference.num_threads", threads["inference"])
+    cfg = replaced(cfg, "trainer.num_threads", threads["trainer"])
+    return cfg if cfg.inference is None else replaced(cfg, "inference.num_threads", threads["inference"])
 
 
 def _teacher_threads(section: InferenceSection, threads: dict[str, int], gpus: list[str]) -> int:
     """As many as the policy's engine has: it reads what that one writes."""
     if section.num_threads is not None:
         return section.num_threads
-    return _GPU_HOST_THREADS if gpus else max(threads["inference"], 1)
+    return GPU_HOST_THREADS if gpus else max(threads["inference"], 1)
 
 
 # -- processes and batch --
 
 
-def _replaced_section(cfg: InferenceConfig, engine: EngineSpec) -> InferenceConfig:
+def section_of(cfg: InferenceConfig, engine: EngineSpec) -> InferenceConfig:
     """The config of one engine's process."""
     own = {key: getattr(engine.section, key) for key in type(engine.section).model_fields}
     return cfg.model_copy(update=own)
@@ -515,7 +517,7 @@ def _teacher_process(cfg: RLConfig, run: RunDir, threads: int, gpus: list[str]) 
     return ProcessSpec("teacher", 0, 1, argv, env, tuple(gpus), threads, ports, section.max_restarts or 0)
 
 
-def _eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
+def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
     """Evaluates this run's newest weights on what the run was evaluated on, with an engine of its own."""
     section = cfg.orchestrator.eval_as_trained() or EvalSection(sampling=cfg.orchestrator.train.sampling)
     engine = cfg.inference or InferenceSection()
@@ -541,7 +543,7 @@ def _eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
     )
 
 
-def _batch_identity(cfg: RLConfig) -> BatchIdentity:
+def batch_identity(cfg: RLConfig) -> BatchIdentity:
     section, ranks = cfg.orchestrator, cfg.orchestrator.num_train_workers
     most = math.ceil(section.batch_size / ranks)
     # The shortest rollout that is trained: one prompt token and one sampled token.
@@ -588,6 +590,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "run": str(plan.run),
         "resume_step": None if plan.config.resume is None else plan.config.resume.step,
         "batch": dataclasses.asdict(plan.batch) | {"text": str(plan.batch)},
+        "hosts": list(plan.hosts),
         "processes": processes,
         "notes": list(plan.notes),
     }
@@ -600,10 +603,12 @@ def _write_json(path: Path, data: dict[str, Any], *, is_secret: bool = False) ->
 
 def table(plan: Plan) -> str:
     """The plan as a person reads it."""
-    header = ("process", "threads", "devices", "ports", "command")
+    nodes = [f"{node}: {host}" for node, host in enumerate(plan.hosts)] or [""]
+    header = ("process", *["node"] * bool(plan.hosts), "threads", "devices", "ports", "command")
     rows = [
         (
             spec.name,
+            *[nodes[spec.node]] * bool(plan.hosts),
             str(spec.threads),
             f"GPU {','.join(spec.devices)}" if spec.devices else "CPU",
             " ".join(f"{name}:{port}" for name, port in spec.ports.items()) or "-",

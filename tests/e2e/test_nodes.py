@@ -1,0 +1,82 @@
+"""A run over several machines, here several addresses of one: each starts the same command and runs its own part."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+from runs import free_ports, start, start_rl, toml, wait
+
+from stretto.base.paths import RunDir
+from stretto.ledger.audit import audit
+from stretto.monitors.file import read_metrics
+
+LETTERS = {"num_letters": 4}
+
+
+def test_nodes_train_together_and_each_starts_what_is_its_own(tmp_path: Path) -> None:
+    model = warm_up(tmp_path)
+    control, rollouts, weights, rendezvous, http = free_ports(5)
+    settings = {
+        "max_steps": 4,
+        "seq_len": 256,
+        "model": {"name": str(model)},
+        "control": {"port": control},
+        "rollout_transport": {"port": rollouts},
+        "weight_broadcast": {"type": "collective", "port": weights},
+        "deployment": {
+            "type": "multi_node",
+            "hosts": [f"127.0.0.{number}" for number in (1, 2, 3, 4)],
+            "num_train_nodes": 2,
+            "num_infer_replicas": 2,
+            "gpus_per_node": 0,
+            "rendezvous_port": rendezvous,
+        },
+        "inference": {"device": "cpu", "server": {"port": http}},
+        "orchestrator": {
+            "batch_size": 32,
+            "group_size": 4,
+            "train": {"sampling": {"max_completion_tokens": 6}},
+            "env": [{"id": "sort-letters", "args": LETTERS}],
+        },
+    }
+    nodes = [start_rl(tmp_path, settings, "--deployment.node-rank", str(rank)) for rank in range(4)]
+    try:
+        code, output = wait(nodes[0])
+        assert code == 0, output + "".join(end(node) for node in nodes[1:])
+        code, output = wait(nodes[1])  # the trainer's other rank ends with the run
+        assert code == 0, output
+        outputs = [end(node) for node in nodes[2:]]  # engines serve on until they are told
+        assert all(node.returncode == 0 for node in nodes[2:]), outputs
+    finally:
+        for node in nodes:
+            node.kill()
+    run = RunDir(tmp_path / "run")
+    rows = read_metrics(run.metrics("orchestrator"))
+    assert max(row["canary/error"] for row in rows if "canary/error" in row) < 1e-4
+    assert max(row["step"] for row in rows) == 4
+    assert audit(run) == []
+    for rank, name in ((1, "trainer_1"), (2, "inference_0"), (3, "inference_1")):
+        assert RunDir(tmp_path / f"run-node-{rank}").log(name).exists()
+
+
+def end(node: subprocess.Popen[str]) -> str:
+    node.send_signal(signal.SIGTERM)
+    return wait(node)[1]
+
+
+def warm_up(directory: Path) -> Path:
+    settings = {
+        "max_steps": 5,
+        "seq_len": 512,
+        "num_threads": 1,
+        "output_dir": str(directory),
+        "run": {"name": "warm"},
+        "model": {"scratch": {}},
+        "data": {"type": "environment", "id": "sort-letters", "args": LETTERS, "num_rows": 512},
+    }
+    (directory / "sft.toml").write_text(toml(settings))
+    code, output = wait(start("sft", ["@", "sft.toml"], directory))
+    assert code == 0, output
+    return directory / "warm" / "weights" / "latest"
