@@ -22,6 +22,7 @@ from stretto.records.weights import WeightManifest
 from stretto.transports.control import (
     Bye,
     CheckpointComplete,
+    CheckpointBegun,
     CheckpointSaved,
     Event,
     Failed,
@@ -332,6 +333,7 @@ class FakeTrainer:
             self._events.put_nowait(Event(rank, Bye()))
 
     async def _save(self) -> None:
+        self._say(CheckpointBegun(step=self.step))
         self._say(CheckpointSaved(step=self.step))
         assert await self._completed.get() == self.step
 

@@ -211,9 +211,21 @@ def train(learner: Learner, kind: str, mesh: Mesh | None = None) -> dict:
     updates = Updates(learner, section, alone if mesh is None else mesh.reduce)
     out["metrics"] = [updates.train(share(micro_batches)) for micro_batches in batches(kind)]
     out["after"] = learner.logprobs(scored)[0]
-    out["tensors"], out["values"] = learner.state()
+    out["state"], out["tensors"] = learner.state(), whole_tensors(learner, mesh)
     out["exported"] = {name: tensor.clone() for name, tensor in learner.export_tensors()}
     return out
+
+
+def whole_tensors(learner: Learner, mesh: Mesh | None = None) -> dict[str, torch.Tensor]:
+    """The learner's state, put together from the rectangles of all ranks."""
+    mine = learner.state().parts
+    found = {}
+    for parts in [mine] if mesh is None else mesh.gather(mine):
+        for name, part in parts.items():
+            tensor = found.setdefault(name, torch.full(part.shape, 99, dtype=part.tensor.dtype))
+            region = tuple(slice(a, a + n) for a, n in zip(part.start, part.tensor.shape))
+            tensor[region] = part.tensor
+    return found
 
 
 def main(out: Path, world_size: int) -> None:
@@ -230,8 +242,8 @@ def main(out: Path, world_size: int) -> None:
             learner = build(case.kind, case.model, mesh)
             result = train(learner, case.kind, mesh)
             again = build(case.kind, case.model, mesh)
-            again.load_state(result["tensors"], result["values"])
-            result["reloaded"] = again.state()[0]
+            again.load_state(result.pop("state"))
+            result["reloaded"] = whole_tensors(again, mesh)
             if mesh.is_lead:
                 torch.save(result, out / f"{case}.pt")
                 print(f"{case} {time.perf_counter() - start:.2f}s", flush=True)

@@ -250,7 +250,7 @@ def test_bfloat16_keeps_float32_masters():
     moved = (policy.output_weight != before).float().mean()
     moved_roughly = (rough.policy.output_weight != before).float().mean()
     assert policy.output_weight.dtype is torch.bfloat16 and moved > 2 * moved_roughly
-    master = learner.state()[0]["model.model.embed_tokens.weight"]
+    master = learner.state().parts["model.model.embed_tokens.weight"].tensor
     assert master.dtype is torch.float32 and torch.equal(master.bfloat16(), policy.output_weight)
 
 

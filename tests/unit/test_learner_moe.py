@@ -206,7 +206,7 @@ def test_biases_are_trained_saved_resumed_and_exported(tmp_path):
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     exported = dict(learner.export_tensors())[name].clone()
     assert exported.abs().max() > 0
-    fresh.load_state(*learner.state())
+    fresh.load_state(learner.state())
     assert torch.equal(dict(fresh.export_tensors())[name], exported)
     hub.save_hf(learner.policy, tmp_path)
     again = hub.load_model(tmp_path, dtype=torch.float32)

@@ -166,8 +166,7 @@ def test_an_adapter_is_read_back_and_merges_into_a_checkpoint(shape, tmp_path):
 def test_a_bfloat16_policy_has_float32_masters_of_its_adapter():
     policy = build_policy().to(torch.bfloat16)
     learner = trained(policy, dtype="bfloat16", lr=1e-3)
-    tensors, _ = learner.state()
-    weights = {n: t for n, t in tensors.items() if n.startswith("model.")}
+    weights = {n: t for n, t in learner.state().tensors.items() if n.startswith("model.")}
     assert weights and all("lora_" in n and t.dtype is torch.float32 for n, t in weights.items())
     assert (
         dict(learner.policy.named_parameters())["model.layers.0.self_attn.q_proj.lora_A"].dtype
@@ -185,24 +184,24 @@ def test_a_checkpoint_holds_the_adapter_only_and_continues_bit_for_bit():
         for step in range(2):
             learner.forward_backward([pack(documents(step))])
             learner.optim_step()
-    tensors, values = first.state()
-    assert all("lora_" in name for name in tensors if not name.startswith("rng."))
+    state = first.state()
+    assert all("lora_" in name for name in state.parts if not name.startswith("rng."))
     torch.manual_seed(99)
     resumed = fresh()
-    resumed.load_state(tensors, values)
-    through.load_state(tensors, values)  # puts the random state back as well
+    resumed.load_state(state)
+    through.load_state(state)  # puts the random state back as well
     for learner in (through, resumed):
-        torch.set_rng_state(tensors["rng.cpu"])
+        torch.set_rng_state(state.parts["rng.cpu"].tensor)
         learner.forward_backward([pack(documents(5))])
         learner.optim_step()
     for (name, one), (_, other) in zip(through.policy.named_parameters(), resumed.policy.named_parameters()):
         assert torch.equal(one, other), name
     other = build_learner(lora=LoRASection(rank=4, alpha=1.0))
     with pytest.raises(DataError, match="alpha / rank = 3, but"):
-        other.load_state(tensors, values)
+        other.load_state(state)
     other = build_learner(lora=LoRASection(rank=8, alpha=24.0))
     with pytest.raises(DataError, match=r"lora_A.*shape"):
-        other.load_state(tensors, values)
+        other.load_state(state)
 
 
 def test_dropout_is_for_learning_only():

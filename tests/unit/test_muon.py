@@ -96,7 +96,7 @@ def test_a_learner_with_muon_learns_and_its_state_continues():
         learner.forward_backward(batch)
         learner.optim_step()
     again = build_learner(build_policy(seed=5), optim=MuonOptim(lr=1e-2))
-    again.load_state(*learner.state())
+    again.load_state(learner.state())
     for each in (learner, again):
         each.forward_backward(batch)
         each.optim_step()

@@ -17,9 +17,10 @@ from stretto.trainer.optim import (
     Masters,
     _build,
     build_optimizer,
-    load_optimizer_tensors,
-    optimizer_tensors,
+    make_optimizer_parts,
+    optimizer_parts,
 )
+from stretto.trainer.state import Part, State
 
 OPTIMS = (AdamWOptim(lr=1e-2), SgdOptim(lr=1e-2), MuonOptim(lr=1e-2))
 
@@ -51,9 +52,9 @@ def test_streamed_state_gives_the_same_weights_and_the_same_tensors_to_save(opti
         step(theirs, plain, seed)
     for name, got, want in zip(theirs.names, ours.parameters, theirs.parameters):
         assert torch.equal(got, want), name
-    got, want = (optimizer_tensors(optimizer, theirs.names, theirs.whole) for optimizer in (streamed, plain))
+    got, want = (optimizer_parts(optimizer, theirs) for optimizer in (streamed, plain))
     assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert all(torch.equal(got[name].tensor, want[name].tensor) for name in want)
     assert not any(inner.state for inner in streamed._inner)
 
 
@@ -61,13 +62,11 @@ def test_streamed_state_gives_the_same_weights_and_the_same_tensors_to_save(opti
 def test_saved_state_loads_into_a_streamed_optimizer_and_back(optim):
     masters, plain = build(optim)
     step(masters, plain, 0)
-    saved = {
-        n: t.clone() for n, t in optimizer_tensors(plain, masters.names, lambda name, part: part).items()
-    }
+    saved = State({n: Part.whole(p.tensor.clone()) for n, p in optimizer_parts(plain, masters).items()}, {})
     ours, streamed = build(optim, 20_000)
     for parameter, start in zip(ours.parameters, masters.parameters):
         parameter.data.copy_(start)
-    load_optimizer_tensors(streamed, ours.names, saved.items(), ours.part)
+    saved.read(make_optimizer_parts(streamed, ours, saved.tensors))
     step(ours, streamed, 1)
     step(masters, plain, 1)
     for name, got, want in zip(masters.names, ours.parameters, masters.parameters):

@@ -160,7 +160,7 @@ def test_resume_with_other_data_is_refused(tmp_path):
 def test_damaged_checkpoint_is_named(tmp_path):
     cfg = config(tmp_path, max_steps=1)
     sft.main(cfg)
-    next(cfg.run_dir.checkpoint(1).glob("trainer/*.safetensors")).write_bytes(b"half")
+    next(cfg.run_dir.checkpoint(1).glob("trainer/*.distcp")).write_bytes(b"half")
     with pytest.raises(DataError, match="step_1/trainer"):
         sft.main(config(tmp_path, resume={}))
 

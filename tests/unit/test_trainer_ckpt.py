@@ -14,6 +14,8 @@ from stretto.config.trainer import SgdOptim
 from stretto.models.hub import load_model
 from stretto.trainer import checkpoint
 from stretto.trainer.export import export_weights
+from stretto.trainer.shard_files import INDEX
+from stretto.trainer.state import Part, State
 
 
 def train(learner, steps):
@@ -54,11 +56,11 @@ def test_resumed_steps_are_the_same_bits(tmp_path, settings):
 def test_without_optimizer_state_the_next_steps_differ(tmp_path):
     """The control of the test above."""
     learner = train(build_learner(), 3)
-    tensors, values = learner.state()
-    tensors = {name: t.clone() for name, t in tensors.items() if not name.startswith("optim.")}
+    state = learner.state()
+    kept = {n: Part.whole(p.tensor.clone()) for n, p in state.parts.items() if not n.startswith("optim.")}
     straight = weights(train(learner, 3))
     other = build_learner()
-    other.load_state(tensors, values)
+    other.load_state(State(kept, state.values))
     continued = weights(train(other, 3))
     assert not all(torch.equal(straight[name], continued[name]) for name in straight)
 
@@ -96,20 +98,25 @@ def saved(tmp_path):
 
 
 def test_a_cut_off_file_is_named(saved):
-    path = saved.checkpoint(1) / "trainer" / "state.safetensors"
+    path = saved.checkpoint(1) / "trainer" / "__0_0.distcp"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(
-        DataError, match=f"state.safetensors: has {size - 100} of {size} bytes.*--resume.step"
-    ):
+    with pytest.raises(DataError, match=f"__0_0.distcp: has {size - 100} of {size} bytes.*--resume.step"):
         checkpoint.load(saved, build_learner(), 1)
 
 
 def test_a_garbled_file_of_the_right_size_is_named(saved):
-    path = saved.checkpoint(1) / "trainer" / "state.safetensors"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-    with pytest.raises(DataError, match=r"state.safetensors: cannot be read"):
-        checkpoint.load(saved, build_learner(), 1)
+    for name, words in (
+        ("__0_0.distcp", "step_1/trainer: its tensors cannot be read"),
+        (INDEX, "cannot be read"),
+    ):
+        path = saved.checkpoint(1) / "trainer" / name
+        before = path.read_bytes()
+        path.write_bytes(b"\xff" * len(before))
+        with pytest.raises(DataError, match=words):
+            checkpoint.load(saved, build_learner(), 1)
+        path.write_bytes(before)
+    checkpoint.load(saved, build_learner(), 1)
 
 
 def test_another_models_checkpoint_is_refused(saved):

@@ -144,8 +144,9 @@ def test_every_version_is_published_in_order_after_its_step(straight):
     _, seen = straight
     assert seen.error is None
     assert list(seen.versions) == [0, 1, 2, 3, 4]
-    expected = ["VersionReady", "StepDone", "VersionReady", "StepDone", "VersionReady", "CheckpointSaved"]
+    expected = ["VersionReady", "StepDone", "VersionReady", "StepDone", "VersionReady", "CheckpointBegun"]
     assert seen.messages[:6] == expected and seen.messages[-1] == "Bye"
+    assert seen.messages.count("CheckpointSaved") == 2
     assert seen.versions[0] != seen.versions[1]
 
 

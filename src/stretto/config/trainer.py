@@ -144,6 +144,10 @@ class CkptSection(Section):
     """Steps between checkpoints; None: only at the end or when stopped."""
     keep_last: int | None = Field(None, ge=1)
     """Newest checkpoints kept; None: all."""
+    keep_interval: int | None = Field(None, ge=1)
+    """With keep_last: checkpoints of steps that are multiples of it are kept as well."""
+    is_async: bool = True
+    """Train on while a checkpoint is written; takes a copy of the state in CPU memory."""
     weights: CkptWeightsSection | None = CkptWeightsSection()
     """Present: also write Hugging Face weights."""
 

@@ -14,6 +14,8 @@ loop ends the run. Built and ended by main.py.
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
 import logging
 import time
 from collections import Counter, deque
@@ -35,18 +37,21 @@ from stretto.config.orchestrator import OrchestratorSection
 from stretto.monitors import Monitors
 from stretto.orchestrator import checkpoint, telemetry
 from stretto.orchestrator.baselines import Baselines
+from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.buffer import Buffer, Counts, Slot
 from stretto.orchestrator.checkpoint import Progress
 from stretto.orchestrator.concurrency import Aimd, Look
 from stretto.orchestrator.curriculum import Curriculum
 from stretto.orchestrator.echo import build_echo
-from stretto.orchestrator.evaluate import Evaluator, is_due, overall, table
+from stretto.orchestrator.evaluate import Evaluator, is_due
 from stretto.orchestrator.filters import mean_reward, settle
 from stretto.orchestrator.interruption import Interruption
+from stretto.orchestrator.own_rollouts import DataSource, OwnRollouts
 from stretto.orchestrator.packing import Cost, pack
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples, whiten_samples
+from stretto.orchestrator.scores import overall, table
 from stretto.orchestrator.tasks import TaskMix
 from stretto.orchestrator.teacher import Tutors
 from stretto.records.partial import Kept, Turn
@@ -54,6 +59,7 @@ from stretto.records.rollout import Group, Task
 from stretto.records.sample import TrainBatch, TrainSample
 from stretto.transports.control import (
     Bye,
+    CheckpointBegun,
     CheckpointComplete,
     CheckpointSaved,
     Event,
@@ -171,6 +177,8 @@ class Loop:
     evaluator: Evaluator | None = None
     curriculum: Curriculum = field(default_factory=Curriculum)
     baselines: Baselines = field(default_factory=Baselines)  # of environments whose credit is rae
+    hooks: BatchHooks | None = None  # a user's own functions about groups and batches
+    own_rollouts: OwnRollouts | None = None  # ... or one in the place of the environments' rollouts
     tutors: Tutors = field(default_factory=Tutors)  # of environments that are distilled
     vocab_size: int | None = None  # of the tokenizer; what gibberish is measured against
 
@@ -182,6 +190,7 @@ class Loop:
         self._rows: dict[int, telemetry.StepRow] = {}
         self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
         self._next_warning = 0  # step
+        self._begun: dict[int, Progress] = {}  # checkpoints the trainer is writing, by step
         self._is_stopping = asyncio.Event()
         self._has_first_version = asyncio.Event()
         self._trained = asyncio.Condition()
@@ -223,7 +232,10 @@ class Loop:
         async with task_group() as tasks:
             hearing = tasks.create_task(self.hear_trainer(), name="hear_trainer")
             following = tasks.create_task(self.follow_policy(), name="follow_policy")
-            drawing = tasks.create_task(self.draw_groups(tasks), name="draw_groups")
+            draws = (
+                self.draw_groups(tasks) if self.own_rollouts is None else self.follow_own(self.own_rollouts)
+            )
+            drawing = tasks.create_task(draws, name="draw_groups")
             watching = tasks.create_task(self.engines.watch(), name="watch_engines")
             adapting = tasks.create_task(self.follow_engines(), name="follow_engines")
             await self.ship_batches()
@@ -311,6 +323,34 @@ class Loop:
                 slot.job = tasks.create_task(self.play_group(slot), name=f"group {slot.group_id}")
             await asyncio.sleep(0)  # they start, and everybody else has a turn, before the next ones
 
+    async def follow_own(self, own: OwnRollouts) -> None:
+        """Call the user's rollout function whenever there is room for a batch; what it does not return is dropped."""
+        await self._has_first_version.wait()
+        self._first_draw_at = self._step_done_at = time.perf_counter()
+        self._idle_s = self.buffer.idle_s
+        source = DataSource(
+            lambda: self._draw(is_extra=True), self.cfg.group_size, asyncio.get_running_loop()
+        )
+        for number in itertools.count(self.start):
+            if not await self.buffer.admit(self.buffer.bounds.groups_per_batch):
+                return
+            try:
+                played = await own.play(number, source)
+            except StrettoError as error:
+                source.kept.clear()
+                played = [
+                    (slot, own.failed(slot, error, self.cfg.group_size)) for slot in source.slots.values()
+                ]
+                source.slots.clear()
+                if not played:
+                    raise  # it did not even take a task
+            for slot, group in played:
+                self._take_in(slot, group)
+            kept = {group[0].group_index for group in source.kept}
+            for group_id in [each for each in source.slots if each not in kept]:
+                self.buffer.drop(source.slots.pop(group_id), "not returned by rollout_function")
+            await asyncio.sleep(0)
+
     def _draw_some(self) -> Iterator[Slot]:
         """Groups for free slots, as many as start without keeping the event loop."""
         num_rollouts = 0
@@ -319,7 +359,7 @@ class Loop:
             num_rollouts += self.cfg.group_size_of(slot.task.env)
             yield slot
 
-    def _draw(self) -> Slot:
+    def _draw(self, *, is_extra: bool = False) -> Slot:
         """The next task, in the ledger and in a slot."""
         group_id, task, is_new = self.cursor.take(self.mix)
         if is_new:
@@ -328,7 +368,7 @@ class Loop:
         kept = self._kept_of(group_id, members)
         self.ledger.rollouts_started(group_id, members, self.buffer.version)
         is_frozen = self.tutors.player_of(task.env) is not None
-        return self.buffer.start(group_id, task, is_frozen=is_frozen, kept=kept)
+        return self.buffer.start(group_id, task, is_frozen=is_frozen, kept=kept, is_extra=is_extra)
 
     def _kept_of(self, group_id: int, members: Sequence[int]) -> dict[int, Kept]:
         """What members of a draw go on from, unless it has become too old while the draw waited for a slot."""
@@ -351,7 +391,12 @@ class Loop:
         draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version, slot.kept)
         group = await self._players[env].play(self.mix.envs[env], draw)
         group = await self.tutors.finish(group)
-        settled = settle(group, self.cfg, self.vocab_size)
+        self._take_in(slot, group)
+
+    def _take_in(self, slot: Slot, group: Group) -> None:
+        """Credit, judgement and the buffer, for a group that was played."""
+        env = slot.task.env
+        settled = settle(group, self.cfg, self.vocab_size, self.hooks)
         self.ledger.group_finished(settled.group)
         self.watch.progress(f"group {slot.group_id} finished")
         if settled.has_failed:
@@ -399,6 +444,11 @@ class Loop:
             slots = await self.buffer.next_batch()
             if slots is None:
                 return
+            if self.hooks is not None and self.hooks.chooses:
+                finished = {slot.group_id: slot for slot in self.buffer.finished()}
+                groups = [slot.group for slot in finished.values()]
+                chosen = await self.hooks.choose(self.buffer.next_step, groups, len(slots))
+                slots = [finished[group_id] for group_id in sorted(chosen)]
             await self.ship(slots)
 
     async def ship(self, slots: Sequence[Slot]) -> None:
@@ -410,6 +460,8 @@ class Loop:
         for group in groups:  # chosen slots wait for nobody but us: others may run in between
             samples += to_samples([group])
             await asyncio.sleep(0)
+        if self.hooks is not None:
+            samples = await self.hooks.shape(groups, samples)
         if len(samples) < LARGE_BATCH:
             batches = self._packed(step, samples)
         else:
@@ -515,6 +567,8 @@ class Loop:
                     self.policy.publish(manifest)
                 case StepDone() as done:
                     await self._on_step_done(done)
+                case CheckpointBegun(step=step):
+                    self._begin_checkpoint(step)
                 case CheckpointSaved(step=step):
                     await self._complete_checkpoint(step)
                 case Failed(reason=reason):
@@ -593,14 +647,20 @@ class Loop:
             logger.debug("no engine metrics: %s", error)
             return {}
 
-    async def _complete_checkpoint(self, step: int) -> None:
-        """The trainer's half is on disk: write ours and the marker."""
+    def _begin_checkpoint(self, step: int) -> None:
+        """Put aside what a checkpoint says, which is written when the trainer's half is there."""
         if step != self.progress.step:
-            raise WireError(f"the trainer saved a checkpoint of step {step} after step {self.progress.step}")
-        # The ledger gives up payloads that no checkpoint needs: it hears of one only when it is complete.
+            raise WireError(f"the trainer began a checkpoint of step {step} after step {self.progress.step}")
         self.progress.curriculum = self.curriculum.state_at(step)
         self.progress.baselines = self.baselines.state_at(step)
-        checkpoint.save(self.run_dir, self.progress)
+        self._begun[step] = copy.deepcopy(self.progress)
+
+    async def _complete_checkpoint(self, step: int) -> None:
+        """The trainer's half is on disk: write ours and the marker."""
+        if step not in self._begun:
+            raise WireError(f"the trainer saved a checkpoint of step {step} that it had not begun")
+        # The ledger gives up payloads that no checkpoint needs: it hears of one only when it is complete.
+        checkpoint.save(self.run_dir, self._begun.pop(step))
         self.ledger.checkpoint_saved(step)
         await self.control.send(CheckpointComplete(step=step))
         logger.info("checkpoint step=%d complete", step)

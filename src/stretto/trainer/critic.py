@@ -32,8 +32,8 @@ from stretto.trainer.metrics import Reduce, StepSums, alone
 from stretto.trainer.optim import (
     Masters,
     build_optimizer,
-    load_optimizer_tensors,
-    optimizer_tensors,
+    make_optimizer_parts,
+    optimizer_parts,
 )
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.memory import prepare_blocks
@@ -41,6 +41,7 @@ from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.precision import round_products
 from stretto.trainer.rows import IDLE, Membership, Rows, build_rows
 from stretto.trainer.schedule import learning_rate
+from stretto.trainer.state import Described, Part, part_of, under
 
 logger = logging.getLogger(__name__)
 
@@ -209,23 +210,18 @@ class Critic:
             metrics["critic/explained_variance"] = 1 - sums["errors"] / count / spread
         return metrics | self._last
 
-    def state(self) -> dict[str, Tensor]:
-        """Weights and optimizer state, whole, by name; every rank must ask."""
-        masters = self.masters
-        named = dict(zip(masters.names, masters.parameters))
-        tensors = {f"model.{name}": masters.whole(name, p.detach()) for name, p in named.items()}
-        optimizer = optimizer_tensors(self.optimizer, masters.names, masters.whole)
-        return tensors | {f"optim.{name}": tensor for name, tensor in optimizer.items()}
+    def state(self) -> dict[str, Part]:
+        """Weights and optimizer state, this rank's parts by name."""
+        return under("model", self._weights()) | under("optim", optimizer_parts(self.optimizer, self.masters))
 
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Continue where `state` was taken; shapes were checked by the caller."""
+    def targets(self, saved: dict[str, Described]) -> dict[str, Part]:
+        """Where saved state goes; the caller has checked shapes, fills them, and writes masters back."""
+        optimizer = make_optimizer_parts(self.optimizer, self.masters, part_of("optim", saved))
+        return under("model", self._weights()) | under("optim", optimizer)
+
+    def _weights(self) -> dict[str, Part]:
         masters = self.masters
-        with torch.no_grad():
-            for name, parameter in zip(masters.names, masters.parameters):
-                parameter.copy_(masters.part(name, tensors[f"model.{name}"]))
-        optimizer = [(n.removeprefix("optim."), t) for n, t in tensors.items() if n.startswith("optim.")]
-        load_optimizer_tensors(self.optimizer, masters.names, optimizer, masters.part)
-        masters.write_back()
+        return {n: masters.part(n, p.detach()) for n, p in zip(masters.names, masters.parameters)}
 
     def hf_config(self) -> dict[str, Any]:
         """config.json of what `load_critic` and transformers' models for sequence classification load."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +35,8 @@ from stretto.trainer.metrics import Reduce, StepSums, alone, sums_by_env
 from stretto.trainer.optim import (
     Masters,
     build_optimizer,
-    load_optimizer_tensors,
-    optimizer_tensors,
+    make_optimizer_parts,
+    optimizer_parts,
 )
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.memory import prepare_blocks
@@ -46,6 +45,7 @@ from stretto.trainer.precision import round_products
 from stretto.trainer.routing import build_routers
 from stretto.trainer.rows import IDLE, Rows, build_rows, count_tokens, trains
 from stretto.trainer.schedule import learning_rate
+from stretto.trainer.state import Described, Part, State, StateSource, check_same_model, part_of, under
 
 Observer = Callable[[int, MicroBatch, Rows, Tensor, Tensor], None]
 """Sees (step, micro batch, its rows, log-probabilities, entropy) of every forward pass that is trained."""
@@ -312,32 +312,33 @@ class Learner:
             None if self._lora is None else AdapterInfo(self._lora.rank, self._lora.alpha / self._lora.rank)
         )
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that decides the next step: tensors (weights, optimizer, random state) and plain values.
+    def state(self) -> State:
+        """All that decides the next step: this rank's parts of tensors, and plain values.
 
-        On several ranks every one must ask, and gets whole tensors: another mesh can continue from them.
+        What every rank holds alike may be left out on all but the lead.
         """
-        named = dict(zip(self._masters.names, self._masters.parameters))
-        whole = self._masters.whole
-        tensors = {f"model.{name}": whole(name, parameter.detach()) for name, parameter in named.items()}
-        optimizer = optimizer_tensors(self._optimizer, self._masters.names, whole)
-        tensors |= {f"optim.{name}": tensor for name, tensor in optimizer.items()}
+        parts = under("model", self._weight_parts()) | under(
+            "optim", optimizer_parts(self._optimizer, self._masters)
+        )
         if self._routers is not None:
-            tensors |= {f"routers.{name}": tensor for name, tensor in self._routers.state().items()}
+            parts |= under("routers", {n: Part.whole(t) for n, t in self._routers.state().items()})
         if self.critic is not None:
-            tensors |= {f"critic.{name}": tensor for name, tensor in self.critic.state().items()}
-        tensors["rng.cpu"] = torch.get_rng_state()
-        if self._device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
-        info = self.adapter_info()
+            parts |= under("critic", self.critic.state())
+        if self.mesh is None or self.mesh.is_lead:
+            parts["rng.cpu"] = Part.whole(torch.get_rng_state())
+            if self._device.type == "cuda":
+                parts["rng.cuda"] = Part.whole(torch.cuda.get_rng_state(self._device))
         values = {"step": self.step, "optim": self._optim.type}
-        return tensors, values if info is None else values | {"adapter_scaling": info.scaling}
+        info = self.adapter_info()
+        return State(parts, values if info is None else values | {"adapter_scaling": info.scaling})
 
-    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+    @torch.no_grad()
+    def load_state(self, source: StateSource) -> None:
+        """Continue where `state` was taken, on this mesh or another.
 
         Raises: DataError when it belongs to another model or optimizer; the learner is then unusable.
         """
+        values, saved = source.values, source.tensors
         if values["optim"] != self._optim.type:
             raise DataError(
                 f"state of optimizer {values['optim']!r}, but [optim] type = {self._optim.type!r}"
@@ -347,37 +348,38 @@ class Learner:
             raise DataError(
                 f"state of an adapter with alpha / rank = {scaling:g}, but [model.lora] has {info.scaling:g}"
             )
-        named = dict(zip(self._masters.names, self._masters.parameters))
-        saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-        _check_same_model(self._masters.shapes(), saved)
-        with torch.no_grad():
-            for name, parameter in named.items():
-                parameter.copy_(self._masters.part(name, saved[name]))
-        optimizer = [(n.removeprefix("optim."), t) for n, t in tensors.items() if n.startswith("optim.")]
-        load_optimizer_tensors(self._optimizer, self._masters.names, optimizer, self._masters.part)
+        check_same_model(self._masters.shapes(), part_of("model", saved))
+        targets = under("model", self._weight_parts())
+        optimizer = make_optimizer_parts(self._optimizer, self._masters, part_of("optim", saved))
+        targets |= under("optim", optimizer)
         if self._routers is not None:
-            self._routers.load_state(
-                {n.removeprefix("routers."): t for n, t in tensors.items() if n.startswith("routers.")}
-            )
-        self._load_critic(
-            {n.removeprefix("critic."): t for n, t in tensors.items() if n.startswith("critic.")}
-        )
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self._device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self._device)
+            targets |= under("routers", {n: Part.whole(t) for n, t in self._routers.state().items()})
+        targets |= under("critic", self._critic_targets(part_of("critic", saved)))
+        random = {"rng.cpu": torch.get_rng_state()}
+        if self._device.type == "cuda" and "rng.cuda" in saved:
+            random["rng.cuda"] = torch.cuda.get_rng_state(self._device)
+        source.read(targets | {name: Part.whole(tensor) for name, tensor in random.items() if name in saved})
+        torch.set_rng_state(random["rng.cpu"])
+        if "rng.cuda" in random:
+            torch.cuda.set_rng_state(random["rng.cuda"], self._device)
         self.step = values["step"]
         self._masters.write_back()
+        if self.critic is not None:
+            self.critic.masters.write_back()
 
-    def _load_critic(self, tensors: dict[str, Tensor]) -> None:
+    def _weight_parts(self) -> dict[str, Part]:
+        masters = self._masters
+        return {n: masters.part(n, p.detach()) for n, p in zip(masters.names, masters.parameters)}
+
+    def _critic_targets(self, saved: dict[str, Described]) -> dict[str, Part]:
         if self.critic is None:
-            if tensors:
+            if saved:
                 raise DataError("state of a critic, but there is no [trainer.critic]")
-            return
-        if not tensors:
+            return {}
+        if not saved:
             raise DataError("no state of a critic, but there is [trainer.critic]")
-        saved = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-        _check_same_model(self.critic.masters.shapes(), saved)
-        self.critic.load_state(tensors)
+        check_same_model(self.critic.masters.shapes(), part_of("model", saved))
+        return self.critic.targets(saved)
 
     @property
     def _vocab_size(self) -> int:
@@ -433,16 +435,3 @@ class Learner:
     @torch.no_grad()
     def _reference_logprobs(self, rows: Rows) -> Tensor | None:
         return None if self._loss.reference_kl is None else self._score(rows, self._reference)[0]
-
-
-def _check_same_model(shapes: dict[str, torch.Size], saved: dict[str, Tensor]) -> None:
-    for name, shape in shapes.items():
-        if name not in saved:
-            raise DataError(f"no weights for {name!r}: the state belongs to another model")
-        if saved[name].shape != shape:
-            got, want = tuple(saved[name].shape), tuple(shape)
-            raise DataError(
-                f"weights of {name!r} have shape {got}, this model's have {want}: another model's state"
-            )
-    if more := sorted(set(saved) - set(shapes)):
-        raise DataError(f"weights of {more[0]!r} are not in this model: the state belongs to another model")

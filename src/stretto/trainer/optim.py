@@ -7,7 +7,7 @@ rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.config.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim
 from stretto.trainer.muon import Muon, find_matrices
 from stretto.trainer.offload import StreamedOptimizer
+from stretto.trainer.state import Described, Part
 
 if TYPE_CHECKING:
     from stretto.trainer.parallel.shard import Shards
@@ -102,13 +103,9 @@ class Masters:
     def shapes(self) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in zip(self.names, self.parameters)}
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """A weight, or what the optimizer keeps of one, as files have it."""
-        return part
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """The way back from `whole`."""
-        return whole
+    def part(self, name: str, value: Tensor) -> Part:
+        """Where a weight, or what the optimizer keeps of one, lies in the whole tensor; here it is the whole."""
+        return Part.whole(value)
 
     def on_whole(
         self, parts: Mapping[str, Tensor], compute: Callable[[str, Tensor], Tensor]
@@ -137,39 +134,45 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
     return norm
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer | StreamedOptimizer,
-    names: list[str],
-    whole: Callable[[str, Tensor], Tensor],
-) -> dict[str, Tensor]:
-    """State as `<key>.<parameter name>` -> whole tensor; only tensors, so that any reader can check it."""
+def optimizer_parts(
+    optimizer: torch.optim.Optimizer | StreamedOptimizer, masters: Masters | Shards
+) -> dict[str, Part]:
+    """State as `<key>.<parameter name>` -> part; only tensors, so that any reader can check it."""
     parameters, state = optimizer.param_groups[0]["params"], optimizer.state
     return {
-        f"{key}.{name}": whole(name, value)
-        for name, parameter in zip(names, parameters)
+        f"{key}.{name}": masters.part(name, value)
+        for name, parameter in zip(masters.names, parameters)
         for key, value in state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
 
 
-def load_optimizer_tensors(
+def make_optimizer_parts(
     optimizer: torch.optim.Optimizer | StreamedOptimizer,
-    names: list[str],
-    tensors: Iterable[tuple[str, Tensor]],
-    part: Callable[[str, Tensor], Tensor],
-) -> None:
-    """Put state back where `optimizer_tensors` found it.
+    masters: Masters | Shards,
+    saved: Mapping[str, Described],
+) -> dict[str, Part]:
+    """Room in the optimizer for saved state, to be filled by whoever reads it.
 
     Raises: DataError for state of a parameter that is not here.
     """
-    parameters = dict(zip(names, optimizer.param_groups[0]["params"]))
-    for full_name, tensor in tensors:
+    parameters = dict(zip(masters.names, optimizer.param_groups[0]["params"]))
+    parts = {}
+    for full_name, described in saved.items():
         key, _, name = full_name.partition(".")
         if name not in parameters:
             raise DataError(f"optimizer state of {name!r}, which this model does not have")
         parameter = parameters[name]
+        shape = parameter.shape if described.shape else ()
         device = "cpu" if isinstance(optimizer, StreamedOptimizer) else parameter.device
-        optimizer.state[parameter][key] = part(name, tensor).to(device, copy=True)
+        value = torch.empty(shape, dtype=described.dtype, device=device)
+        optimizer.state[parameter][key] = value
+        parts[full_name] = masters.part(name, value)
+        if parts[full_name].shape != described.shape:
+            raise DataError(
+                f"optimizer state of {name!r} has shape {described.shape}, not {parts[full_name].shape}"
+            )
+    return parts
 
 
 def _add_into(master: nn.Parameter) -> Callable[[Tensor], None]:

@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,6 +50,7 @@ from stretto.trainer.token_export import TokenExport
 from stretto.trainer.updates import Updates
 from stretto.transports.control import (
     Bye,
+    CheckpointBegun,
     CheckpointComplete,
     CheckpointSaved,
     ControlClient,
@@ -118,6 +120,11 @@ class Trainer:
                 cfg.monitors, self.run_dir, ROLE, cfg.run_name, resumed_step=self.resumed_step
             )
             stack.callback(self.monitors.close, MONITOR_CLOSE_S)
+        self.written: deque[int] = deque()
+        self.saver: checkpoint.Saver | None = None
+        if cfg.ckpt is not None:
+            is_async = cfg.ckpt.is_async
+            self.saver = checkpoint.Saver(self.run_dir, is_async=is_async, on_written=self.written.append)
         self.throughput = Throughput()
         self.stop: Stop | None = None
         self.loaded_version = -1
@@ -248,8 +255,9 @@ class Trainer:
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Checkpoint and export at their intervals, and both at the end."""
         ckpt, step = self.cfg.ckpt, self.learner.step
-        if ckpt is None:
+        if ckpt is None or self.saver is None:
             return
+        self.saver.check()
         start = time.perf_counter()
         is_saving = is_last or (ckpt.interval is not None and step % ckpt.interval == 0)
         if ckpt.weights is not None and step != self.exported_step:
@@ -267,12 +275,20 @@ class Trainer:
                     export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
                 self.exported_step = step
         if is_saving and step != self.saved_step:
-            checkpoint.save(self.run_dir, self.learner)
-            self.saved_step = step
             if self.is_lead:
-                self.control.send(CheckpointSaved(step=step))
+                self.control.send(CheckpointBegun(step=step))
+            self.saver.save(self.learner)
+            self.saved_step = step
+        if is_last:
+            self.saver.wait()
+        self.tell_saved()
         if self.is_lead and step in (self.saved_step, self.exported_step):
             self.monitors.log(step, {"time/save_ckpt": time.perf_counter() - start})
+
+    def tell_saved(self) -> None:
+        """The orchestrator completes checkpoints whose files are there."""
+        while self.written:
+            self.control.send(CheckpointSaved(step=self.written.popleft()))
 
     # -- the orchestrator --
 
@@ -293,7 +309,8 @@ class Trainer:
         logger.info("registered with the orchestrator; starting at step %d", step + 1)
 
     def hear(self) -> None:
-        """Take in what the orchestrator said, without waiting."""
+        """Take in what the orchestrator said, without waiting, and tell what has come to be meanwhile."""
+        self.tell_saved()
         for message in self.control.poll():
             self.on_message(message)
 
@@ -307,7 +324,8 @@ class Trainer:
                 self.publisher.release(version - 1)
             case CheckpointComplete(step=step):
                 self.complete_step = step
-                gone = checkpoint.prune(self.run_dir, self.cfg.ckpt.keep_last if self.cfg.ckpt else None)
+                ckpt = self.cfg.ckpt
+                gone = checkpoint.prune(self.run_dir, ckpt.keep_last, ckpt.keep_interval) if ckpt else []
                 if gone:
                     logger.info("deleted checkpoints of steps %s", ", ".join(map(str, gone)))
             case _:

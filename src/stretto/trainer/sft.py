@@ -31,6 +31,7 @@ from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.load import dump_text
 from stretto.config.roots import SFTConfig
+from stretto.config.trainer import CkptSection
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.records.sample import MicroBatch
 from stretto.trainer import checkpoint
@@ -102,6 +103,10 @@ def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
         mesh=build_mesh(cfg.model, policy.config),
     )
     session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir)
+    if (ckpt := cfg.ckpt) is not None:
+        session.saver = checkpoint.Saver(
+            run, is_async=ckpt.is_async, on_written=lambda step: complete_checkpoint(run, ckpt, step)
+        )
     if resume_step is not None:
         load_checkpoint(session, resume_step)
     logger.info(
@@ -142,6 +147,7 @@ class Session:
     validated_step: int | None = None
     saved_step: int = 0
     exported_step: int = 0
+    saver: checkpoint.Saver | None = None
     num_tokens: int = 0
     started_at: float = field(default_factory=time.perf_counter)
     throughput: Throughput = field(default_factory=Throughput)
@@ -220,8 +226,9 @@ def validate(session: Session) -> dict[str, float]:
 def save_what_is_due(session: Session) -> None:
     """A checkpoint and an export every interval of theirs; an export without interval follows checkpoints."""
     ckpt, step = session.cfg.ckpt, session.learner.step
-    if ckpt is None:
+    if ckpt is None or session.saver is None:
         return
+    session.saver.check()
     if is_due(step, ckpt.interval):
         save_checkpoint(session)
     if ckpt.weights is not None and is_due(step, ckpt.weights.interval or ckpt.interval):
@@ -229,18 +236,20 @@ def save_what_is_due(session: Session) -> None:
 
 
 def save_checkpoint(session: Session) -> None:
-    """Write checkpoints/step_N, its marker last; then delete those beyond keep_last."""
-    run, step = session.run, session.learner.step
-    if session.saved_step == step:
+    """Write checkpoints/step_N, its marker last; training goes on meanwhile."""
+    step = session.learner.step
+    if session.saved_step == step or session.saver is None:
         return
     cursor = {"num_drawn": session.order.num_drawn, "data": session.examples.fingerprint()}
-    checkpoint.save(run, session.learner, cursor)
+    session.saver.save(session.learner, cursor)
     session.saved_step = step
-    if not is_lead_process():
-        return
+
+
+def complete_checkpoint(run: RunDir, ckpt: CkptSection, step: int) -> None:
+    """The files of a checkpoint are there: mark it, then delete those that need not be kept."""
     run.complete_marker(step).write_text(json.dumps({"step": step, "time": time.time()}) + "\n")
     checkpoint.flush_to_disk(run.complete_marker(step))
-    checkpoint.prune(run, session.cfg.ckpt.keep_last)
+    checkpoint.prune(run, ckpt.keep_last, ckpt.keep_interval)
 
 
 def load_checkpoint(session: Session, step: int) -> None:
@@ -283,6 +292,7 @@ def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
         save_checkpoint(session)
         if cfg.ckpt.weights is not None:
             export(session)
+        session.saver.wait()
     if not is_lead_process():
         return
     wall_s = time.perf_counter() - session.started_at

@@ -82,6 +82,12 @@ class VersionLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
 
 
+class CheckpointBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The trainer has put its state aside, and writes it while it trains on."""
+
+    step: int
+
+
 class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The trainer's part of a checkpoint is on disk."""
 
@@ -111,7 +117,17 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sender ends in good order; its silence from here on means nothing."""
 
 
-Message = StepDone | VersionReady | VersionLoaded | CheckpointSaved | CheckpointComplete | Stop | Failed | Bye
+Message = (
+    StepDone
+    | VersionReady
+    | VersionLoaded
+    | CheckpointBegun
+    | CheckpointSaved
+    | CheckpointComplete
+    | Stop
+    | Failed
+    | Bye
+)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stretto.base.errors import ConfigError
 from stretto.config.model import ModelSection
@@ -26,6 +27,7 @@ from stretto.trainer.mesh import Mesh
 from stretto.trainer.parallel.expert import cut_experts
 from stretto.trainer.parallel.tensor import cut_layers
 from stretto.trainer.parallel.whole import cuts_of, on_whole
+from stretto.trainer.state import Part
 
 
 def parallelise(policy: nn.Module, mesh: Mesh, section: ModelSection) -> Shards:
@@ -162,13 +164,11 @@ class Shards:
 
     def shapes(self) -> dict[str, torch.Size]:
         """The whole shape of every trained weight."""
-        return {name: torch.Size(self.policy.tensor_map.shapes[name]) for name in self.names}
+        return {n: torch.Size(self.part(n, p).shape) for n, p in zip(self.names, self.parameters)}
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """Join a weight, or what an optimizer keeps of one; every rank must ask, and gets it."""
+        """Join a weight; every rank must ask, and gets it."""
         parameter = self._all[name]
-        if part.dim() == 0 and parameter.dim():
-            return part
         if isinstance(parameter, DTensor):
             spread = DTensor.from_local(
                 part,
@@ -186,22 +186,27 @@ class Shards:
                 part = torch.cat(parts, dim=cuts[name])
         return part
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor; the way back from `whole`."""
-        parameter = self._all[name]
-        if whole.dim() == 0 and parameter.dim():
-            return whole
-        degrees, mesh = self.mesh.degrees, self.mesh
-        if name in self._features:
-            whole = whole.chunk(degrees.tp, dim=self._features[name])[mesh.tp_rank]
-        if name in self._experts:
-            whole = whole.chunk(degrees.ep, dim=self._experts[name])[mesh.ep_rank]
-        if not isinstance(parameter, DTensor):
-            return whole
-        placed = distribute_tensor(
-            whole.to(mesh.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    def part(self, name: str, value: Tensor) -> Part:
+        """Where this rank's part of a weight, or of what an optimizer keeps of one, lies in the whole tensor."""
+        parameter, mesh = self._all[name], self.mesh
+        if value.dim() == 0 and parameter.dim():
+            return Part.whole(value)
+        start, shape = [0] * parameter.dim(), list(parameter.shape)
+        if isinstance(parameter, DTensor):
+            _, start = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            start = list(start)
+        cuts = (
+            (self._features, mesh.tp_rank, mesh.degrees.tp),
+            (self._experts, mesh.ep_rank, mesh.degrees.ep),
         )
-        return _local(placed)
+        for dims, rank, degree in cuts:
+            if name in dims:
+                dim = dims[name]
+                start[dim] += rank * shape[dim]
+                shape[dim] *= degree
+        return Part(value, tuple(start), tuple(shape))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by checkpoint name, whole, one at a time; every rank must go through all of it."""
