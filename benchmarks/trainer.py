@@ -357,10 +357,10 @@ class Bench:
         self.device, self.quick = args.device, args.quick
         lead = "quick " if args.quick else "cuda " if args.device == "cuda" else ""
         self.shapes = {"dense": f"{lead}dense", "moe": f"{lead}moe"}
-        self.steps, self.rounds = (2, 1) if args.quick else (3, 3)
+        self.steps, self.rounds = (2, 1) if args.quick else (3, 2)
         self.sizes = {"tokens": 2048, "longest": 256, "row_tokens": 1024}
         if args.quick:
-            self.sizes = {"tokens": 1024, "longest": 128, "row_tokens": 512}
+            self.sizes = {"tokens": 512, "longest": 128, "row_tokens": 256}
         elif args.device == "cuda":
             self.sizes = {"tokens": 65_536, "longest": 8192, "row_tokens": 16_384}
         self.settings = HALF if args.device == "cuda" else {}
