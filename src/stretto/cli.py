@@ -158,6 +158,13 @@ def _inference(words: list[str], called: str) -> int:
     if extra:
         words = [*words, "--vllm-extra", json.dumps(extra)]
     cfg = load(InferenceConfig, words, verb=called)
+    if cfg.deployment.num_processes > 1 or cfg.kv_cache_offload is not None:
+        from stretto.launch.serve import main as serve
+
+        served = serve(cfg, dry_run=cfg.dry_run)
+        if isinstance(served, int):
+            return served
+        cfg = served
     if cfg.dry_run:
         return _print_config(cfg)
     from stretto.inference.server import main as run
@@ -172,7 +179,7 @@ def _eval(words: list[str], called: str) -> int:
     cfg = load(EvalConfig, words, verb=called)
     if cfg.dry_run:
         return _print_config(cfg)
-    from stretto.orchestrator.evaluate import main as run
+    from stretto.orchestrator.eval_verb import main as run
 
     return run(cfg)
 

@@ -16,8 +16,10 @@ from stretto.base.paths import RunDir
 from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.config.roots import EvalConfig
 from stretto.orchestrator import evaluate
-from stretto.orchestrator.evaluate import Evaluator, pass_all_k, pass_at_k, table
+from stretto.orchestrator.eval_verb import evaluate_engine
+from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.rollout import Player
+from stretto.orchestrator.scores import pass_all_k, pass_at_k, table
 from stretto.transports.engine.chat import ChatClient
 
 # -- estimators --
@@ -179,7 +181,7 @@ def test_the_verb_evaluates_any_server_that_speaks_text(tmp_path):
             {"client": {"base_url": url, "api": "chat"}, "output_dir": tmp_path, "run": {"name": "e"}}
             | {"eval": {"env": envs, "num_examples": 4, "group_size": 4, "sampling": {"max_tokens": 32}}}
         )
-        scores = await evaluate.evaluate_engine(cfg)
+        scores = await evaluate_engine(cfg)
         await server.runner.cleanup()
         return server, cfg, scores
 

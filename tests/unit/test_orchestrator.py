@@ -19,7 +19,7 @@ from stretto.config.roots import EvalConfig, OrchestratorConfig
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
-from stretto.orchestrator import checkpoint, evaluate
+from stretto.orchestrator import checkpoint, eval_verb
 from stretto.orchestrator.buffer import SlotState
 from stretto.orchestrator.checkpoint import summary_of
 from stretto.orchestrator.loop import Loop
@@ -325,7 +325,7 @@ def test_an_eval_never_takes_another_engine_for_its_own(tmp_path):
             | {"eval": {"env": [{"id": "sort-letters"}]}, "run": {"name": "eval"}}
         )
         with pytest.raises(ConfigError, match=f"port = {server['port']} is taken"):
-            evaluate.main(cfg)
+            eval_verb.main(cfg)
 
 
 def test_no_library_that_takes_seconds_is_imported():

@@ -17,10 +17,11 @@ from stretto.config.algorithm import (
 )
 from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.envs.base import RolloutResult
-from stretto.orchestrator.evaluate import Evaluator, is_due, overall, table
+from stretto.orchestrator.evaluate import Evaluator, is_due
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples
+from stretto.orchestrator.scores import overall, table
 from stretto.orchestrator.scoring import score
 from stretto.orchestrator.tasks import TaskMix, seed_of
 from stretto.records.rollout import RolloutStatus

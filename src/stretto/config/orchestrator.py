@@ -10,6 +10,7 @@ from stretto.config.algorithm import Algo, GrpoAlgo
 from stretto.config.concurrency import Concurrency, FixedConcurrency
 from stretto.config.curriculum import CurriculumSection, Filter, Gate
 from stretto.config.distill import OpdAlgo, SftAlgo, TeacherSection
+from stretto.config.hooks import HooksSection
 from stretto.config.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.section import Section
@@ -221,6 +222,7 @@ class OrchestratorSection(Section):
     """Batches' worth of groups that gates and filters reject in a row before the run stops with the cause."""
     filters: list[Filter] = Field([])
     """Rollouts to leave out of batches, or to count: gibberish, repetition, zero_advantage."""
+    hooks: HooksSection = HooksSection()
     batch_order: Literal["dispatch", "finished"] = "dispatch"
     """Which groups make a batch: `dispatch`, the earliest drawn, waiting for those still running, so that short
     rollouts are not preferred; `finished`, the first that finish, which waits less and favours short ones."""

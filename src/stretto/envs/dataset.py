@@ -32,9 +32,10 @@ from stretto.envs.base import (
 from stretto.envs.math_reward import MathVerifier
 from stretto.hooks.arguments import Arguments, address_of
 from stretto.hooks.calls import Hook
+from stretto.hooks.convert import sample_of, trained_tokens
 from stretto.hooks.engine import playing
 from stretto.hooks.sample import Sample, Status
-from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
+from stretto.records.rollout import Group, Task
 
 REWARDS = ("exact", "math")
 STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
@@ -253,7 +254,7 @@ class Dataset:
             for each in samples:
                 if each.status in (Status.ABORTED, Status.FAILED):
                     raise EnvError(f"the sample's status is {each.status.name}")
-            ctx.keep([sequence(each) for each in samples])
+            ctx.keep([trained_tokens(each) for each in samples])
         else:
             samples = [await self._played(task, self._sample(task), ctx)]
         rewards = [await self._reward_of(each) for each in samples]
@@ -371,48 +372,3 @@ def as_samples(returned: Any) -> list[Sample]:
     for sample in samples:
         sample.check()
     return samples
-
-
-def sequence(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a sample, and which of them are trained."""
-    tokens = np.asarray(sample.tokens, np.int32)
-    mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-    if sample.remove_sample:
-        mask = [0] * sample.response_length
-    is_trained = np.zeros(len(tokens), bool)
-    is_trained[len(tokens) - sample.response_length :] = np.asarray(mask, bool)
-    return tokens, is_trained
-
-
-STATUS_OF_ROLLOUT = {
-    RolloutStatus.FINISHED: Status.COMPLETED,
-    RolloutStatus.TRUNCATED: Status.TRUNCATED,
-    RolloutStatus.FAILED: Status.FAILED,
-    RolloutStatus.DROPPED: Status.ABORTED,
-}
-
-
-def sample_of(rollout: Rollout, text: str) -> Sample:
-    """A rollout as hooks see it: its first branch, with the whole episode's reward."""
-    data = rollout.task.data
-    sample = Sample(
-        group_index=rollout.group_id,
-        index=rollout.member,
-        rollout_id=rollout.rollout_id,
-        prompt=data.get("prompt", ""),
-        response=text,
-        label=data.get("label"),
-        reward=rollout.reward,
-        status=STATUS_OF_ROLLOUT.get(rollout.status, Status.PENDING),
-        metadata=dict(data.get("metadata") or {}),
-    )
-    if rollout.branches:
-        branch = rollout.branches[0]
-        sampled = np.flatnonzero(branch.is_sampled)
-        start = int(sampled[0]) if len(sampled) else len(branch.token_ids)
-        sample.tokens = branch.token_ids.tolist()
-        sample.response_length = len(sample.tokens) - start
-        sample.loss_mask = branch.is_sampled[start:].astype(int).tolist()
-        sample.rollout_log_probs = branch.logprobs[start:].tolist()
-        sample.weight_versions = [span.version for span in branch.versions]
-    return sample

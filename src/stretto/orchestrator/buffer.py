@@ -171,11 +171,11 @@ class Buffer:
 
     # -- who may start --
 
-    def may_admit(self) -> bool:
-        """Is there a slot, for a group that some batch will still need?"""
+    def may_admit(self, num_groups: int = 1) -> bool:
+        """Is there a slot for so many groups that some batch will still need?"""
         waiting = self._num[SlotState.RUNNING] + self._num[SlotState.READY]
         bounds = self.bounds
-        if self.is_closed or waiting + self._num[SlotState.SHIPPED] >= bounds.num_slots:
+        if self.is_closed or waiting + self._num[SlotState.SHIPPED] + num_groups > bounds.num_slots:
             return False
         limits = [limit for limit in (bounds.max_running_groups, self.max_running) if limit is not None]
         if limits and self._num[SlotState.RUNNING] >= min(limits):
@@ -194,9 +194,9 @@ class Buffer:
         """Groups under way."""
         return self._num[SlotState.RUNNING]
 
-    async def admit(self) -> bool:
-        """Wait for a free slot; False when no more groups are to be drawn."""
-        await self._until(lambda: self.is_closed or self.may_admit())
+    async def admit(self, num_groups: int = 1) -> bool:
+        """Wait for so many free slots; False when no more groups are to be drawn."""
+        await self._until(lambda: self.is_closed or self.may_admit(num_groups))
         return not self.is_closed
 
     def start(
@@ -206,9 +206,10 @@ class Buffer:
         *,
         is_frozen: bool = False,
         kept: Mapping[int, Kept] | None = None,
+        is_extra: bool = False,
     ) -> Slot:
-        """Put a drawn group into a free slot, stamped with the version that is loaded now."""
-        assert self.may_admit(), f"group {group_id} started without a free slot"
+        """Put a drawn group into a free slot, stamped with the version that is loaded now; an extra one needs none."""
+        assert is_extra or self.may_admit(), f"group {group_id} started without a free slot"
         assert self.version >= self.bounds.oldest_version(self.next_step), "a group would be born too old"
         slot = Slot(group_id, task, self.version, is_frozen, kept or {})
         self._add(slot)
@@ -243,6 +244,12 @@ class Buffer:
         self._move(slot, SlotState.FAILED)
         self._wake()
 
+    def drop(self, slot: Slot, reason: str) -> None:
+        """Nobody wants to know how it ends."""
+        slot.job = None
+        self._drop(slot, reason)
+        self._wake()
+
     def restore(self, group: Group, *, has_signal: bool, rejected: str | None = None) -> None:
         """Take over a group that an earlier life of the run finished."""
         is_frozen = any(rollout.is_frozen for rollout in group.rollouts)
@@ -264,6 +271,11 @@ class Buffer:
         """
         await self._until(lambda: self.is_closed or self._may_ship())
         return None if self.is_closed else self._choose()
+
+    def finished(self) -> list[Slot]:
+        """All groups that the next batch may have, in draw order; with signal, and those taken for lack of it."""
+        ready = [slot for slot in self.slots.values() if slot.state is SlotState.READY]
+        return sorted(ready, key=lambda slot: slot.group_id)
 
     def ship(self, chosen: list[Slot]) -> None:
         """These groups are on their way to the trainer, and the ledger says so."""

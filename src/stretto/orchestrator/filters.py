@@ -19,6 +19,7 @@ from stretto.base.errors import StrettoError
 from stretto.config.curriculum import Filter, Gate, GibberishFilter, RepetitionFilter
 from stretto.config.distill import SftAlgo
 from stretto.config.orchestrator import OrchestratorSection
+from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.scoring import is_counted, is_distilled, score
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
@@ -76,10 +77,12 @@ def judge(
     return Verdict(without(group, dropped), None, flags)
 
 
-def settle(group: Group, cfg: OrchestratorSection, vocab_size: int | None = None) -> Settled:
+def settle(
+    group: Group, cfg: OrchestratorSection, vocab_size: int | None = None, hooks: BatchHooks | None = None
+) -> Settled:
     """Credit, gates and filters of a group that was played, or that a resumed run takes over.
 
-    Credit that raises fails the group, with the cause as the error of its members.
+    Credit or a hook that raises fails the group, with the cause as the error of its members.
     """
     group = unfiltered(group)
     try:
@@ -94,7 +97,18 @@ def settle(group: Group, cfg: OrchestratorSection, vocab_size: int | None = None
     if verdict.group is not group:
         left = zip(verdict.group.rollouts, verdict.group.advantages, strict=True)
         has_signal = has_signal and any(a or is_distilled(r) for r, a in left if is_counted(r))
-    return Settled(verdict, has_signal)
+    if hooks is None or verdict.rejected is not None:
+        return Settled(verdict, has_signal)
+    try:
+        said = hooks.admits(verdict.group)
+    except StrettoError as error:
+        return Settled(Verdict(failed(group, f"{type(error).__name__}: {error}")), False)
+    if said.keep:
+        return Settled(verdict, has_signal)
+    if said.keep_when_insufficient:
+        return Settled(verdict, False)
+    reason = "hook dynamic_sampling_filter" + (f": {said.reason}" if said.reason else "")
+    return Settled(Verdict(verdict.group, reason, verdict.flags), has_signal)
 
 
 def failed(group: Group, cause: str) -> Group:

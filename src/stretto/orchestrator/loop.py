@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from stretto.algorithms.credit import WHITENED
 from stretto.algorithms.custom import load_credit
 from stretto.base.aio import task_group
-from stretto.base.errors import ConfigError, EngineError, EnvError, WireError
+from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError, WireError
 from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch

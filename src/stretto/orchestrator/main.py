@@ -30,10 +30,12 @@ from stretto.config.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.config.roots import OrchestratorConfig
 from stretto.envs.base import Environment, RunInfo
+from stretto.hooks.calls import Hook
 from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
-from stretto.orchestrator import checkpoint, evaluate
+from stretto.orchestrator import checkpoint
 from stretto.orchestrator.baselines import Baselines
+from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.buffer import Bounds, Buffer
 from stretto.orchestrator.build import (
     build_engines,
@@ -48,9 +50,11 @@ from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
 from stretto.orchestrator.evaluate import Evaluator, eval_envs
 from stretto.orchestrator.filters import settle
 from stretto.orchestrator.loop import Control, Cursor, Engines, Loop, Sender
+from stretto.orchestrator.own_rollouts import OwnRollouts
 from stretto.orchestrator.packing import cost_of_model
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Player
+from stretto.orchestrator.scores import recall
 from stretto.orchestrator.tasks import TaskMix
 from stretto.orchestrator.teacher import Author, Teacher, TeacherEngine, Tutor, Tutors, build_hint
 from stretto.transports.control import ControlServer
@@ -142,11 +146,12 @@ def build_loop(
         timeout_s=cfg.rollout_timeout_s,
         max_retries=cfg.max_rollout_retries,
     )
+    hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
     ledger = Ledger.open(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
     buffer = Buffer(bounds_of(cfg), ledger, next_step=progress.step + 1)
     cursor = (
-        take_over(ledger, buffer, cfg, renderer, progress.step)
+        take_over(ledger, buffer, cfg, renderer, progress.step, hooks)
         if cfg.resume
         else Cursor(ledger.next_draw(), deque())
     )
@@ -189,6 +194,8 @@ def build_loop(
         watch=watch,
         cost=cost_of_model(cfg.model.name),
         progress=progress,
+        hooks=hooks,
+        own_rollouts=own_rollouts_of(cfg, "rollout_function"),
         evaluator=build_evaluator(cfg, envs, player, watch, run_dir, stack, about),
         curriculum=curriculum,
         baselines=baselines,
@@ -266,7 +273,16 @@ def build_evaluator(
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,
         watch=watch,
         run_dir=run_dir,
+        own=own_rollouts_of(cfg, "eval_function"),
     )
+
+
+def own_rollouts_of(cfg: OrchestratorSection, key: str) -> OwnRollouts | None:
+    """The function that plays whole batches or evals, where one is named."""
+    if (path := getattr(cfg.hooks, key)) is None:
+        return None
+    hook = Hook.load(path, f"orchestrator.hooks.{key}", 3)
+    return OwnRollouts(hook, arguments_of(cfg), cfg.train.sampling.temperature)
 
 
 def bounds_of(cfg: OrchestratorSection) -> Bounds:
@@ -299,7 +315,7 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
     progress = checkpoint.load(cfg.run_dir, step)
     progress.num_resumes += 1
     # A version is often evaluated after its checkpoint is saved: what was done is not done again.
-    done = evaluate.recall(cfg.run_dir, step)
+    done = recall(cfg.run_dir, step)
     if cfg.eval is not None and cfg.eval.retrigger_on_resume:
         progress.sampled.pop(step, None)
         progress.greedy.pop(step, None)
@@ -311,14 +327,19 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
 
 
 def take_over(
-    ledger: Ledger, buffer: Buffer, cfg: OrchestratorSection, renderer: Renderer, step: int
+    ledger: Ledger,
+    buffer: Buffer,
+    cfg: OrchestratorSection,
+    renderer: Renderer,
+    step: int,
+    hooks: BatchHooks | None,
 ) -> Cursor:
     """Forget what came after `step`, take over finished groups that are fresh, list what must run again."""
     rewound = ledger.rewind(step)
     groups = ledger.resumable(step, buffer.bounds.oldest_version(step + 1))
     reused = 0
     for group in groups:
-        settled = settle(group, cfg, vocab_size_of(cfg, renderer))
+        settled = settle(group, cfg, vocab_size_of(cfg, renderer), hooks)
         if not settled.has_failed:
             rejected = settled.verdict.rejected
             buffer.restore(settled.group, has_signal=settled.has_signal, rejected=rejected)

@@ -28,7 +28,7 @@ import numpy as np
 from stretto.base.status import report
 from stretto.config.curriculum import Filter
 from stretto.orchestrator.buffer import Buffer, Counts, Slot
-from stretto.orchestrator.evaluate import Score, overall
+from stretto.orchestrator.scores import Score, overall
 from stretto.orchestrator.scoring import is_counted
 from stretto.records.rollout import RolloutStatus
 

@@ -1,0 +1,39 @@
+"""[orchestrator.hooks]: a user's own functions about groups and batches, in vime's terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+
+class HooksSection(Section):
+    """Functions by import path, `module:function`; docs/data.md has what they are given and return. Those about one
+    sample (`generate`, `reward`) are arguments of the environment `dataset`."""
+
+    dynamic_sampling_filter: str | None = None
+    """`filter(args, samples)`: is a finished group trained? True or False, or a DynamicFilterOutput."""
+    buffer_filter: str | None = None
+    """`choose(args, rollout_id, buffer, num_samples)`: the groups of the next batch, out of those that are finished."""
+    sample_filter: str | None = None
+    """`mark(args, groups)`: sets `remove_sample` on samples of a batch that are not to be trained."""
+    reward_post_process: str | None = None
+    """`process(args, samples)`: raw rewards, and those that are the advantages of the batch's samples instead of what
+    the algo made of them."""
+    convert_samples_to_train_data: str | None = None
+    """`convert(args, samples)`: the batch as lists of tokens, response_lengths, rewards, loss_masks and
+    rollout_log_probs."""
+    rollout_function: str | None = None
+    """`generate_rollout(args, rollout_id, data_source, evaluation=False)`: makes whole batches, instead of the
+    environments' own rollouts."""
+    eval_function: str | None = None
+    """As rollout_function with evaluation=True: makes whole evals."""
+    args: dict[str, Any] = Field({})
+    """More attributes of `args`."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Is no function named?"""
+        return not any(getattr(self, name) for name in type(self).model_fields if name != "args")

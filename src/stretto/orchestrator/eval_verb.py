@@ -1,0 +1,124 @@
+"""The verb `eval`: held-out tasks against engines that run, or against one started for a model directory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from stretto.base import log, process
+from stretto.base.errors import ConfigError, EngineError
+from stretto.base.ports import is_free
+from stretto.chat.render import Renderer
+from stretto.config.roots import EvalConfig, InferenceConfig
+from stretto.orchestrator.build import build_chat, build_engines, build_renderer_of, open_env, run_info
+from stretto.orchestrator.evaluate import Evaluator
+from stretto.orchestrator.rollout import Player
+from stretto.orchestrator.scores import Score, table
+from stretto.transports.engine.chat import ChatClient
+
+logger = logging.getLogger(__name__)
+
+
+def main(cfg: EvalConfig) -> int:
+    """Evaluate running engines, or one started for `cfg.model`; prints a table, writes eval.json and samples."""
+    cfg.run_path.mkdir(parents=True, exist_ok=True)
+    log.setup("eval", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+    scores = asyncio.run(evaluate_engine(cfg))
+    path = cfg.run_path / "eval.json"
+    path.write_text(json.dumps([dataclasses.asdict(score) for score in scores], indent=2) + "\n")
+    sys.stdout.write(table(scores) + f"\n\n{path}\n")
+    return 0
+
+
+async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
+    """Scores of the engines the config names."""
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(_engine_url(cfg))
+        section = cfg.client if url is None else cfg.client.model_copy(update={"base_url": url})
+        async with build_chat(section) if section.api == "chat" else build_engines(section) as engines:
+            renderer = None if isinstance(engines, ChatClient) else _renderer(cfg)
+            about = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model)
+            envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.eval.env]
+            await engines.wait_ready(section.ready_timeout_s)
+            player = Player(
+                engine=engines,
+                renderer=renderer or engines,
+                sampling=cfg.eval.sampling,
+                seq_len=cfg.seq_len,
+                seed=cfg.seed,
+                run_id=cfg.run_name,
+                timeout_s=cfg.rollout_timeout_s,
+            )
+            evaluator = Evaluator(
+                envs, cfg.eval, player, max_inflight_rollouts=cfg.max_inflight_rollouts, run_dir=cfg.run_dir
+            )
+            return await evaluator.evaluate(0)
+
+
+def _renderer(cfg: EvalConfig) -> Renderer:
+    model = cfg.model or cfg.tokenizer.name
+    if model is None:
+        raise ConfigError(
+            "tokenizer.name: give the tokenizer of the model that runs at client.base_url, or set client.api = "
+            '"chat" to evaluate with text alone.'
+        )
+    return build_renderer_of(model, cfg.tokenizer.name, cfg.renderer)
+
+
+@asynccontextmanager
+async def _engine_url(cfg: EvalConfig) -> AsyncIterator[str | None]:
+    """The address of an engine of our own, for as long as it is needed.
+
+    None where there is no model to start.
+    """
+    if cfg.model is None:
+        yield None
+        return
+    server = cfg.inference.server
+    port = server.port if "port" in server.model_fields_set else _free_port()
+    if not is_free(server.host, port):
+        # Whoever listens there would be evaluated instead of `model`.
+        raise ConfigError(
+            f"inference.server.port = {port} is taken by another process on this machine; stop it, give another "
+            "port, or leave it out and a free one is found."
+        )
+    server = server.model_dump() | {"port": port}
+    section = cfg.inference.model_dump() | {"model": cfg.model, "server": server}
+    whereabouts = {"output_dir": cfg.output_dir, "run": {"name": cfg.run_name}}
+    inference = InferenceConfig.model_validate(section | whereabouts)
+    path = cfg.run_dir.config("inference")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(inference.model_dump_json(indent=2))
+    threads = inference.num_threads or process.num_cores()
+    argv = (sys.executable, "-m", "stretto", "inference", "@", str(path))
+    engine = process.start(
+        "inference", argv, env=process.thread_env(threads), log=cfg.run_dir.log("inference")
+    )
+    ending = asyncio.create_task(engine.wait())
+    working = asyncio.current_task()
+    ending.add_done_callback(lambda done: None if done.cancelled() else working.cancel())
+    try:
+        yield f"http://{inference.server.host}:{port}/v1"
+    except asyncio.CancelledError:
+        if not ending.done() or ending.cancelled():
+            raise
+        working.uncancel()
+        lines = "\n  ".join(engine.tail())
+        raise EngineError(
+            f"the engine ended ({process.describe_exit(ending.result())}); its last lines:\n  {lines}"
+        ) from None
+    finally:
+        ending.cancel()
+        await process.stop([engine], grace_s=5.0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
