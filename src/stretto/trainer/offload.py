@@ -24,10 +24,10 @@ class StreamedOptimizer:
     """What a learner asks of an optimizer: `param_groups`, `state` (in CPU memory), `step`."""
 
     def __init__(
-        self, named: dict[str, nn.Parameter], make: Make, *, bucket_bytes: int = BUCKET_BYTES
+        self, named: dict[str, nn.Parameter], make: Make, *, bucket_bytes: int | None = None
     ) -> None:
-        """make: the optimizer of some of the weights."""
-        self._inner = [make(bucket) for bucket in _buckets(named, bucket_bytes)]
+        """make: the optimizer of some of the weights; bucket_bytes: None is BUCKET_BYTES."""
+        self._inner = [make(bucket) for bucket in _buckets(named, bucket_bytes or BUCKET_BYTES)]
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(named.values()), "lr": self._inner[0].param_groups[0]["lr"]}
         ]

@@ -164,8 +164,10 @@ def make_optimizer_parts(
             raise DataError(f"optimizer state of {name!r}, which this model does not have")
         parameter = parameters[name]
         shape = parameter.shape if described.shape else ()
-        device = "cpu" if isinstance(optimizer, StreamedOptimizer) else parameter.device
-        value = torch.empty(shape, dtype=described.dtype, device=device)
+        if isinstance(optimizer, StreamedOptimizer):
+            value = torch.empty(shape, dtype=described.dtype, pin_memory=parameter.is_cuda)
+        else:
+            value = torch.empty(shape, dtype=described.dtype, device=parameter.device)
         optimizer.state[parameter][key] = value
         parts[full_name] = masters.part(name, value)
         if parts[full_name].shape != described.shape:
