@@ -111,7 +111,12 @@ class OrchestratorConfig(OrchestratorSection, RunRoot):
 
 
 class InferenceConfig(InferenceSection, RunRoot):
-    """`inference`: one engine and its server alone."""
+    """`inference`: an engine and its server alone, or several as [deployment] says."""
+
+    hosts: list[str] | None = None
+    """Addresses of the nodes of a deployment over several, as they reach each other; None: one machine."""
+    node_rank: int | None = Field(None, ge=0)
+    """Which of the hosts this machine is, from 0; None: the one whose address is this machine's."""
 
     def _default_name(self) -> str:
         return f"rl-{short_name(self.model or ModelSection().name)}"

@@ -330,7 +330,13 @@ def _with_offload(
                 "kv_connector_extra_config": {"connectors": connectors},
             }
         extra = engine.section.vllm_extra | {"kv_transfer_config": one}
-        own = engine.section.model_copy(update={"vllm_extra": extra, "enable_prefix_caching": True})
+        update = {
+            "vllm_extra": extra,
+            "enable_prefix_caching": True,
+            "kv_cache_offload": None,
+            "engine": "vllm",
+        }
+        own = engine.section.model_copy(update=update)
         env = engine.env | _store_env(offload, hosts) if isinstance(offload, MooncakeOffload) else engine.env
         found.append(EngineSpec(engine.name, engine.role, engine.node, own, env, engine.num_gpus))
     return found, _store(offload) if isinstance(offload, MooncakeOffload) else None

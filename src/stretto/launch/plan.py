@@ -14,6 +14,7 @@ import json
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ class Plan:
         }
         if self.config.teacher_inference is not None:
             all_of_them["teacher"] = self.config.teacher_config()
-        if self.engines is not None and self.inference is not None and len(self.engines.engines) > 1:
+        if self.engines is not None and self.inference is not None:
             one = {engine.name: section_of(self.inference, engine) for engine in self.engines.engines}
             all_of_them |= one
         return {verb: config for verb, config in all_of_them.items() if config is not None}
@@ -203,7 +204,7 @@ def _with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCo
     if port != server.port:
         notes.append(f"inference.server.port is {port}, since {server.port} is taken on this machine")
         cfg = replaced(cfg, "inference.server.port", port)
-        cfg = replaced(cfg, "orchestrator.client.base_url", f"http://{_reachable(server.host)}:{port}/v1")
+        cfg = replaced(cfg, "orchestrator.client.base_url", f"http://{reachable(server.host)}:{port}/v1")
     return cfg
 
 
@@ -218,7 +219,7 @@ def _with_teacher_port(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RL
     if port != first:
         notes.append(f"teacher_inference.server.port is {port}, since {first} is taken on this machine")
     cfg = replaced(cfg, "teacher_inference.server", server.model_copy(update={"port": port}))
-    return replaced(cfg, "orchestrator.teacher.base_url", f"http://{_reachable(server.host)}:{port}/v1")
+    return replaced(cfg, "orchestrator.teacher.base_url", f"http://{reachable(server.host)}:{port}/v1")
 
 
 def _local_engines(cfg: RLConfig) -> EnginesPlan | None:
@@ -232,11 +233,11 @@ def _local_engines(cfg: RLConfig) -> EnginesPlan | None:
     if shape.type == "multi_node" or (shape.type == "disaggregated" and not shape.is_local):
         raise ConfigError(
             f'inference.deployment.type = "{shape.type}" needs {shape.num_nodes} nodes and `rl` starts processes on '
-            f"this machine alone. Start the engines there, each with `inference`, and give their addresses: "
-            f"--no-inference --orchestrator.client.base-url ... ; or try the shape out here: "
+            "this machine alone. Name them all, the trainer's first, and start the same command on each: "
+            "--deployment.type multi_node --deployment.hosts ... ; or try the shape out here: "
             + ("inference.deployment.is_local = true" if shape.type == "disaggregated" else "num_replicas")
         )
-    host = _reachable(cfg.inference.server.host)
+    host = reachable(cfg.inference.server.host)
     return plan_engines(cfg.inference, [host], is_cpu=not process.visible_gpus())
 
 
@@ -285,7 +286,7 @@ def _free_port(key: str, host: str, port: int, is_given: bool, ports: PortClaims
     raise ConfigError(f"{key}: no free port between {port} and {last}; give one with {flag}.")
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """Under which address a server that listens on `host` is called from this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
@@ -573,10 +574,10 @@ def write(plan: Plan, directory: Path) -> None:
         if verb == "eval":
             del data["inference"]["model"]  # another spelling of the root's model
             del data["inference"]["server"]["port"]
-        _write_json(
+        write_json(
             target.config(verb), data, is_secret=has_key and isinstance(config, RLConfig | InferenceConfig)
         )
-    _write_json(target.plan, as_json(plan))
+    write_json(target.plan, as_json(plan))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -596,31 +597,36 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, data: dict[str, Any], *, is_secret: bool = False) -> None:
+def write_json(path: Path, data: dict[str, Any], *, is_secret: bool = False) -> None:
     path.touch(mode=0o600 if is_secret else 0o644)
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
-def table(plan: Plan) -> str:
-    """The plan as a person reads it."""
-    nodes = [f"{node}: {host}" for node, host in enumerate(plan.hosts)] or [""]
-    header = ("process", *["node"] * bool(plan.hosts), "threads", "devices", "ports", "command")
+def process_table(processes: Sequence[ProcessSpec], hosts: Sequence[str]) -> str:
+    """A line a process; hosts: of several machines."""
+    nodes = [f"{node}: {host}" for node, host in enumerate(hosts)] or [""]
+    header = ("process", *["node"] * bool(hosts), "threads", "devices", "ports", "command")
     rows = [
         (
             spec.name,
-            *[nodes[spec.node]] * bool(plan.hosts),
+            *[nodes[spec.node]] * bool(hosts),
             str(spec.threads),
             f"GPU {','.join(spec.devices)}" if spec.devices else "CPU",
             " ".join(f"{name}:{port}" for name, port in spec.ports.items()) or "-",
             shlex.join(("python", *spec.argv[1:])),
         )
-        for spec in plan.processes
+        for spec in processes
     ]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)
     ]
     lines.insert(1, "  ".join("-" * width for width in widths[:-1]) + "  " + "-" * 7)
+    return "\n".join(lines)
+
+
+def table(plan: Plan) -> str:
+    """The plan as a person reads it."""
     cfg = plan.config
     envs = ", ".join(env.name or env.id for env in cfg.orchestrator.env)
     steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
@@ -636,4 +642,6 @@ def table(plan: Plan) -> str:
     if cfg.inference is None:
         urls = cfg.orchestrator.client.base_url
         head.append(f"engines  already running at {urls if isinstance(urls, str) else ', '.join(urls)}")
-    return "\n".join([*head, "", *lines, *(f"note: {note}" for note in plan.notes)])
+    return "\n".join(
+        [*head, "", process_table(plan.processes, plan.hosts), *(f"note: {note}" for note in plan.notes)]
+    )
