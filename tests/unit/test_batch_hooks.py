@@ -1,0 +1,254 @@
+"""Hooks about groups and batches, in runs of the real orchestrator."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import numpy as np
+import pytest
+from fakes import FakeEngine, FakeTrainer, parrot
+from test_orchestrator import config, train
+
+from stretto.base.errors import ConfigError, StrettoError
+from stretto.ledger.audit import audit
+from stretto.monitors.file import read_metrics
+
+
+@pytest.fixture
+def hooks(tmp_path, monkeypatch):
+    """Writes a module of hooks and gives the settings that name its functions."""
+    numbers = iter(range(9))
+
+    def write(code, **args):
+        name = f"batch_{tmp_path.name}_{next(numbers)}".replace("-", "_")
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        functions = re.findall(r"def (\w+)\(", code)
+        return {each: f"{name}:{each}" for each in functions} | ({"args": args} if args else {})
+
+    return write
+
+
+def run(path, hooks, *, skill=0.5, max_steps=3, **settings):
+    """The orchestrator's run with these hooks: its config and what the trainer got."""
+    cfg = config(path, hooks=hooks, max_steps=max_steps, **settings)
+    trainer = FakeTrainer(max_steps=max_steps)
+    train(cfg, FakeEngine(parrot(skill)), trainer)
+    return cfg, trainer
+
+
+def error_of(path, hooks, **settings):
+    """What a run ends with."""
+    with pytest.raises((StrettoError, ExceptionGroup)) as caught:
+        run(path, hooks, **settings)
+    errors = [caught.value]
+    while isinstance(errors[0], ExceptionGroup):
+        errors = [inner for error in errors for inner in getattr(error, "exceptions", [error])]
+    assert all(isinstance(error, StrettoError) for error in errors), errors
+    return "\n".join(map(str, errors))
+
+
+def samples(trainer):
+    """Every trained document: id, advantages of its trained tokens, tokens."""
+    found = []
+    for step in trainer.batches:
+        for mb in (mb for batch in step for mb in batch.micro_batches):
+            for i, name in enumerate(mb.sample_ids):
+                place = slice(mb.cu_seqlens[i], mb.cu_seqlens[i + 1])
+                mask = mb.loss_mask[place]
+                found.append((name, mb.advantages[place][mask], mb.token_ids[place], mask))
+    return found
+
+
+def test_a_dynamic_sampling_filter_replaces_groups_and_the_reason_is_kept(tmp_path, hooks):
+    named = hooks("""
+        from stretto.hooks import DynamicFilterOutput
+
+        def dynamic_sampling_filter(args, samples, **kwargs):
+            assert len(samples) == args.n_samples_per_prompt == 4
+            rewards = [sample.get_reward_value(args) for sample in samples]
+            return DynamicFilterOutput(keep=sum(rewards) == 2, reason="not half")
+    """)
+    cfg, trainer = run(tmp_path, named, filter_zero_advantages=False)
+    assert len(samples(trainer)) == 3 * 8
+    for _, advantages, *_ in samples(trainer):
+        assert set(np.abs(advantages).tolist()) == {0.5}
+    assert audit(cfg.run_dir) == []
+    rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
+    assert sum(row.get("groups/rejected", 0) for row in rows) > 0
+
+
+def test_a_filter_may_say_no_with_a_bool_and_one_that_raises_fails_groups_by_name(tmp_path, hooks):
+    _, trainer = run(
+        tmp_path / "a", hooks("def dynamic_sampling_filter(args, samples):\n    return True\n")
+    )
+    assert len(trainer.batches) == 3
+    broken = hooks("def dynamic_sampling_filter(args, samples):\n    return samples[0].nothing\n")
+    message = error_of(tmp_path / "b", broken, max_failed_groups=3)
+    assert ".py:2: AttributeError" in message and "groups in a row failed" in message
+
+
+def test_marked_samples_are_not_trained_and_count_in_their_group(tmp_path, hooks):
+    named = hooks("""
+        def sample_filter(args, groups):
+            for group in groups:
+                for sample in group:
+                    sample.remove_sample = sample.reward == 0
+    """)
+    _, trainer = run(tmp_path, named)
+    for _, advantages, *_ in samples(trainer):
+        assert 0 < advantages.min() < 1
+
+
+def test_post_processed_rewards_are_the_advantages(tmp_path, hooks):
+    named = hooks(
+        """
+        async def reward_post_process(args, samples):
+            raw = [sample.get_reward_value(args) for sample in samples]
+            return raw, [args.scale * (reward - 0.5) for reward in raw]
+        """,
+        scale=10,
+    )
+    _, trainer = run(tmp_path, named)
+    assert {float(a) for _, advantages, *_ in samples(trainer) for a in advantages} == {-5.0, 5.0}
+
+
+def test_a_conversion_says_what_is_trained(tmp_path, hooks):
+    named = hooks("""
+        def convert_samples_to_train_data(args, samples):
+            return {
+                "tokens": [sample.tokens[:-1] for sample in samples],
+                "response_lengths": [sample.response_length - 1 for sample in samples],
+                "loss_masks": [[0] + sample.loss_mask[1:-1] for sample in samples],
+                "rollout_log_probs": [sample.rollout_log_probs[:-1] for sample in samples],
+                "rewards": [7.0 for sample in samples],
+            }
+    """)
+    _, trainer = run(tmp_path, named)
+    for _, advantages, tokens, mask in samples(trainer):
+        text = "".join(map(chr, tokens))
+        assert not text.endswith(".") and ".A" in text
+        assert mask.sum() == len(text.split(".A")[1]) - 1
+        assert set(advantages.tolist()) == {7.0}
+
+
+def test_a_buffer_filter_chooses_the_groups_of_a_batch(tmp_path, hooks):
+    named = hooks("""
+        def buffer_filter(args, rollout_id, buffer, num_samples):
+            assert num_samples == args.rollout_batch_size == 2
+            return sorted(buffer, key=lambda group: -group[0].group_index)[:num_samples]
+    """)
+    cfg, trainer = run(tmp_path, named, oversampling_factor=2.0, max_async_level=2)
+    assert len(trainer.batches) == 3 and audit(cfg.run_dir) == []
+    groups = [{int(name[1:].split(".")[0]) for name, *_ in samples_of(step)} for step in trainer.batches]
+    assert all(len(each) == 2 for each in groups) and len(set().union(*groups)) == 6
+    _, by_draw = run(tmp_path / "plain", {}, oversampling_factor=2.0, max_async_level=2)
+    first = {int(name[1:].split(".")[0]) for name, *_ in samples_of(by_draw.batches[0])}
+    assert groups[0] != first
+
+
+def samples_of(step):
+    for mb in (mb for batch in step for mb in batch.micro_batches):
+        for i, name in enumerate(mb.sample_ids):
+            yield name, mb.token_ids[mb.cu_seqlens[i] : mb.cu_seqlens[i + 1]]
+
+
+ROLLOUT = """
+    from stretto.hooks import RolloutFnEvalOutput, RolloutFnTrainOutput
+
+    def fill(args, sample, right):
+        prompt, reply = [ord(c) for c in f"Q{sample.group_index}"], [ord(c) for c in "ok."]
+        sample.tokens, sample.response_length = prompt + reply, len(reply)
+        sample.rollout_log_probs, sample.loss_mask = [-0.5] * 3, [1, 0, 1]
+        sample.reward, sample.status = float(right), sample.Status.COMPLETED
+
+    async def rollout_function(args, rollout_id, data_source, evaluation=False):
+        assert not evaluation
+        groups = data_source.get_samples(args.rollout_batch_size + 1)
+        for group in groups:
+            for i, sample in enumerate(group):
+                fill(args, sample, i % 2)
+        data_source.add_samples(groups[-1:] if rollout_id == 0 else [])
+        return RolloutFnTrainOutput(samples=groups[:-1], metrics={"id": rollout_id})
+
+    async def eval_function(args, rollout_id, data_source, evaluation=False):
+        assert evaluation
+        samples = [group[0] for group in data_source.get_samples(4)]
+        for i, sample in enumerate(samples):
+            fill(args, sample, i == 0)
+        return RolloutFnEvalOutput(data={"mine": {"rewards": [s.reward for s in samples], "samples": samples}})
+"""
+
+
+def test_a_rollout_function_makes_whole_batches_and_an_eval_function_whole_evals(tmp_path, hooks):
+    named = {key: path for key, path in hooks(ROLLOUT).items() if key != "fill"}
+    cfg, trainer = run(tmp_path, named, eval={"num_examples": 4, "interval": 2, "greedy": False})
+    assert len(trainer.batches) == 3
+    for _, advantages, tokens, mask in samples(trainer):
+        assert "".join(map(chr, tokens)).endswith("ok.") and mask.tolist()[-3:] == [True, False, True]
+        assert set(np.abs(advantages).tolist()) == {0.5}
+    rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
+    assert {row["eval/mine/sampled/mean"] for row in rows if "eval/mine/sampled/mean" in row} == {0.25}
+    assert audit(cfg.run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 5", "returned int; return RolloutFnTrainOutput"),
+        ("return [[]]", "a group must be a list of samples"),
+        (
+            "return [[__import__('stretto.hooks').hooks.Sample(group_index=77)]]",
+            "has samples of the groups ['77']",
+        ),
+        ("groups = data_source.get_samples(1); return groups", "the reward is None, not a number"),
+        ("data_source.get_samples(1); raise ValueError('x')", ".py:2: ValueError: x"),
+    ],
+)
+def test_a_rollout_function_that_gives_nonsense_is_told_where(tmp_path, hooks, body, message):
+    code = f"async def rollout_function(args, rollout_id, data_source, evaluation=False):\n    {body}\n"
+    assert message in error_of(tmp_path, hooks(code), max_failed_groups=2)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def reward_post_process(args, samples):\n    return 3\n", "return raw rewards and rewards"),
+        ("def reward_post_process(args, samples):\n    return [], [1.0]\n", "1 rewards for"),
+        (
+            "def convert_samples_to_train_data(args, samples):\n    return [1]\n",
+            "return a dictionary of lists",
+        ),
+        (
+            "def convert_samples_to_train_data(args, samples):\n    return {'tokns': []}\n",
+            "the dictionary has tokns",
+        ),
+        (
+            "def convert_samples_to_train_data(args, samples):\n    return {'rewards': [1.0]}\n",
+            "rewards has 1 entries",
+        ),
+        (
+            "def convert_samples_to_train_data(args, samples):\n    return {'loss_masks': [[1] for s in samples]}\n",
+            "loss_mask has 1 entries for a response of",
+        ),
+        (
+            "def sample_filter(args, groups):\n    for g in groups:\n        for s in g: s.remove_sample = True\n",
+            "removed every sample",
+        ),
+        (
+            "def buffer_filter(args, rollout_id, buffer, num_samples):\n    return buffer[:1]\n",
+            "returned 1 groups",
+        ),
+        ("def sample_filter(args, groups):\n    1 / 0\n", ".py:2: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_batch_hook_that_gives_nonsense_ends_the_run_with_its_name(tmp_path, hooks, code, message):
+    assert message in error_of(tmp_path, hooks(code))
+
+
+def test_a_hook_that_is_not_there_is_told_before_anything_runs(tmp_path):
+    with pytest.raises(ConfigError, match=r"orchestrator\.hooks\.sample_filter = 'no_such_module:f'"):
+        run(tmp_path, {"sample_filter": "no_such_module:f"})
+    with pytest.raises(ConfigError, match="called with 4"):
+        run(tmp_path, {"buffer_filter": "json:loads"})
