@@ -340,6 +340,7 @@ def arguments(settings: Settings, run: RunInfo) -> Arguments:
     """What hooks are told of the run."""
     known = {
         "hf_checkpoint": run.tokenizer,
+        "encode": None if run.encode is None else lambda text: run.encode(text).tolist(),
         "prompt_data": settings.path,
         "input_key": settings.input_key,
         "label_key": settings.label_key,
