@@ -72,6 +72,27 @@ def test_loss_falls_and_metrics_and_summary_say_so(tmp_path):
     assert summary["epochs"] == 40 * 16 / 40
 
 
+def test_memory_settings_leave_the_weights_as_they_are_without(tmp_path):
+    kinds = {"plain": {}, "again": {"ac": {}}, "parts": {"ac": {"mode": "selective", "targets": ["mlp"]}}}
+    found = {}
+    for name, settings in kinds.items():
+        cfg = config(tmp_path, run={"name": name}, model={"scratch": SCRATCH} | settings)
+        assert sft.main(cfg) == 0
+        found[name] = weights(cfg, 8)
+    assert same_weights(found["plain"], found["again"]) and same_weights(found["plain"], found["parts"])
+
+
+@pytest.mark.parametrize("changes", [{"optim": {"type": "muon", "lr": 3e-3}}, {"fp8": "reference"}], ids=str)
+def test_loss_falls_under_muon_and_in_8_bits(tmp_path, changes):
+    if "fp8" in changes:
+        changes = {"model": {"scratch": SCRATCH} | changes}
+    cfg = config(tmp_path, max_steps=40, val=None, **changes)
+    assert sft.main(cfg) == 0
+    rows = read_metrics(cfg.run_dir.metrics("sft"))
+    assert rows[-1]["nll/mean"] < rows[0]["nll/mean"] - 1
+    assert all(tensor.dtype == torch.float32 for tensor in weights(cfg, 40).values())
+
+
 def test_exported_model_is_what_transformers_computes(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
