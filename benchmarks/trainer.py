@@ -8,7 +8,8 @@ vocabulary, ours beside logits kept whole. knobs: one setting changed at a time;
 keeps for the backward pass. gemm (CUDA): products in 8 bits beside bfloat16.
 
 Every measurement is a process of its own. Memory is the peak during steps over what the weights take: resident
-set on a CPU, allocated memory on CUDA. MFU counts 6 operations for each weight that a token meets and the causal
+set on a CPU, allocated memory on CUDA. Time is wall time on CUDA, and the processor time of one thread on a CPU,
+which a busy machine does not change. MFU counts 6 operations for each weight that a token meets and the causal
 half of attention, where the GPU's peak is known. The last line is one JSON object.
 """
 
@@ -171,9 +172,11 @@ def _status(key: str) -> int:
 
 
 def clock(device: str) -> float:
+    """Seconds: of the wall on CUDA; of this process's one thread on a CPU, which others may share."""
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def stretto_steps(spec: dict[str, Any]) -> dict[str, Any]:
