@@ -1,0 +1,114 @@
+"""Runs on a file of one's own, with a generate function of the documented shape and a reward function."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import rl, start, toml, wait
+
+from stretto.ledger.audit import audit
+
+HOOKS = '''
+from transformers import AutoTokenizer
+
+from stretto.hooks import Sample, post
+
+TOKENIZER = None
+
+
+async def generate(args, sample: Sample, sampling_params) -> Sample:
+    global TOKENIZER
+    if TOKENIZER is None:
+        TOKENIZER = AutoTokenizer.from_pretrained(args.hf_checkpoint, trust_remote_code=True)
+    prompt_token_ids = TOKENIZER(sample.prompt, add_special_tokens=False)["input_ids"]
+    output = await post(
+        f"http://{args.vllm_router_ip}:{args.vllm_router_port}/inference/v1/generate",
+        {
+            "model": args.hf_checkpoint,
+            "token_ids": prompt_token_ids,
+            "sampling_params": {"max_tokens": sampling_params["max_new_tokens"]},
+        },
+    )
+    choice = output["choices"][0]
+    response_token_ids = list(choice.get("token_ids") or [])
+    sample.tokens = prompt_token_ids + response_token_ids
+    sample.response_length = len(response_token_ids)
+    finish_reason = choice.get("finish_reason") or "stop"
+    if finish_reason == "length":
+        sample.status = Sample.Status.TRUNCATED
+    elif finish_reason in ("abort", "cancelled"):
+        sample.status = Sample.Status.ABORTED
+    else:
+        sample.status = Sample.Status.COMPLETED
+    sample.response = TOKENIZER.decode(response_token_ids) if response_token_ids else ""
+    return sample
+
+
+async def vowels(args, sample: Sample) -> float:
+    """The share of vowels in what was said, for whoever asked `label`."""
+    text = sample.response.removesuffix("<|im_end|>")
+    return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A network of a few thousand parameters that has just been made."""
+    directory = tmp_path_factory.mktemp("model")
+    settings = {
+        "max_steps": 1,
+        "seq_len": 256,
+        "num_threads": 1,
+        "output_dir": directory,
+        "run": {"name": "run"},
+        "model": {"scratch": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
+        "data": {"type": "environment", "id": "sort-letters", "num_rows": 64},
+        "optim": {"lr": 1e-3},
+    }
+    (directory / "sft.toml").write_text(toml(settings))
+    code, output = wait(start("sft", ["@", "sft.toml"], directory))
+    assert code == 0, output
+    return directory / "run" / "weights" / "latest"
+
+
+def test_a_file_and_two_functions_train_a_policy(model, tmp_path):
+    (tmp_path / "own_hooks.py").write_text(HOOKS)
+    rows = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("a", "be", "cab", "deaf")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = {
+        "path": str(tmp_path / "rows.jsonl"),
+        "eval_path": str(tmp_path / "rows.jsonl@[0:2]"),
+        "generate": "own_hooks:generate",
+        "reward": "own_hooks:vowels",
+    }
+    settings = {
+        "max_steps": 24,
+        "seq_len": 256,
+        "model": {"name": model},
+        "orchestrator": {
+            "batch_size": 64,
+            "max_async_level": 0,
+            "group_size": 16,
+            "train": {"sampling": {"max_completion_tokens": 6}},
+            "env": [{"id": "dataset", "name": "words", "args": args}],
+            "eval": {"interval": 24, "group_size": 4, "greedy": False},
+        },
+        "trainer": {"optim": {"lr": 1e-2}},
+    }
+    ended = rl(tmp_path, settings)
+    assert max(ended.column("mismatch_kl/max")) < 1e-5
+    rewards = ended.column("reward/mean")
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
+    assert ended.summary()["reward_after"] > ended.summary()["reward_before"] + 0.2
+    assert audit(ended.run) == []
+
+
+def test_a_malformed_line_ends_the_run_before_it_starts_with_its_place(model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": "a", "label": "b",}\n')
+    env = [{"id": "dataset", "args": {"path": str(tmp_path / "rows.jsonl")}}]
+    settings = {"max_steps": 2, "seq_len": 256, "model": {"name": model}, "orchestrator": {"env": env}}
+    ended = rl(tmp_path, settings, is_ok=False)
+    assert ended.code != 0 and "rows.jsonl:2: not JSON: a comma before '}'" in ended.output
+    assert "Traceback" not in ended.output
