@@ -14,8 +14,11 @@ from stretto.base.errors import ConfigError
 from stretto.config.model import ActivationCheckpointSection, LoRASection, ModelSection
 from stretto.config.trainer import AdamWOptim, ConstantScheduler
 from stretto.models.attention import PackedLayout
+from stretto.models.hf import load_hf_model
+from stretto.models.hub import save_hf
 from stretto.models.moe import Routing
 from stretto.trainer.learner import Learner
+from stretto.trainer.muon import find_matrices
 from stretto.trainer.parallel import memory
 from stretto.trainer.parallel.memory import Offload, prepare_blocks
 
@@ -202,3 +205,25 @@ def test_what_cannot_be_is_refused(monkeypatch, tmp_path):
     assert refused(ac_offloading={}) == "[model.ac_offloading] needs a GPU to offload from; leave it out"
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler is not installed" in refused(compile={})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_whole_blocks_of_transformers_models_are_computed_again_too(family, tmp_path):
+    save_hf(build_policy(**MOE | {"family": family}), tmp_path)
+    ids, grads, calls = torch.arange(30), [], []
+    for model in ({}, {"ac": {}}):
+        policy = load_hf_model(tmp_path, dtype=torch.float32)
+        prepare_blocks(policy, ModelSection(**model))
+        policy.model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
+        policy.hidden(ids, PackedLayout((0, 12, 30), ids.device)).square().sum().backward()
+        grads.append({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
+    assert len(calls) == 3 and grads[0].keys() == grads[1].keys()
+    assert all(torch.equal(grads[1][name], gradient) for name, gradient in grads[0].items())
+    with pytest.raises(ConfigError, match='mode = "selective" needs impl = "custom"'):
+        prepare_blocks(policy, ModelSection(ac={"mode": "selective"}))
+
+
+def test_muon_finds_the_matrices_of_a_transformers_model(tmp_path):
+    save_hf(build_policy(**MOE), tmp_path)
+    found = find_matrices(load_hf_model(tmp_path, dtype=torch.float32))
+    assert len(found) == 2 * (4 + 1 + 2) and not any("embed" in name or "norm" in name for name in found)
