@@ -1,0 +1,5 @@
+"""Uses verifiers and exports no taskset."""
+
+import verifiers.v1 as vf
+
+__all__ = ["vf"]
