@@ -43,13 +43,17 @@ def config(path, **settings):
     return OrchestratorConfig.model_validate(base | settings)
 
 
-def live(cfg, *, resume=None, stop_at=None, kill_at=None, step_s=0.0):
+def live(cfg, *, resume=None, stop_at=None, kill_at=None, step_s=0.0, is_slow=False):
     """One life of a run, from `resume` on; stopped or killed after so many seconds. Its trainer and engine."""
     if resume is not None:
         cfg = cfg.model_copy(update={"resume": ResumeSection(step=resume)})
     start = resume or 0
     trainer = FakeTrainer(max_steps=STEPS, start=start, checkpoint_every=1, step_delay=lambda step: step_s)
-    engine = FakeEngine(teller, delay=lambda request: 1.0)
+
+    def delay(request):
+        return 60.0 if is_slow and request.request_id.startswith(("test-g2", "test-g3")) else 1.0
+
+    engine = FakeEngine(teller, delay=delay)
     engine.version = start
 
     async def run():
@@ -215,6 +219,46 @@ def test_tokens_of_versions_that_are_undone_are_not_kept(tmp_path):
         assert {row["step"] for row in rows} == {2, 3, 4}
         assert all(row["first_version"] <= row["step"] - 1 for row in rows)
     assert second.step == STEPS and audit(cfg.run_dir) == []
+
+
+def test_what_is_undone_is_forgotten_for_good(tmp_path):
+    """Resumed from step 1 and killed at once: tokens of the undone version 2 must not pass for the new one's."""
+    cfg = config(tmp_path, max_async_level=1)
+    live(cfg, stop_at=4.5, step_s=0.6)
+    assert {
+        span.version
+        for turns in kept_turns(cfg).values()
+        for turn in turns
+        for span in turn.completion.versions
+    } == {1, 2}
+    live(cfg, resume=1, kill_at=0.01)
+    with LedgerReader(cfg.run_dir) as ledger:
+        rows = ledger.rows(
+            "SELECT *, max(row) FROM rollouts JOIN draws USING (group_id) WHERE state = 'drawn' "
+            "GROUP BY group_id, member"
+        )
+    places = [
+        Place(r["segment"], r["offset"], r["length"], r["crc"]) for r in rows if r["segment"] is not None
+    ]
+    turns = [turn for place in places for turn in load_turns(cfg.run_dir, place, "test")]
+    assert turns and {span.version for turn in turns for span in turn.completion.versions} == {1}
+    second, _ = live(cfg, resume=1)
+    assert second.step == STEPS and audit(cfg.run_dir) == []
+
+
+def test_a_rollout_that_meets_its_deadline_during_a_stop_goes_on(tmp_path, unbroken, monkeypatch):
+    """Engines that do not answer in time: the rollouts have not failed, they begin anew."""
+    cfg = config(tmp_path, rollout_timeout_s=6.0)
+
+    async def deaf(self, request_ids=None):
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(FakeEngine, "abort", deaf)
+    first, _ = live(cfg, stop_at=4.9, is_slow=True)
+    monkeypatch.undo()
+    assert first.step == 1
+    second, _ = live(cfg, resume=1)
+    assert trained(first) + trained(second) == unbroken
 
 
 # -- records --

@@ -111,10 +111,20 @@ def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version
     return groups
 
 
+@dataclass(frozen=True)
+class Found:
+    """What is kept of a rollout, and where it stands."""
+
+    kept: Kept
+    place: Place
+    row: int
+    is_cut: bool  # what stands there is more: tokens of versions that are undone
+
+
 def kept_rollouts(
     db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version: int
-) -> dict[tuple[int, int], tuple[Kept, Place]]:
-    """The turns of rollouts that were under way, of draws that are played again, and where the newest lies.
+) -> dict[tuple[int, int], Found]:
+    """The turns of rollouts that were under way, of draws that are played again, by group and member.
 
     Tokens of versions after `step` are undone with them; what is older than oldest_version, gone or damaged is
     left out, and such a rollout begins anew.
@@ -124,23 +134,25 @@ def kept_rollouts(
         "JOIN draws d USING (group_id) WHERE d.state = 'drawn' GROUP BY group_id, member"
     ).fetchall()
     found = {}
-    for group_id, member, finished_at, *place, _ in rows:
+    for group_id, member, finished_at, *place, row in rows:
         if finished_at is not None or place[0] is None:
             continue
         who, at = f"g{group_id}.{member}", Place(*place)
         try:
-            turns = up_to(standing(load_turns(run_dir, at, who)), step)
+            whole = standing(load_turns(run_dir, at, who))
+            turns = up_to(whole, step)
+            why = f"it was sampled after step {step}"
         except (DataError, WireError) as error:
-            logger.warning("rollout %s begins anew: %s", who, error)
-            continue
-        if not turns:
-            logger.info("rollout %s begins anew: it was sampled after step %d", who, step)
-            continue
+            turns, why = [], str(error)
         kept = Kept(turns=tuple(turns))
-        if kept.first_version < oldest_version:
-            logger.info("rollout %s begins anew: version %d is too old now", who, kept.first_version)
-        else:
-            found[group_id, member] = (kept, at)
+        if turns and kept.first_version < oldest_version:
+            turns, why = [], f"version {kept.first_version} is too old now"
+        if not turns:
+            logger.warning("rollout %s begins anew: %s", who, why)
+            db.execute("UPDATE rollouts SET segment = NULL WHERE row = ?", (row,))
+            continue
+        is_cut = len(turns) < len(whole) or turns[-1] is not whole[-1]
+        found[group_id, member] = Found(kept, at, row, is_cut=is_cut)
     return found
 
 

@@ -142,12 +142,7 @@ class Ledger:
         key = (group_id, member)
         if key not in self._running:
             return  # its group was dropped meanwhile
-        place = self._turns[key] = self._segments.append_turn(turn, self._turns.get(key))
-        with self.transaction():
-            self._db.execute(
-                "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?",
-                (*place, self._running[key][0]),
-            )
+        self._add_turn(key, self._running[key][0], turn)
         if self._segments.end >= self._segment_bytes:
             self._rotate()
 
@@ -266,8 +261,13 @@ class Ledger:
         """What unfinished draws have already played, by group and member; see `resume.kept_rollouts`."""
         with self.transaction():
             found = resume.kept_rollouts(self._db, self._run_dir, step, oldest_version)
-        self._turns = {key: place for key, (_, place) in found.items()}
-        return {key: kept for key, (kept, _) in found.items()}
+            self._turns = {key: each.place for key, each in found.items()}
+            for key, each in found.items():
+                if each.is_cut:  # written down without what is undone, whose versions will be other weights
+                    del self._turns[key]
+                    for turn in each.kept.turns:
+                        self._add_turn(key, each.row, turn)
+        return {key: each.kept for key, each in found.items()}
 
     def unfinished_draws(self) -> list[tuple[int, Task]]:
         """Draws to run again under their number, in draw order; call it after `resumable`."""
@@ -288,6 +288,14 @@ class Ledger:
     def _insert_row(self, table: str, *values: Any) -> None:
         with self.transaction():
             self._insert(table, *values)
+
+    def _add_turn(self, key: tuple[int, int], row: int, turn: Turn) -> None:
+        place = self._turns[key] = self._segments.append_turn(turn, self._turns.get(key))
+        with self.transaction():
+            self._db.execute(
+                "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?",
+                (*place, row),
+            )
 
     def _take_row(self, group_id: int, member: int) -> tuple[int, int | None, float | None]:
         """The row of a running member, or a new one for a member that was never said to start."""

@@ -43,7 +43,7 @@ from stretto.orchestrator.checkpoint import Progress
 from stretto.orchestrator.concurrency import Aimd, Look
 from stretto.orchestrator.curriculum import Curriculum
 from stretto.orchestrator.echo import build_echo
-from stretto.orchestrator.evaluate import Evaluator, is_due
+from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.filters import mean_reward, settle
 from stretto.orchestrator.interruption import Interruption
 from stretto.orchestrator.own_rollouts import DataSource, OwnRollouts
@@ -52,6 +52,7 @@ from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples, whiten_samples
 from stretto.orchestrator.scores import overall, table
+from stretto.orchestrator.scoring import is_counted
 from stretto.orchestrator.tasks import TaskMix
 from stretto.orchestrator.teacher import Tutors
 from stretto.records.partial import Kept, Turn
@@ -390,6 +391,10 @@ class Loop:
         env = slot.task.env
         draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version, slot.kept)
         group = await self._players[env].play(self.mix.envs[env], draw)
+        if self._interruption.is_on and not all(map(is_counted, group.rollouts)):
+            await (
+                self._interruption.forever()
+            )  # what met its deadline or the engine's end goes on after a resume
         group = await self.tutors.finish(group)
         self._take_in(slot, group)
 
