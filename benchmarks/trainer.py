@@ -291,19 +291,19 @@ def head(spec: dict[str, Any]) -> dict[str, Any]:
 
 def gemm(spec: dict[str, Any]) -> dict[str, Any]:
     """TFLOP/s of one product: bfloat16, 8 bits, and 8 bits with the rounding of both operands."""
-    from stretto.models.fp8 import Groups, round_blocks, round_rows
+    from stretto.models.fp8 import Groups
     from stretto.models.fp8_kernels import find_kernels
 
     rows, dim, out = spec["gemm"]
     device = torch.device("cuda")
     x, weight = (torch.randn(n, dim, device=device, dtype=torch.bfloat16) for n in (rows, out))
     kernels, groups = find_kernels(device), Groups.one(rows, device)
-    x8, w8 = round_rows(x), round_blocks(weight[None])
+    x8, w8 = kernels.round_rows(x), kernels.round_blocks(weight[None])
     ways = {
         "bf16": lambda: x @ weight.T,
         "fp8": lambda: kernels.product(x8, w8, groups, torch.bfloat16),
         "fp8 with rounding": lambda: kernels.product(
-            round_rows(x), round_blocks(weight[None]), groups, torch.bfloat16
+            kernels.round_rows(x), kernels.round_blocks(weight[None]), groups, torch.bfloat16
         ),
     }
     found: dict[str, Any] = {"kernels": kernels.name}

@@ -150,7 +150,8 @@ def test_triton_kernels_give_the_reference_in_the_interpreter():
     """In a process of its own: triton reads TRITON_INTERPRET when it is imported."""
     env = os.environ | {"TRITON_INTERPRET": "1"}
     here = Path(__file__).parent
-    code = "import fp8_cases as c, stretto.models.fp8_kernels as k; c.assert_kernels_agree(k.Triton(), 'cpu')"
+    check = "c.assert_kernels_agree(k.Triton(), 'cpu', is_interpreted=True)"
+    code = f"import fp8_cases as c, stretto.models.fp8_kernels as k; {check}"
     subprocess.run([sys.executable, "-c", code], env=env, cwd=here, check=True, timeout=120)
 
 

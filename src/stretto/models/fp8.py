@@ -94,7 +94,15 @@ class Groups:
 
 
 class Kernels(Protocol):
-    """Products of rounded operands."""
+    """Rounding, as the functions of the same names below have it, and products of what was rounded."""
+
+    name: str
+
+    def round_rows(self, x: Tensor) -> Rounded: ...
+
+    def round_blocks(self, weight: Tensor) -> Rounded: ...
+
+    def round_columns(self, x: Tensor, groups: Groups) -> Rounded: ...
 
     def product(self, x: Rounded, weight: Rounded, groups: Groups, dtype: torch.dtype) -> Tensor:
         """x [rows, in] and weight [groups, out, in] -> [rows, out]: every row with its group's weight."""
@@ -163,6 +171,17 @@ def widened_columns(x: Rounded, groups: Groups) -> Float[Tensor, "dim rows"]:
 class Reference:
     """Rounded numbers, multiplied in float32: what a GPU's kernels must give, on anything that torch runs on."""
 
+    name = "the slow reference"
+
+    def round_rows(self, x: Tensor) -> Rounded:
+        return round_rows(x)
+
+    def round_blocks(self, weight: Tensor) -> Rounded:
+        return round_blocks(weight)
+
+    def round_columns(self, x: Tensor, groups: Groups) -> Rounded:
+        return round_columns(x, groups)
+
     def product(self, x: Rounded, weight: Rounded, groups: Groups, dtype: torch.dtype) -> Tensor:
         rows, weights = widened_rows(x), widened_blocks(weight)
         parts = rows.split(groups.bounds.diff().tolist())
@@ -181,7 +200,7 @@ class _Multiply(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, kernels: Kernels) -> Tensor:
         ctx.groups, ctx.kernels = groups, kernels
         ctx.save_for_backward(x, weight)
-        return kernels.product(round_rows(x), round_blocks(weight), groups, x.dtype)
+        return kernels.product(kernels.round_rows(x), kernels.round_blocks(weight), groups, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -189,9 +208,10 @@ class _Multiply(torch.autograd.Function):
         groups, kernels = ctx.groups, ctx.kernels
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = kernels.product(round_rows(grad), transposed(round_blocks(weight)), groups, x.dtype)
+            blocks = transposed(kernels.round_blocks(weight))
+            grad_x = kernels.product(kernels.round_rows(grad), blocks, groups, x.dtype)
         if ctx.needs_input_grad[1]:
-            columns = round_columns(grad, groups), round_columns(x, groups)
+            columns = kernels.round_columns(grad, groups), kernels.round_columns(x, groups)
             grad_weight = kernels.outer(*columns, groups).to(weight.dtype)
         return grad_x, grad_weight, None, None
 

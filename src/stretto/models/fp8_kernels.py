@@ -14,9 +14,73 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.models.fp8 import BLOCK, FP8, Groups, Rounded
+from stretto.models.fp8 import BLOCK, FP8, LARGEST, SMALLEST_SCALE, Groups, Rounded
 
 NUM_WARPS, NUM_STAGES = 8, 3
+ROWS = 32
+"""Rows that one program rounds."""
+
+
+@triton.jit
+def _scaled(x, scale, LARGEST: tl.constexpr):
+    return tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
+
+
+@triton.jit
+def _round_rows_kernel(
+    x, values, scales, num_rows, dim,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one tile column."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (columns < dim)[None, :]
+    places = rows.to(tl.int64)[:, None] * dim + columns[None, :]
+    numbers = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(numbers), axis=1) / LARGEST, SMALLEST)
+    tl.store(
+        values + places, _scaled(numbers, scale[:, None], LARGEST).to(values.dtype.element_ty), mask=mask
+    )
+    tl.store(scales + rows.to(tl.int64) * tl.cdiv(dim, BLOCK) + block, scale, mask=rows < num_rows)
+
+
+@triton.jit
+def _round_blocks_kernel(
+    weight, values, scales, num_out, dim,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """One block of one group's weight."""
+    group, out_block, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    outs = out_block * BLOCK + tl.arange(0, BLOCK)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    mask = (outs < num_out)[:, None] & (columns < dim)[None, :]
+    places = group * num_out * dim + outs.to(tl.int64)[:, None] * dim + columns[None, :]
+    numbers = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.max(tl.abs(numbers), axis=1), axis=0) / LARGEST, SMALLEST)
+    tl.store(values + places, _scaled(numbers, scale, LARGEST).to(values.dtype.element_ty), mask=mask)
+    tl.store(scales + (group * tl.cdiv(num_out, BLOCK) + out_block) * tl.cdiv(dim, BLOCK) + block, scale)
+
+
+@triton.jit
+def _round_columns_kernel(
+    x, values, scales, start_of, end_of, num_rows, dim,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one tile of rows, stored transposed; an empty tile gets the smallest scale."""
+    tile = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.load(start_of + tile) + tl.arange(0, BLOCK)
+    mask = (rows < tl.load(end_of + tile))[:, None] & (columns < dim)[None, :]
+    numbers = tl.load(x + rows.to(tl.int64)[:, None] * dim + columns[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
+    scale = tl.maximum(tl.max(tl.abs(numbers), axis=0) / LARGEST, SMALLEST)
+    places = columns.to(tl.int64)[None, :] * num_rows + rows[:, None]
+    tl.store(
+        values + places, _scaled(numbers, scale[None, :], LARGEST).to(values.dtype.element_ty), mask=mask
+    )
+    tl.store(scales + tile.to(tl.int64) * dim + columns, scale, mask=columns < dim)
 
 
 @triton.jit
@@ -84,6 +148,45 @@ class Triton:
     """fp8.Kernels for any shape."""
 
     name = "triton"
+
+    def round_rows(self, x: Tensor) -> Rounded:
+        x = x.contiguous()
+        num_rows, dim = x.shape
+        values, scales = (
+            torch.empty_like(x, dtype=FP8),
+            x.new_empty(num_rows, triton.cdiv(dim, BLOCK), dtype=torch.float32),
+        )
+        if num_rows:
+            grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(dim, BLOCK))
+            _round_rows_kernel[grid](
+                x, values, scales, num_rows, dim,
+                ROWS=ROWS, BLOCK=BLOCK, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE,
+            )  # fmt: skip
+        return Rounded(values, scales)
+
+    def round_blocks(self, weight: Tensor) -> Rounded:
+        weight = weight.contiguous()
+        num_groups, num_out, dim = weight.shape
+        grid = (num_groups, triton.cdiv(num_out, BLOCK), triton.cdiv(dim, BLOCK))
+        values, scales = torch.empty_like(weight, dtype=FP8), weight.new_empty(grid, dtype=torch.float32)
+        _round_blocks_kernel[grid](
+            weight, values, scales, num_out, dim,
+            BLOCK=BLOCK, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return Rounded(values, scales)
+
+    def round_columns(self, x: Tensor, groups: Groups) -> Rounded:
+        x = x.contiguous()
+        num_rows, dim = x.shape
+        values = x.new_empty(dim, num_rows, dtype=FP8)
+        scales = x.new_empty(groups.num_tiles, dim, dtype=torch.float32)
+        if groups.num_tiles:
+            _, start, end = groups.tiles
+            _round_columns_kernel[(groups.num_tiles, triton.cdiv(dim, ROWS))](
+                x, values, scales, start, end, num_rows, dim,
+                COLUMNS=ROWS, BLOCK=BLOCK, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE,
+            )  # fmt: skip
+        return Rounded(values, scales)
 
     def product(self, x: Rounded, weight: Rounded, groups: Groups, dtype: torch.dtype) -> Tensor:
         num_rows, dim = x.values.shape

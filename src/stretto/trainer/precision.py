@@ -12,6 +12,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.model import ModelSection
 from stretto.models.decoder import Decoder
 from stretto.models.fp8 import Kernels, Reference, use_fp8
+from stretto.trainer.mesh import training_device
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,9 @@ def round_products(policy: nn.Module, section: ModelSection) -> None:
         return
     if not isinstance(policy, Decoder):
         raise ConfigError('[model] fp8 replaces layers of our own modules; impl = "hf" has none')
-    kernels = Reference() if section.fp8 == "reference" else _find_kernels(next(policy.parameters()).device)
+    kernels = Reference() if section.fp8 == "reference" else _find_kernels(training_device())
     count = use_fp8(policy.model.layers, kernels)
-    logger.info("fp8: %d layers, multiplied by %s", count, getattr(kernels, "name", "the slow reference"))
+    logger.info("fp8: %d layers, multiplied by %s", count, kernels.name)
 
 
 def _find_kernels(device: torch.device) -> Kernels:
