@@ -41,7 +41,7 @@ def words(plan: EnginesPlan) -> str:
 def test_a_single_node_is_one_engine_and_no_router():
     plan = planned({"enable_expert_parallel": True, "parallel": {"tp": 2, "dp": 4}}, ["localhost"])
     assert summary(plan) == [("inference", 0, 8000, 2, 4, 8)]
-    assert not plan.routers and plan.store is None
+    assert not plan.routers and not plan.stores
     assert plan.base_urls == plan.admin_urls == ("http://localhost:8000",)
 
 
@@ -192,9 +192,12 @@ def test_mooncake_has_one_store_for_all_engines():
         "kv_cache_offload": {"type": "mooncake", "cpu": {"num_bytes": 1000}, "protocol": "tcp"},
         "deployment": {"type": "multi_node", "num_nodes": 2},
     }
-    plan = planned(data)
-    assert plan.store is not None and plan.store.node == 0 and plan.store.argv[0] == "mooncake_master"
-    configs = [json.loads(e.env["MOONCAKE_CONFIG"]) for e in plan.engines]
+    plan = planned(data, NODES[:2])
+    master, *parts = plan.stores
+    assert master.node == 0 and master.argv[1:3] == ("-m", "mooncake.cli")
+    assert [part.node for part in parts] == [0, 1] and parts[1].argv[1:3] == ("-m", "mooncake.cli_client")
+    assert "-host=node-1" in parts[1].argv and "-global_segment_size=1000 B" in parts[1].argv
+    configs = [json.loads(e.env["STRETTO_MOONCAKE"]) for e in plan.engines]
     assert configs[0] == configs[1] and configs[0]["master_server_address"] == "node-0:50051"
     assert all(
         e.section.vllm_extra["kv_transfer_config"]["kv_connector"] == "MooncakeStoreConnector"

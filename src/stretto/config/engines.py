@@ -8,6 +8,8 @@ from pydantic import Field
 
 from stretto.config.section import Section
 
+STORE_VARIABLE = "STRETTO_MOONCAKE"
+"""Environment variable of an engine: where the store of caches is, as JSON."""
 ADMITTED = "/admitted"
 """Route on which an engine says that it may be given work: what a router asks."""
 HOLD_VAR = "STRETTO_HOLD"
@@ -160,6 +162,10 @@ class MooncakeOffload(Section):
     """Port of the store's master on the first node."""
     metadata_port: int = Field(8080, ge=1, le=65535)
     """Port of its metadata server."""
+    metrics_port: int = Field(9003, ge=1, le=65535)
+    """Port of the master's metrics."""
+    client_port: int = Field(50052, ge=1, le=65535)
+    """Port, on each node, of the process that holds the node's share."""
 
 
 KvCacheOffload = Annotated[NativeOffload | MooncakeOffload, Field(discriminator="type")]

@@ -24,6 +24,7 @@ from stretto.base.errors import ConfigError
 from stretto.config import router_flags
 from stretto.config.engines import (
     ADMITTED,
+    STORE_VARIABLE,
     Disaggregated,
     MooncakeOffload,
     MultiNode,
@@ -55,12 +56,13 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class HelperSpec:
-    """A process that is no engine: the router, the store's master."""
+    """A process that is no engine: a router, the store's master, a node's part of the store."""
 
     name: str
     node: int
     argv: tuple[str, ...]
     port: int
+    env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class EnginesPlan:
 
     engines: tuple[EngineSpec, ...]
     routers: tuple[HelperSpec, ...]
-    store: HelperSpec | None
+    stores: tuple[HelperSpec, ...]
+    """Of the caches that all engines share: the master first, then a part on each node."""
     base_urls: tuple[str, ...]
     """Where rollouts go."""
     admin_urls: tuple[str, ...]
@@ -94,15 +97,15 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
             engines = _disaggregated(section, shape, hosts, is_cpu=is_cpu)
         case _:
             engines = _replicas(section, is_routed=is_routed)
-    engines, store = _with_offload([_at_home(engine, hosts) for engine in engines], section, hosts)
+    engines, stores = _with_offload([_at_home(engine, hosts) for engine in engines], section, hosts)
     admin = tuple(engine.url(hosts) for engine in engines)
     router = section.router
     if not is_routed or router is None:
-        return EnginesPlan(tuple(engines), (), store, admin, admin)
+        return EnginesPlan(tuple(engines), (), stores, admin, admin)
     if router.address is not None:
-        return EnginesPlan(tuple(engines), (), store, (router.address,), admin)
+        return EnginesPlan(tuple(engines), (), stores, (router.address,), admin)
     spec = _router(router, engines, hosts, section)
-    return EnginesPlan(tuple(engines), (spec,), store, (f"http://{hosts[0]}:{spec.port}",), admin)
+    return EnginesPlan(tuple(engines), (spec,), stores, (f"http://{hosts[0]}:{spec.port}",), admin)
 
 
 def plan_replicas(
@@ -120,7 +123,7 @@ def plan_replicas(
     routers: list[HelperSpec] = []
     urls: list[str] = []
     admin: list[str] = []
-    store = None
+    stores: list[HelperSpec] = []
     for replica in range(num_replicas):
         first = replica * each
         plan = plan_engines(section, hosts[first : first + each], is_cpu=is_cpu)
@@ -128,8 +131,8 @@ def plan_replicas(
         routers += [replace(r, name=f"replica_{replica}_{r.name}", node=first + r.node) for r in plan.routers]
         urls += plan.base_urls
         admin += plan.admin_urls
-        store = store or plan.store
-    return EnginesPlan(tuple(engines), tuple(routers), store, tuple(urls), tuple(admin))
+        stores += [replace(h, name=f"replica_{replica}_{h.name}", node=first + h.node) for h in plan.stores]
+    return EnginesPlan(tuple(engines), tuple(routers), tuple(stores), tuple(urls), tuple(admin))
 
 
 def _need_nodes(hosts: Sequence[str], needed: int, key: str) -> None:
@@ -313,10 +316,10 @@ def _disaggregated_options(section: InferenceSection, role: str, *, is_cpu: bool
 
 def _with_offload(
     engines: list[EngineSpec], section: InferenceSection, hosts: Sequence[str]
-) -> tuple[list[EngineSpec], HelperSpec | None]:
+) -> tuple[list[EngineSpec], tuple[HelperSpec, ...]]:
     offload = section.kv_cache_offload
     if offload is None:
-        return engines, None
+        return engines, ()
     found = []
     for engine in engines:
         connectors = [offload_connector(section)]
@@ -339,7 +342,9 @@ def _with_offload(
         own = engine.section.model_copy(update=update)
         env = engine.env | _store_env(offload, hosts) if isinstance(offload, MooncakeOffload) else engine.env
         found.append(EngineSpec(engine.name, engine.role, engine.node, own, env, engine.num_gpus))
-    return found, _store(offload) if isinstance(offload, MooncakeOffload) else None
+    return found, _stores(offload, hosts[: section.deployment.num_nodes]) if isinstance(
+        offload, MooncakeOffload
+    ) else ()
 
 
 def offload_connector(section: InferenceSection) -> dict[str, Any]:
@@ -356,31 +361,50 @@ def offload_connector(section: InferenceSection) -> dict[str, Any]:
 
 
 def _store_env(offload: MooncakeOffload, hosts: Sequence[str]) -> dict[str, str]:
-    """Where engines find the store; written to a file by whoever starts them, under this variable."""
+    """Where engines find the store; written to the file that vLLM reads by inference/vllm/launch.py."""
     config = {
-        "mode": "embedded",
+        "mode": "standalone-store",
         "metadata_server": f"http://{hosts[0]}:{offload.metadata_port}/metadata",
         "master_server_address": f"{hosts[0]}:{offload.master_port}",
-        "global_segment_size": offload.cpu.num_bytes,
+        "global_segment_size": 0,
         "local_buffer_size": min(offload.cpu.num_bytes, 1 << 30),
         "protocol": offload.protocol,
         "device_name": "",
+        "enable_offload": offload.disk is not None,
     }
-    if offload.disk is not None:
-        config["storage_root_dir"] = offload.disk.path
-    return {"MOONCAKE_CONFIG": json.dumps(config)}
+    return {STORE_VARIABLE: json.dumps(config)}
 
 
-def _store(offload: MooncakeOffload) -> HelperSpec:
-    argv = (
-        "mooncake_master",
-        "-rpc_port",
-        str(offload.master_port),
+def _stores(offload: MooncakeOffload, hosts: Sequence[str]) -> tuple[HelperSpec, ...]:
+    """The master, with the metadata server in it, on the first node; on each a process with its share of memory."""
+    has_disk = str(offload.disk is not None).lower()
+    master = (
+        sys.executable,
+        "-m",
+        "mooncake.cli",
+        f"-rpc_port={offload.master_port}",
         "-enable_http_metadata_server=true",
-        "-http_metadata_server_port",
-        str(offload.metadata_port),
+        f"-http_metadata_server_port={offload.metadata_port}",
+        f"-metrics_port={offload.metrics_port}",
+        f"-enable_offload={has_disk}",
     )
-    return HelperSpec("kv_store", 0, argv, offload.master_port)
+    parts = []
+    for node, host in enumerate(hosts):
+        words = (
+            sys.executable,
+            "-m",
+            "mooncake.cli_client",
+            f"-host={host}",
+            f"-port={offload.client_port}",
+            f"-global_segment_size={offload.cpu.num_bytes} B",
+            f"-master_server_address={hosts[0]}:{offload.master_port}",
+            f"-metadata_server=http://{hosts[0]}:{offload.metadata_port}/metadata",
+            f"-protocol={offload.protocol}",
+            f"-enable_offload={has_disk}",
+        )
+        env = {} if offload.disk is None else {"MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": offload.disk.path}
+        parts.append(HelperSpec(f"kv_store_{node}", node, words, offload.client_port, env))
+    return HelperSpec("kv_master", 0, master, offload.master_port), *parts
 
 
 # -- the router --

@@ -224,13 +224,17 @@ def engine_processes(
                 first_node + engine.node,
             )
         )
-    helpers = [("router", rank, len(engines.routers), router) for rank, router in enumerate(engines.routers)]
-    if engines.store is not None:
-        helpers.append(("kv_store", 0, 1, engines.store))
-    for role, rank, count, helper in helpers:
-        env, ports = process.thread_env(1), {"http": helper.port}
-        node = first_node + helper.node
-        specs.append(ProcessSpec(role, rank, count, helper.argv, env, (), 1, ports, ENGINE_RESTARTS, node))
+    for role, helpers in (("kv_store", engines.stores), ("router", engines.routers)):
+        for rank, helper in enumerate(helpers):
+            env, ports, node = (
+                process.thread_env(1) | helper.env,
+                {"http": helper.port},
+                first_node + helper.node,
+            )
+            spec = ProcessSpec(
+                role, rank, len(helpers), helper.argv, env, (), 1, ports, ENGINE_RESTARTS, node
+            )
+            specs.append(spec)
     return specs
 
 

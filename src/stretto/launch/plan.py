@@ -479,11 +479,12 @@ def _processes(
             ports = {"http": engine.section.server.port}
             env = {**hold, **engine.env}
             processes.append(spec("inference", rank, count, own, ports, env, config=engine.name))
-        for helper in (engines.store, *engines.routers):
-            if helper is not None:
-                env = process.thread_env(1)
-                argv, listening = helper.argv, {"http": helper.port}
-                processes.append(ProcessSpec(helper.name, 0, 1, argv, env, (), 1, listening, ENGINE_RESTARTS))
+        for role, helpers in (("kv_store", engines.stores), ("router", engines.routers)):
+            for rank, helper in enumerate(helpers):
+                env = process.thread_env(1) | helper.env
+                ports = {"http": helper.port}
+                spec_of = (role, rank, len(helpers), helper.argv, env, (), 1, ports, ENGINE_RESTARTS)
+                processes.append(ProcessSpec(*spec_of))
         if cfg.inference.api_key is not None:
             key_env = {cfg.orchestrator.client.api_key_var: cfg.inference.api_key}
     teacher = cfg.orchestrator.teacher

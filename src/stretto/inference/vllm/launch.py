@@ -6,17 +6,20 @@ one that serves HTTP) and a worker extension (worker.py).
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import logging
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.base.errors import ConfigError
+from stretto.config.engines import STORE_VARIABLE
 from stretto.inference.vllm.command import command
 
 if TYPE_CHECKING:
@@ -80,11 +83,23 @@ def main(cfg: InferenceConfig, directory: Path) -> int:
     order = command(cfg, directory, is_cpu=is_cpu)
     # What the user has set in the environment wins, as it does with vLLM itself.
     os.environ.update({name: value for name, value in order.env.items() if name not in os.environ})
+    _write_store_config()
     os.environ["VLLM_PLUGINS"] = _with_plugin(os.environ["VLLM_PLUGINS"])
     logger.info(
         "vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(order.words)
     )
     return _serve(order.words)
+
+
+def _write_store_config() -> None:
+    """Where the store of caches is, in the file from which vLLM's connector reads it."""
+    if (config := os.environ.get(STORE_VARIABLE)) is None:
+        return
+    file = tempfile.NamedTemporaryFile("w", prefix="stretto-mooncake-", suffix=".json", delete=False)  # noqa: SIM115
+    with file:
+        file.write(config)
+    os.environ["MOONCAKE_CONFIG_PATH"] = file.name
+    atexit.register(Path(file.name).unlink, missing_ok=True)
 
 
 def _with_plugin(names: str) -> str:

@@ -1,0 +1,125 @@
+"""Caches that leave the engine that made them: prefill and decode apart, and a store that engines share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from servers import free_port, logprobs_of, needs_vllm, save, scratch, serve
+
+from stretto.models.hub import export_tensors
+from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.transports.engine.client import EngineClient
+from stretto.transports.weights.filesystem import FilesystemPublisher
+
+pytestmark = needs_vllm
+PROMPT = np.random.default_rng(0).integers(10, 110, 300).astype(np.int32)
+needs_router = pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm-router is not installed")
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+needs_mooncake = pytest.mark.skipif(
+    find_spec("mooncake") is None, reason="mooncake-transfer-engine-non-cuda is not installed"
+)
+
+
+def ask(name: str, salt: str, session: str | None = None) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=PROMPT,
+        sampling=SamplingParams(max_tokens=8, seed=1, ignore_eos=True),
+        cache_salt=salt,
+        session_id=session,
+    )
+
+
+def assert_right(completion, model) -> None:
+    expected = logprobs_of(model, np.concatenate([PROMPT, completion.token_ids]))
+    np.testing.assert_allclose(completion.logprobs, expected[len(PROMPT) - 1 :], atol=5e-5, rtol=0)
+
+
+async def total(url: str, name: str) -> float:
+    async with EngineClient([url], timeout_s=60) as client:
+        return (await client.metrics()).get(name, 0.0)
+
+
+async def until(url: str, name: str, least: float) -> None:
+    """Wait for what an engine counts in its own time."""
+    async with asyncio.timeout(60):
+        while await total(url, name) < least:
+            await asyncio.sleep(0.2)
+
+
+@needs_router
+@needs_nixl
+def test_prompts_are_read_by_one_engine_and_replies_written_by_another(tmp_path):
+    """Also under new weights, and with no cache of the old ones."""
+    router, prefill, decode, channel = free_port(), free_port(), free_port(), free_ports_in_a_row(2)
+    words = ["--deployment.type", "disaggregated", "--deployment.is-local", "--device", "cpu"]
+    words += ["--deployment.router-port", str(router), "--deployment.prefill-port", str(prefill)]
+    words += ["--deployment.decode-port", str(decode), "--deployment.side-channel-port", str(channel)]
+    admin = [f"http://127.0.0.1:{port}" for port in (prefill, decode)]
+    publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+
+    async def check() -> None:
+        async with EngineClient(
+            [f"http://127.0.0.1:{router}"], admin, timeout_s=120, max_retries=30
+        ) as client:
+            await client.wait_ready(300)
+            for version in (0, 1):
+                if version:
+                    await client.update_weights(publisher.publish(1, export_tensors(scratch(1))))
+                [completion] = await client.generate(ask(f"v{version}", str(version), session="a"))
+                assert_right(completion, scratch(version))
+        assert await total(admin[1], "vllm:external_prefix_cache_hits_total") >= 2 * 256
+        assert await total(admin[0], "vllm:generation_tokens_total") == 2
+
+    with serve("vllm", save(scratch(0), tmp_path / "model"), tmp_path / "log", *words):
+        asyncio.run(check())
+
+
+@needs_mooncake
+def test_a_second_engine_reads_from_the_store_what_the_first_has_read(tmp_path):
+    ports = {key: free_port() for key in ("master_port", "metadata_port", "metrics_port", "client_port")}
+    backend = free_ports_in_a_row(2)
+    words = ["--deployment.num-replicas", "2", "--router", "None", "--device", "cpu"]
+    words += ["--deployment.backend-port", str(backend)]
+    words += ["--kv-cache-offload.type", "mooncake", "--kv-cache-offload.protocol", "tcp"]
+    words += ["--kv-cache-offload.cpu.num-bytes", str(64 << 20)]
+    for key, port in ports.items():
+        words += [f"--kv-cache-offload.{key.replace('_', '-')}", str(port)]
+    first, second = (f"http://127.0.0.1:{backend + i}" for i in range(2))
+
+    async def check() -> None:
+        async with EngineClient([first], [first, second], timeout_s=120) as client:
+            await client.wait_ready(300)
+            [completion] = await client.generate(ask("first", "salt"))
+            assert_right(completion, scratch(0))
+        async with EngineClient([second], timeout_s=120) as client:
+            await asyncio.sleep(2.0)  # the first engine stores what it has read when the request has ended
+            [again] = await client.generate(ask("second", "salt"))
+            assert_right(again, scratch(0))
+            assert await total(second, "vllm:external_prefix_cache_hits_total") >= 256
+            [other] = await client.generate(ask("third", "another version"))
+            assert other.cached_tokens == 0
+
+    with serve("vllm", save(scratch(0), tmp_path / "model"), tmp_path / "log", *words):
+        asyncio.run(check())
+
+
+def free_ports_in_a_row(count: int) -> int:
+    """The first of some neighbouring ports nobody listens on."""
+    for first in range(20_000 + os.getpid() % 10_000, 32_000):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for offset, each in enumerate(sockets):
+                each.bind(("127.0.0.1", first + offset))
+            return first
+        except OSError:
+            continue
+        finally:
+            for each in sockets:
+                each.close()
+    raise AssertionError("no free ports")
