@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import textwrap
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from fakes import CharRenderer, FakeEngine, parrot, run_virtual
 
@@ -14,6 +17,8 @@ from stretto.config.algorithm import GrpoAlgo
 from stretto.config.orchestrator import SamplingSection
 from stretto.envs.base import RunInfo, SingleTurnEnv, load_environment
 from stretto.hooks import Sample
+from stretto.orchestrator.checkpoint import Progress
+from stretto.orchestrator.main import same_data
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples
 from stretto.orchestrator.scoring import score
@@ -31,7 +36,7 @@ RUN = RunInfo(
     tokenizer="/models/tiny",
     engine_url="http://127.0.0.1:8000",
     encode=encode,
-    count_tokens=lambda messages, tools: len(RENDERER.render_prompt(messages)),
+    prompt_ids=lambda messages, tools: RENDERER.render_prompt(messages),
     render=lambda messages, tools: RENDERER.decode(RENDERER.render_prompt(messages)),
     max_completion_tokens=9,
     group_size=4,
@@ -61,15 +66,16 @@ def module(tmp_path, monkeypatch):
 
 
 def dataset(file, **args):
-    return load_environment("dataset", {"path": str(file)} | args, "mine", RUN)
+    args = {"path": str(file)} | args
+    return load_environment("dataset", {k: v for k, v in args.items() if v is not None}, "mine", RUN)
 
 
-def play(env, *, answer=None, members=4, index=0, max_retries=0):
+def play(env, *, answer=None, members=4, index=0, max_retries=0, sampling=None):
     engine = FakeEngine(answer or parrot(0.5))
     player = Player(
         engine=engine,
         renderer=RENDERER,
-        sampling=SamplingSection(max_completion_tokens=9),
+        sampling=sampling or SamplingSection(max_completion_tokens=9),
         seq_len=200,
         max_retries=max_retries,
     )
@@ -117,6 +123,64 @@ def test_every_record_comes_once_an_epoch_in_an_order_of_its_own(file):
     assert len({tuple(epoch) for epoch in epochs}) > 1
     again = TaskMix([dataset(f"{file}@[1:5]")], [1.0], seed=3)
     assert [again.draw(k).data["label"] for k in range(9, 13)] == [label for e in epochs for label in e][9:13]
+
+
+def test_records_come_in_the_order_of_the_files_where_that_is_asked_for(file):
+    mix = TaskMix([dataset(file, shuffle=False)], [1.0], seed=3)
+    assert [mix.draw(k).data["metadata"]["n"] for k in range(12)] == [*range(5), *range(5), 0, 1]
+
+
+def test_a_run_that_resumes_with_other_records_is_refused(file):
+    fingerprint = lambda *slices: dataset(f"{file}{''.join(slices)}").tasks("train").fingerprint
+    assert fingerprint() == fingerprint("@[0:5]") != fingerprint("@[0:4]")
+    progress = Progress()
+    same_data([dataset(file)], progress)
+    same_data([dataset(file)], progress)
+    before = file.read_text()
+    file.write_text(before.replace('"n": 3', '"n": 7'))
+    with pytest.raises(
+        DataError, match="environment mine: its records are not those that this run began with"
+    ):
+        same_data([dataset(file)], progress)
+    file.write_text(before)
+    same_data([dataset(file)], progress)
+
+
+def test_a_file_for_evals_alone_is_enough_for_evals(file):
+    env = dataset(file, path=None, eval_path=str(file))
+    assert env.tasks("eval").num_tasks == 5
+    with pytest.raises(ConfigError, match="training needs records; name them as path"):
+        env.tasks("train")
+    with pytest.raises(ConfigError, match="name a file as path, or for evals as eval_path"):
+        dataset(file, path=None)
+
+
+def test_what_worker_processes_cannot_do_is_refused(file, module):
+    name = module("def generate(args, sample, sampling_params): ...\ndef rm(args, samples): ...")
+    wrong = {
+        "generate needs the policy's tokenizer": {"generate": f"{name}:generate"},
+        "max_prompt_tokens and apply_chat_template = false needs": {
+            "max_prompt_tokens": 4,
+            "apply_chat_template": False,
+        },
+        "group_reward needs all samples of a group": {"reward": f"{name}:rm", "group_reward": True},
+    }
+    for message, args in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            load_environment("dataset", {"path": str(file)} | args, "mine")
+
+
+def test_dates_and_bytes_of_parquet_files_are_refused_where_they_are_read(tmp_path):
+    day = datetime.date(2026, 1, 2)
+    rows = [{"prompt": "a", "label": "b", "day": day}, {"prompt": "a", "label": "b", "day": day}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert dataset(tmp_path / "rows.parquet").tasks("train").num_tasks == 2
+    rows = [{"prompt": "a", "label": "b", "metadata": {"day": day}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(
+        DataError, match=r"rows\.parquet, row 1: .*date is not JSON serializable; prompt, label"
+    ):
+        dataset(tmp_path / "rows.parquet")
 
 
 def test_held_out_records_are_those_of_eval_path(file):
@@ -379,6 +443,41 @@ def test_rewards_by_function_may_be_dictionaries_and_know_the_metadata(file, mod
         "the reward has the keys ['right', 'score']; name one of them as reward_key"
         in group.rollouts[0].error
     )
+
+
+def test_a_reward_function_is_given_the_whole_sample(file, module):
+    name = module("""
+        def rm(args, sample):
+            text = "".join(map(chr, sample.tokens))
+            assert text == "Uword0.A" + sample.response + "." * (sample.status is sample.Status.COMPLETED)
+            assert sample.response_length == len(text) - len("Uword0.A")
+            return float(sample.status is sample.Status.TRUNCATED)
+    """)
+    says = lambda prompt, rng, version: rng.choice(["short", "much too long"])
+    group, _ = play(dataset(file, reward=f"{name}:rm"), answer=says, members=8)
+    assert {r.reward for r in group.rollouts} == {0.0, 1.0}, group.rollouts[0].error
+    assert all((r.status is RolloutStatus.TRUNCATED) == r.reward for r in group.rollouts)
+
+
+def test_a_generate_function_knows_how_this_rollout_is_sampled(file, module):
+    name = module("""
+        from stretto.hooks import post
+
+        async def generate(args, sample, sampling_params):
+            assert sampling_params == {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_new_tokens": 3}
+            tokens = [ord(c) for c in sample.prompt]
+            payload = {"token_ids": tokens, "sampling_params": sampling_params}
+            output = await post("http://e/inference/v1/generate", payload)
+            reply = output["choices"][0]["token_ids"]
+            sample.tokens, sample.response_length, sample.reward = tokens + reply, len(reply), 1.0
+            sample.status = sample.Status.COMPLETED
+            return sample
+    """)
+    sampling = SamplingSection(max_completion_tokens=3, temperature=0.5)
+    group, _ = play(dataset(file, generate=f"{name}:generate"), members=2, sampling=sampling)
+    for rollout in group.rollouts:
+        assert rollout.reward == 1.0 and rollout.branches[0].temperature == 0.5, rollout.error
+        assert rollout.num_sampled_tokens == 3
 
 
 def test_a_group_may_be_rewarded_as_a_whole(file, module):

@@ -20,7 +20,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -28,6 +28,9 @@ import numpy as np
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs import find
 from stretto.records.rollout import Task
+
+if TYPE_CHECKING:
+    from stretto.config.orchestrator import SamplingSection
 
 Split = Literal["train", "eval"]
 Message = dict[str, Any]
@@ -103,6 +106,10 @@ class RolloutContext(Protocol):
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
         """Answer these messages; new messages are appended to the tokens so far wherever the renderer can."""
 
+    @property
+    def sampling(self) -> SamplingSection | None:
+        """How the policy is sampled here, in training or in an eval; None in worker processes."""
+
     def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Train on these sequences only, each its tokens and which of them are trained (bool).
 
@@ -132,22 +139,17 @@ class RunInfo:
     """Where engines answer, without /v1."""
     encode: Callable[[str], np.ndarray] | None = None
     """Text to int32 tokens, with nothing around them."""
-    count_tokens: Callable[[list[Message], list[dict] | None], int] | None = None
-    """Tokens of a prompt of messages, with tools."""
+    prompt_ids: Callable[[list[Message], list[dict] | None], np.ndarray] | None = None
+    """int32 tokens of a prompt of messages, with tools, up to where the reply begins."""
     render: Callable[[list[Message], list[dict] | None], str] | None = None
-    """Text of such a prompt, up to where the reply begins."""
+    """Text of such a prompt."""
     seed: int = 0
     seq_len: int | None = None
     group_size: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: int | None = None
     max_completion_tokens: int | None = None
-
-    def sampling_params(self) -> dict[str, Any]:
-        """How the run samples, as hooks are told of it."""
-        known = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return known | {"max_new_tokens": self.max_completion_tokens}
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,10 @@ class TaskSource:
 
     make: Callable[[int], Task]
     num_tasks: int | None = None
+    is_ordered: bool = False
+    """They come in order of index in every epoch, and not shuffled."""
+    fingerprint: int | None = None
+    """Of what they are made from, where that may change: a resumed run must go on with the same."""
 
     def task(self, index: int) -> Task:
         """Task number `index`; a finite source starts over at its end."""

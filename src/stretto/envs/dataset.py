@@ -6,11 +6,14 @@
 
 A record has a prompt (text, or messages in OpenAI's shape), and perhaps a label, metadata and tools, under keys
 that are arguments here. Records are shuffled anew every epoch by the run's seed; where a run resumes it goes on
-where it was. `generate` and `reward` may be functions by import path, in vime's terms (hooks/).
+where it was, with the same records. `generate` and `reward` may be functions by import path, in vime's terms (hooks/).
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +40,8 @@ from stretto.hooks.engine import playing
 from stretto.hooks.sample import Sample, Status
 from stretto.records.rollout import Group, Task
 
+logger = logging.getLogger(__name__)
+
 REWARDS = ("exact", "math")
 STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 
@@ -45,8 +50,8 @@ STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 class Settings:
     """The arguments of `dataset`."""
 
-    path: str | list[str]
-    """File, `file@[a:b]`, directory, or several of them."""
+    path: str | list[str] | None
+    """File, `file@[a:b]`, directory, or several of them; None: for evals only."""
     eval_path: str | list[str] | None = None
     """Held-out records, as `path`."""
     input_key: str = "prompt"
@@ -57,6 +62,8 @@ class Settings:
     """False: a prompt is text, and what the policy is given are its tokens and nothing else."""
     max_prompt_tokens: int | None = None
     """Longer prompts are left out."""
+    shuffle: bool = True
+    """Every epoch anew; False: in the order of the files."""
     reward: str = "exact"
     """`exact` (the reply is the label), `math` (equal as mathematics), or `module:function`: `rm(args, sample)`."""
     group_reward: bool = False
@@ -70,7 +77,7 @@ class Settings:
 
 
 def dataset(
-    path: str | list[str],
+    path: str | list[str] | None = None,
     eval_path: str | list[str] | None = None,
     input_key: str = "prompt",
     label_key: str | None = "label",
@@ -78,6 +85,7 @@ def dataset(
     tool_key: str | None = "tools",
     apply_chat_template: bool = True,
     max_prompt_tokens: int | None = None,
+    shuffle: bool = True,
     reward: str = "exact",
     group_reward: bool = False,
     reward_key: str | None = None,
@@ -98,13 +106,14 @@ def dataset(
         tool_key,
         apply_chat_template,
         max_prompt_tokens,
+        shuffle,
         reward,
         group_reward,
         reward_key,
         generate,
         hook_args or {},
     )
-    is_plain = apply_chat_template and generate is None and not group_reward
+    is_plain = apply_chat_template and generate is None and reward in REWARDS
     source = Records(settings, run or RunInfo())
     if is_plain and not source.has_tools:
         return OneRequestDataset(settings, source)
@@ -116,26 +125,40 @@ class Records:
 
     def __init__(self, settings: Settings, run: RunInfo) -> None:
         self.settings, self.run = settings, run
-        if (
-            settings.max_prompt_tokens is not None or not settings.apply_chat_template
-        ) and run.encode is None:
+        needs = {
+            "max_prompt_tokens": settings.max_prompt_tokens is not None,
+            "apply_chat_template = false": not settings.apply_chat_template,
+            "generate": settings.generate is not None,
+        }
+        if run.encode is None and (wanted := [name for name, is_set in needs.items() if is_set]):
             raise ConfigError(
-                "dataset: max_prompt_tokens and apply_chat_template = false need the policy's tokenizer, which "
-                "worker processes do not have; leave num_workers out"
+                f"dataset: {' and '.join(wanted)} needs the policy's tokenizer, which neither worker processes nor "
+                'servers without tokens have; leave out num_workers, or client.api = "chat"'
             )
-        self.train = self._read(settings.path, "path")
-        self.eval = None if settings.eval_path is None else self._read(settings.eval_path, "eval_path")
-        self.has_tools = any(
-            record["tools"] for records in (self.train, self.eval or ()) for record in records
-        )
+        if settings.group_reward and run.engine_url is None:
+            raise ConfigError(
+                "dataset: group_reward needs all samples of a group, and worker processes have one; leave out "
+                "num_workers"
+            )
+        if settings.path is None and settings.eval_path is None:
+            raise ConfigError("dataset: name a file as path, or for evals as eval_path, in `args`")
+        self.fingerprints: dict[Split, int] = {"train": 0, "eval": 0}
+        self._of: dict[Split, list[dict[str, Any]] | None] = {
+            "train": self._read(settings.path, "train"),
+            "eval": self._read(settings.eval_path, "eval"),
+        }
+        self.has_tools = any(row["tools"] for rows in self._of.values() for row in rows or ())
 
     def of(self, split: Split) -> list[dict[str, Any]]:
-        """Raises: ConfigError where no held-out records were named."""
-        if split == "train":
-            return self.train
-        if self.eval is None:
-            raise ConfigError("dataset: evaluation needs held-out records; name them as eval_path in `args`")
-        return self.eval
+        """Raises: ConfigError where no such records were named."""
+        records = self._of[split]
+        if records is None:
+            what = {
+                "train": "training needs records; name them as path",
+                "eval": "evaluation needs held-out records; name them as eval_path",
+            }[split]
+            raise ConfigError(f"dataset: {what} in `args`")
+        return records
 
     def encode(self, text: str) -> np.ndarray:
         """int32 tokens of a text, with nothing around it."""
@@ -146,27 +169,40 @@ class Records:
         limit, prompt = self.settings.max_prompt_tokens, row["prompt"]
         if limit is None:
             return False
-        assert self.run.count_tokens is not None, "checked when the environment was made"
-        tokens = (
-            len(self.encode(prompt))
-            if isinstance(prompt, str)
-            else self.run.count_tokens(prompt, row["tools"])
-        )
-        return tokens > limit
+        tokens = self.prompt_ids(prompt, row["tools"])
+        assert tokens is not None, "checked when the environment was made"
+        return len(tokens) > limit
 
-    def _read(self, sources: str | list[str], setting: str) -> list[dict[str, Any]]:
-        settings, found, num_long = self.settings, [], 0
+    def prompt_ids(self, prompt: str | list[Message], tools: list[dict] | None) -> np.ndarray | None:
+        """int32 tokens that the policy is given; None where its tokenizer is not here."""
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        return None if self.run.prompt_ids is None else self.run.prompt_ids(prompt, tools)
+
+    def _read(self, sources: str | list[str] | None, split: Split) -> list[dict[str, Any]] | None:
+        if sources is None:
+            return None
+        setting = "dataset: " + {"train": "path", "eval": "eval_path"}[split]
+        found, num_long, limit = [], 0, self.settings.max_prompt_tokens
         for source in [sources] if isinstance(sources, str) else sources:
-            for where, record in read_records(source, f"dataset: {setting}"):
+            for where, record in read_records(source, setting):
                 row = self._row(record, where)
                 if self._is_long(row):
                     num_long += 1
-                else:
-                    found.append(row)
+                    continue
+                found.append(row)
+                self.fingerprints[split] = zlib.crc32(_as_json(row, where), self.fingerprints[split])
         if not found:
             raise DataError(
-                f"dataset: {setting}: all {num_long} prompts are longer than max_prompt_tokens = "
-                f"{settings.max_prompt_tokens}; raise it"
+                f"{setting}: all {num_long} prompts are longer than max_prompt_tokens = {limit}; raise it"
+            )
+        if num_long:
+            logger.info(
+                "%s: %d of %d prompts are longer than max_prompt_tokens = %d and left out",
+                setting,
+                num_long,
+                num_long + len(found),
+                limit,
             )
         return found
 
@@ -245,12 +281,13 @@ class Dataset:
         def make(index: int) -> Task:
             return Task(env=self.name, task_id=f"{split}-{index}", data=records[index])
 
-        return TaskSource(make, len(records))
+        fingerprint = self.records.fingerprints[split]
+        return TaskSource(make, len(records), not self.settings.shuffle, fingerprint)
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         if self._generate is not None:
             with playing(ctx):
-                samples = as_samples(await self._called(self._generate, task, self._rendered(task)))
+                samples = as_samples(await self._called(self._generate, task, ctx))
             for each in samples:
                 if each.status in (Status.ABORTED, Status.FAILED):
                     raise EnvError(f"the sample's status is {each.status.name}")
@@ -291,19 +328,21 @@ class Dataset:
             sample.prompt = self.records.run.render(sample.prompt, task.data["tools"])
         return sample
 
-    async def _called(self, hook: Hook, task: Task, sample: Sample) -> Any:
-        sampling = self.records.run.sampling_params()
+    async def _called(self, hook: Hook, task: Task, ctx: RolloutContext) -> Any:
+        sample, sampling = self._rendered(task), sampling_params(ctx)
         if hook.takes("evaluation"):
             is_eval = task.task_id.startswith("eval-")
             return await hook.call(self.args, sample, sampling, evaluation=is_eval)
         return await hook.call(self.args, sample, sampling)
 
     async def _played(self, task: Task, sample: Sample, ctx: RolloutContext) -> Sample:
-        prompt = task.data["prompt"]
+        prompt, tools = task.data["prompt"], task.data["tools"]
         if isinstance(prompt, str):
             reply = await ctx.generate(self.records.encode(prompt))
         else:
-            reply = await ctx.chat(prompt, task.data["tools"])
+            reply = await ctx.chat(prompt, tools)
+        if self._reward is not None and (given := self.records.prompt_ids(prompt, tools)) is not None:
+            sample.tokens = [*given.tolist(), *reply.token_ids.tolist()]
         sample.response = reply.text
         sample.response_length = len(reply.token_ids)
         sample.status = STATUS_OF.get(reply.finish_reason, Status.COMPLETED)
@@ -358,6 +397,28 @@ def arguments(settings: Settings, run: RunInfo) -> Arguments:
         "seed": run.seed,
     }
     return Arguments(**known | address_of(run.engine_url) | settings.hook_args)
+
+
+def sampling_params(ctx: RolloutContext) -> dict[str, Any]:
+    """How the policy is sampled in this rollout, by vime's names."""
+    sampling = ctx.sampling
+    assert sampling is not None, "checked when the environment was made"
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1 if sampling.top_k is None else sampling.top_k,
+        "max_new_tokens": sampling.max_completion_tokens,
+    }
+
+
+def _as_json(row: dict[str, Any], where: str) -> bytes:
+    """Raises: DataError for what a ledger of JSON cannot hold, such as the dates and bytes of parquet files."""
+    try:
+        return json.dumps(row).encode()
+    except (TypeError, ValueError) as cause:
+        raise DataError(
+            f"{where}: {cause}; prompt, label, metadata and tools hold text, numbers, lists and objects only"
+        ) from None
 
 
 def as_samples(returned: Any) -> list[Sample]:

@@ -111,6 +111,8 @@ def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
         is_single_turn=isinstance(env, SingleTurnEnv),
         limits=getattr(env, "limits", None) or Limits(),
         num_tasks={split: source.num_tasks for split, source in sources.items()},
+        ordered=[split for split, source in sources.items() if source.is_ordered],
+        fingerprints={split: source.fingerprint for split, source in sources.items()},
         no_tasks=no_tasks,
     )
     return env, sources, ready

@@ -109,7 +109,9 @@ class WorkerEnv:
     def tasks(self, split: Split) -> TaskSource:
         if split in self._ready.no_tasks:
             raise ConfigError(self._ready.no_tasks[split])
-        return TaskSource(lambda index: self._task(split, index), self._ready.num_tasks[split])
+        ready = self._ready
+        make = lambda index: self._task(split, index)
+        return TaskSource(make, ready.num_tasks[split], split in ready.ordered, ready.fingerprints.get(split))
 
     def _task(self, split: Split, index: int) -> Task:
         return Task(env=self.name, task_id=f"{split}-{index}", data={"split": split, "index": index})

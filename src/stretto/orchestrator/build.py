@@ -37,9 +37,9 @@ def run_info(
         assert renderer is not None
         return renderer.encode(text)
 
-    def count_tokens(messages: list[Message], tools: list[dict] | None) -> int:
+    def prompt_ids(messages: list[Message], tools: list[dict] | None) -> np.ndarray:
         assert renderer is not None
-        return len(renderer.render_prompt(messages, tools))
+        return renderer.render_prompt(messages, tools)
 
     def render(messages: list[Message], tools: list[dict] | None) -> str:
         assert renderer is not None
@@ -49,7 +49,7 @@ def run_info(
         tokenizer=tokenizer,
         engine_url=url.removesuffix("/").removesuffix("/v1"),
         encode=None if renderer is None else encode,
-        count_tokens=None if renderer is None else count_tokens,
+        prompt_ids=None if renderer is None else prompt_ids,
         render=None if renderer is None else render,
         seed=cfg.seed,
         seq_len=cfg.seq_len,

@@ -34,6 +34,7 @@ class Progress(msgspec.Struct, kw_only=True):
     num_resumes: int = 0
     curriculum: dict[str, dict[str, float]] = {}  # environment -> task id -> running reward, as of `step`
     baselines: dict[str, dict[str, float]] = {}  # environment -> agent -> running reward, as of `step`
+    data: dict[str, int] = {}  # environment -> fingerprint of the files its tasks are made from
 
 
 def save(run_dir: RunDir, progress: Progress) -> None:

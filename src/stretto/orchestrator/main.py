@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from stretto.base import log
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
@@ -136,6 +136,7 @@ def build_loop(
     run_dir, resumed_step = cfg.run_dir, progress.step if cfg.resume else None
     about = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
     envs = [open_env(env, run_dir.logs, stack, about) for env in cfg.env]
+    same_data(envs, progress)
     player = Player(
         engine=wires.engines,
         renderer=renderer,
@@ -202,6 +203,23 @@ def build_loop(
         tutors=build_tutors(cfg, wires, envs, renderer),
         vocab_size=vocab_size_of(cfg, renderer),
     )
+
+
+def same_data(envs: Sequence[Environment], progress: Progress) -> None:
+    """Note what tasks are made from, so that a resumed run goes on with the same.
+
+    Raises: DataError where it has changed since the run began: the cursor would point at other records.
+    """
+    for env in envs:
+        now = env.tasks("train").fingerprint
+        before = progress.data.get(env.name, now)
+        if now != before:
+            raise DataError(
+                f"environment {env.name}: its records are not those that this run began with, and the place where it "
+                "stopped means nothing in others; put the old files and arguments back, or begin a new run"
+            )
+        if now is not None:
+            progress.data[env.name] = now
 
 
 def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment]) -> Curriculum:

@@ -26,6 +26,7 @@ from stretto.records.partial import ABORTED, Kept, Turn, joined
 from stretto.records.rollout import Branch
 
 if TYPE_CHECKING:
+    from stretto.config.orchestrator import SamplingSection
     from stretto.orchestrator.echo import Echo
     from stretto.orchestrator.interruption import Journal
     from stretto.orchestrator.rollout import Draw, Player
@@ -101,6 +102,10 @@ class Recorder(RolloutContext):
         self._kept_only: list[tuple[int, np.ndarray]] | None = None  # branch and mask of what is trained
         self._kept, self._first_seed = kept, first_seed
         self._replay = deque(t for t in (kept.turns if kept else ()) if t.agent == name)
+
+    @property
+    def sampling(self) -> SamplingSection:
+        return self._player.sampling
 
     @property
     def num_turns(self) -> int:

@@ -1,9 +1,9 @@
 """The n-th task of a run: a pure function of the seed and n, so that the data cursor is one number.
 
 Environments take turns in a fixed cycle of up to 1000 draws that keeps their ratios exactly and mixes them
-evenly. Inside an environment tasks come in order of index where there is no end of them, and in a fresh
-shuffle an epoch where there is. An environment with difficulty pools (curriculum.py) draws from those: then
-a draw depends on its number and on the pools.
+evenly. Inside an environment tasks come in order of index where there is no end of them, or where it says that
+they are ordered, and else in a fresh shuffle an epoch. An environment with difficulty pools (curriculum.py)
+draws from those: then a draw depends on its number and on the pools.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class TaskMix:
     def _task(self, source: TaskSource, env: int, index: int) -> Task:
         if source.num_tasks is None:
             return source.task(self._seed * SEED_STRIDE + index)
+        if source.is_ordered:
+            return source.task(index)
         epoch, position = divmod(index, source.num_tasks)
         order = _shuffled(source.num_tasks, seed_of("epoch", self._seed, env, epoch))
         return source.task(int(order[position]))
