@@ -175,6 +175,7 @@ def test_what_was_offloaded_comes_back(shape, model, monkeypatch):
     assert not offload._leaving and all(ref() is None for ref in offload._order)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["dense", "moe", "dense+ac", "moe+ac"])
