@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from tiny import build_policy, documents, pack
 
 from stretto.config.algorithm import GaeAdvantages
-from stretto.config.model import ModelSection
+from stretto.config.model import LoRASection, ModelSection
 from stretto.config.trainer import AdamWOptim, ConstantScheduler, CriticSection, MuonOptim, TrainerSection
 from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
@@ -31,7 +31,7 @@ from stretto.trainer.updates import Updates
 NUM_STEPS = 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-KINDS = ("dense", "untied", "bias", "moe", "replay", "ppo")
+KINDS = ("dense", "untied", "bias", "moe", "replay", "ppo", "lora", "lora_moe")
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def _cases() -> list[Case]:
         *cases,
         Case(2, "tp", "bias", {"tp": 2}),
         *_memory_cases(),
+        *_lora_cases(),
         Case(2, "fsdp", "fp8"),
         Case(2, "fsdp", "muon"),
         Case(2, "tp", "muon", {"tp": 2}),
@@ -131,6 +132,20 @@ def _memory_cases() -> list[Case]:
     ]
 
 
+def _lora_cases() -> list[Case]:
+    """An adapter beside weights that are cut, and the meshes that cut it too."""
+    return [
+        Case(2, "fsdp", "lora"),
+        Case(2, "tp", "lora", {"tp": 2}),
+        Case(2, "ulysses", "lora", {"cp": 2}),
+        Case(2, "ring", "lora", {"cp": 2, "cp_style": "ring"}),
+        Case(2, "ep", "lora_moe", {"ep": 2}),
+        Case(4, "hsdp_tp", "lora", {"dp_replicate": 2, "tp": 2}),
+        Case(4, "ep2", "lora_moe", {"ep": 2}),
+        Case(4, "ep_tp", "lora_moe", {"ep": 2, "tp": 2}),
+    ]
+
+
 CASES = _cases()
 
 
@@ -161,7 +176,7 @@ def _choices(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
 
 def policy_of(kind: str):
     match kind:
-        case "dense" | "ppo" | "muon" | "fp8":
+        case "dense" | "ppo" | "muon" | "fp8" | "lora":
             return build_policy(**SHAPE)
         case "untied":
             return build_policy(**SHAPE, tie_word_embeddings=False)
@@ -172,7 +187,8 @@ def policy_of(kind: str):
 
 def section_of(kind: str, **model) -> ModelSection:
     rate, fp8 = 1e-2 if kind == "moe" else None, "reference" if kind == "fp8" else False
-    return ModelSection(**({"fp8": fp8} | model), moe_bias_update_rate=rate)
+    lora = LoRASection(rank=4, alpha=12.0) if kind.startswith("lora") else None
+    return ModelSection(**({"fp8": fp8} | model), lora=lora, moe_bias_update_rate=rate)
 
 
 def optim_of(kind: str) -> AdamWOptim | MuonOptim:
@@ -182,6 +198,7 @@ def optim_of(kind: str) -> AdamWOptim | MuonOptim:
 
 
 def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
+    torch.manual_seed(0)  # adapters begin with it
     section, optim = section_of(kind, **model), optim_of(kind)
     critic = None
     if kind == "ppo":

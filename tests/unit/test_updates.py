@@ -352,6 +352,6 @@ def test_a_language_model_becomes_a_critic_that_says_zero_and_a_classifier_is_re
         *hub.export_tensors(build_policy(4)),
         ("score.weight", torch.zeros(3, critic.config.hidden_size)),
     ]
-    hub.save_hf(build_policy(4), tmp_path / "classifier", tensors=tensors)
+    hub.save_as(build_policy(4), tmp_path / "classifier", None, build_policy(4).config.hf, tensors)
     with pytest.raises(ConfigError, match="has one label"):
         load_critic(tmp_path / "classifier", dtype=torch.float32)

@@ -101,6 +101,14 @@ def build_model(cfg: ModelConfig, dtype: torch.dtype, device: torch.device | str
     return model.to(dtype).to_empty(device=device)
 
 
+def outline(directory: str | Path, dtype: torch.dtype) -> Decoder:
+    """The module without memory: give it some, then load what is needed of `source` with `fill`."""
+    with torch.device("meta"):
+        model = Decoder(load_config(directory))
+    model.source = Path(directory)
+    return model.to(dtype)
+
+
 def table_of(cfg: ModelConfig) -> TensorMap:
     """Where the weights of such a model lie in a checkpoint, without their memory."""
     with torch.device("meta"):
@@ -178,6 +186,8 @@ def _scratch_fields(scratch: ScratchSection) -> dict[str, Any]:
 
 def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight under its Hugging Face checkpoint name, detached, in a fixed order; adapters are merged."""
+    if (shards := getattr(model, "shards", None)) is not None:
+        return shards.export()
     if hasattr(model, "export_tensors"):
         return model.export_tensors()
     return model.tensor_map.export(Merged(model))
@@ -232,26 +242,28 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, tuple[int, ...], Source
             yield name, tensor.shape, tensor
 
 
-def save_hf(
+def save_hf(model: nn.Module, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
+    """Write a model directory that transformers and vLLM load, with the tokenizer of `tokenizer_dir`."""
+    save_as(model, directory, tokenizer_dir, model.config.hf, export_tensors(model))
+
+
+def save_as(
     model: nn.Module,
     directory: str | Path,
-    tokenizer_dir: str | Path | None = None,
-    *,
-    config: dict[str, Any] | None = None,
-    tensors: Iterable[tuple[str, Tensor]] | None = None,
+    tokenizer_dir: str | Path | None,
+    config: dict[str, Any],
+    tensors: Iterable[tuple[str, Tensor]] | None,
 ) -> None:
-    """Write a model directory that transformers and vLLM load, with the tokenizer of `tokenizer_dir`.
-
-    config and tensors are the model's own, unless it is saved as something else.
-    """
+    """The same with another config.json and other tensors; None: others write these."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = dict(config or model.config.hf)
-    dtype = getattr(model, "export_dtype", None) or next(model.parameters()).dtype
+    shards, config = getattr(model, "shards", None), dict(config)
+    dtype = next(model.parameters()).dtype if shards is None else shards.export_dtype
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     _write_json(directory / "config.json", config)
-    _save_shards(directory, export_tensors(model) if tensors is None else tensors)
+    if tensors is not None:
+        _save_shards(directory, tensors)
     if tokenizer_dir is not None:
         copy_tokenizer(tokenizer_dir, directory)
     generation = Path(tokenizer_dir or directory) / "generation_config.json"
@@ -322,7 +334,12 @@ def _save_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         (directory / f"shard-{i}.tmp").replace(directory / file)
         weight_map |= dict.fromkeys(names, file)
-    _write_json(directory / _INDEX, {"metadata": {"total_size": sizes["total"]}, "weight_map": weight_map})
+    write_index(directory, weight_map, sizes["total"])
+
+
+def write_index(directory: Path, weight_map: dict[str, str], num_bytes: int) -> None:
+    """Which file has which tensor."""
+    _write_json(directory / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

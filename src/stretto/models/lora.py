@@ -60,9 +60,13 @@ class LoRALinear(nn.Linear):
         self.lora_B = nn.Parameter(base.weight.new_empty(self.out_features, lora.rank))
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        low = F.linear(_dropped(x, self.dropout), self.lora_A)
         out = product(x, self) if self.bias is None else product(x, self) + self.bias
-        return out + self.scaling * F.linear(low, self.lora_B)
+        return out + self.adapted(x)
+
+    def adapted(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """What the adapter adds to the layer's output."""
+        low = F.linear(_dropped(x, self.dropout), self.lora_A)
+        return self.scaling * F.linear(low, self.lora_B)
 
 
 class LoRAExperts(Experts):
@@ -184,7 +188,7 @@ class Merged(Mapping[str, Tensor]):
         if name not in self._pairs:
             return self._tensors[name]
         if self._last is None or self._last[0] != name:
-            self._last = (name, _added(self._tensors[name], *self._pairs[name]))
+            self._last = (name, added(self._tensors[name], *self._pairs[name]))
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -196,6 +200,35 @@ class Merged(Mapping[str, Tensor]):
 
 def is_adapter_parameter(name: str) -> bool:
     return name.endswith(_HALVES)
+
+
+def pair_names(policy: nn.Module) -> Iterator[tuple[str, str, str, float]]:
+    """(adapted parameter, its A, its B, scaling) by parameter name, of every adapter in a policy of ours."""
+    for path, module in policy.named_modules():
+        if isinstance(module, LoRALinear):
+            yield f"{path}.weight", f"{path}.lora_A", f"{path}.lora_B", module.scaling
+        elif isinstance(module, LoRAExperts):
+            for name in _EXPERT_PARAMETERS:
+                own = f"{path}.{name}"
+                yield own, f"{own}_lora_A", f"{own}_lora_B", module.scaling
+
+
+def initial_values(policy: nn.Module, seed: int) -> Iterator[tuple[str, Callable[[tuple[int, ...]], Tensor]]]:
+    """(parameter, its shape -> its first values) of every adapter, as `attach` makes them; take them in order."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(shape: tuple[int, ...]) -> Tensor:
+        values = torch.empty(shape)
+        _fill_uniform(values, generator)
+        return values
+
+    for path, module in policy.named_modules():
+        if isinstance(module, LoRALinear | LoRAExperts):
+            for key, _ in module.named_parameters():
+                if key.endswith("lora_A"):
+                    yield f"{path}.{key}", uniform
+                elif key.endswith("lora_B"):
+                    yield f"{path}.{key}", torch.zeros
 
 
 def _root(policy: nn.Module) -> nn.Module:
@@ -213,7 +246,7 @@ def _pairs_of(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor, fl
             yield name, (a.detach(), b.detach(), module.scaling)
 
 
-def _added(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def added(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """weight + scaling * B A, computed in float32 and rounded once."""
     return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
 
@@ -234,7 +267,9 @@ class Adapter:
 
     @classmethod
     def of(cls, policy: nn.Module) -> Adapter:
-        """The adapter that is trained in a policy, as it is now."""
+        """The adapter that is trained in a policy, as it is now; if it is sharded, every rank must ask."""
+        if (shards := getattr(policy, "shards", None)) is not None:
+            return shards.adapter()
         pairs, rank, scaling = {}, 0, 0.0
         for path, module in _root(policy).named_modules():
             for name, (a, b, scaling_here) in _pairs_of(module):
@@ -340,12 +375,12 @@ def merge(
 
 
 def save_adapter(
-    policy: nn.Module, directory: str | Path, lora: LoRASection, base: str | None = None
+    source: nn.Module | Adapter, directory: str | Path, lora: LoRASection, base: str | None = None
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors, which PEFT and vLLM load."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    adapter = Adapter.of(policy)
+    adapter = source if isinstance(source, Adapter) else Adapter.of(source)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors()}
     save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
     paths = [name.rpartition(".")[0] for name in adapter.pairs if name.endswith(".weight")]

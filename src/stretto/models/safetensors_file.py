@@ -4,14 +4,16 @@ The library maps a whole file for as long as it is open, so every page that was 
 memory until the end, and loading peaks at twice the model. Here each read maps its own tensor and unmaps it:
 the peak is the model and one tensor. The format: 8 bytes length, a JSON header of names, dtypes, shapes and
 offsets, then the bytes (https://huggingface.co/docs/safetensors).
+Writing is a stream as well.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -63,6 +66,57 @@ def read_file(path: Path) -> Iterator[tuple[str, FileTensor]]:
     except (AttributeError, KeyError, TypeError, ValueError) as cause:
         raise _damaged(path, f"its header is not one of safetensors: {cause!r}") from cause
     yield from sorted(tensors, key=lambda item: item[1].offset)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def called(self, name: str) -> Entry:
+        return replace(self, name=name)
+
+
+class StreamWriter:
+    """A file whose tensors come one after the other: what was written need not stay in memory."""
+
+    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+        """entries: every tensor, in the order in which `add` will get them."""
+        self._entries = iter(entries)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for entry in entries:
+            ends = [offset, offset + entry.num_bytes]
+            header[entry.name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": ends,
+            }
+            offset = ends[1]
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, tensor: Tensor) -> None:
+        """The next tensor."""
+        entry = next(self._entries)
+        assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), entry
+        self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+    def close(self) -> None:
+        """All tensors have come; the file is on the disk."""
+        assert next(self._entries, None) is None, "a tensor is missing"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
 
 
 def _tensor(path: Path, name: str, entry: dict[str, Any], begin: int, end: int) -> FileTensor:

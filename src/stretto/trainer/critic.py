@@ -234,11 +234,6 @@ class Critic:
             "tie_word_embeddings": False,
         }
 
-    def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its name there, whole; every rank must go through all of it."""
-        for name, tensor in hub.export_tensors(self.network):
-            yield (SCORE if name == HEAD else name), tensor
-
     # -- passes --
 
     def _passes(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Rows | None]:

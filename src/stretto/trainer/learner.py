@@ -30,7 +30,7 @@ from stretto.models.lora import Adapter, attach
 from stretto.records.sample import MicroBatch
 from stretto.records.weights import AdapterInfo
 from stretto.trainer.critic import Critic
-from stretto.trainer.mesh import Mesh, training_device
+from stretto.trainer.mesh import Mesh, num_ranks, training_device
 from stretto.trainer.metrics import Reduce, StepSums, alone, sums_by_env
 from stretto.trainer.optim import (
     Masters,
@@ -40,7 +40,7 @@ from stretto.trainer.optim import (
 )
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.memory import prepare_blocks
-from stretto.trainer.parallel.shard import Shards, parallelise
+from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.precision import round_products
 from stretto.trainer.routing import build_routers
 from stretto.trainer.rows import IDLE, Rows, build_rows, count_tokens, trains
@@ -52,9 +52,15 @@ Observer = Callable[[int, MicroBatch, Rows, Tensor, Tensor], None]
 
 
 def load_policy(
-    section: ModelSection, *, vocab_size: int | None = None, **token_ids: int | list[int] | None
+    section: ModelSection,
+    *,
+    vocab_size: int | None = None,
+    may_be_outline: bool = False,
+    **token_ids: int | list[int] | None,
 ) -> nn.Module:
     """The network of [model] on this rank's device: from its directory, or random with a scratch section.
+
+    may_be_outline: on several ranks it may come without memory, for the learner to load its shards into.
 
     vocab_size and token_ids (eos_token_id, ...) are the tokenizer's and needed for a scratch model only.
     What comes back has `hidden(token_ids, layout)`, `output_weight` and `config`, whichever `impl` it is.
@@ -72,6 +78,8 @@ def load_policy(
         return load_hf_model(
             directory, dtype=dtype, device=device, trust_remote_code=section.trust_remote_code
         )
+    if may_be_outline and num_ranks() > 1:
+        return hub.outline(directory, dtype)
     return hub.load_model(directory, dtype=dtype, device=device)
 
 
@@ -124,7 +132,7 @@ class Learner:
         self.mesh, self._cp_style = mesh, model.cp_style
         self._reduce = reduce if mesh is None else mesh.reduce
         self._observe = observe if mesh is None or mesh.is_counted else None
-        self._device = policy.output_weight.device
+        self._device = policy.output_weight.device if mesh is None else mesh.device
         if mesh is None:
             self._masters = Masters(policy, hub.DTYPES[model.optimization_dtype])
         else:
@@ -302,8 +310,6 @@ class Learner:
 
     def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What engines are sent, as it is now: weights by Hugging Face name, of LoRA the adapter by PEFT's."""
-        if isinstance(self._masters, Shards):
-            return self._masters.export()
         return hub.export_tensors(self.policy) if self._lora is None else Adapter.of(self.policy).tensors()
 
     def adapter_info(self) -> AdapterInfo | None:

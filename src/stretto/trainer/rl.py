@@ -43,7 +43,7 @@ from stretto.trainer.critic import Critic, load_critic, with_value_head
 from stretto.trainer.export import export_critic, export_weights
 from stretto.trainer.interrupt import StopFlag, finish_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
-from stretto.trainer.mesh import Mesh, build_mesh, by_lead, process_group, rank_name
+from stretto.trainer.mesh import Mesh, build_mesh, by_lead, process_group, rank_name, training_device
 from stretto.trainer.metrics import alone
 from stretto.trainer.throughput import Throughput
 from stretto.trainer.token_export import TokenExport
@@ -385,19 +385,18 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
         "eos_token_id": list(tokenizer.eos_ids),
         "pad_token_id": tokenizer.token_id(END_OF_TEXT),
     }
-    policy, reference = load_policy(cfg.model, **tokens), None
+    policy, reference = load_policy(cfg.model, may_be_outline=True, **tokens), None
     if (named := reference_of(cfg)) is not None:
         path, name = named
         other = {} if name is None else {"name": name, "scratch": None}
-        reference = load_policy(cfg.model.model_copy(update=other), **tokens).requires_grad_(False)
+        section = cfg.model.model_copy(update=other)
+        reference = load_policy(section, may_be_outline=True, **tokens).requires_grad_(False)
         if reference.output_weight.shape[0] != policy.output_weight.shape[0]:
             raise ConfigError(
                 f"{path} knows {reference.output_weight.shape[0]} tokens and the "
                 f"policy {policy.output_weight.shape[0]}; give a reference of the same family"
             )
-    logger.info(
-        "%d parameters on %s", sum(p.numel() for p in policy.parameters()), policy.output_weight.device
-    )
+    logger.info("%d parameters on %s", sum(p.numel() for p in policy.parameters()), training_device())
     mesh = build_mesh(cfg.model, policy.config)
     critic = None if cfg.critic is None else build_critic(cfg, cfg.critic, policy, tokens, mesh)
     return Learner(

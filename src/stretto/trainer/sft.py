@@ -39,7 +39,15 @@ from stretto.trainer.data import ExampleOrder, Examples, load_examples, pack
 from stretto.trainer.export import export_weights
 from stretto.trainer.interrupt import StopFlag, finish_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
-from stretto.trainer.mesh import build_mesh, by_lead, is_lead_process, process_group, rank_name
+from stretto.trainer.mesh import (
+    build_mesh,
+    by_lead,
+    is_lead_process,
+    process_group,
+    rank_name,
+    training_device,
+)
+from stretto.trainer.online_evals import OnlineEvals
 from stretto.trainer.throughput import Throughput
 
 logger = logging.getLogger(__name__)
@@ -80,10 +88,12 @@ def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
     tokenizer = load_tokenizer(tokenizer_dir)
     policy = load_policy(
         cfg.model,
+        may_be_outline=True,
         vocab_size=tokenizer.vocab_size,
         eos_token_id=list(tokenizer.eos_ids),
         pad_token_id=tokenizer.token_id(END_OF_TEXT),
     )
+    num_parameters = sum(p.numel() for p in policy.parameters())
     model_type = policy.config.hf["model_type"]
     renderer = build_renderer(tokenizer, cfg.renderer, model_type)
     longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
@@ -113,8 +123,8 @@ def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
         "%d examples, %d tokens; %d parameters on %s; steps %d to %d",
         len(examples),
         examples.num_tokens,
-        sum(p.numel() for p in policy.parameters()),
-        policy.output_weight.device,
+        num_parameters,
+        training_device(),
         learner.step + 1,
         max_steps,
     )
@@ -148,6 +158,7 @@ class Session:
     saved_step: int = 0
     exported_step: int = 0
     saver: checkpoint.Saver | None = None
+    evals: OnlineEvals | None = None
     num_tokens: int = 0
     started_at: float = field(default_factory=time.perf_counter)
     throughput: Throughput = field(default_factory=Throughput)
@@ -163,6 +174,9 @@ def run_steps(session: Session, stop: StopFlag) -> int:
         )
     console = Console(session)
     try:
+        if cfg.eval is not None:
+            session.evals = OnlineEvals(cfg, learner, session.tokenizer_dir, session.max_steps)
+            session.evals.evaluate()
         if cfg.val is not None and cfg.val.eval_on_start and session.resumed_step is None:
             monitors.log(0, validate(session))
         while learner.step < session.max_steps and not _should_stop(session, stop):
@@ -172,8 +186,12 @@ def run_steps(session: Session, stop: StopFlag) -> int:
             monitors.log(learner.step, metrics)
             console.step(metrics)
             save_what_is_due(session)
+            if session.evals is not None:
+                session.evals.evaluate()
         finish(session, monitors, was_stopped=learner.step < session.max_steps)
     finally:
+        if session.evals is not None:
+            session.evals.close()
         monitors.close()
     return 0
 
@@ -293,6 +311,10 @@ def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
         if cfg.ckpt.weights is not None:
             export(session)
         session.saver.wait()
+    evals = {}
+    if session.evals is not None:
+        session.evals.evaluate(is_last=not was_stopped)
+        evals = session.evals.finish()
     if not is_lead_process():
         return
     wall_s = time.perf_counter() - session.started_at
@@ -300,12 +322,15 @@ def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
         "steps": learner.step,
         "epochs": session.order.epoch,
         "val_loss": session.val_loss,
+        "evals": evals,
         "wall_s": wall_s,
         "tokens_per_s": session.num_tokens / wall_s,
         "resumed": session.resumed_step is not None,
         "weights": str(run.latest_weights) if session.exported_step else None,
     }
     run.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    for version, means in evals.items():
+        logger.info("step %d: %s", version, "  ".join(f"{name} {mean:.3f}" for name, mean in means.items()))
     if was_stopped:
         logger.info("stopped at step %d of %d; --resume continues", learner.step, session.max_steps)
     if session.exported_step:

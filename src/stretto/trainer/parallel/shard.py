@@ -9,6 +9,7 @@ are summed, not averaged, over ranks: losses are divided by the tokens of all ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from stretto.base.errors import ConfigError
 from stretto.config.model import ModelSection
 from stretto.models import hub
 from stretto.models.decoder import Decoder
+from stretto.models.lora import Adapter, initial_values, is_adapter_parameter
 from stretto.models.moe import mixtures
+from stretto.models.tensor_map import Local
 from stretto.trainer.mesh import Mesh
 from stretto.trainer.parallel.expert import cut_experts
 from stretto.trainer.parallel.tensor import cut_layers
+from stretto.trainer.parallel.weights import Whole, local_part, whole_adapter
 from stretto.trainer.parallel.whole import cuts_of, on_whole
 from stretto.trainer.state import Part
 
@@ -37,18 +41,25 @@ def parallelise(policy: nn.Module, mesh: Mesh, section: ModelSection) -> Shards:
     """
     if not isinstance(policy, Decoder):
         raise ConfigError('[model] impl = "hf" trains on one rank; several need impl = "custom"')
-    if section.lora is not None:
-        raise ConfigError("[model.lora] trains on one rank; leave it out, or start one trainer rank")
     if section.fsdp_cpu_offload and mesh.device.type == "cpu":
         raise ConfigError("[model] fsdp_cpu_offload = true needs a GPU to offload from; leave it out")
     _ = policy.tensor_map  # the table is of whole weights
-    policy.to(hub.DTYPES[section.optimization_dtype])
+    for name, parameter in policy.named_parameters():
+        # What is frozen stays in its own type: nothing is added to it.
+        if parameter.requires_grad or name.endswith("expert_bias"):
+            parameter.data = parameter.data.to(hub.DTYPES[section.optimization_dtype])
     features, partial = ({}, set())
     if mesh.degrees.tp > 1:
         features, partial = cut_layers(policy, policy.config.family_data.tp_plan, mesh)
     experts = cut_experts(policy, mesh) if mesh.degrees.ep > 1 else {}
     _shard(policy, mesh, section)
-    return Shards(policy, mesh, features, experts, partial, hub.DTYPES[section.dtype])
+    is_outline = any(parameter.is_meta for parameter in policy.parameters())
+    if is_outline:
+        policy.to_empty(device="cpu" if section.fsdp_cpu_offload else mesh.device)
+    shards = Shards(policy, mesh, features, experts, partial, hub.DTYPES[section.dtype])
+    if is_outline:
+        shards.load(policy.source)
+    return shards
 
 
 def _shard(policy: Decoder, mesh: Mesh, section: ModelSection) -> None:
@@ -102,13 +113,12 @@ class Shards:
     ) -> None:
         self.policy, self.mesh = policy, mesh
         self._features, self._experts, self._partial = features, experts, partial
-        self._export_dtype = export_dtype
-        # What hub.py asks a model for that does not hold whole weights of its own.
-        policy.export_tensors, policy.export_dtype = self.export, export_dtype
-        self._all: dict[str, nn.Parameter] = dict(policy.named_parameters())
-        self._trained = {name: p for name, p in self._all.items() if p.requires_grad}
+        self.export_dtype = export_dtype
+        policy.shards = self  # for whoever wants whole weights of it (hub.py, lora.py)
+        self.all_parameters: dict[str, nn.Parameter] = dict(policy.named_parameters())
+        self._trained = {name: p for name, p in self.all_parameters.items() if p.requires_grad}
         self.names = list(self._trained)
-        self.parameters = [nn.Parameter(_local(p.detach())) for p in self._trained.values()]
+        self.parameters = [nn.Parameter(local_part(p.detach())) for p in self._trained.values()]
 
     # -- one step --
 
@@ -117,7 +127,7 @@ class Shards:
         for (name, parameter), part in zip(self._trained.items(), self.parameters):
             if parameter.grad is None:
                 continue
-            part.grad = _local(parameter.grad)
+            part.grad = local_part(parameter.grad)
             if name in self._partial:
                 dist.all_reduce(part.grad, group=self.mesh.tp_group)
 
@@ -168,7 +178,7 @@ class Shards:
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Join a weight; every rank must ask, and gets it."""
-        parameter = self._all[name]
+        parameter = self.all_parameters[name]
         if isinstance(parameter, DTensor):
             spread = DTensor.from_local(
                 part,
@@ -188,7 +198,7 @@ class Shards:
 
     def part(self, name: str, value: Tensor) -> Part:
         """Where this rank's part of a weight, or of what an optimizer keeps of one, lies in the whole tensor."""
-        parameter, mesh = self._all[name], self.mesh
+        parameter, mesh = self.all_parameters[name], self.mesh
         if value.dim() == 0 and parameter.dim():
             return Part.whole(value)
         start, shape = [0] * parameter.dim(), list(parameter.shape)
@@ -210,30 +220,25 @@ class Shards:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by checkpoint name, whole, one at a time; every rank must go through all of it."""
-        return self.policy.tensor_map.export(_Whole(self))
+        return self.policy.tensor_map.export(Whole(self))
 
+    def adapter(self) -> Adapter:
+        """The adapter that is trained, whole; every rank must ask."""
+        return whole_adapter(self)
 
-class _Whole(Mapping[str, Tensor]):
-    """Whole weights by our names, joined when asked for; the last one is kept."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self._last: tuple[str, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            parameter = self._shards._all[name]
-            whole = self._shards.whole(name, _local(parameter.detach()))
-            keeps = name.endswith("expert_bias")
-            self._last = name, whole if keeps else whole.to(self._shards._export_dtype)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards._all)
-
-    def __len__(self) -> int:
-        return len(self._shards._all)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        """Fill every part from a model directory, of which no more is read; adapters begin as on one rank."""
+        targets = {}
+        for name, parameter in self.all_parameters.items():
+            part = self.part(name, local_part(parameter.detach()))
+            targets[name] = Local(part.tensor, part.start)
+        base = {name: local for name, local in targets.items() if not is_adapter_parameter(name)}
+        hub.fill(
+            self.policy.tensor_map, base, hub.read_tensors(directory), self.policy.config, str(directory)
+        )
+        for name, values in initial_values(self.policy, torch.initial_seed() % 2**63):
+            local = targets[name]
+            whole = values(self.part(name, local.tensor).shape)
+            region = tuple(slice(a, a + n) for a, n in zip(local.start, local.tensor.shape))
+            local.tensor.copy_(whole[region])

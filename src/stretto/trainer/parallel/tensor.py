@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.models.fp8 import product
+from stretto.models.lora import LoRALinear
 from stretto.trainer.mesh import Mesh
 from stretto.trainer.parallel.exchange import copied, summed
 
@@ -33,14 +34,15 @@ def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[
             continue
         if how == "column":
             inside.add(name.rpartition(".")[0])
-            _keep(module, "weight", 0, mesh)
-            cuts[f"{name}.weight"] = 0
-            if module.bias is not None:
-                _keep(module, "bias", 0, mesh)
-                cuts[f"{name}.bias"] = 0
+            for key in ("weight", "bias", "lora_B"):
+                if getattr(module, key, None) is not None:
+                    _keep(module, key, 0, mesh)
+                    cuts[f"{name}.{key}"] = 0
         else:
-            _keep(module, "weight", 1, mesh)
-            cuts[f"{name}.weight"] = 1
+            for key in ("weight", "lora_A"):
+                if hasattr(module, key):
+                    _keep(module, key, 1, mesh)
+                    cuts[f"{name}.{key}"] = 1
             module.forward = _row_forward(module, mesh.tp_group)
         module.out_features, module.in_features = module.weight.shape
     for name in inside:
@@ -50,9 +52,14 @@ def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[
         for path, _ in policy.named_parameters()
         if path not in cuts
         and (owner := path.rpartition(".")[0]).rpartition(".")[0] in inside
-        and not isinstance(modules[owner], nn.Linear)
+        and (not isinstance(modules[owner], nn.Linear) or _is_half_seen(path, owner, cuts))
     }
     return cuts, partial
+
+
+def _is_half_seen(path: str, owner: str, cuts: Mapping[str, int]) -> bool:
+    """A matrix of an adapter whose layer was cut on its other side."""
+    return path.endswith(("lora_A", "lora_B")) and f"{owner}.weight" in cuts
 
 
 def _keep(module: nn.Module, name: str, dim: int, mesh: Mesh) -> None:
@@ -70,7 +77,10 @@ def _enter(group: Any) -> Any:
 
 def _row_forward(module: nn.Linear, group: Any) -> Any:
     def forward(x: Tensor) -> Tensor:
-        out = summed(product(x, module), group)
+        out = product(x, module)
+        if isinstance(module, LoRALinear):
+            out = out + module.adapted(x)
+        out = summed(out, group)
         return out if module.bias is None else out + module.bias
 
     return forward
