@@ -1,9 +1,10 @@
 """Does a student become its teacher? Distillation of tiny models over several seeds.
 
 A teacher learns sort-letters by supervised fine-tuning; students that have seen less of it, each from a seed of its
-own, are then trained with `opd` (their own rollouts, scored by the teacher), `sft` (the teacher's rollouts),
-`opsd` (themselves, shown the answer) and `grpo` (rewards, for comparison), by `stretto rl`, which starts the
-teacher's engine. Reported: the teacher's KL and the held-out reward, before and after.
+own, are then trained with `opd` (their own rollouts, scored by the teacher), `sft` (the teacher's rollouts) and
+`grpo` (rewards, for comparison), by `stretto rl`, which starts the teacher's engine. The students of `opsd`
+(themselves, shown the answer) have learned to copy an answer that they are shown, and little else. Reported: the
+teacher's KL and the held-out reward, before and after.
 
     python benchmarks/distillation.py [--quick]
 """
@@ -20,16 +21,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parents[1] / "src"
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parent / "src"
 LETTERS = 4
-TEACHER_STEPS, STUDENT_STEPS = 400, 80
-ALGOS = ("opd", "sft", "opsd", "grpo")
+TEACHER_STEPS, STUDENT_STEPS = 400, 80  # of fine-tuning
+ALGOS = ("opsd", "opd", "sft", "grpo")
+SORT = {"id": "sort-letters", "args": {"num_letters": LETTERS}}
+SHOWN = {"id": "distillation_env:ShownLetters", "args": {"num_letters": LETTERS, "shown": 9}}
+SHOWN_STEPS = 300
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, opd alone, few steps")
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80)
     args = parser.parse_args()
     seeds, steps = (1, 12) if args.quick else (args.seeds, args.steps)
@@ -42,7 +47,10 @@ def main() -> None:
         for seed in range(seeds):
             student = warm_up(directory / f"student_{seed}", 40 if args.quick else STUDENT_STEPS, seed=seed)
             for algo in algos:
-                runs.append(distil(directory / f"{algo}_{seed}", algo, student, teacher, seed, steps))
+                mine = student
+                if algo == "opsd":
+                    mine = warm_up(directory / f"shown_{seed}", SHOWN_STEPS, seed=seed, env=SHOWN)
+                runs.append(distil(directory / f"{algo}_{seed}", algo, mine, teacher, seed, steps))
                 print(json.dumps(runs[-1]), flush=True)
     figures = {"steps": steps, "seconds": round(time.perf_counter() - started, 1)}
     for algo in algos:
@@ -51,7 +59,7 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def warm_up(directory: Path, steps: int, seed: int) -> Path:
+def warm_up(directory: Path, steps: int, seed: int, env: dict[str, Any] | None = None) -> Path:
     """A model of 0.13M parameters after so many steps of fine-tuning on solved tasks."""
     run(
         directory,
@@ -61,12 +69,7 @@ def warm_up(directory: Path, steps: int, seed: int) -> Path:
         num_threads=1,
         seed=seed,
         model={"scratch": {"hidden_size": 64, "num_layers": 2}},
-        data={
-            "type": "environment",
-            "id": "sort-letters",
-            "args": {"num_letters": LETTERS},
-            "num_rows": 4096,
-        },
+        data={"type": "environment", "num_rows": 4096} | (env or SORT),
         optim={"lr": 2e-3},
         scheduler={"type": "constant", "warmup_steps": 20},
     )
@@ -80,7 +83,7 @@ def distil(directory: Path, algo: str, student: Path, teacher: Path, seed: int, 
         "group_size": 4,
         "algo": {"type": algo},
         "train": {"sampling": {"max_completion_tokens": LETTERS + 2}},
-        "env": [{"id": "sort-letters", "args": {"num_letters": LETTERS}}],
+        "env": [SORT],
         "eval": {"num_examples": 256, "greedy": False},
     }
     if algo in ("opd", "sft"):
@@ -95,7 +98,7 @@ def distil(directory: Path, algo: str, student: Path, teacher: Path, seed: int, 
         seed=seed,
         model={"name": str(student)},
         orchestrator=orchestrator,
-        trainer={"optim": {"lr": 1e-3}},
+        trainer={"optim": {"lr": 3e-4 if algo == "opsd" else 1e-3}},
     )
     summary = json.loads((directory / "run" / "summary.json").read_text())
     rows = (directory / "run" / "metrics" / "orchestrator.jsonl").read_text().splitlines()
@@ -121,7 +124,7 @@ def run(directory: Path, verb: str, **settings: Any) -> None:
     settings |= {"output_dir": str(directory), "run": {"name": "run"}}
     file = directory / "config.toml"
     file.write_text("".join(f"{key} = {toml(value)}\n" for key, value in settings.items()))
-    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(SOURCE), str(HERE), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "stretto", verb, "@", str(file)],
         env=os.environ | {"PYTHONPATH": path},
