@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import textwrap
@@ -10,13 +11,16 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from aiohttp import web
 from fakes import CharRenderer, FakeEngine, parrot, run_virtual
 
-from stretto.base.errors import ConfigError, DataError, EnvError
+from stretto.base.errors import ConfigError, DataError, EngineError, EnvError
 from stretto.config.algorithm import GrpoAlgo
 from stretto.config.orchestrator import SamplingSection
 from stretto.envs.base import RunInfo, SingleTurnEnv, load_environment
-from stretto.hooks import Sample
+from stretto.hooks import Arguments, Sample, get_model_url, post
+from stretto.hooks.arguments import addresses_of
+from stretto.hooks.engine import playing
 from stretto.orchestrator.checkpoint import Progress
 from stretto.orchestrator.main import same_data
 from stretto.orchestrator.rollout import Draw, Player
@@ -34,7 +38,7 @@ def encode(text):
 
 RUN = RunInfo(
     tokenizer="/models/tiny",
-    engine_url="http://127.0.0.1:8000",
+    engine_urls=("http://127.0.0.1:8000/v1",),
     encode=encode,
     prompt_ids=lambda messages, tools: RENDERER.render_prompt(messages),
     render=lambda messages, tools: RENDERER.decode(RENDERER.render_prompt(messages)),
@@ -337,7 +341,7 @@ def test_tokens_of_tools_are_masked_and_calls_that_were_not_kept_are_not_trained
         from stretto.hooks import post
 
         async def ask(tokens):
-            url = "http://engine/inference/v1/generate"
+            url = "http://127.0.0.1:8000/inference/v1/generate"
             output = await post(url, {"token_ids": tokens})
             return output["choices"][0]["token_ids"]
 
@@ -409,9 +413,10 @@ def test_tokens_that_were_not_sampled_are_refused_with_their_place(file, module)
         ("return sample.nothing", ":3: AttributeError: 'Sample' object has no attribute 'nothing'"),
         ("return args.nothing", "args has no 'nothing'; it has apply_chat_template"),
         ("sample.status = Sample.Status.FAILED; return sample", "the sample's status is FAILED"),
-        ("await post('http://e/inference/v1/generate', {}); return sample", "needs `token_ids`"),
+        ("await post('http://127.0.0.1:8000/inference/v1/generate', {}); return sample", "needs `token_ids`"),
         (
-            "await post('http://e/inference/v1/generate', {'token_ids': [65], 'sampling_params': {'beam': 1}})",
+            "await post(f'http://{args.vllm_router_ip}:{args.vllm_router_port}/inference/v1/generate', "
+            "{'token_ids': [65], 'sampling_params': {'beam': 1}})",
             "sampling_params has beam; a turn of a rollout takes",
         ),
     ],
@@ -425,6 +430,43 @@ async def generate(args, sample, sampling_params):
     for rollout in group.rollouts:
         assert rollout.status is RolloutStatus.FAILED and message in rollout.error
         assert "Traceback" not in rollout.error
+
+
+def test_other_servers_are_asked_over_http_also_by_the_path_of_the_policy():
+    class Policy:
+        async def generate(self, prompt_ids, **sampling):
+            raise AssertionError("this was not for the policy")
+
+    answers = iter([500, 200, 404])
+
+    async def answer(request):
+        status = next(answers)
+        return web.json_response({"said": await request.json()} if status == 200 else {}, status=status)
+
+    async def main():
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            others = {"teacher": f"http://127.0.0.1:{runner.addresses[0][1]}/v1"}
+            args = Arguments(**addresses_of(RUN.engine_urls, others))
+            assert args.vllm_model_routers["actor"] == ("127.0.0.1", 8000)
+            url = get_model_url(args, "teacher")
+            with playing(Policy(), RUN.engine_urls):
+                assert await post(url, {"token_ids": [1]}) == {"said": {"token_ids": [1]}}  # after a 500
+                with pytest.raises(EngineError, match=r"generate: 404"):
+                    await post(url, {})
+                with pytest.raises(AssertionError, match="not for the policy"):
+                    await post(get_model_url(args), {"token_ids": [1]})
+            with pytest.raises(EnvError, match="no model 'ref' in this run; it has actor, teacher"):
+                get_model_url(args, "ref")
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())
 
 
 def test_rewards_by_function_may_be_dictionaries_and_know_the_metadata(file, module):
@@ -467,7 +509,7 @@ def test_a_generate_function_knows_how_this_rollout_is_sampled(file, module):
             assert sampling_params == {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_new_tokens": 3}
             tokens = [ord(c) for c in sample.prompt]
             payload = {"token_ids": tokens, "sampling_params": sampling_params}
-            output = await post("http://e/inference/v1/generate", payload)
+            output = await post("http://127.0.0.1:8000/inference/v1/generate", payload)
             reply = output["choices"][0]["token_ids"]
             sample.tokens, sample.response_length, sample.reward = tokens + reply, len(reply), 1.0
             sample.status = sample.Status.COMPLETED

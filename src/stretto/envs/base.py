@@ -18,8 +18,8 @@ import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -135,8 +135,10 @@ class RunInfo:
 
     tokenizer: str | None = None
     """Directory of the policy's."""
-    engine_url: str | None = None
-    """Where engines answer, without /v1."""
+    engine_urls: tuple[str, ...] = ()
+    """Where the policy's engines answer, or the router before them."""
+    model_urls: Mapping[str, str] = field(default_factory=dict)
+    """Where other models answer, by name."""
     encode: Callable[[str], np.ndarray] | None = None
     """Text to int32 tokens, with nothing around them."""
     prompt_ids: Callable[[list[Message], list[dict] | None], np.ndarray] | None = None

@@ -33,7 +33,7 @@ from stretto.envs.base import (
     scored,
 )
 from stretto.envs.math_reward import MathVerifier
-from stretto.hooks.arguments import Arguments, address_of
+from stretto.hooks.arguments import Arguments, addresses_of
 from stretto.hooks.calls import Hook
 from stretto.hooks.convert import sample_of, trained_tokens
 from stretto.hooks.engine import playing
@@ -135,7 +135,7 @@ class Records:
                 f"dataset: {' and '.join(wanted)} needs the policy's tokenizer, which neither worker processes nor "
                 'servers without tokens have; leave out num_workers, or client.api = "chat"'
             )
-        if settings.group_reward and run.engine_url is None:
+        if settings.group_reward and not run.engine_urls:
             raise ConfigError(
                 "dataset: group_reward needs all samples of a group, and worker processes have one; leave out "
                 "num_workers"
@@ -286,7 +286,7 @@ class Dataset:
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         if self._generate is not None:
-            with playing(ctx):
+            with playing(ctx, self.records.run.engine_urls):
                 samples = as_samples(await self._called(self._generate, task, ctx))
             for each in samples:
                 if each.status in (Status.ABORTED, Status.FAILED):
@@ -396,7 +396,7 @@ def arguments(settings: Settings, run: RunInfo) -> Arguments:
         "rollout_seed": run.seed,
         "seed": run.seed,
     }
-    return Arguments(**known | address_of(run.engine_url) | settings.hook_args)
+    return Arguments(**known | addresses_of(run.engine_urls, run.model_urls) | settings.hook_args)
 
 
 def sampling_params(ctx: RolloutContext) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A run names them by import path: in the `args` of the environment `dataset` thos
 [orchestrator.hooks] those about batches. docs/data.md lists them all.
 """
 
-from stretto.hooks.arguments import Arguments
+from stretto.hooks.arguments import Arguments, get_model_url
 from stretto.hooks.engine import post
 from stretto.hooks.outputs import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
 from stretto.hooks.sample import Sample
@@ -17,5 +17,6 @@ __all__ = [
     "RolloutFnEvalOutput",
     "RolloutFnTrainOutput",
     "Sample",
+    "get_model_url",
     "post",
 ]

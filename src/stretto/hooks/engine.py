@@ -1,21 +1,23 @@
 """`post`: HTTP for hooks. Requests for tokens go through the run's own client, so that what comes back is known.
 
-While a hook generates a sample, a request to `/inference/v1/generate` becomes a turn of the rollout: it has the
-rollout's session, seed, weights and limits, and its tokens, log-probabilities and versions are written down.
-Anything else, and any request made at another time, is plain HTTP.
+While a hook generates a sample, a request to `/inference/v1/generate` of the policy becomes a turn of the rollout: it
+has the rollout's session, seed, weights and limits, and its tokens, log-probabilities and versions are written
+down. Anything else, another model's engine too, and any request made at another time, is plain HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from stretto.base.errors import EngineError, EnvError
+from stretto.hooks.arguments import address_of
 
 GENERATE = "/inference/v1/generate"
 NAMES = {"max_new_tokens": "max_tokens"}
@@ -38,17 +40,22 @@ class Turns(Protocol):
 
 
 class _Episode:
-    def __init__(self, ctx: Turns) -> None:
+    def __init__(self, ctx: Turns, urls: Sequence[str]) -> None:
         self.ctx, self.lock = ctx, asyncio.Lock()
+        self._addresses = {address_of(url) for url in urls}
+
+    def is_asked(self, url: str) -> bool:
+        """Is this a request to the policy for tokens?"""
+        return urlsplit(url).path.endswith(GENERATE) and address_of(url) in self._addresses
 
 
 _episode: ContextVar[_Episode | None] = ContextVar("episode", default=None)
 
 
 @contextmanager
-def playing(ctx: Turns) -> Iterator[None]:
-    """Requests for tokens made inside are turns of this rollout."""
-    token = _episode.set(_Episode(ctx))
+def playing(ctx: Turns, urls: Sequence[str]) -> Iterator[None]:
+    """Requests for tokens made inside, of the policy that answers at these addresses, are turns of this rollout."""
+    token = _episode.set(_Episode(ctx, urls))
     try:
         yield
     finally:
@@ -63,7 +70,7 @@ async def post(
     Raises: EngineError when it answers an error, or not at all; EnvError for a request that says too little.
     """
     episode = _episode.get()
-    if episode is not None and url.split("?")[0].endswith(GENERATE):
+    if episode is not None and episode.is_asked(url):
         async with episode.lock:  # turns of one rollout come one after the other
             return await _turn(episode.ctx, payload)
     return await _send(url, payload, max_retries, headers)

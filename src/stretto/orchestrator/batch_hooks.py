@@ -16,9 +16,10 @@ from stretto.base.errors import EnvError
 from stretto.chat.render import Renderer
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.hooks import Arguments, DynamicFilterOutput, Sample
-from stretto.hooks.arguments import address_of
+from stretto.hooks.arguments import addresses_of
 from stretto.hooks.calls import Hook
 from stretto.hooks.convert import response_start, sample_of
+from stretto.orchestrator.build import other_models, urls_of
 from stretto.orchestrator.scoring import is_counted
 from stretto.records.rollout import Group, Rollout
 from stretto.records.sample import TrainSample
@@ -198,8 +199,7 @@ class BatchHooks:
 
 def arguments_of(cfg: OrchestratorSection) -> Arguments:
     """What hooks are told of the run, by vime's names."""
-    sampling, client = cfg.train.sampling, cfg.client
-    url = client.base_url if isinstance(client.base_url, str) else client.base_url[0]
+    sampling = cfg.train.sampling
     known = {
         "hf_checkpoint": cfg.tokenizer.name or cfg.model.name,
         "rollout_batch_size": cfg.batch_size // cfg.group_size,
@@ -215,7 +215,8 @@ def arguments_of(cfg: OrchestratorSection) -> Arguments:
         "seed": cfg.seed,
         "reward_key": None,
     }
-    return Arguments(**known | address_of(url) | cfg.hooks.args)
+    addresses = addresses_of(urls_of(cfg.client), other_models(cfg))
+    return Arguments(**known | addresses | cfg.hooks.args)
 
 
 def _with_advantage(train: TrainSample, advantage: float) -> TrainSample:

@@ -16,7 +16,7 @@ from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.distill import TeacherSection
 from stretto.config.model import RendererSection, ScratchSection
-from stretto.config.orchestrator import ClientSection, EnvSection, SamplingSection
+from stretto.config.orchestrator import ClientSection, EnvSection, OrchestratorSection, SamplingSection
 from stretto.config.roots import EvalConfig, OrchestratorConfig
 from stretto.envs.base import Environment, Message, RunInfo, load_environment, needs_worker
 from stretto.envs.workers import open_workers
@@ -31,7 +31,6 @@ def run_info(
     tokenizer: str | None,
 ) -> RunInfo:
     """What environments are told of the run; `tokenizer` is the directory of the policy's."""
-    url = cfg.client.base_url if isinstance(cfg.client.base_url, str) else cfg.client.base_url[0]
 
     def encode(text: str) -> np.ndarray:
         assert renderer is not None
@@ -47,7 +46,8 @@ def run_info(
 
     return RunInfo(
         tokenizer=tokenizer,
-        engine_url=url.removesuffix("/").removesuffix("/v1"),
+        engine_urls=urls_of(cfg.client),
+        model_urls=other_models(cfg) if isinstance(cfg, OrchestratorConfig) else {},
         encode=None if renderer is None else encode,
         prompt_ids=None if renderer is None else prompt_ids,
         render=None if renderer is None else render,
@@ -59,6 +59,18 @@ def run_info(
         top_k=sampling.top_k,
         max_completion_tokens=sampling.max_completion_tokens,
     )
+
+
+def urls_of(section: ClientSection | TeacherSection) -> tuple[str, ...]:
+    """The addresses of a section."""
+    urls = section.base_url or []
+    return (urls,) if isinstance(urls, str) else tuple(urls)
+
+
+def other_models(cfg: OrchestratorSection) -> dict[str, str]:
+    """Where the models of a run answer that are not trained, by the names that hooks use."""
+    urls = () if cfg.teacher is None else urls_of(cfg.teacher)
+    return {"teacher": urls[0]} if urls else {}
 
 
 def build_env(section: EnvSection, logs: Path | None = None, run: RunInfo | None = None) -> Environment:
