@@ -19,6 +19,7 @@ from stretto.config.checks import (
     urls,
 )
 from stretto.config.distill_checks import check_loss_is_used, check_teacher_engine
+from stretto.config.mesh_checks import check_mesh
 from stretto.config.shared import Problem
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def check_rl(cfg: RLConfig) -> list[Problem]:
         problems += check_inference(cfg.teacher_inference, "teacher_inference")
     problems += check_teacher_engine(cfg) + check_loss_is_used(cfg)
     problems += check_credit_fits(cfg.trainer, cfg.orchestrator)
+    problems += check_mesh(cfg)
     return problems + check_control(cfg) + check_ports(cfg) + check_gpus(cfg) + check_nodes(cfg)
 
 
@@ -148,13 +150,15 @@ def check_gpus(cfg: RLConfig) -> list[Problem]:
             )
             problems.append(Problem((key, "inference.deployment.num_replicas"), message))
     ranks = len(cfg.trainer_gpu_ids or ()) or cfg.deployment.num_train_gpus or 0
-    if ranks and ranks != cfg.orchestrator.num_train_workers:
+    if ranks and ranks != cfg.num_train_ranks:
         key = "trainer_gpu_ids" if cfg.trainer_gpu_ids else "deployment.num_train_gpus"
-        workers = f"orchestrator.num_train_workers = {cfg.orchestrator.num_train_workers}"
-        message = f"{workers} but {key} gives {ranks} trainer ranks"
-        problems.append(
-            Problem(("orchestrator.num_train_workers", key), f"{message}; leave num_train_workers out")
-        )
+        model, workers = cfg.trainer.model, cfg.orchestrator.num_train_workers
+        message = f"orchestrator.num_train_workers = {workers} but {key} gives {ranks} trainer ranks"
+        way_out = "leave num_train_workers out"
+        if (sharing := model.cp * model.tp) > 1:
+            message += f", {sharing} (trainer.model.cp x tp) to a worker"
+            way_out += f", and give a multiple of {sharing} GPUs"
+        problems.append(Problem(("orchestrator.num_train_workers", key), f"{message}; {way_out}"))
     shared = set(cfg.trainer_gpu_ids or ()) & set(cfg.inference_gpu_ids or ())
     if shared and cfg.inference is not None and cfg.inference.gpu_memory_utilization > 0.8:
         paths = ("trainer_gpu_ids", "inference_gpu_ids", "inference.gpu_memory_utilization")
@@ -200,7 +204,7 @@ def check_nodes(cfg: RLConfig) -> list[Problem]:
         path = "deployment.node_rank"
         problems.append(Problem((path,), f"{path} = {shape.node_rank}: the {total} nodes are counted from 0"))
     workers = cfg.orchestrator.num_train_workers
-    if workers % shape.num_train_nodes:
+    if cfg.num_train_ranks % shape.num_train_nodes:
         paths = ("orchestrator.num_train_workers", "deployment.num_train_nodes")
         rule = f"are divided among {paths[1]} = {shape.num_train_nodes} nodes; give a multiple"
         problems.append(Problem(paths, f"{paths[0]} = {workers} {rule}"))

@@ -8,6 +8,7 @@ load.py.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -194,6 +195,11 @@ class RLConfig(RunRoot):
         _derive_whiten(data)
         return data
 
+    @property
+    def num_train_ranks(self) -> int:
+        """Processes of the trainer: a data-parallel rank is cp x tp of them."""
+        return self.orchestrator.num_train_workers * self.trainer.model.cp * self.trainer.model.tp
+
     def trainer_config(self) -> TrainerConfig:
         """What the trainer process is started with."""
         return TrainerConfig.model_validate(self._cut(self.trainer))
@@ -364,17 +370,23 @@ def _derive_teacher(data: dict[str, Any]) -> None:
 
 
 def _derive_num_train_workers(data: dict[str, Any]) -> None:
-    """One data-parallel rank a trainer GPU, where the GPUs are named."""
+    """One rank a trainer GPU, where the GPUs are named; ranks of the axes cp and tp share their batches."""
     if get(data, "orchestrator.num_train_workers") is not MISSING:
         return
     ids, count = get(data, "trainer_gpu_ids"), get(data, "deployment.num_train_gpus")
     if isinstance(ids, str):
         ids = ids.split(",")
     if isinstance(ids, list) and ids:
-        put(data, "orchestrator.num_train_workers", len(ids))
+        put(data, "orchestrator.num_train_workers", max(1, len(ids) // _sharing(data)))
     elif isinstance(count, int) and count > 0:
-        put(data, "orchestrator.num_train_workers", count)
+        put(data, "orchestrator.num_train_workers", max(1, count // _sharing(data)))
     elif get(data, "deployment.type") == "multi_node":
         with contextlib.suppress(ValueError):  # what is wrong with it is said by whoever checks the section
             deployment = MultiNodeDeployment.model_validate(get(data, "deployment"))
-            put(data, "orchestrator.num_train_workers", deployment.num_ranks)
+            put(data, "orchestrator.num_train_workers", max(1, deployment.num_ranks // _sharing(data)))
+
+
+def _sharing(data: dict[str, Any]) -> int:
+    """Ranks that train on the same micro batches: cp x tp."""
+    degrees = (get(data, f"trainer.model.{axis}") for axis in ("cp", "tp"))
+    return math.prod(d if isinstance(d, int) and d > 0 else 1 for d in degrees)

@@ -144,7 +144,7 @@ def _with_engine_addresses(cfg: RLConfig, engines: EnginesPlan | None) -> RLConf
 
 def _with_threads(cfg: RLConfig, shape: MultiNodeDeployment) -> RLConfig:
     """CPU threads of a process: all nodes are taken to be like this machine."""
-    ranks = cfg.orchestrator.num_train_workers // shape.num_train_nodes
+    ranks = cfg.num_train_ranks // shape.num_train_nodes
     if cfg.trainer.num_threads is None:
         most = GPU_HOST_THREADS if shape.gpus_per_node else MOST_THREADS
         cfg = replaced(cfg, "trainer.num_threads", max(1, min(most, process.num_cores() // ranks)))
@@ -173,7 +173,7 @@ def _orchestrator(cfg: RLConfig, run: RunDir) -> ProcessSpec:
 def _trainers(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessSpec]:
     shape = cfg.deployment
     assert isinstance(shape, MultiNodeDeployment), shape
-    ranks = cfg.orchestrator.num_train_workers
+    ranks = cfg.num_train_ranks
     each = ranks // shape.num_train_nodes
     threads = cfg.trainer.num_threads or 1
     specs = []

@@ -310,7 +310,7 @@ def _assign_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -
         inference_ids = list(range(wanted)) if cfg.inference_gpu_ids is None else cfg.inference_gpu_ids
     trainer_ids = cfg.trainer_gpu_ids
     if trainer_ids is None:
-        ranks = cfg.orchestrator.num_train_workers
+        ranks = cfg.num_train_ranks
         wanted = (
             cfg.deployment.num_train_gpus if cfg.deployment.num_train_gpus is not None else ranks * bool(gpus)
         )
@@ -395,7 +395,7 @@ def _assign_threads(
     orchestrator has one to itself, and engine and trainer divide the rest. What the user gave stays.
     """
     cores = process.num_cores()
-    ranks = cfg.orchestrator.num_train_workers
+    ranks = cfg.num_train_ranks
     shared_out = cores if cores <= 2 else cores - 1
     for_engine = 0 if cfg.inference is None else max(1, shared_out // 2)
     for_rank = max(1, (shared_out - for_engine) // ranks)
@@ -498,7 +498,7 @@ def _processes(
     if cfg.orchestrator.rollout_transport.type == "zmq":
         ports["rollouts"] = cfg.orchestrator.rollout_transport.port
     processes.append(spec("orchestrator", 0, 1, [], ports, key_env))
-    ranks = cfg.orchestrator.num_train_workers
+    ranks = cfg.num_train_ranks
     for rank in range(ranks):
         env = {}
         if ranks > 1:
