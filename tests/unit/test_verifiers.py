@@ -102,6 +102,17 @@ def test_a_taskset_of_one_turn_plays_by_the_name_of_its_module(in_worker):
 
 
 @needs_extra
+def test_the_taskset_that_the_documentation_shows_plays(tmp_path, monkeypatch):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
+    (shown,) = [block for block in re.findall(r"```py\n(.*?)```", page, re.S) if "vf.Taskset" in block]
+    (tmp_path / "capitals_v1.py").write_text(shown)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    engine = Seen(lambda prompt, rng, version: "Tokyo")
+    groups = play("capitals-v1", {"continent": "Asia"}, range(2), engine, num_members=1)
+    assert [group.rollouts[0].reward for group in groups] == [1.0, 0.0]
+
+
+@needs_extra
 def test_tools_are_called_and_the_tokens_of_all_turns_are_one_branch():
     def says(prompt, rng, version):
         if "T" not in prompt.partition("A")[2]:
