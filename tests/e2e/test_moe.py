@@ -95,3 +95,12 @@ def test_dialogues_are_replayed_turn_by_turn(model: Path, tmp_path: Path) -> Non
     for branch in several:
         assert len(branch.routed_experts) == len(branch.token_ids)
         assert branch.routed_experts[:-1].max() < 8 and branch.routed_experts[-1].min() == 255
+
+
+def test_experts_that_are_computed_again_replay_too(model: Path, tmp_path: Path) -> None:
+    """Under Muon, in the same processes: the policy is still the one the engine sampled from."""
+    memory = {"ac": {"mode": "selective", "targets": ["attn_proj", "routed_experts"]}}
+    trainer = {"enable_router_replay": True, "model": memory, "optim": {"type": "muon", "lr": 1e-3}}
+    ended = run(tmp_path, model, max_steps=2, trainer=trainer)
+    assert all(0 <= value < 1e-6 for value in ended.column("mismatch_kl/max"))
+    assert len(ended.column("optim/grad_norm", "trainer")) == 2
