@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import Ended, merged, rl, start, start_rl, toml, until, wait
+from runs import Ended, free_ports, merged, rl, start, start_rl, toml, until, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -81,6 +81,55 @@ def test_a_run_on_vllm_learns_with_weights_from_files(warm: Path, tmp_path: Path
     assert_learned(run)
     # Synchronous: sampler and trainer hold the same weights, and differ by rounding alone.
     assert max(run.column("mismatch_kl/mean", "trainer")) < 1e-5
+
+
+@needs_vllm
+def test_a_run_on_vllm_learns_with_weights_that_are_broadcast_in_flight(warm: Path, tmp_path: Path) -> None:
+    more = {
+        "model": {"name": str(warm)},
+        "inference": {"engine": "vllm"},
+        "weight_broadcast": {"type": "collective", "port": free_ports(1)[0]},
+        "orchestrator": {"max_async_level": 2},
+    }
+    run = rl(tmp_path, merged(RUN, more))
+    assert_learned(run)
+    # Replies that were under way when weights came have tokens of both versions.
+    assert max(run.column("mismatch_kl/mean", "trainer")) > 1e-6
+
+
+@needs_vllm
+def test_a_mixture_on_vllm_is_replayed_by_the_trainer(tmp_path: Path) -> None:
+    warm_up = {
+        "max_steps": 40,
+        "batch_size": 64,
+        "seq_len": 2048,
+        "output_dir": str(tmp_path),
+        "run": {"name": "warm"},
+        "model": {"scratch": {**SCRATCH, "family": "qwen3_moe", "moe_intermediate_size": 64}},
+        "data": {"type": "environment", "id": "reverse-text", "num_rows": 2048},
+        "optim": {"lr": 2e-3},
+    }
+    path = tmp_path / "sft.toml"
+    path.write_text(toml(warm_up))
+    code, output = wait(start("sft", ["@", str(path)], tmp_path))
+    assert code == 0, output
+    more = {
+        "max_steps": 5,
+        "model": {"name": str(RunDir(tmp_path / "warm").weights / "latest")},
+        "inference": {"engine": "vllm"},
+        "weight_broadcast": {"type": "collective", "port": free_ports(1)[0]},
+        "orchestrator": {"batch_size": 64, "max_async_level": 0, "eval": None},
+        "trainer": {"enable_router_replay": True},
+    }
+    run = rl(tmp_path, merged(RUN, more))
+    assert max(run.column("mismatch_kl/mean", "trainer")) < 1e-5
+    errors = run.column("canary/error")
+    assert len(errors) >= 5 and max(errors) < 1e-4
+    with run.ledger() as ledger:
+        row = next(iter(ledger.trained_rollouts(1)))
+        branch = ledger.group(row["group_id"]).rollouts[row["member"]].branches[0]
+    assert branch.routed_experts.shape == (len(branch.token_ids), 2, 2)
+    assert branch.routed_experts[:-1].max() < 8
 
 
 @needs_vllm
