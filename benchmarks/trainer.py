@@ -420,26 +420,22 @@ class Bench:
         return found
 
     def knobs(self) -> dict[str, Any]:
-        """One setting at a time; time and memory over the plain run's, with the plain run again at the end."""
+        """One setting at a time; `time` is over the plain run's."""
         found: dict[str, Any] = {}
         base = KNOBS | (CUDA_KNOBS if self.device == "cuda" else {})
         for family, knobs in (("dense", base), ("moe", MOE_KNOBS)):
             if self.quick:
                 knobs = {name: knobs[name] for name in ("plain", "ac")}
-            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in knobs}
-            for _ in range(self.rounds):
-                for name, settings in knobs.items():
-                    runs[name].append(
-                        self.run("stretto", self.shapes[family], "mixed", self.settings | settings)
-                    )
-            plain = statistics.median(seconds for one in runs["plain"] for seconds in one["times"])
-            for name, done in runs.items():
-                step_s = statistics.median(seconds for one in done for seconds in one["times"])
+            plain = 0.0
+            for name, settings in knobs.items():
+                run = self.run("stretto", self.shapes[family], "mixed", self.settings | settings)
+                step_s = statistics.median(run["times"])
+                plain = plain or step_s
                 found[f"{family}: {name}"] = entry = {
                     "step_ms": round(step_s * 1e3, 1),
                     "time": round(step_s / plain, 2),
-                    "saved_mb": done[0]["saved_mb"],
-                    "peak_mb": min(one["peak_mb"] for one in done),
+                    "saved_mb": run["saved_mb"],
+                    "peak_mb": run["peak_mb"],
                 }
                 print(f"{family}: {name}: {entry}", flush=True)
         return found
