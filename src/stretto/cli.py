@@ -26,6 +26,7 @@ SUMMARIES = {
     "orchestrator": "the orchestrator of an rl run alone",
     "inference": "the inference server alone",
     "eval": "evaluate a model on environments",
+    "evals": "the process beside an sft run that evaluates its versions",
 }
 
 
@@ -184,6 +185,16 @@ def _eval(words: list[str], called: str) -> int:
     return run(cfg)
 
 
+def _evals(words: list[str], called: str) -> int:
+    from stretto.config.load import load
+    from stretto.config.roots import EvalsConfig
+
+    cfg = load(EvalsConfig, words, verb=called)
+    from stretto.orchestrator.eval_watch import main as run
+
+    return run(cfg)
+
+
 _VERBS: dict[str, Callable[[list[str], str], int]] = {
     "rl": _rl,
     "sft": _sft,
@@ -191,6 +202,7 @@ _VERBS: dict[str, Callable[[list[str], str], int]] = {
     "orchestrator": _orchestrator,
     "inference": _inference,
     "eval": _eval,
+    "evals": _evals,
 }
 
 

@@ -103,7 +103,7 @@ def test_environments_of_an_eval_have_their_own_sampling_size_and_interval():
     assert set(asked) == {(1, 1.0), (2, 0.3)}
     assert [s.env for s in run_virtual(mine.evaluate(4, end=None))] == ["echo"]
     assert [s.env for s in run_virtual(mine.evaluate(3, end=None))] == ["other"]
-    assert [v for v in range(8) if evaluate.is_due(mine.section, v, end=7)] == [0, 2, 3, 4, 6, 7]
+    assert [v for v in range(8) if mine.section.is_due(v, end=7)] == [0, 2, 3, 4, 6, 7]
 
 
 def test_an_eval_waits_with_the_next_version_whatever_the_trainer_does(tmp_path):

@@ -17,7 +17,7 @@ from stretto.config.algorithm import (
 )
 from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.envs.base import RolloutResult
-from stretto.orchestrator.evaluate import Evaluator, is_due
+from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples
@@ -373,6 +373,5 @@ def test_an_eval_in_which_everything_fails_says_why():
 
 def test_evals_come_first_last_and_every_interval():
     section = EvalSection(interval=3)
-    assert [v for v in range(9) if is_due(section, v, end=7)] == [0, 3, 6, 7, 8]
-    assert [v for v in range(9) if is_due(EvalSection(skip_first_step=True), v, end=8)] == [8]
-    assert not is_due(None, 0, end=5)
+    assert [v for v in range(9) if section.is_due(v, end=7)] == [0, 3, 6, 7, 8]
+    assert [v for v in range(9) if EvalSection(skip_first_step=True).is_due(v, end=8)] == [8]

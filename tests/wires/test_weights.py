@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from stretto.base.errors import DataError, EngineError, WireError
 from stretto.base.paths import RunDir
 from stretto.config.transport import FilesystemWeights, ShmWeights, WeightBroadcast
-from stretto.records.weights import WeightManifest
+from stretto.records.weights import WeightManifest, load_manifest
 from stretto.transports.weights import Publisher, build_publisher, receive
-from stretto.transports.weights.filesystem import FilesystemPublisher, load_manifest
+from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher, remove_stale_segments
 
 BOTH = pytest.mark.parametrize("cfg", [ShmWeights(), FilesystemWeights()], ids=lambda cfg: cfg.type)

@@ -95,6 +95,20 @@ class RunDir:
         """Directory of eval results and samples, one a version."""
         return self.path / "evals"
 
+    @property
+    def evals_end(self) -> Path:
+        """Written by `sft` when no more versions come: the evaluating process ends after those that are there."""
+        return self.evals / "END"
+
+    @property
+    def eval_model(self) -> Path:
+        """What the evaluating engine of an `sft` run starts from, where that is made from scratch."""
+        return self.evals / "model"
+
+    def eval_results(self, version: int) -> Path:
+        """Written last: the eval of a version is done."""
+        return self.eval(version) / "results.json"
+
     def eval(self, version: int) -> Path:
         return self.evals / f"version_{version}"
 

@@ -412,6 +412,12 @@ def check_sft(cfg: SFTConfig) -> list[Problem]:
         problems.append(
             Problem(("loss_mask",), "loss_mask trains no role; set at least loss_mask.assistant = true")
         )
+    if cfg.eval is not None:
+        problems += check_env_names(cfg.eval.env, "eval.env") + check_eval_steps(cfg.eval, cfg.max_steps, "")
+        problems += check_room(cfg.eval.sampling, cfg.seq_len, "", "eval.sampling")
+        if not cfg.eval.env:
+            rule = 'no environment to evaluate on; add one, such as [[eval.env]] with id = "sort-letters"'
+            problems.append(Problem(("eval.env",), f"eval.env: {rule}"))
     return problems
 
 

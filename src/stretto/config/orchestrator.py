@@ -178,6 +178,19 @@ class EvalSection(Section):
 
     aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
 
+    def is_due(self, version: int, *, end: int | None) -> bool:
+        """Is `version` one that the run evaluates? The first and the last (`end`), and every interval between."""
+        if version == 0 and self.skip_first_step:
+            return False
+        intervals = [own.interval or self.interval for own in self.env] or [self.interval]
+        return any(comes(interval, version, end=end) for interval in intervals)
+
+
+def comes(interval: int | None, version: int, *, end: int | None) -> bool:
+    """Is a version at the interval, or the first or last one?"""
+    is_interval = interval is not None and version % interval == 0
+    return version == 0 or is_interval or (end is not None and version >= end)
+
 
 class LedgerSection(Section):
     """The run's database."""

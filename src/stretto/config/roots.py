@@ -31,7 +31,7 @@ from stretto.config.monitors import LogSection, MonitorsSection
 from stretto.config.orchestrator import ClientSection, EvalSection, OrchestratorSection
 from stretto.config.schema import canonical
 from stretto.config.section import Section
-from stretto.config.sft import Data, LossMaskSection, ValSection
+from stretto.config.sft import Data, LossMaskSection, OnlineEvalSection, ValSection
 from stretto.config.shared import MISSING, ConfigProblems, Problem, as_raw, get, propagate, put
 from stretto.config.trainer import (
     AdamWOptim,
@@ -242,6 +242,7 @@ class SFTConfig(RunRoot):
     data: Data
     val: ValSection | None = None
     """Present: validate on rows of its own."""
+    eval: OnlineEvalSection | None = None
     loss_mask: LossMaskSection = LossMaskSection()
     optim: Optim = AdamWOptim()
     scheduler: Scheduler = ConstantScheduler()
@@ -305,6 +306,15 @@ class EvalConfig(RunRoot):
 
     def _problems(self) -> list[Problem]:
         return checks.check_run(self) + checks.check_eval(self)
+
+
+class EvalsConfig(EvalConfig):
+    """`evals`: the process that evaluates the versions an `sft` run publishes; started by it."""
+
+    watch: Path
+    """Directory of the published versions."""
+    max_steps: int | None = Field(None, gt=0)
+    """The version that is evaluated whatever its interval."""
 
 
 def short_name(model: str) -> str:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from stretto.config.inference import InferenceSection
+from stretto.config.orchestrator import EvalSection
 from stretto.config.section import Section
 
 
@@ -44,6 +46,22 @@ class EnvData(Section):
 
 
 Data = Annotated[FileData | EnvData, Field(discriminator="type")]
+
+
+class OnlineEvalSection(EvalSection):
+    """Evals on environments while `sft` trains: an engine of their own is given the weights, and training goes on.
+
+    `env` says which; held-out tasks, as with `rl`.
+    """
+
+    inference: InferenceSection = InferenceSection()
+    """The engine."""
+    max_inflight_rollouts: int = Field(256, gt=0)
+    """Rollouts running at once."""
+    rollout_timeout_s: float | None = Field(600.0, gt=0)
+    """Deadline of one rollout; None: none."""
+    timeout_s: float = Field(3600.0, gt=0)
+    """Longest wait for the last evals when training is done."""
 
 
 class ValSection(Section):

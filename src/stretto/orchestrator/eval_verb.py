@@ -39,10 +39,10 @@ def main(cfg: EvalConfig) -> int:
 async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
     """Scores of the engines the config names."""
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(_engine_url(cfg))
+        url = await stack.enter_async_context(engine_url(cfg))
         section = cfg.client if url is None else cfg.client.model_copy(update={"base_url": url})
         async with build_chat(section) if section.api == "chat" else build_engines(section) as engines:
-            renderer = None if isinstance(engines, ChatClient) else _renderer(cfg)
+            renderer = None if isinstance(engines, ChatClient) else renderer_of(cfg)
             about = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model)
             envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.eval.env]
             await engines.wait_ready(section.ready_timeout_s)
@@ -61,7 +61,7 @@ async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
             return await evaluator.evaluate(0)
 
 
-def _renderer(cfg: EvalConfig) -> Renderer:
+def renderer_of(cfg: EvalConfig) -> Renderer:
     model = cfg.model or cfg.tokenizer.name
     if model is None:
         raise ConfigError(
@@ -72,7 +72,7 @@ def _renderer(cfg: EvalConfig) -> Renderer:
 
 
 @asynccontextmanager
-async def _engine_url(cfg: EvalConfig) -> AsyncIterator[str | None]:
+async def engine_url(cfg: EvalConfig) -> AsyncIterator[str | None]:
     """The address of an engine of our own, for as long as it is needed.
 
     None where there is no model to start.

@@ -22,7 +22,7 @@ from contextlib import AsyncExitStack
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.watch import Watch
-from stretto.config.orchestrator import EvalSection, SamplingSection
+from stretto.config.orchestrator import EvalSection, SamplingSection, comes
 from stretto.envs.base import Environment, RunInfo
 from stretto.orchestrator.buffer import Slot
 from stretto.orchestrator.build import open_env
@@ -63,13 +63,13 @@ class Evaluator:
         """
         scores = [] if self._own is None else await self._played_by_hook(self._own, version)
         for plan in self._plans if self._own is None else ():
-            if not _comes(plan.interval, version, end=end):
+            if not comes(plan.interval, version, end=end):
                 continue
             scores.append(await self._play(plan, version, "sampled", plan.group_size))
             if self.section.greedy:
                 scores.append(await self._play(plan, version, "greedy", 1))
         if self._run_dir is not None:
-            write_results(self._run_dir.eval(version) / "results.json", scores)
+            write_results(self._run_dir.eval_results(version), scores)
         return scores
 
     async def _played_by_hook(self, own: OwnRollouts, version: int) -> list[Score]:
@@ -143,19 +143,6 @@ def _plan(env: Environment, section: EvalSection) -> Plan:
         own.interval or section.interval,
         own.sampling.over(section.sampling),
     )
-
-
-def is_due(section: EvalSection | None, version: int, *, end: int | None) -> bool:
-    """Is `version` one that the run evaluates? The first and the last, and every interval between."""
-    if section is None or (version == 0 and section.skip_first_step):
-        return False
-    intervals = [own.interval or section.interval for own in section.env] or [section.interval]
-    return any(_comes(interval, version, end=end) for interval in intervals)
-
-
-def _comes(interval: int | None, version: int, *, end: int | None) -> bool:
-    is_interval = interval is not None and version % interval == 0
-    return version == 0 or is_interval or (end is not None and version >= end)
 
 
 def eval_envs(

@@ -190,6 +190,7 @@ class Loop:
         self._first_draw_at: float | None = None
         self._rows: dict[int, telemetry.StepRow] = {}
         self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
+        self._num_lost = 0  # groups in a row, to hooks that raised
         self._next_warning = 0  # step
         self._begun: dict[int, Progress] = {}  # checkpoints the trainer is writing, by step
         self._is_stopping = asyncio.Event()
@@ -449,24 +450,48 @@ class Loop:
             slots = await self.buffer.next_batch()
             if slots is None:
                 return
-            if self.hooks is not None and self.hooks.chooses:
-                finished = {slot.group_id: slot for slot in self.buffer.finished()}
-                groups = [slot.group for slot in finished.values()]
-                chosen = await self.hooks.choose(self.buffer.next_step, groups, len(slots))
-                slots = [finished[group_id] for group_id in sorted(chosen)]
-            await self.ship(slots)
+            try:
+                if self.hooks is not None and self.hooks.chooses:
+                    finished = {slot.group_id: slot for slot in self.buffer.finished()}
+                    groups = [slot.group for slot in finished.values()]
+                    chosen = await self.hooks.choose(self.buffer.next_step, groups, len(slots))
+                    slots = [finished[group_id] for group_id in sorted(chosen)]
+                samples = await self._samples_of(slots)
+            except StrettoError as error:
+                self._on_failed_batch(slots, error)
+                continue
+            self._num_lost = 0
+            await self.ship(slots, samples)
 
-    async def ship(self, slots: Sequence[Slot]) -> None:
-        """Samples, rows, ledger, wire: from here on these groups are trained."""
-        step = self.buffer.next_step
-        started = time.perf_counter()
+    async def _samples_of(self, slots: Sequence[Slot]) -> list[TrainSample]:
+        """What is trained of these groups.
+
+        Raises: EnvError when a hook does.
+        """
         samples: list[TrainSample] = []
-        groups = self.baselines.subtract(step, [slot.group for slot in slots])
+        groups = self.baselines.subtract(self.buffer.next_step, [slot.group for slot in slots])
         for group in groups:  # chosen slots wait for nobody but us: others may run in between
             samples += to_samples([group])
             await asyncio.sleep(0)
-        if self.hooks is not None:
-            samples = await self.hooks.shape(groups, samples)
+        return samples if self.hooks is None else await self.hooks.shape(groups, samples)
+
+    def _on_failed_batch(self, slots: Sequence[Slot], error: StrettoError) -> None:
+        """A hook about batches raised: these groups are dropped, and others are drawn.
+
+        Raises: EnvError when too many groups in a row were lost so.
+        """
+        logger.warning("batch %d: %d groups dropped: %s", self.buffer.next_step, len(slots), error)
+        self._num_lost += len(slots)
+        if self._num_lost >= self.cfg.max_failed_groups:
+            text = f"{self._num_lost} groups in a row were lost to a hook (max_failed_groups); the last error: {error}"
+            raise EnvError(text) from error
+        for slot in slots:
+            self.buffer.drop(slot, "a hook failed")
+
+    async def ship(self, slots: Sequence[Slot], samples: list[TrainSample]) -> None:
+        """Samples, rows, ledger, wire: from here on these groups are trained."""
+        step = self.buffer.next_step
+        started = time.perf_counter()
         if len(samples) < LARGE_BATCH:
             batches = self._packed(step, samples)
         else:
@@ -474,6 +499,7 @@ class Loop:
         left_out = self.buffer.left_out(list(slots))
         row = telemetry.batch_row(slots, left_out, self.buffer, self._take_counts())
         row.metrics |= telemetry.filter_row(self.cfg.filters, self._take_flags(), [*slots, *left_out])
+        row.metrics |= {} if self.own_rollouts is None else self.own_rollouts.metrics
         decided = sorted((*slots, *left_out), key=lambda slot: slot.group_id)
         self.curriculum.observe(
             step, [(slot.task.env, slot.task.task_id, mean_reward(slot.group)) for slot in decided]
@@ -545,14 +571,15 @@ class Loop:
     def _should_evaluate(self, version: int) -> bool:
         if self.was_stopped or version in self.progress.sampled:
             return False
-        return is_due(self.cfg.eval, version, end=self.cfg.max_steps)
+        return self.cfg.eval is not None and self.cfg.eval.is_due(version, end=self.cfg.max_steps)
 
     async def evaluate(self, version: int) -> None:
         """Held-out reward of the weights that are loaded; the next version waits until it is done."""
         assert self.evaluator is not None, "an eval is due and there is no evaluator"
         report("phase", text=f"evaluating version {version}")
         scores = await self.evaluator.evaluate(version, end=self.cfg.max_steps)
-        self.progress.sampled[version] = overall(scores, "sampled")
+        if (sampled := overall(scores, "sampled")) is not None:
+            self.progress.sampled[version] = sampled
         if (greedy := overall(scores, "greedy")) is not None:
             self.progress.greedy[version] = greedy
         row = telemetry.eval_row(scores)

@@ -121,7 +121,7 @@ def write_results(path: Path, scores: Sequence[Score]) -> None:
 
 def recall(run_dir: RunDir, version: int) -> dict[str, float] | None:
     """Mean rewards of an eval that was done, by way of playing; None where there was none."""
-    path = run_dir.eval(version) / "results.json"
+    path = run_dir.eval_results(version)
     if not path.exists():
         return None
     rows = json.loads(path.read_text())

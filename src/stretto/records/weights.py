@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
+
+from stretto.base.errors import DataError
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -50,7 +54,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Where version `version` lies. `location` is the transport's: a directory, or the name of a memory segment."""
 
     version: int
-    transport: str  # "filesystem" | "shm" | "collective" | "delta"
+    transport: str  # "filesystem" | "shm" | "collective" | "ipc" | "delta"
     location: str
     shards: tuple[str, ...]  # file or segment names, index = TensorEntry.shard
     tensors: tuple[TensorEntry, ...]
@@ -66,3 +70,18 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
         if self.changed_bytes is not None:
             return self.changed_bytes
         return sum(entry.num_bytes for entry in self.tensors)
+
+
+MANIFEST = "manifest.json"
+"""Its name where a version is a directory."""
+
+
+def load_manifest(directory: Path) -> WeightManifest:
+    """The manifest of a version that was published as a directory.
+
+    Raises: DataError when the directory holds no complete version.
+    """
+    try:
+        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=WeightManifest)
+    except (OSError, msgspec.MsgspecError) as cause:
+        raise DataError(f"{directory}: no published weights there ({cause}).") from cause

@@ -20,14 +20,13 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from stretto.base.errors import DataError, EngineError
-from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.base.errors import EngineError
+from stretto.records.weights import MANIFEST, TensorEntry, WeightManifest
 from stretto.transports.weights.layout import Named, dtype_name
 
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30
-MANIFEST = "manifest.json"
 _VERSION = re.compile(r"version_(\d+)$")
 
 
@@ -97,17 +96,6 @@ class FilesystemPublisher:
         for version, path in found.items():
             if version not in kept:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def load_manifest(directory: Path) -> WeightManifest:
-    """The manifest of a published version on disk.
-
-    Raises: DataError when the directory holds no complete version.
-    """
-    try:
-        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=WeightManifest)
-    except (OSError, msgspec.MsgspecError) as cause:
-        raise DataError(f"{directory}: no published weights there ({cause}).") from cause
 
 
 def _split(tensors: Iterable[Named], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

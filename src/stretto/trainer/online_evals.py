@@ -1,0 +1,167 @@
+"""Evals on environments beside `sft`: a process with an engine of its own is given versions of the weights.
+
+    due -> publish RUN/broadcasts/version_N -> training goes on; RUN/evals/version_N/results.json comes later
+    at the end: RUN/evals/END, and wait for what is left
+
+The process is orchestrator/eval_watch.py, started and ended here. It ends with this one, whatever happens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+
+from stretto.base import process
+from stretto.base.errors import EngineError
+from stretto.config.roots import EvalsConfig, SFTConfig
+from stretto.models import hub
+from stretto.trainer.export import export_model
+from stretto.trainer.learner import Learner
+from stretto.trainer.mesh import is_lead_process
+from stretto.transports.weights.filesystem import FilesystemPublisher
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+STOP_S = 5.0
+
+
+class OnlineEvals:
+    """The evals of one run. Every rank calls `evaluate`; the lead has the process."""
+
+    def __init__(self, cfg: SFTConfig, learner: Learner, tokenizer_dir: Path, max_steps: int) -> None:
+        assert cfg.eval is not None
+        self._section, self._learner, self._run, self._max_steps = cfg.eval, learner, cfg.run_dir, max_steps
+        self._published, self._has_failed = -1, False
+        model = cfg.model.name
+        if cfg.model.scratch is not None:  # an engine starts from a directory
+            model = str(self._run.eval_model)
+            export_model(learner.policy, self._run.eval_model, tokenizer_dir)
+        if not is_lead_process():
+            return
+        self._run.evals.mkdir(parents=True, exist_ok=True)
+        self._run.evals_end.unlink(missing_ok=True)
+        # Versions wait here until they are evaluated, however many they are.
+        self._publisher = FilesystemPublisher(self._run.broadcasts, keep_versions=1)
+        section = cfg.eval.model_dump()
+        settings = {key: section.pop(key) for key in ("max_inflight_rollouts", "rollout_timeout_s")}
+        # As it was given: a port that nobody named is found by the engine's starter.
+        settings["inference"] = cfg.eval.inference.model_dump(exclude_unset=True)
+        settings["inference"].setdefault("num_threads", 1)  # the trainer has the rest
+        del section["inference"], section["timeout_s"]
+        config = EvalsConfig.model_validate(
+            settings
+            | {
+                "model": model,
+                "tokenizer": cfg.tokenizer.model_dump(),
+                "renderer": cfg.renderer.model_dump(),
+                "eval": section,
+                "seq_len": cfg.seq_len,
+                "seed": cfg.seed,
+                "monitors": cfg.monitors.model_dump(),
+                "log": cfg.log.model_dump(),
+                "output_dir": cfg.output_dir,
+                "run": {"name": cfg.run_name},
+                "watch": self._run.broadcasts,
+                "max_steps": max_steps,
+            }
+        )
+        path = self._run.config("evals")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(config.model_dump_json(indent=2, exclude_unset=True))
+        self._child = process.start(
+            "evals",
+            (sys.executable, "-m", "stretto", "evals", "@", str(path)),
+            env=process.thread_env(1),
+            log=self._run.log("evals"),
+        )
+
+    def evaluate(self, *, is_last: bool = False) -> None:
+        """Hand the current weights over, if their step is due; is_last: it is, whatever its number.
+
+        Where the evaluating process has ended training goes on; `finish` raises its error.
+        """
+        step = self._learner.step
+        if step == self._published or not self._section.is_due(
+            step, end=step if is_last else self._max_steps
+        ):
+            return
+        self._published = step
+        tensors = hub.export_tensors(self._learner.policy)
+        if not is_lead_process():
+            for _ in tensors:
+                pass  # the lead takes what all ranks join
+            return
+        if self._child.returncode is not None:
+            if not self._has_failed:
+                logger.error("%s", self._ended())
+            self._has_failed = True
+            return
+        start = time.perf_counter()
+        self._publisher.publish(step, tensors)
+        self._release()
+        logger.info(
+            "step %d: weights handed over to be evaluated in %.2fs", step, time.perf_counter() - start
+        )
+
+    def finish(self) -> dict[int, dict[str, float]]:
+        """Wait for what is left; mean rewards by version, environment and way of playing.
+
+        Raises: EngineError when the evaluating process fails, or is not done in timeout_s.
+        """
+        if not is_lead_process():
+            return {}
+        self._run.evals_end.write_text(f"{self._published}\n")
+        deadline = time.monotonic() + self._section.timeout_s
+        while self._child.returncode is None:
+            if time.monotonic() > deadline:
+                self.close()
+                raise EngineError(
+                    f"the last evals were not done {self._section.timeout_s:g} s after training (eval.timeout_s); "
+                    f"see {self._child.log}"
+                )
+            time.sleep(POLL_S)
+        if self._child.returncode:
+            raise EngineError(self._ended())
+        return results_of(self._run.evals)
+
+    def close(self) -> None:
+        """End the process, done or not."""
+        if is_lead_process() and self._child.returncode is None:
+            self._child.signal_group(signal.SIGTERM)
+            deadline = time.monotonic() + STOP_S
+            while self._child.returncode is None and time.monotonic() < deadline:
+                time.sleep(POLL_S / 10)
+            self._child.signal_group(signal.SIGKILL)
+
+    def _ended(self) -> str:
+        code = self._child.returncode
+        assert code is not None
+        lines = "\n  ".join(self._child.tail())
+        return f"the process of the evals ended ({process.describe_exit(code)}); its last lines:\n  {lines}"
+
+    def _release(self) -> None:
+        """Versions up to the oldest that still waits are not needed any more."""
+        waiting = self._published
+        for path in sorted(
+            self._run.broadcasts.glob("version_*"), key=lambda p: int(p.name.partition("_")[2])
+        ):
+            version = int(path.name.partition("_")[2])
+            if not self._run.eval_results(version).exists():
+                waiting = version
+                break
+        self._publisher.release(waiting - 1)
+
+
+def results_of(evals: Path) -> dict[int, dict[str, float]]:
+    """Mean rewards by version, of every eval that was done."""
+    found = {}
+    for path in evals.glob("version_*/results.json"):
+        rows = json.loads(path.read_text())
+        version = int(path.parent.name.partition("_")[2])
+        found[version] = {f"{row['env']}/{row['mode']}": row["mean"] for row in rows}
+    return dict(sorted(found.items()))
