@@ -12,6 +12,7 @@ from test_orchestrator import config, train
 
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.ledger.audit import audit
+from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 
 
@@ -80,9 +81,7 @@ def test_a_dynamic_sampling_filter_replaces_groups_and_the_reason_is_kept(tmp_pa
 
 
 def test_a_filter_may_say_no_with_a_bool_and_one_that_raises_fails_groups_by_name(tmp_path, hooks):
-    _, trainer = run(
-        tmp_path / "a", hooks("def dynamic_sampling_filter(args, samples):\n    return True\n")
-    )
+    _, trainer = run(tmp_path / "a", hooks("def dynamic_sampling_filter(args, samples):\n    return True\n"))
     assert len(trainer.batches) == 3
     broken = hooks("def dynamic_sampling_filter(args, samples):\n    return samples[0].nothing\n")
     message = error_of(tmp_path / "b", broken, max_failed_groups=3)
@@ -189,6 +188,8 @@ def test_a_rollout_function_makes_whole_batches_and_an_eval_function_whole_evals
         assert "".join(map(chr, tokens)).endswith("ok.") and mask.tolist()[-3:] == [True, False, True]
         assert set(np.abs(advantages).tolist()) == {0.5}
     rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
+    numbers = [row["rollout/id"] for row in rows if "rollout/id" in row]  # of the latest call
+    assert len(numbers) == 3 and numbers[0] == 0 and numbers[-1] == 2
     assert {row["eval/mine/sampled/mean"] for row in rows if "eval/mine/sampled/mean" in row} == {0.25}
     assert audit(cfg.run_dir) == []
 
@@ -243,8 +244,32 @@ def test_a_rollout_function_that_gives_nonsense_is_told_where(tmp_path, hooks, b
         ("def sample_filter(args, groups):\n    1 / 0\n", ".py:2: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_batch_hook_that_gives_nonsense_ends_the_run_with_its_name(tmp_path, hooks, code, message):
-    assert message in error_of(tmp_path, hooks(code))
+def test_a_batch_hook_that_always_gives_nonsense_ends_the_run_with_its_name(tmp_path, hooks, code, message):
+    told = error_of(tmp_path, hooks(code), max_failed_groups=4)
+    assert message in told and "4 groups in a row were lost to a hook (max_failed_groups)" in told
+
+
+@pytest.mark.parametrize("name", ["buffer_filter", "reward_post_process"])
+def test_a_batch_hook_that_raises_costs_its_groups_and_not_the_run(tmp_path, hooks, caplog, name):
+    named = hooks("""
+        calls = iter(range(99))
+
+        def buffer_filter(args, rollout_id, buffer, num_samples):
+            if next(calls) == 1:
+                raise ValueError("a bad day")
+            return buffer[:num_samples]
+
+        def reward_post_process(args, samples):
+            if next(calls) == 1:
+                raise ValueError("a bad day")
+            raw = [sample.get_reward_value(args) for sample in samples]
+            return raw, raw
+    """)
+    cfg, trainer = run(tmp_path, {name: named[name]})
+    assert len(trainer.batches) == 3 and audit(cfg.run_dir) == []
+    assert ".py:6: ValueError: a bad day" in caplog.text or ".py:11: ValueError: a bad day" in caplog.text
+    with LedgerReader(cfg.run_dir) as ledger:
+        assert ledger.drops_by_reason()["a hook failed"] == 2
 
 
 def test_a_hook_that_is_not_there_is_told_before_anything_runs(tmp_path):

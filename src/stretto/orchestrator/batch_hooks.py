@@ -1,7 +1,7 @@
 """[orchestrator.hooks] about groups and batches: asked where the loop decides the same thing itself.
 
-A hook is given `Sample`s, one a trained branch, and may only say what its kind may say; what it raises, or an
-answer of another shape, ends the rollout (a group's filter) or the run (a batch's hook) with its file and line.
+A hook is given `Sample`s, one a trained branch, and may only say what its kind may say. What it raises, or an
+answer of another shape, is told with file and line and costs the group (its filter) or the groups of the batch.
 """
 
 from __future__ import annotations
