@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import textwrap
 
@@ -11,9 +12,16 @@ from fakes import FakeEngine, FakeTrainer, parrot
 from test_orchestrator import config, train
 
 from stretto.base.errors import ConfigError, StrettoError
+from stretto.config.hooks import HooksSection
+from stretto.config.roots import OrchestratorConfig
+from stretto.hooks import Arguments
+from stretto.hooks.calls import Hook
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
+from stretto.orchestrator.buffer import Slot
+from stretto.orchestrator.own_rollouts import DataSource, OwnRollouts
+from stretto.records.rollout import RolloutStatus, Task
 
 
 @pytest.fixture
@@ -277,3 +285,97 @@ def test_a_hook_that_is_not_there_is_told_before_anything_runs(tmp_path):
         run(tmp_path, {"sample_filter": "no_such_module:f"})
     with pytest.raises(ConfigError, match="called with 4"):
         run(tmp_path, {"buffer_filter": "json:loads"})
+
+
+def test_an_eval_function_that_raises_costs_the_eval_and_not_the_run(tmp_path, hooks, caplog):
+    named = hooks("""
+        calls = iter(range(9))
+
+        async def eval_function(args, rollout_id, data_source, evaluation=False):
+            if next(calls) == 1:
+                raise ValueError("no judge today")
+            rewards = [float(group[0].metadata["task"]["word"] == "eval0") for group in data_source.get_samples(2)]
+            return {"mine": {"rewards": rewards}}
+    """)
+    cfg, trainer = run(tmp_path, named, eval={"num_examples": 2, "interval": 1, "greedy": False})
+    assert len(trainer.batches) == 3
+    assert "no eval of version 1" in caplog.text and ".py:6: ValueError: no judge today" in caplog.text
+    rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
+    means = {row["step"]: row["eval/mine/sampled/mean"] for row in rows if "eval/mine/sampled/mean" in row}
+    assert means == {0: 0.5, 2: 0.5, 3: 0.5}
+
+
+def test_vime_s_names_of_hooks_are_understood():
+    section = HooksSection.model_validate(
+        {
+            "dynamic_sampling_filter_path": "a:b",
+            "buffer_filter_path": "a:c",
+            "rollout_sample_filter_path": "a:d",
+            "custom_reward_post_process_path": "a:e",
+            "custom_convert_samples_to_train_data_path": "a:f",
+            "rollout_function_path": "a:g",
+            "eval_function_path": "a:h",
+        }
+    )
+    assert [section.model_dump()[name] for name in HooksSection.model_fields if name != "args"] == [
+        f"a:{letter}" for letter in "bcdefgh"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hooks": {"args": {"a": 1}}}, "hooks.args is for the functions named beside it, and none is"),
+        ({"hooks": {"eval_function": "json:loads"}}, "hooks.eval_function: there are no evals; add [eval]"),
+        (
+            {"hooks": {"reward_post_process": "json:loads"}, "algo": {"type": "opsd"}},
+            'hooks.reward_post_process does nothing for sort-letters: its algo "opsd" learns from a teacher',
+        ),
+        (
+            {"hooks": {"rollout_function": "json:loads"}, "env": [{"id": "sort-letters", "group_size": 2}]},
+            "env.0.group_size = 2: hooks.rollout_function gets groups of one size",
+        ),
+    ],
+)
+def test_hooks_that_would_do_nothing_are_refused(tmp_path, settings, message):
+    settings = {
+        "env": [{"id": "sort-letters"}],
+        "output_dir": tmp_path,
+        "batch_size": 8,
+        "group_size": 4,
+    } | settings
+    with pytest.raises(ValueError) as caught:
+        OrchestratorConfig.model_validate(settings)
+    assert message in str(caught.value)
+
+
+def test_a_plain_rollout_function_runs_in_a_thread_and_takes_tasks_from_there(hooks):
+    named = hooks("""
+        import asyncio
+        import threading
+
+        def rollout_function(args, rollout_id, data_source, evaluation=False):
+            assert threading.current_thread() is not threading.main_thread()
+            groups = asyncio.run(later(data_source))
+            for sample in groups[0]:
+                sample.tokens, sample.response_length, sample.rollout_log_probs = [1, 2], 1, [-1.0]
+                sample.reward, sample.status = {"a": args.bonus}, sample.Status.TRUNCATED
+            return groups
+
+        async def later(data_source):
+            return data_source.get_samples(1)
+    """)
+
+    async def main():
+        slots = iter(Slot(n, Task(env="e", task_id=str(n), data={"label": "x"}), version=3) for n in range(5))
+        source = DataSource(lambda: next(slots), 2, asyncio.get_running_loop())
+        hook = Hook.load(named["rollout_function"], "hooks.rollout_function", 3)
+        own = OwnRollouts(hook, Arguments(bonus=2, reward_key="a"), 0.5)
+        return await own.play(0, source)
+
+    [(slot, group)] = asyncio.run(main())
+    assert slot.group_id == 0 and [r.reward for r in group.rollouts] == [2.0, 2.0]
+    for rollout in group.rollouts:
+        (branch,) = rollout.branches
+        assert rollout.status is RolloutStatus.TRUNCATED and branch.temperature == 0.5
+        assert branch.logprobs.tolist() == [0.0, -1.0] and rollout.first_version == 3

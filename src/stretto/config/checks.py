@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from stretto.base.errors import ConfigError
 from stretto.config import vllm_flags
 from stretto.config.algorithm_checks import check_advantages, check_algos, check_loss
+from stretto.config.distill import WITHOUT_REWARD
 from stretto.config.memory_checks import check_memory
 from stretto.config.shared import Problem, show
 
@@ -157,6 +158,7 @@ def check_scheduler(scheduler: Scheduler, max_steps: int | None, prefix: str) ->
 def check_orchestrator(section: OrchestratorSection, prefix: str) -> list[Problem]:
     """Batches and groups, staleness, room for replies, environments, and what a remote engine rules out."""
     problems = check_groups(section, prefix) + check_selection(section, prefix)
+    problems += check_hooks(section, prefix)
     if section.max_async_level > section.max_off_policy_steps:
         paths = (at(prefix, "max_async_level"), at(prefix, "max_off_policy_steps"))
         message = (
@@ -217,6 +219,36 @@ def check_groups(section: OrchestratorSection, prefix: str) -> list[Problem]:
             f"ranks cannot share {batch} = {section.batch_size} rollouts: some would have none; raise {batch}"
         )
         problems.append(Problem((path, batch), f"{path} = {section.num_train_workers} {rule}"))
+    return problems
+
+
+def check_hooks(section: OrchestratorSection, prefix: str) -> list[Problem]:
+    """Hooks that would never be called, or whose answer nobody would use."""
+    hooks, path = section.hooks, at(prefix, "hooks")
+    problems = []
+    if hooks.args and hooks.is_empty:
+        rule = "is for the functions named beside it, and none is; those of `dataset` have hook_args"
+        problems.append(Problem((f"{path}.args",), f"{path}.args {rule}"))
+    if hooks.eval_function is not None and section.eval is None:
+        paths = (f"{path}.eval_function", at(prefix, "eval"))
+        problems.append(Problem(paths, f"{paths[0]}: there are no evals; add [{paths[1]}]"))
+    names = [env.name or env.id for env in section.env]
+    without = {
+        name: section.algo_of(name).type for name in names if section.algo_of(name).type in WITHOUT_REWARD
+    }
+    for name, algo in without.items():
+        for key in ("reward_post_process", "rollout_function"):
+            if getattr(hooks, key) is not None:
+                rule = (
+                    f'does nothing for {name}: its algo "{algo}" learns from a teacher, and not from rewards'
+                )
+                problems.append(Problem((f"{path}.{key}",), f"{path}.{key} {rule}; leave one of them out"))
+    if hooks.rollout_function is not None:
+        for index, env in enumerate(section.env):
+            if env.group_size is not None and env.group_size != section.group_size:
+                own = at(prefix, f"env.{index}.group_size")
+                rule = "gets groups of one size; leave it out"
+                problems.append(Problem((own,), f"{own} = {env.group_size}: {path}.rollout_function {rule}"))
     return problems
 
 

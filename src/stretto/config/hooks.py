@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -32,6 +32,16 @@ class HooksSection(Section):
     """As rollout_function with evaluation=True: makes whole evals."""
     args: dict[str, Any] = Field({})
     """More attributes of `args`."""
+
+    aliases: ClassVar[dict[str, str]] = {
+        "dynamic_sampling_filter_path": "dynamic_sampling_filter",
+        "buffer_filter_path": "buffer_filter",
+        "rollout_sample_filter_path": "sample_filter",
+        "custom_reward_post_process_path": "reward_post_process",
+        "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
+        "rollout_function_path": "rollout_function",
+        "eval_function_path": "eval_function",
+    }
 
     @property
     def is_empty(self) -> bool:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.paths import RunDir
 from stretto.base.watch import Watch
 from stretto.config.orchestrator import EvalSection, SamplingSection, comes
@@ -82,10 +82,13 @@ class Evaluator:
             return Slot(number, tasks[number % len(tasks)], version)
 
         source = DataSource(draw, self.section.group_size, asyncio.get_running_loop())
-        data = await own.evaluate(version, source)
-        return [
-            own.score(name, entry, version, time.perf_counter() - started) for name, entry in data.items()
-        ]
+        try:
+            data = await own.evaluate(version, source)
+            time_s = time.perf_counter() - started
+            return [own.score(name, entry, version, time_s) for name, entry in data.items()]
+        except StrettoError as error:  # an eval is lost, not the run
+            logger.error("no eval of version %d: %s", version, error)
+            return []
 
     async def _play(self, plan: Plan, version: int, mode: str, k: int) -> Score:
         env, tasks = plan.env, plan.tasks

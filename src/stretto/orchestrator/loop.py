@@ -578,8 +578,9 @@ class Loop:
         assert self.evaluator is not None, "an eval is due and there is no evaluator"
         report("phase", text=f"evaluating version {version}")
         scores = await self.evaluator.evaluate(version, end=self.cfg.max_steps)
-        if (sampled := overall(scores, "sampled")) is not None:
-            self.progress.sampled[version] = sampled
+        if not scores:  # a hook failed, and its error has been told
+            return
+        self.progress.sampled[version] = overall(scores, "sampled")
         if (greedy := overall(scores, "greedy")) is not None:
             self.progress.greedy[version] = greedy
         row = telemetry.eval_row(scores)
