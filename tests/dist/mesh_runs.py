@@ -103,6 +103,7 @@ def _cases() -> list[Case]:
         Case(2, "fsdp", "muon_moe", {"ep": 1}),
         Case(4, "hsdp_tp", "muon", {"dp_replicate": 2, "tp": 2}),
         Case(4, "ep2", "muon_moe", {"ep": 2}),
+        Case(4, "fsdp", "muon_odd"),
         Case(2, "fsdp", "untied"),
         Case(4, "tp_ulysses", "untied", {"tp": 2, "cp": 2}),
         Case(2, "fsdp", "ppo"),
@@ -178,6 +179,8 @@ def policy_of(kind: str):
     match kind:
         case "dense" | "ppo" | "muon" | "fp8" | "lora":
             return build_policy(**SHAPE)
+        case "muon_odd":
+            return build_policy(**SHAPE | {"intermediate_size": 70})
         case "untied":
             return build_policy(**SHAPE, tie_word_embeddings=False)
         case "bias":
