@@ -54,6 +54,23 @@ def test_messages_and_prompt_completion_rows_are_the_same_examples(renderer, tmp
     assert len({example.token_ids.tobytes() for example in examples}) == 1
 
 
+def test_conversation_and_tools_are_found_under_the_keys_that_are_named(renderer, tmp_path):
+    tools = [{"type": "function", "function": {"name": "look", "description": "a", "parameters": {}}}]
+    talk = messages("ba", "ab")["messages"]
+    rows = [{"talk": talk, "my_tools": json.dumps(tools), "messages": "not these", "tools": 3}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (row,) = read_rows(FileData(name=str(path), input_key="talk", tool_key="my_tools"), 0)
+    assert row.messages == talk and row.tools == tools
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: no 'speech' \(input_key\); the row has messages, my_tools"
+    ):
+        list(read_rows(FileData(name=str(path), input_key="speech"), 0))
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:1: `messages` must be a list of messages, got 'not these'"
+    ):
+        list(read_rows(FileData(name=str(path), input_key="messages"), 0))
+
+
 def test_nothing_follows_the_last_trained_token(renderer, tmp_path):
     (example,) = load(renderer, write_jsonl(tmp_path / "rows.jsonl", [messages("ba", "ab")])).examples
     assert example.is_trained[-1]

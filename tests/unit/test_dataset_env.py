@@ -12,15 +12,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from aiohttp import web
-from fakes import CharRenderer, FakeEngine, parrot, run_virtual
+from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot, run_virtual
+from test_orchestrator import config, train
 
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError
 from stretto.config.algorithm import GrpoAlgo
 from stretto.config.orchestrator import SamplingSection
+from stretto.config.roots import OrchestratorConfig
 from stretto.envs.base import RunInfo, SingleTurnEnv, load_environment
 from stretto.hooks import Arguments, Sample, get_model_url, post
 from stretto.hooks.arguments import addresses_of
 from stretto.hooks.engine import playing
+from stretto.ledger.audit import audit
+from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.checkpoint import Progress
 from stretto.orchestrator.main import same_data
 from stretto.orchestrator.rollout import Draw, Player
@@ -132,6 +136,31 @@ def test_every_record_comes_once_an_epoch_in_an_order_of_its_own(file):
 def test_records_come_in_the_order_of_the_files_where_that_is_asked_for(file):
     mix = TaskMix([dataset(file, shuffle=False)], [1.0], seed=3)
     assert [mix.draw(k).data["metadata"]["n"] for k in range(12)] == [*range(5), *range(5), 0, 1]
+
+
+def test_a_resumed_run_goes_on_at_the_record_where_it_was(file, tmp_path):
+    """Two lives of two steps each draw the records that four steps in one life do, in their order."""
+
+    def drawn(cfg):
+        with LedgerReader(cfg.run_dir) as ledger:
+            steps = [{row["group_id"] for row in ledger.trained_rollouts(step)} for step in range(1, 5)]
+            return [[ledger.group(k).task.data["label"] for k in sorted(groups)] for groups in steps]
+
+    env = [{"id": "dataset", "name": "words", "args": {"path": str(file)}}]
+    settings = {"env": env, "max_steps": 4, "max_async_level": 0}
+    whole = config(tmp_path / "whole", **settings)
+    train(whole, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=4))
+    first = config(tmp_path / "halves", **settings)
+    train(first, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=4, checkpoint_every=2))
+    second = OrchestratorConfig.model_validate(first.model_dump() | {"resume": {"step": 2}})
+    engine = FakeEngine(parrot(0.5))
+    engine.version = 2
+    train(second, engine, FakeTrainer(max_steps=4, start=2))
+    assert drawn(second) == drawn(whole)
+    assert audit(second.run_dir) == []
+    file.write_text(file.read_text().replace("word4", "word5"))
+    with pytest.raises(DataError, match="its records are not those that this run began with"):
+        train(second, engine, FakeTrainer(max_steps=4, start=2))
 
 
 def test_a_run_that_resumes_with_other_records_is_refused(file):

@@ -31,6 +31,10 @@ class FileData(Section):
     name: str
     """File, or directory whose .jsonl and .parquet files are read in order; `name@[a:b]` takes rows a to b - 1. A
     message with `step_loss_mask` = 0 is not trained."""
+    input_key: str | None = None
+    """Key of the conversation; None: `messages`, or `prompt` and `completion`."""
+    tool_key: str = "tools"
+    """Key of the tools that the chat template shows, a list or its JSON text."""
 
 
 class EnvData(Section):

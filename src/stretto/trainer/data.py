@@ -118,7 +118,7 @@ def read_rows(data: Data, seed: int) -> Iterator[Row]:
     match data:
         case FileData():
             for where, record in read_records(data.name, "[data] name"):
-                yield parse_row(record, where)
+                yield parse_row(_renamed(record, data, where), where)
         case EnvData():
             env = load_environment(data.id, data.args)
             if not hasattr(env, "sft_rows"):
@@ -127,6 +127,17 @@ def read_rows(data: Data, seed: int) -> Iterator[Row]:
                 )
             for i, row in enumerate(env.sft_rows(data.num_rows, seed)):
                 yield parse_row(row, f"environment {data.id}, row {i}")
+
+
+def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, Any]:
+    """A record with its conversation and tools under the keys that a row has."""
+    tools = record.get(data.tool_key)
+    if data.input_key is None:
+        return record | {"tools": tools}
+    if data.input_key not in record:
+        keys = ", ".join(sorted(map(str, record))) or "nothing"
+        raise DataError(f"{where}: no {data.input_key!r} (input_key); the row has {keys}.")
+    return {"messages": _messages(record[data.input_key], data.input_key, where), "tools": tools}
 
 
 def parse_row(row: Any, where: str) -> Row:
