@@ -22,12 +22,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 STATUS_FD_VAR = "STRETTO_STATUS_FD"
+SUPERVISED_VAR = "STRETTO_SUPERVISED"
+"""Set for children of a launcher, which asks for a good end itself and sends SIGTERM when it must be quick."""
 KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine"})
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Signals that ask to finish the step and save: without a launcher SIGTERM, of a preemption, does as well."""
+    if os.environ.get(SUPERVISED_VAR):
+        return (signal.SIGINT,)
+    return (signal.SIGINT, signal.SIGTERM)
 
 
 def report(kind: str, **fields: Any) -> None:

@@ -28,7 +28,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.process import Child
-from stretto.base.status import STATUS_FD_VAR
+from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
 from stretto.base.watch import EXIT_STALLED
 from stretto.config.load import dump_text
 from stretto.config.roots import RLConfig
@@ -227,7 +227,7 @@ class Supervisor:
         self._status.open()
 
     def _start_one(self, spec: ProcessSpec) -> Child:
-        env, fds = dict(spec.env), list(self._pass_fds)
+        env, fds = {**spec.env, SUPERVISED_VAR: "1"}, list(self._pass_fds)
         if spec.role == "orchestrator":
             env[STATUS_FD_VAR] = str(self._status.writer)
             fds.append(self._status.writer)

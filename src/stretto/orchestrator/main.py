@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from stretto.base import log
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
-from stretto.base.status import report
+from stretto.base.status import report, stop_signals
 from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
 from stretto.config.algorithm import RaeAlgo
@@ -381,7 +380,7 @@ def take_over(
 
 
 def handle_interrupts(loop: Loop) -> None:
-    """SIGINT once ends the run in good order, twice at once."""
+    """SIGINT, or a preemption, ends the run in good order; twice at once."""
     first_at: list[float] = []
 
     def on_interrupt() -> None:
@@ -392,4 +391,5 @@ def handle_interrupts(loop: Loop) -> None:
         logger.info("interrupted: finishing step %d, then saving", loop.buffer.next_step - 1)
         loop.stop()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, on_interrupt)
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, on_interrupt)

@@ -29,6 +29,7 @@ from torch import nn
 from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.memory import keep_freed_memory
+from stretto.base.status import stop_signals
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.roots import TrainerConfig
 from stretto.config.trainer import CriticSection
@@ -81,7 +82,7 @@ def main(cfg: TrainerConfig) -> int:
     keep_freed_memory()
     signal.signal(signal.SIGTERM, _exit_in_order)
     with (
-        finish_on_signal(signal.SIGINT) as interrupt,
+        finish_on_signal(*stop_signals()) as interrupt,
         process_group(cfg.batch_timeout_s + GROUP_MARGIN_S),
         ExitStack() as stack,
     ):
@@ -163,7 +164,9 @@ class Trainer:
         self.wait_s = -time.perf_counter()
         batch = self.receive(self.should_stop) if self.is_lead else None
         if self.mesh is not None:
-            if not self.mesh.tell(batch is not None):
+            # Any rank may be the one that was told: a preemption can take one machine of several.
+            said = self.mesh.gather((batch is not None, self.interrupt.is_set))
+            if not said[0][0] or any(is_set for _, is_set in said):
                 return None
             if self.is_registered and not self.is_lead:
                 batch = self.receive(lambda: False)
