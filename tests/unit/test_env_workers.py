@@ -12,7 +12,9 @@ import pytest
 from fakes import CharRenderer, FakeEngine, parrot
 
 from stretto.base.errors import ConfigError, EnvError
+from stretto.config.load import load
 from stretto.config.orchestrator import SamplingSection
+from stretto.config.roots import RLConfig
 from stretto.envs import workers
 from stretto.envs.base import SingleTurnEnv, load_environment
 from stretto.envs.workers import WorkerEnv, open_workers
@@ -276,6 +278,12 @@ def test_an_environment_without_held_out_tasks_can_be_trained_on_and_says_so_whe
             env.tasks("eval")
     finally:
         asyncio.run(env.close())
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_workers", 0), ("num_workers", -2), ("worker_timeout_s", 0)])
+def test_numbers_of_workers_that_make_no_sense_are_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"orchestrator.env.0.{key} = {value}: must be greater than 0"):
+        load(RLConfig, ["--orchestrator.env", f'[{{"id": "reverse-text", "{key}": {value}}}]'])
 
 
 def test_what_cannot_cross_to_the_orchestrator_fails_the_rollout():

@@ -14,6 +14,7 @@ from fakes import CharRenderer, FakeEngine
 from stretto.base.errors import ConfigError, EnvError
 from stretto.config.orchestrator import SamplingSection
 from stretto.envs.base import load_environment, scored
+from stretto.envs.reasoning_gym import is_held_out
 from stretto.envs.workers import open_workers
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.records.rollout import RolloutStatus
@@ -63,6 +64,20 @@ def test_plain_replies_are_answers_and_nothing_is_said_of_tags():
     assert score(env, task, f" {task.data['answer']}\n").reward == 1.0
     assert env.system_prompt is None
     assert gym(system_prompt="Be brief.").prompt(task)[0] == {"role": "system", "content": "Be brief."}
+
+
+@needs_extra
+def test_rows_to_warm_up_on_are_solved_questions_of_the_train_side():
+    for answer_format in ("tags", "plain"):
+        env = gym(answer_format=answer_format)
+        rows = env.sft_rows(20, seed=1)
+        assert rows == gym(answer_format=answer_format).sft_rows(20, seed=1) != env.sft_rows(20, seed=2)
+        for row in rows:
+            *asked, answer = row["messages"]
+            assert not is_held_out(asked[-1]["content"])
+            assert env.answer_in(answer["content"]) is not None and answer["role"] == "assistant"
+    with pytest.raises(ConfigError, match="has no answers to show"):
+        gym(dataset="rubiks_cube").sft_rows(2, seed=0)
 
 
 @needs_extra

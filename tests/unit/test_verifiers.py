@@ -303,6 +303,16 @@ def test_modules_are_told_apart_without_importing_them():
     assert find.module_named("no-such-module") is find.module_named("what is this") is None
 
 
+def test_modules_of_the_working_directory_are_found_by_console_scripts_too(tmp_path, monkeypatch):
+    (tmp_path / "lying_here_v0.py").write_text((TASKSETS / "old_v0.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    before = list(sys.path)
+    assert find.module_named("lying-here-v0") == "lying_here_v0"
+    assert find.kind_of("lying_here_v0") is find.Kind.V0
+    assert sys.path == before
+
+
 def test_a_module_with_one_environment_is_named_by_its_own_name(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     base = "from stretto.envs.sort_letters import SortLetters\n"

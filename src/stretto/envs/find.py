@@ -13,6 +13,7 @@ import inspect
 import sys
 from enum import Enum
 from functools import lru_cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,21 @@ def module_named(env_id: str) -> str | None:
     name = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
     if not all(part.isidentifier() for part in name.split(".")):
         return None
-    for path in ([], [""]):
-        if path and "" in sys.path:
-            break
-        sys.path += path
+    return name if _spec_of(name) is not None else None
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Where a module is. Console scripts do not look into the working directory by themselves."""
+    places = [[]] if "" in sys.path else [[], [""]]
+    for place in places:
+        sys.path += place
         try:
-            if importlib.util.find_spec(name) is not None:
-                return name
+            if (spec := importlib.util.find_spec(module)) is not None:
+                return spec
         except (ImportError, ValueError):
-            pass
+            continue
         finally:
-            if path:
+            for _ in place:
                 sys.path.remove("")
     return None
 
@@ -127,7 +132,7 @@ def kind_of(module: str) -> Kind:
 
 
 def _trees(module: str) -> list[ast.Module]:
-    spec = importlib.util.find_spec(module)
+    spec = _spec_of(module)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return []
     origin = Path(spec.origin)

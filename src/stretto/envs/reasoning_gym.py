@@ -107,6 +107,23 @@ class ReasoningGym(SingleTurnEnv):
             raise EnvError(f"{self.name}: {what}; the answer was {answer[:80]!r}") from cause
         return RolloutResult(reward=reward, metrics={"has_answer": 1.0})
 
+    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
+        """Questions of the train side with the generator's answers.
+
+        Raises: ConfigError where it has none: questions with many solutions are scored by checking them.
+        """
+        source = self.tasks("train")
+        tasks = [source.make(((seed + 1) << 32) + index) for index in range(num_rows)]
+        if any(task.data["answer"] is None for task in tasks):
+            raise ConfigError(
+                f"{self.name} has no answers to show, only a scorer: warm up on another environment."
+            )
+        form = "<answer>{}</answer>" if self.answer_format == "tags" else "{}"
+        return [
+            {"messages": [*self.prompt(t), {"role": "assistant", "content": form.format(t.data["answer"])}]}
+            for t in tasks
+        ]
+
     def answer_in(self, text: str) -> str | None:
         """What the reply gives as its answer; None where it gives none."""
         if self.answer_format == "plain":

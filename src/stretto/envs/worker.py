@@ -114,6 +114,7 @@ def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
         ordered=[split for split, source in sources.items() if source.is_ordered],
         fingerprints={split: source.fingerprint for split, source in sources.items()},
         no_tasks=no_tasks,
+        are_tasks_shared=getattr(env, "are_tasks_shared", False),
     )
     return env, sources, ready
 

@@ -110,6 +110,7 @@ class Ready(_Message):
     limits: Limits
     num_tasks: dict[str, int | None]  # by split; None: no end of them
     no_tasks: dict[str, str]  # why there are none, by split
+    are_tasks_shared: bool  # evaluation has the tasks of training
     ordered: list[str] = []  # splits whose tasks come in order of index
     fingerprints: dict[str, int | None] = {}  # of what tasks are made from, by split
 

@@ -105,10 +105,14 @@ class WorkerEnv:
         self.limits = ready.limits
         self.pool = pool
         self._ready = ready
+        self._asked: set[Split] = set()
 
     def tasks(self, split: Split) -> TaskSource:
         if split in self._ready.no_tasks:
             raise ConfigError(self._ready.no_tasks[split])
+        self._asked.add(split)
+        if self._ready.are_tasks_shared and len(self._asked) == 2:
+            logger.warning("%s is evaluated on the tasks it is trained on: it holds none out", self.name)
         ready = self._ready
         make = lambda index: self._task(split, index)
         return TaskSource(make, ready.num_tasks[split], split in ready.ordered, ready.fingerprints.get(split))

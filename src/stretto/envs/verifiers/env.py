@@ -68,6 +68,7 @@ class VerifiersEnv:
         if not 0 <= num_eval < len(self._tasks):
             raise ConfigError(f"{self._what}: num_eval = {num_eval}, and it has {len(self._tasks)} tasks.")
         self._num_eval = num_eval
+        self.are_tasks_shared = num_eval == 0
         self._context = vf.ModelContext(model="policy", client=PolicyConfig(api_key_var="NONE"))
         self._serving: asyncio.Task[None] | None = None
         self._is_up = asyncio.Event()

@@ -180,7 +180,7 @@ class Policy(vf.Client):
 def _response(reply: Reply, seat: Seat) -> Response:
     calls = [
         ToolCall(
-            id=f"call_{seat.num_turns}_{number}",
+            id=call.get("id") or f"call_{seat.num_turns}_{number}",
             name=call["function"]["name"],
             arguments=_text(call["function"]["arguments"]),
         )
