@@ -25,13 +25,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from stretto.algorithms.credit import WHITENED
-from stretto.algorithms.custom import load_credit
 from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError, WireError
 from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
-from stretto.config.algorithm import CustomAlgo, EchoAlgo
+from stretto.config.algorithm import EchoAlgo
 from stretto.config.concurrency import AdaptiveConcurrency
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.monitors import Monitors
@@ -221,9 +220,6 @@ class Loop:
         self._flags: Counter[str] = Counter()  # rollouts that each filter flagged since the last batch
         algos = {name: self.cfg.algo_of(name) for name in names}
         self._whitened = [n for n, algo in algos.items() if algo.type in WHITENED and algo.whiten]
-        for algo in algos.values():
-            if isinstance(algo, CustomAlgo):
-                load_credit(algo)
 
     async def run(self) -> Progress:
         """Train until the last step, or until `stop`.

@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+from stretto.algorithms.custom import load_credit
 from stretto.base import log
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.base.status import report, stop_signals
 from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
-from stretto.config.algorithm import RaeAlgo
+from stretto.config.algorithm import CustomAlgo, RaeAlgo
 from stretto.config.curriculum import DifficultySampler
 from stretto.config.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.orchestrator import OrchestratorSection
@@ -87,8 +88,9 @@ async def run(cfg: OrchestratorConfig) -> int:
     else:
         renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
     async with AsyncExitStack() as stack:
+        own = open_own(cfg, renderer, stack)  # first: what is wrong with it is told before anybody waits
         wires = await open_wires(cfg, progress.step, stack)
-        loop = build_loop(cfg, wires, renderer, progress, stack)
+        loop = build_loop(cfg, wires, renderer, progress, stack, own)
         handle_interrupts(loop)
         progress = await loop.run()
     summary = summary_of(progress, max_steps=cfg.max_steps)
@@ -96,6 +98,31 @@ async def run(cfg: OrchestratorConfig) -> int:
     report("summary", **summary)
     logger.info("done steps=%d in %.1fs: %s", progress.step, progress.wall_s, cfg.run_dir.summary)
     return 0
+
+
+@dataclass(frozen=True)
+class Own:
+    """What is a user's own in a run: environments, and functions in the place of ours."""
+
+    about: RunInfo
+    envs: list[Environment]
+    hooks: BatchHooks | None
+    rollouts: OwnRollouts | None
+    evals: OwnRollouts | None
+
+
+def open_own(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExitStack) -> Own:
+    """Build all of it; `stack` closes what environments have started.
+
+    Raises: ConfigError, DataError naming what is wrong with a name, an argument, a file or a function.
+    """
+    about = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
+    hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
+    functions = [own_rollouts_of(cfg, key) for key in ("rollout_function", "eval_function")]
+    for algo in (cfg.algo_of(env.name or env.id) for env in cfg.env):
+        if isinstance(algo, CustomAlgo):
+            load_credit(algo)
+    return Own(about, [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.env], hooks, *functions)
 
 
 @dataclass(frozen=True)
@@ -129,12 +156,17 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
 
 
 def build_loop(
-    cfg: OrchestratorConfig, wires: Wires, renderer: Renderer, progress: Progress, stack: AsyncExitStack
+    cfg: OrchestratorConfig,
+    wires: Wires,
+    renderer: Renderer,
+    progress: Progress,
+    stack: AsyncExitStack,
+    own: Own | None = None,
 ) -> Loop:
     """All other parts of a run; `stack` closes them."""
     run_dir, resumed_step = cfg.run_dir, progress.step if cfg.resume else None
-    about = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
-    envs = [open_env(env, run_dir.logs, stack, about) for env in cfg.env]
+    own = own or open_own(cfg, renderer, stack)
+    envs = own.envs
     same_data(envs, progress)
     player = Player(
         engine=wires.engines,
@@ -146,12 +178,11 @@ def build_loop(
         timeout_s=cfg.rollout_timeout_s,
         max_retries=cfg.max_rollout_retries,
     )
-    hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
     ledger = Ledger.open(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
     buffer = Buffer(bounds_of(cfg), ledger, next_step=progress.step + 1)
     cursor = (
-        take_over(ledger, buffer, cfg, renderer, progress.step, hooks)
+        take_over(ledger, buffer, cfg, renderer, progress.step, own.hooks)
         if cfg.resume
         else Cursor(ledger.next_draw(), deque())
     )
@@ -194,9 +225,9 @@ def build_loop(
         watch=watch,
         cost=cost_of_model(cfg.model.name),
         progress=progress,
-        hooks=hooks,
-        own_rollouts=own_rollouts_of(cfg, "rollout_function"),
-        evaluator=build_evaluator(cfg, envs, player, watch, run_dir, stack, about),
+        hooks=own.hooks,
+        own_rollouts=own.rollouts,
+        evaluator=build_evaluator(cfg, own, player, watch, run_dir, stack),
         curriculum=curriculum,
         baselines=baselines,
         tutors=build_tutors(cfg, wires, envs, renderer),
@@ -272,25 +303,24 @@ def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:
 
 def build_evaluator(
     cfg: OrchestratorSection,
-    envs: Sequence[Environment],
+    own: Own,
     player: Player,
     watch: Watch,
     run_dir: RunDir,
     stack: AsyncExitStack,
-    about: RunInfo,
 ) -> Evaluator | None:
     """Evals as configured; None: there are none."""
     section = cfg.eval_as_trained()
     if section is None:
         return None
     return Evaluator(
-        eval_envs(section, envs, run_dir, stack, about),
+        eval_envs(section, own.envs, run_dir, stack, own.about),
         section,
         player,
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,
         watch=watch,
         run_dir=run_dir,
-        own=own_rollouts_of(cfg, "eval_function"),
+        own=own.evals,
     )
 
 
