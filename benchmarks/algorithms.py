@@ -33,8 +33,8 @@ ENV = {
 }
 
 TASKS = {
-    "reverse-text": {"example": "reverse_text", "steps": 100},
-    "arithmetic": {"example": "arithmetic", "steps": 100},
+    "reverse-text": {"example": "reverse_text", "steps": 50},
+    "arithmetic": {"example": "arithmetic", "steps": 300},
 }
 CREDITS = {
     "grpo": "--orchestrator.algo.type grpo",
@@ -110,7 +110,7 @@ def train(work: Path, task: str, model: Path, name: str, flags: str, *, steps: i
         "rl", "@", str(ROOT / "examples" / TASKS[task]["example"] / "rl.toml"), "--output-dir", str(work),
         "--run.name", run, "--clean", "--seed", str(seed), "--model.name", str(model), "--max-steps", str(steps),
         "--trainer.scheduler.warmup-steps", "10", "--trainer.scheduler.decay-steps", str(steps - 10),
-        "--orchestrator.eval.interval", str(steps), *flags.split(),
+        "--orchestrator.eval.interval", str(steps), "--orchestrator.batch-size", "128", *flags.split(),
     )  # fmt: skip
     summary = json.loads((work / run / "summary.json").read_text())
     lines = (work / run / "metrics" / "orchestrator.jsonl").read_text().splitlines()
