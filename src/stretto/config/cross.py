@@ -38,7 +38,9 @@ def check_rl(cfg: RLConfig) -> list[Problem]:
     problems += check_teacher_engine(cfg) + check_loss_is_used(cfg)
     problems += check_credit_fits(cfg.trainer, cfg.orchestrator)
     problems += check_mesh(cfg)
-    return problems + check_control(cfg) + check_ports(cfg) + check_gpus(cfg) + check_nodes(cfg)
+    return (
+        problems + check_control(cfg) + check_ports(cfg) + check_gpus(cfg) + check_nodes(cfg) + check_ipc(cfg)
+    )
 
 
 def check_control(cfg: RLConfig) -> list[Problem]:
@@ -209,3 +211,29 @@ def check_nodes(cfg: RLConfig) -> list[Problem]:
         rule = f"are divided among {paths[1]} = {shape.num_train_nodes} nodes; give a multiple"
         problems.append(Problem(paths, f"{paths[0]} = {workers} {rule}"))
     return problems
+
+
+def check_ipc(cfg: RLConfig) -> list[Problem]:
+    """Memory of one GPU is mapped by one engine in one process, on that GPU."""
+    path, inference = "weight_broadcast.type", cfg.inference
+    if cfg.weight_broadcast.type != "ipc":
+        return []
+    found: list[tuple[str, str]] = []
+    if cfg.weight_broadcast.delta is not None:
+        found.append(("weight_broadcast.delta", "copies go through the memory of the host"))
+    if cfg.deployment.type == "multi_node":
+        found.append(("deployment.type", "its engines are on other machines"))
+    if inference is None:
+        found.append(("inference", "there is no engine of this run's on its GPU"))
+    elif inference.device == "cpu":
+        found.append(("inference.device", "the engine has no GPU"))
+    elif inference.deployment.num_processes * inference.parallel.tp * inference.parallel.dp > 1:
+        found.append(("inference.deployment", "one process can map the memory, and there are several"))
+    if cfg.orchestrator.num_train_workers > 1:
+        found.append(
+            ("orchestrator.num_train_workers", "trainer and engine share one GPU, and there are several")
+        )
+    return [
+        Problem((path, other), f'{path} = "ipc" with {other}: {why}; use "shm" or "collective"')
+        for other, why in found
+    ]

@@ -98,7 +98,19 @@ class CollectiveWeights(WeightsSection):
     aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s"}
 
 
-WeightBroadcast = Annotated[ShmWeights | FilesystemWeights | CollectiveWeights, Field(discriminator="type")]
+class IpcWeights(WeightsSection):
+    """An engine maps the trainer's memory on the GPU they share."""
+
+    type: Literal["ipc"] = "ipc"
+    bucket_bytes: int = Field(256_000_000, gt=0)
+    """Bytes of one piece of memory that is shared."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Longest wait until the engine has loaded a version."""
+
+
+WeightBroadcast = Annotated[
+    ShmWeights | FilesystemWeights | CollectiveWeights | IpcWeights, Field(discriminator="type")
+]
 
 
 class ControlSection(Section):

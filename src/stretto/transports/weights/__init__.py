@@ -1,7 +1,8 @@
 """Weights from trainer to engines: published by version, described by a manifest, received as (name, tensor).
 
 The manifest travels by HTTP and by the control wire, the bytes by one of the files here, each with both ends: files
-and shared memory (which are received alike: mapped), and broadcast. delta.py sends what changed through any of them.
+and shared memory (which are received alike: mapped), broadcast, and the memory of one GPU. delta.py sends what
+changed through any of the first three.
 """
 
 from __future__ import annotations
@@ -10,11 +11,18 @@ from typing import TYPE_CHECKING
 
 from stretto.base.errors import WireError
 from stretto.base.paths import RunDir
-from stretto.config.transport import CollectiveWeights, FilesystemWeights, ShmWeights, WeightBroadcast
+from stretto.config.transport import (
+    CollectiveWeights,
+    FilesystemWeights,
+    IpcWeights,
+    ShmWeights,
+    WeightBroadcast,
+)
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.weights.collective import CollectivePublisher, CollectiveReceived
 from stretto.transports.weights.delta import DeltaPublisher, DeltaReceived
 from stretto.transports.weights.filesystem import FilesystemPublisher
+from stretto.transports.weights.ipc import IpcPublisher, IpcReceived
 from stretto.transports.weights.layout import Publisher, Received
 from stretto.transports.weights.shm import ShmPublisher
 
@@ -38,6 +46,8 @@ def _build_whole(cfg: WeightBroadcast, run_dir: RunDir, run_id: str) -> Publishe
         return CollectivePublisher(
             cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=cfg.join_timeout_s
         )
+    if isinstance(cfg, IpcWeights):
+        return IpcPublisher(bucket_bytes=cfg.bucket_bytes)
     assert isinstance(cfg, FilesystemWeights), cfg
     return FilesystemPublisher(run_dir.broadcasts, keep_versions=cfg.keep_versions)
 
@@ -47,7 +57,7 @@ def receive(
     group: WeightGroup | None = None,
     worker: int = 0,
     device: torch.device | None = None,
-) -> Received | CollectiveReceived | DeltaReceived:
+) -> Received | CollectiveReceived | DeltaReceived | IpcReceived:
     """A published version: `with receive(manifest) as tensors: load_tensors(model, tensors)`.
 
     group: of an update, where the transport sends to all engines at once; worker: which of the engine's
@@ -66,4 +76,6 @@ def receive(
     if manifest.transport == "collective":
         assert group is not None
         return CollectiveReceived(manifest, group, worker, device)
+    if manifest.transport == "ipc":
+        return IpcReceived(manifest)
     return Received(manifest)

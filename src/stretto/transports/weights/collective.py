@@ -22,7 +22,6 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 
@@ -32,11 +31,10 @@ from torch.distributed import PrefixStore, TCPStore
 
 from stretto.base.errors import WireError
 from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
-from stretto.transports.weights.layout import DTYPES, Named, dtype_name
+from stretto.transports.weights.layout import Bucket, Named, buckets_of, dtype_name, padded, tensors_of
 
 logger = logging.getLogger(__name__)
 
-ALIGN = 64
 FOREVER = timedelta(days=365)
 CLOSE = "close"
 RETRY_S = 0.2
@@ -58,37 +56,6 @@ class Location(msgspec.Struct, frozen=True):
     port: int
     bucket_bytes: int
     timeout_s: float
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Consecutive tensors of one sender that travel together."""
-
-    entries: tuple[TensorEntry, ...]
-    num_bytes: int
-
-
-def buckets_of(entries: Iterable[TensorEntry], sender: int, bucket_bytes: int) -> list[Bucket]:
-    """The buckets of one sender, in order; a tensor bigger than a bucket has one of its own."""
-    buckets: list[Bucket] = []
-    held: list[TensorEntry] = []
-    size = 0
-    for entry in entries:
-        if entry.shard != sender:
-            continue
-        padded = _padded(entry.num_bytes)
-        if held and size + padded > bucket_bytes:
-            buckets.append(Bucket(tuple(held), size))
-            held, size = [], 0
-        held.append(entry)
-        size += padded
-    if held:
-        buckets.append(Bucket(tuple(held), size))
-    return buckets
-
-
-def _padded(num_bytes: int) -> int:
-    return num_bytes + -num_bytes % ALIGN
 
 
 # -- the trainer's end --
@@ -127,7 +94,7 @@ class CollectivePublisher:
             size = tensor.numel() * tensor.element_size()
             shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)
             entries.append(TensorEntry(name, dtype, shape, self._rank, end, size))
-            end += _padded(size)
+            end += padded(size)
         buckets = buckets_of(entries, self._rank, self._bucket_bytes)
         device = named[0][1].device if named else torch.device("cpu")
         buffers = self._buffers([bucket.num_bytes for bucket in buckets], device)
@@ -138,7 +105,7 @@ class CollectivePublisher:
                 flat = next(values).reshape(-1)
                 if entry.num_bytes:
                     buffer[at : at + entry.num_bytes].copy_(flat.view(torch.uint8))
-                at += _padded(entry.num_bytes)
+                at += padded(entry.num_bytes)
         with self._lock:
             self._held[version] = buffers
         return WeightManifest(
@@ -305,7 +272,7 @@ class CollectiveReceived:
                 coming = self._ask(group, buckets[index + 1]) if index + 1 < len(buckets) else None
                 if self._device.type == "cpu":
                     crcs.append(zlib.crc32(buffer.numpy().data))
-                yield from _tensors(bucket, buffer)
+                yield from tensors_of(bucket, buffer)
             if self._device.type == "cpu":
                 expected = torch.zeros(len(buckets), dtype=torch.int64)
                 _broadcast(group, expected).wait()
@@ -348,20 +315,6 @@ def agree(manifest: WeightManifest, group: WeightGroup, worker: int, word: str, 
         int(_wait(store, f"{key}/{rank}", location.timeout_s, f"{what} {rank} of {group.world_size}"))
         for rank in range(group.world_size)
     )
-
-
-def _tensors(bucket: Bucket, buffer: torch.Tensor) -> Iterator[Named]:
-    at = 0
-    for entry in bucket.entries:
-        dtype = DTYPES[entry.dtype]
-        part = buffer[at : at + entry.num_bytes]
-        yield (
-            entry.name,
-            part.view(dtype).view(entry.shape)
-            if entry.num_bytes
-            else torch.empty(entry.shape, dtype=dtype, device=buffer.device),
-        )
-        at += _padded(entry.num_bytes)
 
 
 # -- what both ends share --

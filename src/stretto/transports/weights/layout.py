@@ -11,6 +11,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -144,6 +145,7 @@ def tensor_over(buffer: Buffer, entry: TensorEntry, offset: int = 0) -> torch.Te
 
 # A shard of shared memory is used again and again; the version in its head warns a reader that comes late.
 HEAD_BYTES = 64
+ALIGN = 64
 HEAD_MAGIC = b"strettoW"
 
 
@@ -175,3 +177,53 @@ def _map(path: Path, manifest: WeightManifest) -> mmap.mmap:
         mapped.close()
         raise WireError(f"{what} holds " + ("an unfinished version." if held is None else f"version {held}."))
     return mapped
+
+
+# -- buckets: bytes of several tensors in one piece of memory --
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive tensors of one sender that travel together."""
+
+    entries: tuple[TensorEntry, ...]
+    num_bytes: int
+
+
+def buckets_of(entries: Iterable[TensorEntry], sender: int, bucket_bytes: int) -> list[Bucket]:
+    """The buckets of one sender, in order; a tensor bigger than a bucket has one of its own."""
+    buckets: list[Bucket] = []
+    held: list[TensorEntry] = []
+    size = 0
+    for entry in entries:
+        if entry.shard != sender:
+            continue
+        needed = padded(entry.num_bytes)
+        if held and size + needed > bucket_bytes:
+            buckets.append(Bucket(tuple(held), size))
+            held, size = [], 0
+        held.append(entry)
+        size += needed
+    if held:
+        buckets.append(Bucket(tuple(held), size))
+    return buckets
+
+
+def padded(num_bytes: int) -> int:
+    """Bytes of a tensor in a bucket."""
+    return num_bytes + -num_bytes % ALIGN
+
+
+def tensors_of(bucket: Bucket, buffer: torch.Tensor) -> Iterator[Named]:
+    """The tensors of a bucket, as views of its bytes."""
+    at = 0
+    for entry in bucket.entries:
+        dtype = DTYPES[entry.dtype]
+        part = buffer[at : at + entry.num_bytes]
+        yield (
+            entry.name,
+            part.view(dtype).view(entry.shape)
+            if entry.num_bytes
+            else torch.empty(entry.shape, dtype=dtype, device=buffer.device),
+        )
+        at += padded(entry.num_bytes)
