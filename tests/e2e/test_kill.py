@@ -182,6 +182,20 @@ def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(
     assert summary["resumed"] and summary["steps"] == job.run.latest_complete_checkpoint()
 
 
+def test_a_preempted_run_saves_ends_well_and_goes_on(start_job: Callable[[int], Job]) -> None:
+    job = start_job(40)
+    popen = job.start()
+    wait_for_step(job, popen, 3)
+    popen.send_signal(signal.SIGTERM)
+    output, _ = popen.communicate(timeout=60)
+    assert popen.returncode == 0, output
+    saved = job.run.latest_complete_checkpoint()
+    assert saved is not None and saved >= 3 and audit(job.run) == []
+    popen = job.start("--resume", "--max-steps", str(saved + 2))
+    output, _ = popen.communicate(timeout=120)
+    assert popen.returncode == 0 and job.run.latest_complete_checkpoint() == saved + 2, output
+
+
 def test_a_launcher_that_is_killed_takes_everyone_with_it_and_the_run_goes_on(
     start_job: Callable[[int], Job],
 ) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from runs import merged, rl
-from safetensors.torch import load_file
 
 from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
 from stretto.config.model import ScratchSection
@@ -38,16 +37,29 @@ def build_model(directory: Path) -> Path:
     return directory / "model"
 
 
-def test_two_trainer_ranks_train_like_one(tmp_path: Path) -> None:
-    settings, ended = merged(SETTINGS, {"model": {"name": build_model(tmp_path)}}), []
-    for name, more in (("one", {}), ("two", {"orchestrator": {"num_train_workers": 2}})):
-        (tmp_path / name).mkdir()
-        ended.append(rl(tmp_path / name, merged(settings, more)))
-    one, two = ended
+TWO_RANKS = {
+    "fsdp": {"orchestrator": {"num_train_workers": 2}},
+    "tp": {"trainer": {"model": {"tp": 2}}},
+    "cp": {"trainer": {"model": {"cp": 2}}},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run's settings, and how it ends on one rank."""
+    folder = tmp_path_factory.mktemp("one")
+    settings = merged(SETTINGS, {"model": {"name": build_model(folder)}})
+    return settings, rl(folder, settings)
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_trainer_ranks_train_like_one(tmp_path: Path, alone, name: str) -> None:
+    settings, one = alone
+    two = rl(tmp_path, merged(settings, TWO_RANKS[name]))
     for column in ("loss/mean", "optim/grad_norm", "entropy/mean", "batch/tokens"):
         assert two.column(column) == pytest.approx(one.column(column), rel=1e-4, abs=1e-5), column
         assert len(two.column(column)) == 3
     assert max(one.column("optim/grad_norm")) > 0
-    ours, theirs = (load_file(e.run.weights_step(3) / "model.safetensors") for e in (two, one))
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-4)
+    ours, theirs = (hub.load_model(e.run.weights_step(3), dtype=torch.float32) for e in (two, one))
+    for (key, tensor), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(tensor, other, rtol=0, atol=1e-4, msg=key)

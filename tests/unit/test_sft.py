@@ -128,7 +128,8 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path):
     assert json.loads(resumed.run_dir.summary.read_text())["resumed"] is True
 
 
-def test_first_interrupt_finishes_the_step_and_saves_and_resume_goes_on(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_interrupt_finishes_the_step_and_saves_and_resume_goes_on(tmp_path, number):
     cfg = config(tmp_path, max_steps=100_000)
     path = tmp_path / "sft.json"
     path.write_text(dump_text(cfg))
@@ -140,7 +141,7 @@ def test_first_interrupt_finishes_the_step_and_saves_and_resume_goes_on(tmp_path
     ) as process:
         while "step " not in (line := process.stderr.readline()):
             assert line, process.wait()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest = process.stderr.read()
     assert process.returncode == 0, rest
     step = cfg.run_dir.latest_complete_checkpoint()
