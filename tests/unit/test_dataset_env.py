@@ -22,7 +22,7 @@ from stretto.config.roots import OrchestratorConfig
 from stretto.envs.base import RunInfo, SingleTurnEnv, load_environment
 from stretto.hooks import Arguments, Sample, get_model_url, post
 from stretto.hooks.arguments import addresses_of
-from stretto.hooks.engine import playing
+from stretto.hooks.engine import playing, salted
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.checkpoint import Progress
@@ -473,6 +473,7 @@ def test_other_servers_are_asked_over_http_also_by_the_path_of_the_policy():
         return web.json_response({"said": await request.json()} if status == 200 else {}, status=status)
 
     async def main():
+        nonlocal answers
         app = web.Application()
         app.router.add_post("/inference/v1/generate", answer)
         runner = web.AppRunner(app)
@@ -490,6 +491,10 @@ def test_other_servers_are_asked_over_http_also_by_the_path_of_the_policy():
                     await post(url, {})
                 with pytest.raises(AssertionError, match="not for the policy"):
                     await post(get_model_url(args), {"token_ids": [1]})
+            answers = iter([200, 200])
+            with salted([others["teacher"]], version=7):
+                assert (await post(url, {"a": 1}))["said"] == {"a": 1, "cache_salt": "7"}
+                assert (await post(url, {"cache_salt": "mine"}))["said"] == {"cache_salt": "mine"}
             with pytest.raises(EnvError, match="no model 'ref' in this run; it has actor, teacher"):
                 get_model_url(args, "ref")
         finally:

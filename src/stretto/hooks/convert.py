@@ -74,7 +74,7 @@ def branch_of(sample: Sample, version: int, temperature: float) -> Branch:
         raise EnvError(
             "a sample without rollout_log_probs cannot be trained; ask the engine for them (logprobs = 1)"
         )
-    first = sample.weight_versions[0] if sample.weight_versions else version
+    first = int(sample.weight_versions[0]) if sample.weight_versions else version
     sampled = np.flatnonzero(is_trained)
     spans = (VersionSpan(first, int(sampled[0]), int(sampled[-1]) + 1),) if len(sampled) else ()
     return Branch(

@@ -2,7 +2,8 @@
 
 While a hook generates a sample, a request to `/inference/v1/generate` of the policy becomes a turn of the rollout: it
 has the rollout's session, seed, weights and limits, and its tokens, log-probabilities and versions are written
-down. Anything else, another model's engine too, and any request made at another time, is plain HTTP.
+down. In a rollout or eval function such a request is salted with the version it was asked under, so that no
+engine answers with what it computed under other weights. Anything else, another model's engine too, is plain HTTP.
 """
 
 from __future__ import annotations
@@ -49,6 +50,17 @@ class _Episode:
         return urlsplit(url).path.endswith(GENERATE) and address_of(url) in self._addresses
 
 
+class _Salt:
+    def __init__(self, urls: Sequence[str], version: int) -> None:
+        self._addresses, self.version = {address_of(url) for url in urls}, version
+
+    def of(self, url: str) -> dict[str, str]:
+        """What is added to a request."""
+        is_asked = urlsplit(url).path.endswith(GENERATE) and address_of(url) in self._addresses
+        return {"cache_salt": str(self.version)} if is_asked else {}
+
+
+_salt: ContextVar[_Salt | None] = ContextVar("salt", default=None)
 _episode: ContextVar[_Episode | None] = ContextVar("episode", default=None)
 
 
@@ -62,6 +74,16 @@ def playing(ctx: Turns, urls: Sequence[str]) -> Iterator[None]:
         _episode.reset(token)
 
 
+@contextmanager
+def salted(urls: Sequence[str], version: int) -> Iterator[None]:
+    """Requests for tokens made inside, of the policy that answers at these addresses, are of this version."""
+    token = _salt.set(_Salt(urls, version))
+    try:
+        yield
+    finally:
+        _salt.reset(token)
+
+
 async def post(
     url: str, payload: dict[str, Any], max_retries: int = 60, headers: dict[str, str] | None = None
 ) -> dict[str, Any]:
@@ -73,6 +95,8 @@ async def post(
     if episode is not None and episode.is_asked(url):
         async with episode.lock:  # turns of one rollout come one after the other
             return await _turn(episode.ctx, payload)
+    if (salt := _salt.get()) is not None:
+        payload = salt.of(url) | payload
     return await _send(url, payload, max_retries, headers)
 
 

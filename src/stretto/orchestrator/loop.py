@@ -333,7 +333,7 @@ class Loop:
             if not await self.buffer.admit(self.buffer.bounds.groups_per_batch):
                 return
             try:
-                played = await own.play(number, source)
+                played = await own.play(number, source, self.buffer.version)
             except StrettoError as error:
                 source.kept.clear()
                 played = [

@@ -44,6 +44,7 @@ from stretto.orchestrator.build import (
     build_teacher_client,
     open_env,
     run_info,
+    urls_of,
 )
 from stretto.orchestrator.checkpoint import Progress, summary_of
 from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
@@ -329,7 +330,7 @@ def own_rollouts_of(cfg: OrchestratorSection, key: str) -> OwnRollouts | None:
     if (path := getattr(cfg.hooks, key)) is None:
         return None
     hook = Hook.load(path, f"orchestrator.hooks.{key}", 3)
-    return OwnRollouts(hook, arguments_of(cfg), cfg.train.sampling.temperature)
+    return OwnRollouts(hook, arguments_of(cfg), cfg.train.sampling.temperature, urls_of(cfg.client))
 
 
 def bounds_of(cfg: OrchestratorSection) -> Bounds:

@@ -20,6 +20,7 @@ from stretto.base.errors import EnvError, StrettoError
 from stretto.hooks import Arguments, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 from stretto.hooks.calls import Hook
 from stretto.hooks.convert import rollout_of
+from stretto.hooks.engine import salted
 from stretto.orchestrator.buffer import Slot
 from stretto.orchestrator.rollout import Draw, describe, failed
 from stretto.orchestrator.scores import Score
@@ -78,14 +79,16 @@ class OwnRollouts:
     hook: Hook
     args: Arguments
     temperature: float
+    urls: Sequence[str] = ()  # of the policy's engines
     metrics: dict[str, float] = field(default_factory=dict)
 
-    async def play(self, rollout_id: int, source: DataSource) -> list[tuple[Slot, Group]]:
-        """The groups of one call.
+    async def play(self, rollout_id: int, source: DataSource, version: int) -> list[tuple[Slot, Group]]:
+        """The groups of one call, made while the engines have `version`.
 
         Raises: EnvError when it raises, or gives anything else than groups of the samples it got.
         """
-        output = await self._called(rollout_id, source, evaluation=False)
+        with salted(self.urls, version):
+            output = await self._called(rollout_id, source, evaluation=False)
         samples = output.samples if isinstance(output, RolloutFnTrainOutput) else output
         if isinstance(output, RolloutFnTrainOutput) and output.metrics:
             self.metrics |= {f"rollout/{name}": float(value) for name, value in output.metrics.items()}
@@ -94,12 +97,13 @@ class OwnRollouts:
             raise EnvError(f"{self.hook.where} returned {kind}; return RolloutFnTrainOutput(samples=groups)")
         return [self._group(group, source) for group in samples]
 
-    async def evaluate(self, rollout_id: int, source: DataSource) -> dict[str, dict[str, Any]]:
-        """What an eval function says, by data set.
+    async def evaluate(self, version: int, source: DataSource) -> dict[str, dict[str, Any]]:
+        """What an eval function says of a version, by data set.
 
         Raises: EnvError as `play`.
         """
-        output = await self._called(rollout_id, source, evaluation=True)
+        with salted(self.urls, version):
+            output = await self._called(version, source, evaluation=True)
         data = output.data if isinstance(output, RolloutFnEvalOutput) else output
         if not isinstance(data, dict) or not all("rewards" in entry for entry in data.values()) or not data:
             kind = type(output).__name__
