@@ -242,7 +242,11 @@ def test_a_prompt_without_room_fails_and_a_conversation_that_outgrows_it_is_trun
         ("verifiers", {"taskset": "no-such"}, "taskset 'no-such' not found"),
         ("verifiers", {"taskset": "empty-v1"}, "exports no Taskset subclass"),
         ("verifiers", {"taskset": "echo-v1", "agnt": {}}, "no setting 'agnt'; it has agent, id,"),
-        ("verifiers", {"taskset": "echo-v1", "agent": {"max_turn": 3}}, "max_turn"),
+        (
+            "verifiers",
+            {"taskset": "echo-v1", "agent": {"max_turn": 3}},
+            "there is no setting 'agent.max_turn'",
+        ),
         (
             "verifiers",
             {"taskset": "echo-v1", "retries": {"max_retries": 2}},
@@ -250,8 +254,13 @@ def test_a_prompt_without_room_fails_and_a_conversation_that_outgrows_it_is_trun
         ),
         ("verifiers", {"taskset": "echo-v1", "num_eval": 6}, "num_eval = 6, and it has 6 tasks"),
         ("verifiers", {"taskset": "endless-v1"}, "has no end of tasks; give args.num_tasks"),
-        ("verifiers", {"taskset": "echo-v1", "select": {"idx": [1]}}, "select"),
-        ("echo-v1", {"num_task": 3}, "num_task"),
+        ("verifiers", {"taskset": "echo-v1", "select": {"idx": [1]}}, "select: there is no setting 'idx'"),
+        (
+            "verifiers",
+            {"taskset": "echo-v1", "agent": {"max_turns": "x"}},
+            "agent.max_turns = 'x': Input should be",
+        ),
+        ("echo-v1", {"num_task": 3}, "there is no setting 'taskset.num_task'"),
     ],
 )
 def test_wrong_settings_give_one_message(env_id, args, said):

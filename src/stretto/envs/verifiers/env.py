@@ -88,8 +88,7 @@ class VerifiersEnv:
             _refuse_retries(self._what, config)
             return loaders.load_environment(config)
         except ValidationError as cause:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in cause.errors())
-            raise ConfigError(f"{self._what}: {problems}") from cause
+            raise ConfigError(f"{self._what}: {_problems(cause)}") from cause
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as cause:
             raise ConfigError(f"{self._what}: {cause}") from cause
 
@@ -112,7 +111,9 @@ class VerifiersEnv:
             if num_tasks is not None:
                 taskset = taskset.take(num_tasks)
             taskset = taskset.select(SelectConfig.model_validate(select))
-        except (ValidationError, ValueError) as cause:
+        except ValidationError as cause:
+            raise ConfigError(f"{self._what}: select: {_problems(cause)}") from cause
+        except ValueError as cause:
             raise ConfigError(f"{self._what}: select: {cause}") from cause
         if not taskset.bounded:
             raise ConfigError(f"{self._what} has no end of tasks; give args.num_tasks.")
@@ -168,6 +169,18 @@ class VerifiersEnv:
         async with self._env.serving():
             self._is_up.set()
             await self._is_closing.wait()
+
+
+def _problems(error: ValidationError) -> str:
+    """What is wrong with settings of verifiers, in one line."""
+    texts = []
+    for each in error.errors():
+        where = ".".join(map(str, each["loc"]))
+        is_unknown = each["type"] == "extra_forbidden"
+        texts.append(
+            f"there is no setting {where!r}" if is_unknown else f"{where} = {each['input']!r}: {each['msg']}"
+        )
+    return "; ".join(texts)
 
 
 def _refuse_retries(what: str, config: Any) -> None:
