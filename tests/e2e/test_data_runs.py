@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,35 @@ def test_a_file_and_two_functions_train_a_policy(model, tmp_path):
     rewards = ended.column("reward/mean")
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
     assert ended.summary()["reward_after"] > ended.summary()["reward_before"] + 0.2
+    assert audit(ended.run) == []
+
+
+def test_the_documented_rollout_function_trains_what_the_engine_sampled(model, tmp_path):
+    """Plain HTTP from a thread of the user's own, beside weights that change."""
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "my_rollouts.py" in code]
+    (tmp_path / "my_rollouts.py").write_text(code)
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "say a", "label": ""}\n{"prompt": "say be", "label": ""}\n'
+    )
+    settings = {
+        "max_steps": 6,
+        "seq_len": 256,
+        "model": {"name": model},
+        "orchestrator": {
+            "batch_size": 32,
+            "group_size": 8,
+            "train": {"sampling": {"max_completion_tokens": 6}},
+            "env": [{"id": "dataset", "args": {"path": str(tmp_path / "rows.jsonl")}}],
+            "hooks": {"rollout_function_path": "my_rollouts:generate_rollout"},
+        },
+        "trainer": {"optim": {"lr": 1e-3}},
+    }
+    ended = rl(tmp_path, settings)
+    steps = ended.steps().values()
+    assert [row["rollout/groups"] for row in steps] == [4.0] * 6
+    assert all(row["mismatch_kl/max"] < 1e-6 for row in steps if row["off_policy/max"] == 0)
+    assert max(row["mismatch_kl/max"] for row in steps) < 1e-2
     assert audit(ended.run) == []
 
 
