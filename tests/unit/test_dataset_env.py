@@ -440,6 +440,7 @@ def test_tokens_that_were_not_sampled_are_refused_with_their_place(file, module)
         ("sample.response_length = 5; return sample", "response_length = 5, but the sample has 0 tokens"),
         ("raise KeyError('x')", ":3: KeyError: 'x'"),
         ("return sample.nothing", ":3: AttributeError: 'Sample' object has no attribute 'nothing'"),
+        ("import json; json.loads('{')", ".py:3 (in "),
         ("return args.nothing", "args has no 'nothing'; it has apply_chat_template"),
         ("sample.status = Sample.Status.FAILED; return sample", "the sample's status is FAILED"),
         ("await post('http://127.0.0.1:8000/inference/v1/generate', {}); return sample", "needs `token_ids`"),
@@ -457,7 +458,7 @@ async def generate(args, sample, sampling_params):
 """)
     group, _ = play(dataset(file, generate=f"{name}:generate"), members=2)
     for rollout in group.rollouts:
-        assert rollout.status is RolloutStatus.FAILED and message in rollout.error
+        assert rollout.status is RolloutStatus.FAILED and message in rollout.error, rollout.error
         assert "Traceback" not in rollout.error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,4 +66,13 @@ class Hook:
             raise EnvError(self._told(cause)) from cause
 
     def _told(self, cause: Exception) -> str:
-        return f"{self.where}: {place_of(cause)}: {type(cause).__name__}: {cause}"
+        return f"{self.where}: {self._place(cause)}: {type(cause).__name__}: {cause}"
+
+    def _place(self, cause: Exception) -> str:
+        """The line of the user's file, and where it led to outside of that."""
+        last, code = place_of(cause), getattr(inspect.unwrap(self.function), "__code__", None)
+        frames = traceback.extract_tb(cause.__traceback__)
+        own = [
+            f"{f.filename}:{f.lineno}" for f in frames if code is not None and f.filename == code.co_filename
+        ]
+        return last if not own or own[-1] == last else f"{own[-1]} (in {last})"
