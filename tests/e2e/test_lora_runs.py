@@ -60,13 +60,17 @@ def changed(before: Path, after: Path) -> set[str]:
     return {name for name in old if (old[name] != new[name]).any()}
 
 
-@pytest.mark.parametrize("transport", ["shm", "filesystem", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "filesystem", "collective", "changes"])
 def test_an_adapter_trains_over_every_transport(model: Path, tmp_path: Path, transport: str) -> None:
     broadcast: dict[str, Any] = {"type": transport}
+    if transport == "changes":
+        broadcast = {"type": "filesystem", "delta": {}}
     if transport == "collective":
         broadcast["port"] = free_ports(1)[0]
     ended = run(tmp_path, model, weight_broadcast=broadcast)
     assert all(0 <= value < 1e-6 for value in ended.column("mismatch_kl/max"))
+    errors = ended.column("canary/error")
+    assert len(errors) >= NUM_STEPS - 1 and max(errors) < 1e-4
     weights = ended.run.weights_step(NUM_STEPS)
     names = changed(model, weights)
     assert names and all(name.endswith("_proj.weight") for name in names)
