@@ -15,7 +15,7 @@ from stretto.base.errors import ConfigError, EnvError
 from stretto.config.load import load
 from stretto.config.orchestrator import SamplingSection
 from stretto.config.roots import RLConfig
-from stretto.envs import workers
+from stretto.envs import worker_handle, workers
 from stretto.envs.base import SingleTurnEnv, load_environment
 from stretto.envs.workers import WorkerEnv, open_workers
 from stretto.orchestrator.rollout import Draw, Player
@@ -222,7 +222,7 @@ def test_a_rollout_past_its_deadline_is_cancelled_in_the_worker():
 
 
 def test_a_worker_that_does_not_end_a_cancelled_rollout_is_replaced(monkeypatch):
-    monkeypatch.setattr(workers, "CANCEL_GRACE_S", 0.5)
+    monkeypatch.setattr(worker_handle, "CANCEL_GRACE_S", 0.5)
 
     async def until_replaced(env: WorkerEnv) -> None:
         while not env.pool.num_lost:
@@ -266,7 +266,7 @@ def test_what_is_wrong_with_an_environment_is_said_before_anything_begins(tmp_pa
 def test_a_start_that_takes_too_long_is_an_error_with_the_log(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "sleeping.py").write_text("import time\ntime.sleep(1000)\n")
-    monkeypatch.setattr(workers, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(worker_handle, "START_TIMEOUT_S", 1.0)
     assert "env-test-0 was not ready within 1 s; see " in refused("sleeping:Env")
 
 

@@ -1,7 +1,8 @@
 """Environments in processes of their own: started, watched, killed when they hang, started anew.
 
 A `WorkerEnv` stands for an environment that lives in `num_workers` processes (worker.py); what the two say is
-in worker_wire.py. Rollouts go to the worker with the fewest. States of a worker:
+in worker_wire.py, and one process is in worker_handle.py. Rollouts go to the worker with the fewest. States
+of a worker:
 
     STARTING -> READY -> ENDED     the process ended, was silent for hang_timeout_s, or did not end a rollout
                                    that was cancelled; its rollouts fail as EngineError, those of the other
@@ -19,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 import signal
@@ -28,17 +28,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from stretto.base import process
 from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError
+from stretto.envs import worker_handle
 from stretto.envs.base import Environment, RolloutContext, RolloutResult, SingleTurnEnv, Split, TaskSource
+from stretto.envs.worker_handle import Call, State, Worker
 from stretto.envs.worker_wire import (
-    BEAT_S,
-    Answer,
     Ask,
     Beat,
     Cancel,
@@ -50,11 +48,9 @@ from stretto.envs.worker_wire import (
     Prompt,
     Prompted,
     Ready,
-    Refusal,
     Refused,
     Score,
     error_of,
-    kind_of,
     packed,
     receive,
     receive_blocking,
@@ -63,10 +59,6 @@ from stretto.records.rollout import Task
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 300.0
-"""Longest start of a worker: imports and data sets of an environment."""
-CANCEL_GRACE_S = 10.0
-"""A worker that has not ended a cancelled rollout after so long hangs."""
 MAX_BAD_STARTS = 3
 _LONGEST_BACKOFF_S = 30.0
 _STOP_GRACE_S = 5.0
@@ -144,73 +136,6 @@ class SingleTurnWorkerEnv(WorkerEnv, SingleTurnEnv):
         return ended.result
 
 
-# -- processes --
-
-
-class State(Enum):
-    STARTING = "starting"
-    READY = "ready"
-    ENDED = "ended"
-
-
-@dataclass(eq=False)
-class Call:
-    """A rollout, prompt or score in a worker."""
-
-    ctx: RolloutContext | None
-    end: asyncio.Future[Done | Prompted]
-    asks: set[asyncio.Task[None]] = field(default_factory=set)
-    cancelled_at: float | None = None
-
-
-@dataclass(eq=False)
-class Worker:
-    """One process, from start to end."""
-
-    name: str
-    child: process.Child
-    wire: socket.socket
-    alarm: int  # read end of the pipe of its watchdog
-    hang_timeout_s: float
-    state: State = State.STARTING
-    calls: dict[int, Call] = field(default_factory=dict)
-    num_ended: int = 0  # calls
-    heard_at: float = field(default_factory=time.monotonic)
-    writer: asyncio.StreamWriter | None = None
-
-    def send(self, message: Any) -> None:
-        assert self.writer is not None
-        self.writer.write(packed(message))
-
-    def why_silent(self) -> tuple[int | None, str]:
-        """The call that blocks it, where its watchdog knows it, and what to say of it."""
-        text, call = f"{self.name} was silent for {self.hang_timeout_s:g} s", None
-        with contextlib.suppress(OSError, ValueError):
-            if lines := os.read(self.alarm, 1 << 16).splitlines():
-                alarm = json.loads(lines[-1])
-                call = alarm["call"]
-                text = f"{text}: its event loop is blocked at {alarm['place']}"
-        return call, text
-
-    def close(self) -> None:
-        """Hang up, without waiting."""
-        self.state = State.ENDED
-        if self.writer is not None:
-            self.writer.close()
-        else:
-            self.wire.close()
-        if self.alarm >= 0:
-            os.close(self.alarm)
-            self.alarm = -1
-
-    def kill(self) -> None:
-        """End the process and what it has started, at once; for where nothing can be awaited."""
-        self.close()
-        self.child.signal_group(signal.SIGKILL)
-        self.child.popen.wait()
-        self.child.close()
-
-
 class Pool:
     """The workers of one environment."""
 
@@ -246,20 +171,20 @@ class Pool:
 
     def _greeted(self, worker: Worker) -> Ready:
         """Wait for the first word of a worker."""
-        worker.wire.settimeout(START_TIMEOUT_S)
+        worker.wire.settimeout(worker_handle.START_TIMEOUT_S)
         try:
             message = receive_blocking(worker.wire, FromWorker)
             if isinstance(message, Refused):
                 raise error_of(message.kind, message.text)
             if message is None:
                 worker.child.popen.wait()
-                raise EnvError(_died(worker))
+                raise EnvError(worker_handle.died(worker))
             assert isinstance(message, Ready)
             worker.state = State.READY
             return message
         except TimeoutError as cause:
             raise EnvError(
-                f"{worker.name} was not ready within {START_TIMEOUT_S:g} s; see {worker.child.log}"
+                f"{worker.name} was not ready within {worker_handle.START_TIMEOUT_S:g} s; see {worker.child.log}"
             ) from cause
 
     def _start(self, place: int) -> Worker:
@@ -271,17 +196,13 @@ class Pool:
         code = "from stretto.envs.worker import main; main()"
         fds = (theirs.fileno(), write_end)
         argv = (sys.executable, "-c", code, *map(str, fds), name)
+        # Modules are found where we find them; and generators that go through a set give every worker the same task.
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"}
         try:
             child = process.start(
                 name,
                 argv,
-                env={
-                    **process.thread_env(1),
-                    "PYTHONPATH": os.pathsep.join(
-                        filter(None, sys.path)
-                    ),  # modules are found where we find them
-                    "PYTHONHASHSEED": "0",  # generators that go through a set give every worker the same task
-                },
+                env=process.thread_env(1) | env,
                 log=self._log_dir / f"{name}.log",
                 pass_fds=fds,
             )
@@ -292,7 +213,8 @@ class Pool:
         finally:
             theirs.close()
             os.close(write_end)
-        ours.sendall(packed(opening))
+        with contextlib.suppress(ConnectionError):  # one that has ended already is noticed when it is heard
+            ours.sendall(packed(opening))
         return Worker(name, child, ours, read_end, opening.hang_timeout_s)
 
     # -- calls --
@@ -380,7 +302,7 @@ class Pool:
         worker.heard_at = time.monotonic()
         self._has_changed.set()
         hearing = asyncio.create_task(self._hear(worker, reader))
-        watching = asyncio.create_task(_watch(worker))
+        watching = asyncio.create_task(worker_handle.watch(worker))
         try:
             done, _ = await asyncio.wait({hearing, watching}, return_when=asyncio.FIRST_COMPLETED)
             if hearing not in done:
@@ -408,7 +330,7 @@ class Pool:
                     return f"{worker.name}: {text}"
                 case Ask(call=number):
                     if (call := worker.calls.get(number)) and call.ctx is not None and not call.end.done():
-                        task = asyncio.create_task(_answer(worker, call.ctx, message))
+                        task = asyncio.create_task(worker_handle.answer(worker, call.ctx, message))
                         call.asks.add(task)
                         task.add_done_callback(call.asks.discard)
                 case _:
@@ -423,7 +345,7 @@ class Pool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_GRACE_S):
                 await worker.child.wait()
-        return _died(worker)
+        return worker_handle.died(worker)
 
     def _fail_calls(self, worker: Worker, culprit: int | None, reason: str) -> None:
         for number, call in worker.calls.items():
@@ -455,53 +377,3 @@ class Pool:
         self._places = [None] * len(self._places)
         self._broken = f"environment {self._opening.name} is closed"
         self._has_changed.set()
-
-
-async def _answer(worker: Worker, ctx: RolloutContext, ask: Ask) -> None:
-    """Take the turn that a worker asks for."""
-    try:
-        player = ctx if ask.agent is None else ctx.agent(ask.agent, is_trained=ask.is_trained)
-        if ask.messages is not None:
-            reply = await player.chat(ask.messages, ask.tools, **ask.sampling)
-        else:
-            assert ask.prompt_ids is not None
-            reply = await player.generate(ask.prompt_ids, ask.tools, **ask.sampling)
-        answer: Answer | Refusal = Answer(ask=ask.ask, reply=reply)
-    except StrettoError as error:
-        answer = Refusal(ask=ask.ask, kind=kind_of(error), text=str(error))
-    except Exception as cause:  # the boundary of a rollout
-        answer = Refusal(ask=ask.ask, kind="EngineError", text=f"{type(cause).__name__}: {cause}")
-    if worker.state is not State.ENDED:
-        worker.send(answer)
-
-
-async def _watch(worker: Worker) -> tuple[int | None, str]:
-    """Wait until a worker hangs or is dead: the call that is to blame, if one is, and the reason."""
-    tick_s = min(BEAT_S, worker.hang_timeout_s / 8)
-    started_at = looked_at = time.monotonic()
-    while True:
-        await asyncio.sleep(tick_s)
-        now = time.monotonic()
-        if now - looked_at > tick_s + worker.hang_timeout_s / 2:
-            worker.heard_at = now  # we did not listen
-        looked_at = now
-        if worker.child.returncode is not None:
-            return None, _died(worker)
-        if worker.state is State.STARTING:
-            if now - started_at > START_TIMEOUT_S:
-                return None, f"{worker.name} was not ready within {START_TIMEOUT_S:g} s"
-        elif now - worker.heard_at > worker.hang_timeout_s:
-            return worker.why_silent()
-        for number, call in worker.calls.items():
-            if call.cancelled_at is not None and now - call.cancelled_at > CANCEL_GRACE_S:
-                text = f"{worker.name} did not end a cancelled rollout within {CANCEL_GRACE_S:g} s"
-                return number, text
-
-
-def _died(worker: Worker) -> str:
-    """How a process ended, with its last lines."""
-    returncode = worker.child.returncode
-    how = "hung up" if returncode is None else f"ended ({process.describe_exit(returncode)})"
-    lines = [line for line in worker.child.tail(8) if line.strip()]
-    last = "; its last lines:\n  " + "\n  ".join(lines) if lines else ""
-    return f"{worker.name} {how}{last}"
