@@ -9,7 +9,7 @@ keeps for the backward pass. gemm (CUDA): products in 8 bits beside bfloat16.
 
 Every measurement is a process of its own. Memory is the peak during steps over what the weights take: resident
 set on a CPU, allocated memory on CUDA. Time is wall time on CUDA, and the processor time of one thread on a CPU,
-which a busy machine does not change. MFU counts 6 operations for each weight that a token meets and the causal
+steadier on a busy machine. MFU counts 6 operations for each weight that a token meets and the causal
 half of attention, where the GPU's peak is known. The last line is one JSON object.
 """
 
