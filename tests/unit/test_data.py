@@ -71,6 +71,27 @@ def test_conversation_and_tools_are_found_under_the_keys_that_are_named(renderer
         list(read_rows(FileData(name=str(path), input_key="messages"), 0))
 
 
+@pytest.mark.parametrize(("masks", "trained"), [
+    ((1, 1), "one<|im_end|>two<|im_end|>"),
+    ((0, 1), "two<|im_end|>"),
+    ((1, 0), "one<|im_end|>"),
+    ((None, 1), "one<|im_end|>two<|im_end|>"),
+])  # fmt: skip
+def test_a_step_loss_mask_of_0_shows_a_turn_and_does_not_train_it(renderer, tmp_path, masks, trained):
+    """Parquet columns have the key in every message, None where it was not given."""
+    first, second = messages("a", "one")["messages"], messages("b", "two")["messages"]
+    plain = load(renderer, write_jsonl(tmp_path / "plain.jsonl", [{"messages": first + second}]))
+    first[1]["step_loss_mask"], second[1]["step_loss_mask"] = masks
+    rows = [{"messages": first + second}]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    for path in (write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"):
+        (example,) = load(renderer, path).examples
+        assert trained_text(renderer, example) == trained
+        shown = plain[0].token_ids[: len(example.token_ids)]
+        assert np.array_equal(example.token_ids, shown)  # the mask is no part of the template
+
+
 def test_nothing_follows_the_last_trained_token(renderer, tmp_path):
     (example,) = load(renderer, write_jsonl(tmp_path / "rows.jsonl", [messages("ba", "ab")])).examples
     assert example.is_trained[-1]
