@@ -10,7 +10,8 @@ same run. A first update pays for fresh memory; figures are of the later ones.
 
 With changes only (`delta`) the model is bfloat16 and one weight in a hundred is new in each version.
 `wire_MB`: what travels.
-`pays_below_MBps`: the wire on which changes begin to be faster than all weights: bytes saved by milliseconds added.
+`pays_below_MBps`: the wire on which changes begin to be faster than all weights: bytes saved by milliseconds added; null:
+they were faster on this one.
 
 The last line is one JSON object.
 """
@@ -121,19 +122,17 @@ def measure(
     return found | {"wire_MB": round(manifest.sent_bytes / 1e6, 3), "copies": round(copies, 2)}
 
 
-def compare_changes(cfg: WeightBroadcast, num_parameters: int, rounds: int) -> dict[str, float]:
+def compare_changes(cfg: WeightBroadcast, num_parameters: int, rounds: int) -> dict[str, float | None]:
     """All weights against changes only, of the same bfloat16 model."""
     whole = measure(cfg, num_parameters, rounds, torch.bfloat16)
     section = DeltaSection(max_links=rounds + 3)
     if hasattr(cfg, "port"):
         cfg = cfg.model_copy(update={"port": free_port()})
     changes = measure(cfg.model_copy(update={"delta": section}), num_parameters, rounds, torch.bfloat16)
-    added_ms = max(changes["update_ms"] - whole["update_ms"], 1e-3)
-    pays = (whole["wire_MB"] - changes["wire_MB"]) / added_ms * 1e3
+    added_ms = changes["update_ms"] - whole["update_ms"]
+    pays = round((whole["wire_MB"] - changes["wire_MB"]) / added_ms * 1e3) if added_ms > 0 else None
     found = {f"bf16_{name}": value for name, value in whole.items()}
-    return (
-        found | {f"delta_{name}": v for name, v in changes.items()} | {"delta_pays_below_MBps": round(pays)}
-    )
+    return found | {f"delta_{name}": v for name, v in changes.items()} | {"delta_pays_below_MBps": pays}
 
 
 def main() -> None:
@@ -148,7 +147,7 @@ def main() -> None:
     sizes = {"1M": 1_000_000}
     if not args.quick:
         sizes |= {"100M": 100_000_000, "500M": 500_000_000}
-    figures: dict[str, float] = {}
+    figures: dict[str, float | None] = {}
     for size, num_parameters in sizes.items():
         for cfg in (ShmWeights(), FilesystemWeights(), CollectiveWeights(port=free_port())):
             found = measure(cfg, num_parameters, rounds if size == "1M" else 5)

@@ -1,0 +1,116 @@
+"""The embedded engine on a GPU against transformers' `generate`: a random model shaped like Qwen3-0.6B, bfloat16.
+
+    python benchmarks/gpu_engine.py [--quick]
+
+Batches of 1, 64 and 256 prompts of 128 tokens, 256 new tokens each, drawn at temperature 1. Both take turns on the same
+model and prompts; figures are medians of five, tokens per second of the whole call, reading the prompts included.
+Without a GPU, and with --quick, a small model on what there is: to see that it runs. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from stretto.config.model import ScratchSection
+from stretto.inference.embedded.core import CoreSettings, EngineCore
+from stretto.models.hub import random_model, save_hf
+from stretto.records.generate import GenerateRequest, SamplingParams
+
+LIKE_06B = ScratchSection(
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=4096,
+)
+VOCAB = 151_936
+SMALL = ScratchSection(hidden_size=64, num_layers=2)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Wall time, everything on the GPU done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def ours(core: EngineCore, name: str, ids: np.ndarray, max_tokens: int) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
+    for i, row in enumerate(ids):
+        core.submit(
+            core.build_request(GenerateRequest(request_id=f"{name}-{i}", prompt_ids=row, sampling=sampling))
+        )
+    while core.has_work:
+        core.step()
+
+
+def theirs(model: torch.nn.Module, ids: np.ndarray, max_tokens: int, device: str) -> None:
+    tokens = torch.from_numpy(ids.astype(np.int64)).to(device)
+    with torch.inference_mode():
+        model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=max_tokens, min_new_tokens=max_tokens, pad_token_id=0,
+        )  # fmt: skip
+
+
+def compare(
+    scratch: ScratchSection, vocab: int, shape: tuple[int, int], batches: tuple[int, ...], rounds: int
+) -> dict[str, float]:
+    """Tokens per second of both by batch; shape: tokens of a prompt, new tokens."""
+    from transformers import AutoModelForCausalLM
+
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    model = random_model(scratch, vocab).to(device=device, dtype=dtype)
+    with tempfile.TemporaryDirectory() as directory:
+        save_hf(model, directory)
+        other = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    prompt, new = shape
+    settings = CoreSettings(enable_prefix_caching=False, gpu_memory_utilization=0.5)
+    core = EngineCore(model, settings)
+    found: dict[str, float] = {}
+    for batch in batches:
+        taken: dict[str, list[float]] = {"embedded": [], "transformers": []}
+        for i in range(rounds + 1):
+            ids = np.random.default_rng(i).integers(2, vocab, (batch, prompt)).astype(np.int32)
+            name = f"{batch}-{i}"
+            taken["embedded"].append(seconds(lambda ids=ids, name=name: ours(core, name, ids, new)))
+            taken["transformers"].append(seconds(lambda ids=ids: theirs(other, ids, new, device)))
+        for name, times in taken.items():
+            found[f"{name}_{batch}_tokens_per_s"] = round(batch * new / statistics.median(times[1:]))
+        print(f"batch {batch}: {found}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small model, few tokens")
+    args = parser.parse_args()
+    is_small = args.quick or not torch.cuda.is_available()
+    if is_small:
+        found = compare(SMALL, 64, (16, 16), (1, 8), rounds=2)
+    else:
+        found = compare(LIKE_06B, VOCAB, (128, 256), (1, 64, 256), rounds=5)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(json.dumps({"device": device, "model": "small" if is_small else "0.6B", **found}))
+
+
+if __name__ == "__main__":
+    main()
