@@ -13,6 +13,7 @@ from test_orchestrator import ECHO, config, sampled, train
 from stretto.base.errors import ConfigError, EngineError
 from stretto.config.curriculum import DifficultySampler
 from stretto.config.roots import OrchestratorConfig
+from stretto.config.sft import OnlineEvalSection
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
@@ -212,7 +213,7 @@ def test_environments_have_their_own_sampling_group_size_and_deadline(tmp_path):
 
     loop = train(cfg, FakeEngine(by_word, delay=delay), FakeTrainer(max_steps=2))
     assert set(asked) == {(2, 0.5, False), (4, 1.0, True)}
-    assert loop._players["a"].timeout_s == 600.0 and loop._players["b"].timeout_s == 7.0
+    assert loop._draws._players["a"].timeout_s == 600.0 and loop._draws._players["b"].timeout_s == 7.0
     assert audit(cfg.run_dir) == []
 
 
@@ -223,9 +224,12 @@ def by_word(prompt, rng, version):
 def test_the_settings_in_the_document_are_valid_together(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "orchestrator.md").read_text()
     blocks = re.findall(r"```toml\n(.*?)```", page, re.S)
-    assert len(blocks) == 5
-    data = tomllib.loads("\n".join(blocks))["orchestrator"]
-    cfg = OrchestratorConfig.model_validate(data | {"output_dir": tmp_path})
+    assert len(blocks) == 7
+    # A table's own keys stand before those of the tables in it.
+    blocks.sort(key=lambda block: not block.startswith("[orchestrator]"))
+    data = tomllib.loads("\n".join(blocks))
+    assert OnlineEvalSection.model_validate(data["eval"]).interval == 500
+    cfg = OrchestratorConfig.model_validate(data["orchestrator"] | {"output_dir": tmp_path})
     assert cfg.sampling_of("reverse-text").max_completion_tokens == 512
     assert cfg.sampling_of("reverse-text").top_p == cfg.train.sampling.top_p
     assert list(cfg.gates_of("reverse-text")) == ["dynamic", "too_easy"]

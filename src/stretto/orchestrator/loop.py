@@ -2,7 +2,7 @@
 
 Four loops share one event loop and meet in the buffer, whose file says who unblocks whom:
 
-    draw_groups    waits for a slot, draws a task, starts its group; a group plays, is scored and finishes on its own
+    draw_groups    waits for a slot, draws a task, starts its group, which plays and is scored on its own (draws.py)
     ship_batches   waits for the groups of the next batch, packs them, sends them to the ranks
     hear_trainer   steps done, versions published, checkpoints saved, and the end
     follow_policy  loads each published version, evaluates it if that is due, frees the slots of its step
@@ -15,22 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from stretto.algorithms.credit import WHITENED
 from stretto.base.aio import task_group
-from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError, WireError
+from stretto.base.errors import EngineError, EnvError, StrettoError, WireError
 from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
-from stretto.config.algorithm import EchoAlgo
 from stretto.config.concurrency import AdaptiveConcurrency
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.monitors import Monitors
@@ -41,21 +37,17 @@ from stretto.orchestrator.buffer import Buffer, Counts, Slot
 from stretto.orchestrator.checkpoint import Progress
 from stretto.orchestrator.concurrency import Aimd, Look
 from stretto.orchestrator.curriculum import Curriculum
-from stretto.orchestrator.echo import build_echo
+from stretto.orchestrator.draws import Cursor, Draws, RunLog
 from stretto.orchestrator.evaluate import Evaluator
-from stretto.orchestrator.filters import mean_reward, settle
-from stretto.orchestrator.interruption import Interruption
-from stretto.orchestrator.own_rollouts import DataSource, OwnRollouts
+from stretto.orchestrator.filters import mean_reward
+from stretto.orchestrator.own_rollouts import OwnRollouts
 from stretto.orchestrator.packing import Cost, pack
 from stretto.orchestrator.policy import Policy
-from stretto.orchestrator.rollout import Draw, Player
+from stretto.orchestrator.rollout import Player
 from stretto.orchestrator.samples import to_samples, whiten_samples
 from stretto.orchestrator.scores import overall, table
-from stretto.orchestrator.scoring import is_counted
 from stretto.orchestrator.tasks import TaskMix
 from stretto.orchestrator.teacher import Tutors
-from stretto.records.partial import Kept, Turn
-from stretto.records.rollout import Group, Task
 from stretto.records.sample import TrainBatch, TrainSample
 from stretto.transports.control import (
     Bye,
@@ -74,9 +66,7 @@ from stretto.transports.control import (
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_STEPS = 20
-STARTED_AT_ONCE = 16
 LARGE_BATCH = 512  # samples; packing more of them takes so long that others must run in between
-"""Rollouts; each takes up to a millisecond to render its prompt and write its request."""
 
 
 class Control(Protocol):
@@ -108,48 +98,6 @@ class Engines(Protocol):
     async def metrics(self) -> dict[str, float]: ...
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None: ...
-
-
-class RunLog(Protocol):
-    """The ledger (ledger/writer.py), as far as the loops write it."""
-
-    def transaction(self) -> AbstractContextManager[None]: ...
-
-    def task_drawn(self, group_id: int, task: Task) -> None: ...
-
-    def turn_played(self, group_id: int, member: int, turn: Turn) -> None: ...
-
-    def forget_turns(self, group_id: int, member: int) -> None: ...
-
-    def rollouts_started(self, group_id: int, members: Sequence[int], version: int) -> None: ...
-
-    def group_finished(self, group: Group) -> None: ...
-
-    def group_dropped(self, group_id: int, reason: str) -> None: ...
-
-    def batch_shipped(self, step: int, group_ids: list[int]) -> None: ...
-
-    def step_trained(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def checkpoint_saved(self, step: int) -> None: ...
-
-    def event(self, kind: str, data: dict) -> None: ...
-
-
-@dataclass
-class Cursor:
-    """Where drawing goes on: first the draws that an earlier life left unfinished, then new ones."""
-
-    next_draw: int
-    redraws: deque[tuple[int, Task]]
-    kept: dict[tuple[int, int], Kept] = field(default_factory=dict)  # by group and member: their turns so far
-
-    def take(self, mix: TaskMix) -> tuple[int, Task, bool]:
-        """The next draw number, its task, and whether it is new to the ledger."""
-        if self.redraws:
-            return *self.redraws.popleft(), False
-        self.next_draw += 1
-        return self.next_draw - 1, mix.draw(self.next_draw - 1), True
 
 
 @dataclass(eq=False)
@@ -188,7 +136,6 @@ class Loop:
         self._before = (self.progress.train_s, self.progress.wall_s)  # of earlier lives
         self._first_draw_at: float | None = None
         self._rows: dict[int, telemetry.StepRow] = {}
-        self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
         self._num_lost = 0  # groups in a row, to hooks that raised
         self._next_warning = 0  # step
         self._begun: dict[int, Progress] = {}  # checkpoints the trainer is writing, by step
@@ -199,26 +146,21 @@ class Loop:
         self._has_last_version = asyncio.Event()
         self._idle_s = 0.0
         self.max_inflight: int | None = None  # rollouts, where concurrency is adaptive
-        names = [env.name or env.id for env in self.cfg.env]
-        self._interruption = Interruption()
         self._interrupting: asyncio.Task | None = None
-        self._players = {name: player_of(self.player, self.cfg, name) for name in names}
-        for name in names:
-            if (engine := self.tutors.player_of(name)) is not None:
-                self._players[name] = replace(self._players[name], engine=engine)
-            elif self.cfg.partial_rollout:
-                self._players[name] = replace(
-                    self._players[name],
-                    journal=self.ledger,
-                    interruption=self._interruption,
-                    keeps_replies=self.tutors.teaches(name),
-                    masks_kept=self.cfg.mask_offpolicy_in_partial_rollout,
-                )
-        for name, env in self.mix.envs.items():
-            if isinstance(algo := self.cfg.algo_of(name), EchoAlgo):
-                self._players[name] = replace(self._players[name], echo=build_echo(algo, env))
-        self._flags: Counter[str] = Counter()  # rollouts that each filter flagged since the last batch
-        algos = {name: self.cfg.algo_of(name) for name in names}
+        self._draws = Draws(
+            self.cfg,
+            self.mix,
+            self.cursor,
+            self.player,
+            self.buffer,
+            self.ledger,
+            self.watch,
+            tutors=self.tutors,
+            hooks=self.hooks,
+            own=self.own_rollouts,
+            vocab_size=self.vocab_size,
+        )
+        algos = {env.name or env.id: self.cfg.algo_of(env.name or env.id) for env in self.cfg.env}
         self._whitened = [n for n, algo in algos.items() if algo.type in WHITENED and algo.whiten]
 
     async def run(self) -> Progress:
@@ -230,10 +172,7 @@ class Loop:
         async with task_group() as tasks:
             hearing = tasks.create_task(self.hear_trainer(), name="hear_trainer")
             following = tasks.create_task(self.follow_policy(), name="follow_policy")
-            draws = (
-                self.draw_groups(tasks) if self.own_rollouts is None else self.follow_own(self.own_rollouts)
-            )
-            drawing = tasks.create_task(draws, name="draw_groups")
+            drawing = tasks.create_task(self.draw_groups(tasks), name="draw_groups")
             watching = tasks.create_task(self.engines.watch(), name="watch_engines")
             adapting = tasks.create_task(self.follow_engines(), name="follow_engines")
             await self.ship_batches()
@@ -260,7 +199,7 @@ class Loop:
     async def _interrupt(self) -> None:
         """End what is running, with what it has sampled written down."""
         try:
-            await self._interruption.begin(self.engines.abort)
+            await self._draws.interruption.begin(self.engines.abort)
         finally:
             self.buffer.close()
 
@@ -307,135 +246,12 @@ class Loop:
             if look is not None:
                 aimd.update(look, self.buffer.num_running * each, time.monotonic())
 
-    # -- draw and play --
-
     async def draw_groups(self, tasks: asyncio.TaskGroup) -> None:
-        """Start a group for every slot that becomes free."""
+        """Draw and play from the first version on (draws.py)."""
         await self._has_first_version.wait()
         self._first_draw_at = self._step_done_at = time.perf_counter()
         self._idle_s = self.buffer.idle_s
-        while await self.buffer.admit():
-            with self.ledger.transaction():  # one commit for slots that became free together
-                slots = list(self._draw_some())
-            for slot in slots:
-                slot.job = tasks.create_task(self.play_group(slot), name=f"group {slot.group_id}")
-            await asyncio.sleep(0)  # they start, and everybody else has a turn, before the next ones
-
-    async def follow_own(self, own: OwnRollouts) -> None:
-        """Call the user's rollout function whenever there is room for a batch; what it does not return is dropped."""
-        await self._has_first_version.wait()
-        self._first_draw_at = self._step_done_at = time.perf_counter()
-        self._idle_s = self.buffer.idle_s
-        source = DataSource(
-            lambda: self._draw(is_extra=True), self.cfg.group_size, asyncio.get_running_loop()
-        )
-        for number in itertools.count(self.start):
-            if not await self.buffer.admit(self.buffer.bounds.groups_per_batch):
-                return
-            try:
-                played = await own.play(number, source, self.buffer.version)
-            except StrettoError as error:
-                source.kept.clear()
-                played = [
-                    (slot, own.failed(slot, error, self.cfg.group_size)) for slot in source.slots.values()
-                ]
-                source.slots.clear()
-                if not played:
-                    raise  # it did not even take a task
-            for slot, group in played:
-                self._take_in(slot, group)
-            kept = {group[0].group_index for group in source.kept}
-            for group_id in [each for each in source.slots if each not in kept]:
-                self.buffer.drop(source.slots.pop(group_id), "not returned by rollout_function")
-            await asyncio.sleep(0)
-
-    def _draw_some(self) -> Iterator[Slot]:
-        """Groups for free slots, as many as start without keeping the event loop."""
-        num_rollouts = 0
-        while self.buffer.may_admit() and num_rollouts < STARTED_AT_ONCE:
-            slot = self._draw()
-            num_rollouts += self.cfg.group_size_of(slot.task.env)
-            yield slot
-
-    def _draw(self, *, is_extra: bool = False) -> Slot:
-        """The next task, in the ledger and in a slot."""
-        group_id, task, is_new = self.cursor.take(self.mix)
-        if is_new:
-            self.ledger.task_drawn(group_id, task)
-        members = range(self.cfg.group_size_of(task.env))
-        kept = self._kept_of(group_id, members)
-        self.ledger.rollouts_started(group_id, members, self.buffer.version)
-        is_frozen = self.tutors.player_of(task.env) is not None
-        return self.buffer.start(group_id, task, is_frozen=is_frozen, kept=kept, is_extra=is_extra)
-
-    def _kept_of(self, group_id: int, members: Sequence[int]) -> dict[int, Kept]:
-        """What members of a draw go on from, unless it has become too old while the draw waited for a slot."""
-        oldest = self.buffer.bounds.oldest_version(self.buffer.next_step)
-        kept = {}
-        for member in members:
-            turns = self.cursor.kept.pop((group_id, member), None)
-            if turns is None:
-                continue
-            if turns.first_version >= oldest:
-                kept[member] = turns
-                continue
-            logger.info("rollout g%d.%d begins anew: its tokens are too old now", group_id, member)
-            self.ledger.forget_turns(group_id, member)
-        return kept
-
-    async def play_group(self, slot: Slot) -> None:
-        """Roll out one group, give it credit, judge it, and hand it to the buffer."""
-        env = slot.task.env
-        draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version, slot.kept)
-        group = await self._players[env].play(self.mix.envs[env], draw)
-        if self._interruption.is_on and not all(map(is_counted, group.rollouts)):
-            await (
-                self._interruption.forever()
-            )  # what met its deadline or the engine's end goes on after a resume
-        group = await self.tutors.finish(group)
-        self._take_in(slot, group)
-
-    def _take_in(self, slot: Slot, group: Group) -> None:
-        """Credit, judgement and the buffer, for a group that was played."""
-        env = slot.task.env
-        settled = settle(group, self.cfg, self.vocab_size, self.hooks)
-        self.ledger.group_finished(settled.group)
-        self.watch.progress(f"group {slot.group_id} finished")
-        if settled.has_failed:
-            self._on_failed_group(settled.group)
-            self.buffer.fail(slot)
-            return
-        self._failed_in_a_row[env] = 0
-        rejected = settled.verdict.rejected
-        self._flags.update(settled.verdict.flags)
-        self.buffer.finish(slot, settled.group, has_signal=settled.has_signal, rejected=rejected)
-        if rejected is not None:
-            self._on_rejected_group(env, rejected)
-
-    def _on_rejected_group(self, env: str, rejected: str) -> None:
-        """Raises: ConfigError when too many groups were rejected without a batch."""
-        limit = self.cfg.max_rejected_batches * self.buffer.bounds.groups_per_batch
-        if self.buffer.num_rejected >= limit:
-            raise ConfigError(
-                f"{limit} groups were rejected without making a batch (max_rejected_batches = "
-                f"{self.cfg.max_rejected_batches}), the last one, of {env}, by {rejected}: tasks are too easy or too "
-                "hard for this policy, or its range is too wide."
-            )
-
-    def _on_failed_group(self, group: Group) -> None:
-        """Raises: the error that says who must act, when too many groups in a row have failed."""
-        env = group.task.env
-        self._failed_in_a_row[env] += 1
-        count = self._failed_in_a_row[env]
-        cause = group.rollouts[-1].error or "unknown"
-        logger.warning("group %d failed (%d of %s in a row): %s", group.group_id, count, env, cause)
-        if count >= self.cfg.max_failed_groups:
-            kinds = (EnvError, ConfigError)
-            kind = next((each for each in kinds if cause.startswith(each.__name__)), EngineError)
-            raise kind(
-                f"{count} groups in a row failed (max_failed_groups); the last one, "
-                f"group {group.group_id} of {env}: {cause}"
-            )
+        await self._draws.run(tasks, self.start)
 
     # -- pack and ship --
 
@@ -494,7 +310,7 @@ class Loop:
             batches = await asyncio.to_thread(self._packed, step, samples)
         left_out = self.buffer.left_out(list(slots))
         row = telemetry.batch_row(slots, left_out, self.buffer, self._take_counts())
-        row.metrics |= telemetry.filter_row(self.cfg.filters, self._take_flags(), [*slots, *left_out])
+        row.metrics |= telemetry.filter_row(self.cfg.filters, self._draws.take_flags(), [*slots, *left_out])
         row.metrics |= {} if self.own_rollouts is None else self.own_rollouts.metrics
         decided = sorted((*slots, *left_out), key=lambda slot: slot.group_id)
         self.curriculum.observe(
@@ -523,10 +339,6 @@ class Loop:
     def _take_counts(self) -> Counts:
         counts, self.buffer.counts = self.buffer.counts, Counts()
         return counts
-
-    def _take_flags(self) -> Counter[str]:
-        flags, self._flags = self._flags, Counter()
-        return flags
 
     def _warn_without_signal(self, step: int, slots: Sequence[Slot]) -> None:
         num_empty = sum(not slot.has_signal for slot in slots)
@@ -712,11 +524,3 @@ class Loop:
         elif self.progress.step != self.cfg.max_steps:
             report("phase", text=f"stopping after step {self.progress.step}")
             await self.control.send(Stop(reason="interrupted", save=self.progress.step > self.start))
-
-
-def player_of(player: Player, cfg: OrchestratorSection, name: str) -> Player:
-    """The player with an environment's own sampling and deadline."""
-    section = cfg.env_of(name)
-    assert section is not None, f"no environment {name}"
-    timeout_s = section.rollout_timeout_s or player.timeout_s
-    return replace(player, sampling=cfg.sampling_of(name), timeout_s=timeout_s)

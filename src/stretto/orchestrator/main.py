@@ -48,9 +48,10 @@ from stretto.orchestrator.build import (
 )
 from stretto.orchestrator.checkpoint import Progress, summary_of
 from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
+from stretto.orchestrator.draws import Cursor
 from stretto.orchestrator.evaluate import Evaluator, eval_envs
 from stretto.orchestrator.filters import settle
-from stretto.orchestrator.loop import Control, Cursor, Engines, Loop, Sender
+from stretto.orchestrator.loop import Control, Engines, Loop, Sender
 from stretto.orchestrator.own_rollouts import OwnRollouts
 from stretto.orchestrator.packing import cost_of_model
 from stretto.orchestrator.policy import Policy
