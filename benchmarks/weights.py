@@ -10,8 +10,8 @@ same run. A first update pays for fresh memory; figures are of the later ones.
 
 With changes only (`delta`) the model is bfloat16 and one weight in a hundred is new in each version.
 `wire_MB`: what travels.
-`pays_below_MBps`: the wire on which changes begin to be faster than all weights: bytes saved by milliseconds added; null:
-they were faster on this one.
+`pays_below_MBps`: the wire on which changes begin to be faster than all weights: bytes saved by milliseconds added;
+null: they were faster on this one.
 
 The last line is one JSON object.
 """
