@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -165,3 +166,62 @@ def test_an_export_is_whole_and_latest_points_to_it(tmp_path):
     loaded = load_model(run.latest_weights, dtype=torch.float32)
     assert all(torch.equal(t, weights(learner)[name]) for name, t in loaded.named_parameters())
     assert (run.latest_weights / "tokenizer.json").is_file()
+
+
+def test_what_is_written_beside_training_is_the_step_at_which_it_began(tmp_path, monkeypatch):
+    run, learner = RunDir(tmp_path), train(build_learner(), 2)
+    may_write, written, write = threading.Event(), [], checkpoint.write
+
+    def held_up(*arguments):
+        assert may_write.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", held_up)
+    saver = checkpoint.Saver(run, is_async=True, on_written=written.append)
+    at_save = {name: tensor.clone() for name, tensor in weights(learner).items()}
+    saver.save(learner, {"num_drawn": 2})
+    straight = weights(train(learner, 2))
+    assert saver.is_writing and not (run.checkpoint(2) / "trainer").exists() and written == []
+    may_write.set()
+    saver.wait()
+    assert written == [2] and not saver.is_writing
+    resumed = build_learner(build_policy(1))
+    assert checkpoint.load(run, resumed, 2) == {"num_drawn": 2}
+    assert all(torch.equal(tensor, at_save[name]) for name, tensor in weights(resumed).items())
+    continued = weights(train(resumed, 2))
+    assert all(torch.equal(straight[name], continued[name]) for name in straight)
+
+
+def test_a_write_that_fails_beside_training_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    run, learner = RunDir(tmp_path), train(build_learner(), 1)
+
+    def disk_full(*_):
+        raise OSError("no space left on device")
+
+    saver = checkpoint.Saver(run, is_async=True, on_written=lambda step: pytest.fail("it was not written"))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", disk_full)
+        saver.save(learner)
+        with pytest.raises(OSError, match="no space"):
+            saver.wait()
+    assert not (run.checkpoint(1) / "trainer").exists()
+
+
+def test_every_so_many_steps_a_checkpoint_stays(tmp_path):
+    run = RunDir(tmp_path)
+    for step in range(1, 8):
+        run.checkpoint(step).mkdir(parents=True)
+        run.complete_marker(step).touch()
+    assert checkpoint.prune(run, 2, 3) == [1, 2, 4, 5]
+    assert run.complete_checkpoints() == [3, 6, 7]
+
+
+def test_a_refused_checkpoint_is_left_as_it_was(saved):
+    directory = saved.checkpoint(1) / "trainer"
+    (directory / "__0_0.distcp").write_bytes(b"half")
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(DataError):
+        checkpoint.load(saved, build_learner(), 1)
+    with pytest.raises(DataError):
+        checkpoint.load(saved, build_learner(build_policy(num_layers=3)), 1)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
