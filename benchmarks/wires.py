@@ -30,10 +30,11 @@ from stretto.config.transport import ControlSection, FilesystemRollouts, Rollout
 from stretto.ledger import Ledger, audit
 from stretto.monitors import build_monitors
 from stretto.records.codec import decode, encode
-from stretto.records.generate import VersionSpan
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.transports.control import Bye, ControlClient, ControlServer, Register, StepDone
+from stretto.transports.engine import api
 from stretto.transports.rollouts import build_receiver, build_sender
 
 
@@ -186,6 +187,29 @@ def metrics_us(rounds: int) -> float:
     return round(taken / rounds * 1e6, 1)
 
 
+def experts_MBps(rounds: int) -> float:
+    """Expert choices into an answer of the engine's and out of it: 4 096 tokens, 48 layers, 8 of 128 experts."""
+    prompt, reply = 3072, 1024
+    choices = np.random.default_rng(0).integers(0, 128, (prompt + reply, 48, 8)).astype(np.uint8)
+    request = GenerateRequest(
+        request_id="r", prompt_ids=np.zeros(prompt, np.int32), sampling=SamplingParams(max_tokens=reply)
+    )
+    completion = Completion(
+        token_ids=np.zeros(reply, np.int32),
+        logprobs=np.zeros(reply, np.float32),
+        finish_reason="length",
+        versions=(VersionSpan(1, 0, reply),),
+        routed_experts=choices,
+    )
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        [got] = api.decode_completions(request, api.encode_completions(request, [completion], [None]))
+        times.append(time.perf_counter() - started)
+    assert (got.routed_experts == choices).all()
+    return round(choices.nbytes / statistics.median(times) / 1e6)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
@@ -198,6 +222,7 @@ def main() -> None:
             figures[f"rollouts_{cfg.type}_{size}_ms"] = took
     figures["control_us_per_message"] = asyncio.run(control_us(rounds * 10))
     figures |= ledger_figures(rounds * 20)
+    figures["routed_experts_MBps"] = experts_MBps(rounds)
     figures["metrics_us_per_row"] = metrics_us(rounds * 100)
     for name, value in figures.items():
         print(f"{name:30} {value}")
