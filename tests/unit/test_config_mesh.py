@@ -6,7 +6,7 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.config.model import ModelSection, ScratchSection
-from stretto.config.roots import RLConfig
+from stretto.config.roots import RLConfig, SFTConfig
 from stretto.launch.plan import plan
 from stretto.models import hub
 from stretto.trainer import mesh
@@ -103,3 +103,15 @@ def test_transformers_modules_are_refused_by_every_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match='impl = "hf" trains on one rank; several need impl = "custom"'):
         mesh.build_mesh(ModelSection(impl="hf"), object())
+
+
+def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
+    settings = {"output_dir": str(tmp_path), "ckpt": {"resume_step": 40, "interval": 20}}
+    sft = SFTConfig.model_validate(
+        settings | {"max_steps": 60, "data": {"type": "environment", "id": "sort-letters"}}
+    )
+    assert sft.resume.step == 40 and sft.ckpt.interval == 20
+    run = RLConfig.model_validate(
+        settings | {"model": {"name": str(tmp_path)}, "orchestrator": {"env": [{"id": "sort-letters"}]}}
+    )
+    assert run.resume.step == 40 and run.trainer.ckpt.interval == 20

@@ -167,7 +167,7 @@ class RLConfig(RunRoot):
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()
 
-    aliases: ClassVar[dict[str, str]] = {"wandb": "monitors.wandb"}
+    aliases: ClassVar[dict[str, str]] = {"wandb": "monitors.wandb", "ckpt.resume_step": "resume.step"}
 
     @field_validator("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids", mode="before")
     @classmethod
@@ -268,6 +268,7 @@ class SFTConfig(RunRoot):
         "data.seq_len": "seq_len",
         "data.loss_mask": "loss_mask",
         "model.seq_len": "seq_len",
+        "ckpt.resume_step": "resume.step",
     }
 
     def _default_name(self) -> str:
