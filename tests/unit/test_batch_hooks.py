@@ -197,7 +197,7 @@ def test_a_rollout_function_makes_whole_batches_and_an_eval_function_whole_evals
         assert set(np.abs(advantages).tolist()) == {0.5}
     rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
     numbers = [row["rollout/id"] for row in rows if "rollout/id" in row]  # of the latest call
-    assert len(numbers) == 3 and numbers[0] == 0 and numbers[-1] == 2
+    assert len(numbers) == 3 and numbers == sorted(numbers) and numbers[-1] == 2
     assert {row["eval/mine/sampled/mean"] for row in rows if "eval/mine/sampled/mean" in row} == {0.25}
     assert audit(cfg.run_dir) == []
 
@@ -379,3 +379,34 @@ def test_a_plain_rollout_function_runs_in_a_thread_and_takes_tasks_from_there(ho
         (branch,) = rollout.branches
         assert rollout.status is RolloutStatus.TRUNCATED and branch.temperature == 0.5
         assert branch.logprobs.tolist() == [0.0, -1.0] and rollout.first_version == 3
+
+
+def test_a_run_is_stopped_in_the_middle_of_a_rollout_function(tmp_path, hooks):
+    code = ROLLOUT.replace(
+        "        data_source.add", "        await asyncio.sleep(1)\n        data_source.add"
+    )
+    named = {k: v for k, v in hooks("    import asyncio\n" + code).items() if k == "rollout_function"}
+    cfg = config(tmp_path, hooks=named, max_steps=None)
+
+    async def interrupt(loop):
+        await asyncio.sleep(3.5)
+        loop.stop()
+
+    trainer = FakeTrainer(max_steps=None, step_delay=lambda step: 2.0)
+    loop = train(cfg, FakeEngine(parrot(0.5)), trainer, meanwhile=interrupt)
+    assert loop.progress.step == len(trainer.batches) >= 1
+    assert cfg.run_dir.complete_checkpoints() == [loop.progress.step] and audit(cfg.run_dir) == []
+
+
+def test_groups_that_become_too_old_while_a_rollout_function_has_them_are_dropped(tmp_path, hooks):
+    code = ROLLOUT.replace("if rollout_id == 0 else []", "if rollout_id < 4 else []").replace(
+        "samples=groups[:-1]", "samples=groups[:-1] if rollout_id < 4 else groups[1:] + groups[:1]"
+    )
+    code = code.replace("groups = data_source", "groups = sorted(data_source").replace(
+        "rollout_batch_size + 1)", "rollout_batch_size + 1), key=lambda group: -group[0].group_index)"
+    )
+    named = {k: v for k, v in hooks(code).items() if k == "rollout_function"}
+    cfg, trainer = run(tmp_path, named, max_steps=6, max_off_policy_steps=1, max_async_level=1)
+    assert len(trainer.batches) == 6 and audit(cfg.run_dir) == []
+    with LedgerReader(cfg.run_dir) as ledger:
+        assert ledger.drops_by_reason()["stale"] >= 1

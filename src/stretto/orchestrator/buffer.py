@@ -171,9 +171,9 @@ class Buffer:
 
     # -- who may start --
 
-    def may_admit(self, num_groups: int = 1) -> bool:
-        """Is there a slot for so many groups that some batch will still need?"""
-        waiting = self._num[SlotState.RUNNING] + self._num[SlotState.READY]
+    def may_admit(self, num_groups: int = 1, held: int = 0) -> bool:
+        """Is there a slot for so many groups that some batch will still need? `held` ones take none."""
+        waiting = self._num[SlotState.RUNNING] + self._num[SlotState.READY] - held
         bounds = self.bounds
         if self.is_closed or waiting + self._num[SlotState.SHIPPED] + num_groups > bounds.num_slots:
             return False
@@ -194,9 +194,9 @@ class Buffer:
         """Groups under way."""
         return self._num[SlotState.RUNNING]
 
-    async def admit(self, num_groups: int = 1) -> bool:
+    async def admit(self, num_groups: int = 1, held: int = 0) -> bool:
         """Wait for so many free slots; False when no more groups are to be drawn."""
-        await self._until(lambda: self.is_closed or self.may_admit(num_groups))
+        await self._until(lambda: self.is_closed or self.may_admit(num_groups, held))
         return not self.is_closed
 
     def start(

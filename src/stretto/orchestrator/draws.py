@@ -19,7 +19,7 @@ from stretto.base.watch import Watch
 from stretto.config.algorithm import EchoAlgo
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.orchestrator.batch_hooks import BatchHooks
-from stretto.orchestrator.buffer import Buffer, Slot
+from stretto.orchestrator.buffer import Buffer, Slot, SlotState
 from stretto.orchestrator.echo import build_echo
 from stretto.orchestrator.filters import settle
 from stretto.orchestrator.interruption import Interruption
@@ -144,7 +144,10 @@ class Draws:
             lambda: self._draw(is_extra=True), self.cfg.group_size, asyncio.get_running_loop()
         )
         for number in itertools.count(start):
-            if not await self.buffer.admit(self.buffer.bounds.groups_per_batch):
+            held = sum(
+                slot.state is SlotState.RUNNING for slot in source.slots.values()
+            )  # that were put back
+            if not await self.buffer.admit(self.buffer.bounds.groups_per_batch, held):
                 return
             try:
                 played = await own.play(number, source, self.buffer.version)
@@ -157,10 +160,12 @@ class Draws:
                 if not played:
                     raise  # it did not even take a task
             for slot, group in played:
-                self._take_in(slot, group)
+                if slot.state is SlotState.RUNNING:  # it may have become too old meanwhile, or the run ends
+                    self._take_in(slot, group)
             kept = {group[0].group_index for group in source.kept}
-            for group_id in [each for each in source.slots if each not in kept]:
-                self.buffer.drop(source.slots.pop(group_id), "not returned by rollout_function")
+            for slot in [source.slots.pop(each) for each in list(source.slots) if each not in kept]:
+                if slot.state is SlotState.RUNNING:
+                    self.buffer.drop(slot, "not returned by rollout_function")
             await asyncio.sleep(0)
 
     def _draw_some(self) -> Iterator[Slot]:

@@ -190,7 +190,7 @@ class Loop:
     def stop(self) -> None:
         """End in good order: no more draws; what was shipped is trained, then the trainer saves and ends."""
         self._is_stopping.set()
-        if not self.cfg.partial_rollout:
+        if not self.cfg.partial_rollout or self.own_rollouts is not None:
             self.buffer.close()
         elif self._interrupting is None:
             self.buffer.end_admission()

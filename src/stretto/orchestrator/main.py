@@ -343,7 +343,7 @@ def bounds_of(cfg: OrchestratorSection) -> Bounds:
         max_oversampling=cfg.max_oversampling,
         filter_zero_signal=cfg.filter_zero_advantages,
         max_steps=cfg.max_steps,
-        is_in_dispatch_order=cfg.batch_order == "dispatch",
+        is_in_dispatch_order=cfg.batch_order == "dispatch" and cfg.hooks.rollout_function is None,
         oversampling_factor=cfg.oversampling_factor,
     )
 
