@@ -162,7 +162,7 @@ class DeltaPublisher:
             if limit is not None and size <= limit and (found := find_changes(held, words)) is not None:
                 gap, value = found
                 gap_bytes = None if gap is None else len(gap)
-                changes.append(Change(index, gap_bytes, value.nbytes, zlib.crc32(words)))
+                changes.append(Change(index, gap_bytes, value.nbytes, zlib.crc32(words.data)))
                 gaps += [] if gap is None else [gap]
                 values.append(value.view(np.uint8))
                 size += value.nbytes + (gap_bytes or 0)
@@ -367,7 +367,7 @@ class DeltaReceived:
             else:
                 words[decode_gaps(gaps[gap_at : gap_at + change.gap_bytes])] = value
                 gap_at += change.gap_bytes
-            if (found := zlib.crc32(words)) != change.checksum:
+            if (found := zlib.crc32(words.data)) != change.checksum:
                 name = self.manifest.tensors[change.index].name
                 raise Mismatch(
                     f"{name} has the checksum {found:#010x} with the changes of version {link.version}, and "
