@@ -125,7 +125,8 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
     ),
     "an environment that cannot solve its tasks": (
         "sft",
-        'max_steps = 1\n[model.scratch]\n[data]\ntype = "environment"\nid = "dataset"\nargs = { path = "rows.jsonl" }\n',
+        'max_steps = 1\n[model.scratch]\n[data]\ntype = "environment"\nid = "dataset"\n'
+        'args = { path = "rows.jsonl" }\n',
         {"rows.jsonl": ROWS}, ["environment 'dataset' has no sft_rows"],
     ),
     # -- data files of runs --
