@@ -21,8 +21,8 @@ from stretto.records.sample import TrainBatch
 from stretto.records.weights import WeightManifest
 from stretto.transports.control import (
     Bye,
-    CheckpointComplete,
     CheckpointBegun,
+    CheckpointComplete,
     CheckpointSaved,
     Event,
     Failed,

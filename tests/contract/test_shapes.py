@@ -62,7 +62,16 @@ def test_replicas_by_hand_are_behind_a_router_and_end_with_it(tmp_path):
 @needs_vllm
 def test_each_node_runs_its_own_engine_and_the_first_the_router(tmp_path):
     model, port, backend = save(scratch(0), tmp_path / "model"), free_port(), free_port()
-    words = ["--model", str(model), "--output-dir", str(tmp_path), "--max-model-len", "512", "--device", "cpu"]
+    words = [
+        "--model",
+        str(model),
+        "--output-dir",
+        str(tmp_path),
+        "--max-model-len",
+        "512",
+        "--device",
+        "cpu",
+    ]
     words += ["--hosts", "127.0.0.1", "127.0.0.2", "--deployment.type", "multi_node"]
     words += ["--deployment.router-port", str(port), "--deployment.backend-port", str(backend)]
     nodes = [

@@ -79,7 +79,9 @@ def test_engines_that_agree_are_let_pass_and_the_error_is_known():
 
 
 def test_one_engine_that_does_not_agree_stops_the_run_and_names_the_tensors():
-    with pytest.raises(EngineError, match="engine-1 does not compute with version 0.*0.28 on average") as caught:
+    with pytest.raises(
+        EngineError, match=r"engine-1 does not compute with version 0.*0\.28 on average"
+    ) as caught:
         load(Engines(CANARY, 0.0, 0.28), TIED)
     assert "the output matrix, which is model.embed_tokens.weight here" in str(caught.value)
 
@@ -93,7 +95,7 @@ def test_the_tolerance_is_that_of_the_numbers_or_the_users():
     assert default_tolerance(TIED) == 1e-3
     assert default_tolerance(manifest("a", dtype="bfloat16")) == 0.1
     load(Engines(CANARY, 0.02), TIED, tolerance=0.05)
-    with pytest.raises(EngineError, match="tolerance 0.001"):
+    with pytest.raises(EngineError, match=r"tolerance 0.001"):
         load(Engines(CANARY, 0.02), TIED)
 
 

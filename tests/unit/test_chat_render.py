@@ -16,9 +16,11 @@ from stretto.config.model import RendererSection
 from stretto.config.sft import LossMaskSection
 
 ASSISTANT = LossMaskSection()
-TEXT = st.text(
-    alphabet=string.ascii_letters + string.digits + string.punctuation + " ", min_size=1, max_size=12
-).map(str.strip).filter(lambda text: text and "<" not in text)  # the template strips every reply
+TEXT = (
+    st.text(alphabet=string.ascii_letters + string.digits + string.punctuation + " ", min_size=1, max_size=12)
+    .map(str.strip)
+    .filter(lambda text: text and "<" not in text)
+)  # the template strips every reply
 CONVERSATION = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4)
 
 

@@ -67,7 +67,12 @@ def test_every_configured_algorithm_has_a_function():
     from stretto.config.algorithm import Algo
 
     sections = [cls for cls in get_args(get_args(Algo)[0]) if cls.__module__ != distill.__name__]
-    assert {cls.model_fields["type"].default for cls in sections} == {*CREDIT, "custom", "hierarchical_grpo", "echo"}
+    assert {cls.model_fields["type"].default for cls in sections} == {
+        *CREDIT,
+        "custom",
+        "hierarchical_grpo",
+        "echo",
+    }
     assert set(CREDIT) >= WHITENED
 
 

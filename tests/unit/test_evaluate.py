@@ -15,7 +15,6 @@ from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
 from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.config.roots import EvalConfig
-from stretto.orchestrator import evaluate
 from stretto.orchestrator.eval_verb import evaluate_engine
 from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.rollout import Player

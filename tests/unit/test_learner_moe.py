@@ -14,8 +14,8 @@ from stretto.config.model import ModelSection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing, mixtures, update_expert_bias
-from stretto.orchestrator.packing import to_micro_batch
 from stretto.orchestrator.branches import OpenBranch, join_routes
+from stretto.orchestrator.packing import to_micro_batch
 from stretto.orchestrator.samples import samples_of
 from stretto.records.rollout import Rollout, RolloutStatus, Task
 from stretto.trainer.learner import Learner
