@@ -91,6 +91,24 @@ def check_model(model: ModelSection, prefix: str) -> list[Problem]:
         paths = (f"{path}.trust_remote_code", f"{path}.impl")
         rule = f'has no effect with {paths[1]} = "custom"; drop it or use impl = "hf"'
         problems.append(Problem(paths, f"{paths[0]} = true {rule}"))
+    fields, deep = type(model).model_fields, model.ep_comm_backend == "deepep"
+    given = [
+        k for k in ("deepep_num_sms", "deepep_token_chunk_size") if getattr(model, k) != fields[k].default
+    ]
+    if given and not deep:
+        paths = (f"{path}.{given[0]}", f"{path}.ep_comm_backend")
+        problems.append(
+            Problem(paths, f'{paths[0]} does nothing with {paths[1]} = "torch"; drop it or use "deepep"')
+        )
+    if deep and model.dtype != "bfloat16":
+        paths = (f"{path}.ep_comm_backend", f"{path}.dtype")
+        rule = f'carries bfloat16, and {paths[1]} = "{model.dtype}"; use dtype = "bfloat16", or "torch"'
+        problems.append(Problem(paths, f'{paths[0]} = "deepep" {rule}'))
+    if deep and model.ep == 1:
+        paths = (f"{path}.ep_comm_backend", f"{path}.ep")
+        problems.append(
+            Problem(paths, f'{paths[0]} = "deepep" does nothing with {paths[1]} = 1; raise ep or drop it')
+        )
     scratch = model.scratch
     if scratch is not None and scratch.num_heads % scratch.num_kv_heads:
         paths = (f"{path}.scratch.num_heads", f"{path}.scratch.num_kv_heads")

@@ -141,8 +141,13 @@ class ModelSection(Section):
     ep: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Ranks that share the experts of a mixture, out of those that share a copy of the weights; `auto`: as many as
     can (trainer only)."""
-    ep_comm_backend: Literal["torch"] = "torch"
-    """How tokens travel to their experts: `torch` is its all-to-all (trainer only)."""
+    ep_comm_backend: Literal["torch", "deepep"] = "torch"
+    """How tokens travel to their experts: `torch` is its all-to-all; `deepep` is DeepEP's, for experts over several
+    nodes (GPUs, dtype bfloat16, the package deep_ep). Gradients are clipped with both (trainer only)."""
+    deepep_num_sms: int = Field(20, gt=0, multiple_of=2)
+    """Multiprocessors of a GPU that DeepEP takes for itself (trainer only)."""
+    deepep_token_chunk_size: int | None = Field(None, gt=0)
+    """Rows that DeepEP sends at once, which bounds its buffers; None: all of a pass (trainer only)."""
     reshard_after_forward: bool = True
     """Give up a block's gathered weights after its forward pass and gather them again in the backward pass; false:
     faster, and all weights are in memory (trainer only)."""

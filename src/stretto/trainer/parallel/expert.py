@@ -1,7 +1,7 @@
 """Expert parallelism: each rank of the axis ep computes some of the experts, for the tokens of all.
 
-Tokens travel to the rank of their expert and back by two all-to-alls of uneven sizes a layer, and their
-gradients the same way. Routers are whole on every rank.
+Tokens travel to the rank of their expert and back (token_wire.py), and their gradients the same way. Routers are
+whole on every rank.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.models.moe import Experts, Routing, mixtures
 from stretto.trainer.mesh import Mesh
-from stretto.trainer.parallel.exchange import exchange
+from stretto.trainer.parallel.token_wire import TokenWire
 
 
-def cut_experts(policy: nn.Module, mesh: Mesh) -> dict[str, int]:
+def cut_experts(policy: nn.Module, mesh: Mesh, wire: TokenWire) -> dict[str, int]:
     """Keep this rank's experts of every mixture; the dim along which each parameter was cut."""
     cuts = {}
     for name, mixture in mixtures(policy).items():
@@ -26,24 +25,18 @@ def cut_experts(policy: nn.Module, mesh: Mesh) -> dict[str, int]:
             part = parameter.detach().chunk(mesh.degrees.ep)[mesh.ep_rank].clone()
             setattr(experts, key, nn.Parameter(part, requires_grad=parameter.requires_grad))
             cuts[f"{name}.experts.{key}"] = 0
-        experts.forward = _forward(experts, mesh.degrees.ep, mesh.ep_group)
+        experts.forward = _forward(experts, mesh.degrees.ep, wire)
     return cuts
 
 
-def _forward(experts: Experts, degree: int, group: Any) -> Any:
+def _forward(experts: Experts, degree: int, wire: TokenWire) -> Any:
     """Experts.forward over the group: rows sorted by expert in, the same rows out."""
     compute = experts.forward
 
     def forward(x: Tensor, counts: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
-        mine = torch.empty_like(counts)  # [rank it comes from, expert of mine]
-        dist.all_to_all_single(mine, counts, group=group)
-        by_rank = torch.stack((counts.view(degree, -1).sum(1), mine.view(degree, -1).sum(1))).tolist()
-        sent, received = by_rank
-        rows = exchange(x, received, sent, group)
-        local = len(counts) // degree
-        expert = torch.arange(local, device=x.device).repeat(degree).repeat_interleave(mine)
+        rows, expert, way = wire.send(x, counts)
         order = expert.argsort(stable=True)
-        totals = mine.view(degree, local).sum(0)
+        totals = torch.bincount(expert, minlength=len(counts) // degree).to(counts.dtype)
         if len(rows):
             computed = compute(rows.index_select(0, order), totals, routing, order)
         else:
@@ -53,6 +46,6 @@ def _forward(experts: Experts, degree: int, group: Any) -> Any:
             computed = compute(padded, totals, routing, order)[:0]
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        return exchange(computed.index_select(0, back), sent, received, group)
+        return wire.back(computed.index_select(0, back), way)
 
     return forward

@@ -29,6 +29,7 @@ from stretto.models.tensor_map import Local
 from stretto.trainer.mesh import Mesh
 from stretto.trainer.parallel.expert import cut_experts
 from stretto.trainer.parallel.tensor import cut_layers
+from stretto.trainer.parallel.token_wire import build_token_wire
 from stretto.trainer.parallel.weights import Whole, local_part, whole_adapter
 from stretto.trainer.parallel.whole import cuts_of, on_whole
 from stretto.trainer.state import Part
@@ -51,7 +52,9 @@ def parallelise(policy: nn.Module, mesh: Mesh, section: ModelSection) -> Shards:
     features, partial = ({}, set())
     if mesh.degrees.tp > 1:
         features, partial = cut_layers(policy, policy.config.family_data.tp_plan, mesh)
-    experts = cut_experts(policy, mesh) if mesh.degrees.ep > 1 else {}
+    experts = {}
+    if mesh.degrees.ep > 1:
+        experts = cut_experts(policy, mesh, build_token_wire(section, mesh))
     _shard(policy, mesh, section)
     is_outline = any(parameter.is_meta for parameter in policy.parameters())
     if is_outline:
