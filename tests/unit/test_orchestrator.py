@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError, WireError
+from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.roots import EvalConfig, OrchestratorConfig
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
@@ -320,8 +321,10 @@ def test_an_eval_never_takes_another_engine_for_its_own(tmp_path):
         stranger.bind(("127.0.0.1", 0))
         stranger.listen(1)
         server = {"port": stranger.getsockname()[1]}
+        model = build_letters_tokenizer(tmp_path / "model")
+        (model / "config.json").write_text('{"model_type": "qwen3"}')
         cfg = EvalConfig.model_validate(
-            {"model": "m", "output_dir": str(tmp_path), "inference": {"server": server}}
+            {"model": str(model), "output_dir": str(tmp_path), "inference": {"server": server}}
             | {"eval": {"env": [{"id": "sort-letters"}]}, "run": {"name": "eval"}}
         )
         with pytest.raises(ConfigError, match=f"port = {server['port']} is taken"):

@@ -20,7 +20,6 @@ from stretto.orchestrator.build import build_chat, build_engines, build_renderer
 from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.rollout import Player
 from stretto.orchestrator.scores import Score, table
-from stretto.transports.engine.chat import ChatClient
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +38,13 @@ def main(cfg: EvalConfig) -> int:
 async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
     """Scores of the engines the config names."""
     async with AsyncExitStack() as stack:
+        # Environments first: what is wrong with one is told before an engine is started or waited for.
+        renderer = None if cfg.client.api == "chat" else renderer_of(cfg)
+        about = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model)
+        envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.eval.env]
         url = await stack.enter_async_context(engine_url(cfg))
         section = cfg.client if url is None else cfg.client.model_copy(update={"base_url": url})
         async with build_chat(section) if section.api == "chat" else build_engines(section) as engines:
-            renderer = None if isinstance(engines, ChatClient) else renderer_of(cfg)
-            about = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model)
-            envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.eval.env]
             await engines.wait_ready(section.ready_timeout_s)
             player = Player(
                 engine=engines,
