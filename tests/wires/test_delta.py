@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -101,8 +102,24 @@ def group(manifest: WeightManifest, request: str, rank: int = 0, world_size: int
     return WeightGroup(epoch=f"{world_size}", request=request, world_size=world_size, rank=rank)
 
 
+def all_copies() -> set[Path]:
+    return {p for p in Path("/dev/shm").glob(host_copy.PREFIX + "*") if not p.suffix}
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Engines of other tests, which may still run, have copies of their own; those of dead ones are gone first."""
+    host_copy.remove_stale(Path("/dev/shm"))
+    OTHERS.update(all_copies())
+    yield
+    OTHERS.clear()
+
+
+OTHERS: set[Path] = set()
+
+
 def copies() -> list[Path]:
-    return [p for p in Path("/dev/shm").glob(host_copy.PREFIX + "*") if not p.suffix]
+    return sorted(all_copies() - OTHERS)
 
 
 OVER = pytest.mark.parametrize("cfg", configs(), ids=lambda cfg: cfg.type)
