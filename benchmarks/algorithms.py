@@ -1,6 +1,6 @@
 """Every algorithm learns: each credit with each loss on two tasks, then losses on stale rollouts.
 
-    python benchmarks/algorithms.py [--quick] [--only PART] [--seed N] [--picture FILE]
+    python benchmarks/algorithms.py [--quick] [--cross] [--task TASK] [--only PART] [--seed N] [--picture FILE]
 
 A network of 0.13M parameters is warmed up on solved tasks (`sft`), then trained by `rl` with the embedded engine, once
 for every row of the table: the credits of `CREDITS` with the losses of `LOSSES` (as far as the configuration allows the
@@ -127,10 +127,14 @@ def train(work: Path, task: str, model: Path, name: str, flags: str, *, steps: i
     }
 
 
-def combinations(quick: bool) -> dict[str, str]:
+def combinations(quick: bool, cross: bool) -> dict[str, str]:
     """Names and flags of everything that is tried on both tasks."""
     if quick:
         return {"grpo x default": "", "zero (control)": METHODS["zero (control)"]}
+    if cross:
+        credits = {f"{c} x default": f"{credit} {LOSSES['default']}" for c, credit in CREDITS.items()}
+        losses = {f"grpo x {name}": f"{CREDITS['grpo']} {loss}" for name, loss in LOSSES.items()}
+        return credits | losses | METHODS
     pairs = {
         f"{c} x {name}": f"{credit} {loss}" for c, credit in CREDITS.items() for name, loss in LOSSES.items()
     }
@@ -178,6 +182,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one combination and the control on one task")
+    parser.add_argument(
+        "--cross", action="store_true", help="each credit with the default loss, each loss with grpo"
+    )
     parser.add_argument("--task", choices=list(TASKS), help="one task")
     parser.add_argument("--only", choices=["combinations", "stale"], help="one part")
     parser.add_argument(
@@ -193,7 +200,7 @@ def main() -> None:
             steps = 40 if args.quick else TASKS[task]["steps"]
             model = warm_up(work, task, args.seed)
             if args.only != "stale":
-                for name, flags in combinations(args.quick).items():
+                for name, flags in combinations(args.quick, args.cross).items():
                     results.append(train(work, task, model, name, flags, steps=steps, seed=args.seed))
                     show(results[-1:], "")
             if args.only == "combinations" or args.quick:
