@@ -305,6 +305,22 @@ def test_in_its_own_first_steps_only_the_critic_learns():
     assert not all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters()))
 
 
+def test_a_batch_that_is_distilled_as_a_whole_leaves_the_critic_alone():
+    learner = build_learner(loss=PpoLoss(), critic=build_critic())
+    mb = pack(scored())
+    mask = mb.loss_mask.astype(np.float32)
+    distilled = msgspec.structs.replace(
+        mb, rl_weights=0 * mask, ref_kl_weights=mask, ref_logprobs=mb.logprobs
+    )
+    updates = ppo(learner)
+    updates.train([mb])
+    before = [p.detach().clone() for p in learner.critic.network.parameters()]
+    metrics = updates.train([distilled])
+    assert not any(name.startswith("critic/") for name in metrics) and metrics["optim/grad_norm"] > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.critic.network.parameters()))
+    assert "critic/value_loss" in updates.train([mb])
+
+
 def test_a_resumed_critic_continues_bit_for_bit(tmp_path):
     run, mb = RunDir(tmp_path), pack(scored())
     learner = build_learner(loss=PpoLoss(), critic=build_critic())

@@ -150,7 +150,8 @@ class Critic:
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of one update; micro batches carry values and returns. All ranks must call it."""
         num_tokens = sum(int(np.count_nonzero(is_valued(mb))) for mb in micro_batches)
-        count = max(self._reduce({"tokens": float(num_tokens)})["tokens"], 1.0)
+        count = self._reduce({"tokens": float(num_tokens)})["tokens"]
+        self._has_gradient = count > 0  # a batch may be distilled as a whole
         num_idle = self._num_idle(micro_batches)
         for mb, rows in zip(micro_batches, self._passes(micro_batches)):
             if rows is None:
@@ -181,6 +182,9 @@ class Critic:
 
         Raises: EngineError when the gradient is not finite; the weights are then as before.
         """
+        if not self._has_gradient:
+            self.masters.zero_grad()
+            return
         norm = float(self.masters.clip(self._optim.max_norm))
         if not np.isfinite(norm):
             self.masters.zero_grad()
@@ -195,9 +199,11 @@ class Critic:
         self._last = {"critic/lr": lr, "critic/grad_norm": norm}
 
     def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call, over all updates and ranks."""
+        """What happened since the last call, over all updates and ranks; nothing where no token had a return."""
         sums = self._sums.take_sums(self._reduce)
-        count = max(sums["tokens"], 1.0)
+        if not sums:
+            return {}
+        count = sums["tokens"]
         mean = sums["returns"] / count
         spread = sums["squares"] / count - mean**2
         metrics = {
