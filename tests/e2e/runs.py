@@ -87,6 +87,24 @@ def rl(directory: Path, settings: Mapping[str, Any], *words: str, is_ok: bool = 
     return Ended(code, output, RunDir(directory / "run"))
 
 
+def untrained_model(directory: Path) -> Path:
+    """A network of a few thousand parameters that has just been made, as a model directory."""
+    settings = {
+        "max_steps": 1,
+        "seq_len": 256,
+        "num_threads": 1,
+        "output_dir": directory,
+        "run": {"name": "run"},
+        "model": {"scratch": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
+        "data": {"type": "environment", "id": "sort-letters", "num_rows": 64},
+        "optim": {"lr": 1e-3},
+    }
+    (directory / "sft.toml").write_text(toml(settings))
+    code, output = wait(start("sft", ["@", "sft.toml"], directory))
+    assert code == 0, output
+    return directory / "run" / "weights" / "latest"
+
+
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings laid over each other; later ones win."""
     result: dict[str, Any] = {}

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import rl, start, toml, wait
+from runs import rl, untrained_model
 
 from stretto.ledger.audit import audit
 
@@ -56,22 +56,7 @@ async def vowels(args, sample: Sample) -> float:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A network of a few thousand parameters that has just been made."""
-    directory = tmp_path_factory.mktemp("model")
-    settings = {
-        "max_steps": 1,
-        "seq_len": 256,
-        "num_threads": 1,
-        "output_dir": directory,
-        "run": {"name": "run"},
-        "model": {"scratch": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
-        "data": {"type": "environment", "id": "sort-letters", "num_rows": 64},
-        "optim": {"lr": 1e-3},
-    }
-    (directory / "sft.toml").write_text(toml(settings))
-    code, output = wait(start("sft", ["@", "sft.toml"], directory))
-    assert code == 0, output
-    return directory / "run" / "weights" / "latest"
+    return untrained_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_file_and_two_functions_train_a_policy(model, tmp_path):
@@ -130,8 +115,10 @@ def test_the_documented_rollout_function_trains_what_the_engine_sampled(model, t
     ended = rl(tmp_path, settings)
     steps = ended.steps().values()
     assert [row["rollout/groups"] for row in steps] == [4.0] * 6
-    assert all(row["mismatch_kl/max"] < 1e-6 for row in steps if row["off_policy/max"] == 0)
-    assert max(row["mismatch_kl/max"] for row in steps) < 1e-2
+    assert all(
+        row["mismatch_kl/max"] < 1e-2 for row in steps
+    )  # 1e-3 a step, prompts read up to 2 versions before
+    assert ended.steps()[1]["mismatch_kl/max"] < 1e-6
     assert audit(ended.run) == []
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import merged, rl, start, toml, wait
+from runs import merged, rl, untrained_model
 
 PPO = {
     "algo": {"type": "ppo"},
@@ -17,22 +17,7 @@ PPO = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A network of a few thousand parameters that has just been made."""
-    directory = tmp_path_factory.mktemp("model")
-    settings = {
-        "max_steps": 1,
-        "seq_len": 256,
-        "num_threads": 1,
-        "output_dir": directory,
-        "run": {"name": "run"},
-        "model": {"scratch": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
-        "data": {"type": "environment", "id": "sort-letters", "num_rows": 64},
-        "optim": {"lr": 1e-3},
-    }
-    (directory / "sft.toml").write_text(toml(settings))
-    code, output = wait(start("sft", ["@", "sft.toml"], directory))
-    assert code == 0, output
-    return directory / "run" / "weights" / "latest"
+    return untrained_model(tmp_path_factory.mktemp("model"))
 
 
 def settings(model, max_steps, **trainer):

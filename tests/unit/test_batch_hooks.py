@@ -371,7 +371,7 @@ def test_a_plain_rollout_function_runs_in_a_thread_and_takes_tasks_from_there(ho
         source = DataSource(lambda: next(slots), 2, asyncio.get_running_loop())
         hook = Hook.load(named["rollout_function"], "hooks.rollout_function", 3)
         own = OwnRollouts(hook, Arguments(bonus=2, reward_key="a"), 0.5)
-        return await own.play(0, source, 3)
+        return await own.play(0, source, lambda: 3)
 
     [(slot, group)] = asyncio.run(main())
     assert slot.group_id == 0 and [r.reward for r in group.rollouts] == [2.0, 2.0]

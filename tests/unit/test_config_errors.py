@@ -302,12 +302,17 @@ WRONG_RL = {
     "DeepEP in float32": (
         '[trainer.model]\nep_comm_backend = "deepep"\n' + ENV,
         "",
-        ['c.toml:2: trainer.model.ep_comm_backend = "deepep" carries bfloat16', 'use dtype = "bfloat16", or "torch"'],
+        [
+            'c.toml:2: trainer.model.ep_comm_backend = "deepep" carries bfloat16',
+            'use dtype = "bfloat16", or "torch"',
+        ],
     ),
     "setting of a backend that is not used": (
         "[trainer.model]\ndeepep_token_chunk_size = 512\n" + ENV,
         "",
-        ['c.toml:2: trainer.model.deepep_token_chunk_size does nothing with trainer.model.ep_comm_backend = "torch"'],
+        [
+            'c.toml:2: trainer.model.deepep_token_chunk_size does nothing with trainer.model.ep_comm_backend = "torch"'
+        ],
     ),
     "advantages without a critic": (
         '[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n' + ENV,

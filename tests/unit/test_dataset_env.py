@@ -492,9 +492,11 @@ def test_other_servers_are_asked_over_http_also_by_the_path_of_the_policy():
                     await post(url, {})
                 with pytest.raises(AssertionError, match="not for the policy"):
                     await post(get_model_url(args), {"token_ids": [1]})
-            answers = iter([200, 200])
-            with salted([others["teacher"]], version=7):
+            answers = iter([200, 200, 200])
+            versions = iter([7, 8, 9])
+            with salted([others["teacher"]], lambda: next(versions)):
                 assert (await post(url, {"a": 1}))["said"] == {"a": 1, "cache_salt": "7"}
+                assert (await post(url, {"a": 1}))["said"] == {"a": 1, "cache_salt": "8"}
                 assert (await post(url, {"cache_salt": "mine"}))["said"] == {"cache_salt": "mine"}
             with pytest.raises(EnvError, match="no model 'ref' in this run; it has actor, teacher"):
                 get_model_url(args, "ref")

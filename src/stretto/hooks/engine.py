@@ -2,14 +2,14 @@
 
 While a hook generates a sample, a request to `/inference/v1/generate` of the policy becomes a turn of the rollout: it
 has the rollout's session, seed, weights and limits, and its tokens, log-probabilities and versions are written
-down. In a rollout or eval function such a request is salted with the version it was asked under, so that no
-engine answers with what it computed under other weights. Anything else, another model's engine too, is plain HTTP.
+down. In a rollout or eval function such a request is salted with the version that is loaded when it is sent, so that
+no engine answers it with prompts it read under other weights. Anything else, another model's engine too, is plain HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -51,13 +51,13 @@ class _Episode:
 
 
 class _Salt:
-    def __init__(self, urls: Sequence[str], version: int) -> None:
-        self._addresses, self.version = {address_of(url) for url in urls}, version
+    def __init__(self, urls: Sequence[str], version: Callable[[], int]) -> None:
+        self._addresses, self._version = {address_of(url) for url in urls}, version
 
     def of(self, url: str) -> dict[str, str]:
         """What is added to a request."""
         is_asked = urlsplit(url).path.endswith(GENERATE) and address_of(url) in self._addresses
-        return {"cache_salt": str(self.version)} if is_asked else {}
+        return {"cache_salt": str(self._version())} if is_asked else {}
 
 
 _salt: ContextVar[_Salt | None] = ContextVar("salt", default=None)
@@ -75,8 +75,8 @@ def playing(ctx: Turns, urls: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def salted(urls: Sequence[str], version: int) -> Iterator[None]:
-    """Requests for tokens made inside, of the policy that answers at these addresses, are of this version."""
+def salted(urls: Sequence[str], version: Callable[[], int]) -> Iterator[None]:
+    """Requests for tokens made inside, of the policy that answers at these addresses, share prompts of one version."""
     token = _salt.set(_Salt(urls, version))
     try:
         yield

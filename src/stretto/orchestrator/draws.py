@@ -144,13 +144,11 @@ class Draws:
             lambda: self._draw(is_extra=True), self.cfg.group_size, asyncio.get_running_loop()
         )
         for number in itertools.count(start):
-            held = sum(
-                slot.state is SlotState.RUNNING for slot in source.slots.values()
-            )  # that were put back
-            if not await self.buffer.admit(self.buffer.bounds.groups_per_batch, held):
+            put_back = sum(slot.state is SlotState.RUNNING for slot in source.slots.values())
+            if not await self.buffer.admit(self.buffer.bounds.groups_per_batch, put_back):
                 return
             try:
-                played = await own.play(number, source, self.buffer.version)
+                played = await own.play(number, source, lambda: self.buffer.version)
             except StrettoError as error:
                 source.kept.clear()
                 played = [

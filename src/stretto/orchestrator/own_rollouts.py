@@ -82,8 +82,10 @@ class OwnRollouts:
     urls: Sequence[str] = ()  # of the policy's engines
     metrics: dict[str, float] = field(default_factory=dict)
 
-    async def play(self, rollout_id: int, source: DataSource, version: int) -> list[tuple[Slot, Group]]:
-        """The groups of one call, made while the engines have `version`.
+    async def play(
+        self, rollout_id: int, source: DataSource, version: Callable[[], int]
+    ) -> list[tuple[Slot, Group]]:
+        """The groups of one call; `version` is what the engines have at the moment.
 
         Raises: EnvError when it raises, or gives anything else than groups of the samples it got.
         """
@@ -102,7 +104,7 @@ class OwnRollouts:
 
         Raises: EnvError as `play`.
         """
-        with salted(self.urls, version):
+        with salted(self.urls, lambda: version):
             output = await self._called(version, source, evaluation=True)
         data = output.data if isinstance(output, RolloutFnEvalOutput) else output
         if not isinstance(data, dict) or not all("rewards" in entry for entry in data.values()) or not data:
