@@ -12,6 +12,7 @@ from stretto.base import ports, process
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.roots import InferenceConfig, OrchestratorConfig, RLConfig
+from stretto.launch import placement
 from stretto.launch import plan as planning
 
 TOML = """
@@ -57,10 +58,10 @@ def test_the_teacher_is_a_process_of_its_own_that_the_orchestrator_knows(tmp_pat
 
 def test_two_runs_have_teachers_on_ports_of_their_own(tmp_path: Path) -> None:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", planning.TEACHER_PORT))
+        sock.bind(("127.0.0.1", placement.TEACHER_PORT))
         sock.listen()
         plan = planned(tmp_path)
-    assert plan.processes[0].ports["http"] > planning.TEACHER_PORT
+    assert plan.processes[0].ports["http"] > placement.TEACHER_PORT
     assert any("teacher_inference.server.port is" in note for note in plan.notes)
 
 

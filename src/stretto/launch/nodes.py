@@ -26,17 +26,8 @@ from stretto.config.engines import HOLD_VAR
 from stretto.config.inference import InferenceSection
 from stretto.config.roots import RLConfig
 from stretto.launch.engines import EngineSpec, EnginesPlan, plan_replicas
-from stretto.launch.plan import (
-    ENGINE_RESTARTS,
-    GPU_HOST_THREADS,
-    MOST_THREADS,
-    Plan,
-    ProcessSpec,
-    batch_identity,
-    eval_config,
-    replaced,
-    with_canary_tolerance,
-)
+from stretto.launch.placement import GPU_HOST_THREADS, MOST_THREADS, replaced, with_canary_tolerance
+from stretto.launch.plan import ENGINE_RESTARTS, Plan, ProcessSpec, batch_identity, eval_config, rank_env
 
 LOOPBACK = "127.0.0.1"
 RANK_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
@@ -181,9 +172,7 @@ def _trainers(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessS
         node, local = divmod(rank, each)
         gpus = (str(local),) if shape.gpus_per_node else ()
         env = {**process.thread_env(threads), **process.device_env(gpus)}
-        if ranks > 1:
-            env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks)}
-            env |= {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(shape.rendezvous_port)}
+        env |= rank_env(rank, local, ranks, hosts[0], shape.rendezvous_port)
         argv = _argv("trainer", run, "trainer")
         ports = {"rendezvous": shape.rendezvous_port} if rank == 0 and ranks > 1 else {}
         if rank == 0 and cfg.weight_broadcast.type == "collective":

@@ -19,7 +19,8 @@ from stretto.config.roots import InferenceConfig
 from stretto.launch import local
 from stretto.launch.engines import EnginesPlan, plan_engines
 from stretto.launch.nodes import engine_processes, moved, own_rank
-from stretto.launch.plan import ProcessSpec, process_table, reachable, section_of, write_json
+from stretto.launch.placement import reachable
+from stretto.launch.plan import ProcessSpec, process_table, section_of, write_json
 
 STALL_S = 600.0
 
