@@ -104,8 +104,9 @@ async def play_engine(port: int, delay: Callable[[random.Random], float] | None 
 
 
 def play_trainer(cfg: OrchestratorConfig) -> None:
+    from stretto.records.control import Bye, Register, StepDone, VersionReady
     from stretto.records.weights import WeightManifest
-    from stretto.transports.control import Bye, ControlClient, Register, StepDone, VersionReady
+    from stretto.transports.control import ControlClient
     from stretto.transports.rollouts import build_receiver
 
     control = ControlClient(cfg.control, cfg.run_name)

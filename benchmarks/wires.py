@@ -30,10 +30,11 @@ from stretto.config.transport import ControlSection, FilesystemRollouts, Rollout
 from stretto.ledger import Ledger, audit
 from stretto.monitors import build_monitors
 from stretto.records.codec import decode, encode
+from stretto.records.control import Bye, Register, StepDone
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 from stretto.records.sample import MicroBatch, TrainBatch
-from stretto.transports.control import Bye, ControlClient, ControlServer, Register, StepDone
+from stretto.transports.control import ControlClient, ControlServer
 from stretto.transports.engine import api
 from stretto.transports.rollouts import build_receiver, build_sender
 

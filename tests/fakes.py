@@ -15,22 +15,22 @@ import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, TaskSource
-from stretto.records.generate import Completion, GenerateRequest, VersionSpan, member_seed
-from stretto.records.rollout import Task
-from stretto.records.sample import TrainBatch
-from stretto.records.weights import WeightManifest
-from stretto.transports.control import (
+from stretto.records.control import (
     Bye,
     CheckpointBegun,
     CheckpointComplete,
     CheckpointSaved,
-    Event,
     Failed,
     Register,
     StepDone,
     Stop,
     VersionReady,
 )
+from stretto.records.generate import Completion, GenerateRequest, VersionSpan, member_seed
+from stretto.records.rollout import Task
+from stretto.records.sample import TrainBatch
+from stretto.records.weights import WeightManifest
+from stretto.transports.control import Event
 
 # -- a clock --
 

@@ -15,20 +15,20 @@ from tiny import documents, pack
 
 from stretto.base.errors import ConfigError, DataError, EngineError, StrettoError
 from stretto.config.roots import TrainerConfig
-from stretto.records.sample import TrainBatch
-from stretto.trainer.interrupt import StopFlag
-from stretto.trainer.rl import Trainer
-from stretto.transports.control import (
+from stretto.records.control import (
     Bye,
     CheckpointComplete,
     CheckpointSaved,
-    ControlServer,
     Failed,
     StepDone,
     Stop,
     VersionLoaded,
     VersionReady,
 )
+from stretto.records.sample import TrainBatch
+from stretto.trainer.interrupt import StopFlag
+from stretto.trainer.rl import Trainer
+from stretto.transports.control import ControlServer
 from stretto.transports.rollouts import build_sender
 from stretto.transports.weights import receive
 

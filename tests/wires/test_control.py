@@ -16,24 +16,26 @@ from stretto.base.errors import EngineError, WireError
 from stretto.config.transport import ControlSection
 from stretto.records import codec
 from stretto.records.codec import encode
-from stretto.records.weights import TensorEntry, WeightManifest
-from stretto.transports.control import (
-    MESSAGE,
-    REGISTER,
-    RESEND_AFTER_S,
+from stretto.records.control import (
     Bye,
     CheckpointComplete,
     CheckpointSaved,
-    ControlClient,
-    ControlServer,
-    Event,
     Failed,
-    Link,
     Register,
     StepDone,
     Stop,
     VersionLoaded,
     VersionReady,
+)
+from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.transports.control import (
+    MESSAGE,
+    REGISTER,
+    RESEND_AFTER_S,
+    ControlClient,
+    ControlServer,
+    Event,
+    Link,
 )
 
 MANIFEST = WeightManifest(
@@ -304,7 +306,8 @@ def test_a_link_over_a_lossy_wire_delivers_once_and_in_order(seed: int) -> None:
 TRAINER = """
 import sys, time
 from stretto.config.transport import ControlSection
-from stretto.transports.control import Bye, ControlClient, Register, StepDone
+from stretto.records.control import Bye, Register, StepDone
+from stretto.transports.control import ControlClient
 cfg = ControlSection(port=int(sys.argv[1]), heartbeat_s=0.05, dead_after_s=0.6, register_timeout_s=20)
 client = ControlClient(cfg, "run")
 client.register(Register())

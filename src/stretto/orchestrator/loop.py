@@ -48,13 +48,11 @@ from stretto.orchestrator.samples import to_samples, whiten_samples
 from stretto.orchestrator.scores import overall, table
 from stretto.orchestrator.tasks import TaskMix
 from stretto.orchestrator.teacher import Tutors
-from stretto.records.sample import TrainBatch, TrainSample
-from stretto.transports.control import (
+from stretto.records.control import (
     Bye,
     CheckpointBegun,
     CheckpointComplete,
     CheckpointSaved,
-    Event,
     Failed,
     Register,
     StepDone,
@@ -62,6 +60,8 @@ from stretto.transports.control import (
     VersionLoaded,
     VersionReady,
 )
+from stretto.records.sample import TrainBatch, TrainSample
+from stretto.transports.control import Event
 
 logger = logging.getLogger(__name__)
 

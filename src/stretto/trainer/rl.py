@@ -36,6 +36,18 @@ from stretto.config.trainer import CriticSection
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.monitors import build_monitors
+from stretto.records.control import (
+    Bye,
+    CheckpointBegun,
+    CheckpointComplete,
+    CheckpointSaved,
+    Failed,
+    Register,
+    StepDone,
+    Stop,
+    VersionLoaded,
+    VersionReady,
+)
 from stretto.records.sample import TrainBatch
 from stretto.records.weights import Canary
 from stretto.trainer import checkpoint
@@ -49,19 +61,7 @@ from stretto.trainer.metrics import alone
 from stretto.trainer.throughput import Throughput
 from stretto.trainer.token_export import TokenExport
 from stretto.trainer.updates import Updates
-from stretto.transports.control import (
-    Bye,
-    CheckpointBegun,
-    CheckpointComplete,
-    CheckpointSaved,
-    ControlClient,
-    Failed,
-    Register,
-    StepDone,
-    Stop,
-    VersionLoaded,
-    VersionReady,
-)
+from stretto.transports.control import ControlClient
 from stretto.transports.rollouts import build_receiver
 from stretto.transports.weights import build_publisher
 
