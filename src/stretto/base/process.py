@@ -126,10 +126,10 @@ class Child:
         loop = asyncio.get_running_loop()
         # A file descriptor has one reader in a loop; every waiter watches a duplicate of its own.
         fd = os.dup(self.pidfd)
-        exited = loop.create_future()
-        loop.add_reader(fd, lambda: exited.done() or exited.set_result(None))
+        exited = asyncio.Event()
+        loop.add_reader(fd, exited.set)
         try:
-            await exited
+            await exited.wait()
         finally:
             loop.remove_reader(fd)
             os.close(fd)
@@ -137,12 +137,12 @@ class Child:
         assert returncode is not None, f"{self.name} (pid {self.pid}) ended but cannot be waited for"
         return returncode
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: int) -> None:
         """Send a signal to the child alone."""
         if self.returncode is None:
             self.popen.send_signal(number)
 
-    def signal_group(self, number: signal.Signals) -> None:
+    def signal_group(self, number: int) -> None:
         """Send a signal to the child and its descendants."""
         if self.returncode is None or self.has_leftovers:
             self.has_leftovers = self._signal_group(number) and self.returncode is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -312,7 +313,7 @@ def check_room(sampling: SamplingSection, seq_len: int, prefix: str, where: str)
     return [Problem(paths, f"{paths[0]} = {sampling.max_completion_tokens} {rule}")]
 
 
-def check_env_names(envs: list[EnvSection], path: str) -> list[Problem]:
+def check_env_names(envs: Sequence[EnvSection], path: str) -> list[Problem]:
     """Names are keys of metrics: unique, and none that an aggregate has."""
     names = [env.name or env.id for env in envs]
     problems = []

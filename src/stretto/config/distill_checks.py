@@ -68,8 +68,8 @@ def _check_algo(algo: Algo, place: str, *, has_launcher: bool) -> list[Problem]:
 
 def check_teacher(section: OrchestratorSection, places: dict[str, Algo], path: str) -> list[Problem]:
     """A teacher where one is asked, and only there."""
-    taught = [place for place, algo in places.items() if isinstance(algo, OpdAlgo | SftAlgo)]
-    asked = [place for place in taught if places[place].teacher is None]
+    taught = {place: algo for place, algo in places.items() if isinstance(algo, OpdAlgo | SftAlgo)}
+    asked = [place for place, algo in taught.items() if algo.teacher is None]
     if asked and section.teacher is None:
         rule = f"needs [{path}] with the base_url of an engine that serves the teacher"
         kind = places[asked[0]].type
