@@ -26,8 +26,18 @@ install: $(VENV)/installed
 
 vllm: $(VENV)/installed-vllm
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Two files at a time; then what starts several busy processes, one after the other. ARGS: those tests alone.
 test: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+ifdef ARGS
+	$(PYTEST) $(ARGS)
+else
+	status=0; \
+	$(PYTEST) -n 2 --dist loadfile tests/unit tests/wires tests/contract || status=1; \
+	$(PYTEST) tests/e2e tests/dist tests/gpu || status=1; \
+	exit $$status
+endif
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 `claim` is called by whoever starts a run (the launcher, `sft`). It refuses what would mix two runs, deletes
 only on `--clean` and only what is a run directory, and holds a lock until the last process that inherited
-it has ended.
+it has ended. A new run may begin at a checkpoint of another one (`origin`), which is only ever read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from stretto.base.paths import RunDir
 
 # A dry run leaves these; they are no reason to refuse a run.
 _HARMLESS = frozenset({"configs", "plan.json", "run.lock", "dry_run"})
+CHECKPOINT = re.compile(r"/checkpoints/step_(\d+)$")
+"""How the path of a checkpoint ends."""
 _LOCK_WAIT_S = 10.0  # for the children of a launcher that was killed to be gone
 
 
@@ -29,7 +32,7 @@ class Claim:
 
     run: RunDir
     resume_step: int | None
-    """Step to resume from; None: a run from the start."""
+    """Step to resume from, in this run or its origin; None: a run from the start."""
     lock_fd: int
     """Pass it to child processes: the directory stays claimed while one of them lives."""
 
@@ -39,17 +42,21 @@ class Claim:
             self.lock_fd = -1
 
 
-def claim(run: RunDir, *, resume: bool, step: int | None, clean: bool) -> Claim:
+def claim(
+    run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None
+) -> Claim:
     """Make, check and lock the directory, emptied first with `clean`.
+
+    origin: with `resume`, the run or checkpoint directory that a new run begins at.
 
     Raises: ConfigError when the directory holds another run, has nothing to resume from, or is in use.
     """
-    check(run, resume=resume, step=step, clean=clean)
+    check(run, resume=resume, step=step, clean=clean, origin=origin)
     run.path.mkdir(parents=True, exist_ok=True)
     fd = _lock(run)
     try:
         # Again, now that nobody else can change it.
-        resume_step = check(run, resume=resume, step=step, clean=clean)
+        resume_step = check(run, resume=resume, step=step, clean=clean, origin=origin)
         if clean:
             _empty(run)
     except BaseException:
@@ -58,14 +65,19 @@ def claim(run: RunDir, *, resume: bool, step: int | None, clean: bool) -> Claim:
     return Claim(run, resume_step, fd)
 
 
-def check(run: RunDir, *, resume: bool, step: int | None, clean: bool) -> int | None:
-    """The step to resume from, None for a fresh run; changes nothing.
+def check(
+    run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None
+) -> int | None:
+    """The step to resume from, None for a run from the start; changes nothing.
 
     Raises: ConfigError with the ways out.
     """
     contents = _contents(run.path)
-    if resume:
+    start = None
+    if resume and origin is None:
         return _resume_step(run, contents, step)
+    if resume and origin is not None:
+        start = find_checkpoint(run, step, origin)[1]
     if clean and contents and not _is_run(run):
         raise ConfigError(
             f"--clean: {run} does not look like a run directory (neither configs/ nor ledger.sqlite in it; "
@@ -73,15 +85,56 @@ def check(run: RunDir, *, resume: bool, step: int | None, clean: bool) -> int | 
         )
     if artefacts := _artefacts(contents):
         if clean:
-            return None
+            return start
         newest = run.latest_complete_checkpoint()
         can_resume = f" from step {newest}" if newest else " (once it has a complete checkpoint; it has none)"
         raise ConfigError(
             f"run {run.path.name!r} exists in {run} ({_listing(artefacts)}). Continue it with "
-            f"--resume{can_resume}, start over and delete it with --clean, or give "
-            f"this run a name of its own with --run.name."
+            f"--resume{can_resume}{' without resume.dir' if origin else ''}, start over and delete it with "
+            f"--clean, or give this run a name of its own with --run.name."
         )
-    return None
+    return start
+
+
+def find_checkpoint(run: RunDir, step: int | None, origin: Path | None) -> tuple[RunDir, int]:
+    """The checkpoint that [resume] means, and the run it is of: `run` itself, or the one at `origin`.
+
+    origin is a run directory, or one of its checkpoints, `RUN/checkpoints/step_N`; step None is the newest.
+
+    Raises: ConfigError when it is not there, not complete, or no other run's.
+    """
+    if origin is None:
+        return run, _resume_step(run, _contents(run.path), step)
+    path = Path(os.path.abspath(origin.expanduser()))
+    match = CHECKPOINT.search(path.as_posix())
+    other = RunDir(path.parent.parent if match else path)
+    step = int(match[1]) if match else step
+    if os.path.realpath(other) == os.path.realpath(run):
+        raise ConfigError(f"resume.dir = {str(origin)!r} is this run itself; continue it with --resume alone.")
+    if not other.path.is_dir():
+        raise ConfigError(f"resume.dir = {str(origin)!r}: there is no directory {other}.")
+    complete = other.complete_checkpoints()
+    if step is None and complete:
+        return other, complete[-1]
+    if step in complete:
+        return other, step
+    if not other.checkpoints.is_dir():
+        raise ConfigError(
+            f"resume.dir = {str(origin)!r} is neither a run directory (there is no {other.checkpoints}) nor one "
+            "of a run's checkpoints, RUN/checkpoints/step_N."
+        )
+    which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+    have = ", ".join(map(str, complete)) or "none"
+    raise ConfigError(f"resume.dir = {str(origin)!r}: {other} has {which}; complete: {have}.")
+
+
+def check_max_steps(max_steps: int | None, step: int) -> None:
+    """Raises: ConfigError when a run that goes on after `step` is beyond its end."""
+    if max_steps is not None and step > max_steps:
+        raise ConfigError(
+            f"max_steps = {max_steps}, but the run goes on after step {step}; steps are counted from the first one, "
+            f"so raise max_steps above {step}, or resume from an earlier step."
+        )
 
 
 def is_used(run: RunDir) -> bool:

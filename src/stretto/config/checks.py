@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from stretto.base.errors import ConfigError
+from stretto.base.rundir import CHECKPOINT
 from stretto.config import vllm_flags
 from stretto.config.algorithm_checks import check_advantages, check_algos, check_loss
 from stretto.config.distill import WITHOUT_REWARD
@@ -45,15 +46,20 @@ def at(prefix: str, key: str) -> str:
 
 
 def check_run(cfg: RunRoot) -> list[Problem]:
-    """The run's name is one directory name; resume and clean exclude each other."""
+    """The run's name is one directory name; one run is resumed or deleted, at one step."""
     problems = []
     if cfg.run.name is not None and not RUN_NAME.fullmatch(cfg.run.name):
         rule = "letters, digits and . _ + = @ - only, for it names a directory"
         problems.append(Problem(("run.name",), f'run.name = "{cfg.run.name}": {rule}'))
-    if cfg.clean and cfg.resume is not None:
+    if cfg.clean and cfg.resume is not None and cfg.resume.dir is None:
         problems.append(
             Problem(("resume", "clean"), "resume continues the run and clean deletes it; give one of the two")
         )
+    if cfg.resume is not None and cfg.resume.dir is not None and cfg.resume.step is not None:
+        named = CHECKPOINT.search(cfg.resume.dir.as_posix())
+        if named and int(named[1]) != cfg.resume.step:
+            text = f"resume.dir is the checkpoint of step {named[1]}, and resume.step = {cfg.resume.step}; give one"
+            problems.append(Problem(("resume.dir", "resume.step"), text))
     return problems
 
 

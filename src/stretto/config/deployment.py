@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -62,7 +63,10 @@ class RunSection(Section):
 
 
 class ResumeSection(Section):
-    """Continue a run from one of its checkpoints."""
+    """Continue a run from one of its checkpoints, or begin a new one at a checkpoint of another."""
 
     step: int | None = Field(None, ge=1)
     """Step to resume from; None: the latest complete checkpoint."""
+    dir: Path | None = None
+    """Directory of another run, or of one of its checkpoints (`RUN/checkpoints/step_N`): this run begins where
+    that one stood, as a run of its own; the other is only read. None: continue the run of this name."""

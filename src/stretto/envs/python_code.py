@@ -7,12 +7,13 @@ the sandbox: it computes, and what it prints is compared here. `partial` pays th
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, Split, TaskSource
 from stretto.envs.held_out import draw_held_out
-from stretto.envs.sandbox import Limits, Sandbox
+from stretto.envs.sandbox import Limits, Sandbox, SandboxResult
 from stretto.records.rollout import Task
 
 HARNESS = """
@@ -24,17 +25,21 @@ for x in task["inputs"]:
     print(json.dumps(value if type(value) is int else None))
 """
 LONGEST = 2000  # characters of a reply worth running
-NUM_REMEMBERED = 10_000  # replies whose verdict is kept: members of a group often say the same
+NUM_REMEMBERED = 10_000  # replies whose values are kept: what one computes is the same for every task
 
 
 class PythonCode(SingleTurnEnv):
-    """Linear functions `a*x+b`, a in 1..max_factor, b in 0..max_offset, given by num_examples examples."""
+    """Linear functions `a*x+b`, a in 1..max_factor, b in 0..max_offset.
+
+    Shown are num_examples values of each, at 0, example_step, and so on; tested is at 0, 1, ...
+    """
 
     def __init__(
         self,
-        max_factor: int = 5,
-        max_offset: int = 39,
+        max_factor: int = 9,
+        max_offset: int = 99,
         num_examples: int = 2,
+        example_step: int = 10,
         num_tests: int = 6,
         partial: bool = False,
         backend: str = "auto",
@@ -46,19 +51,20 @@ class PythonCode(SingleTurnEnv):
             raise ConfigError(
                 f"python-code: max_factor = {max_factor}, max_offset = {max_offset} make fewer than 32 functions."
             )
-        if num_examples < 2 or num_tests < 1:
+        if num_examples < 2 or example_step < 1 or num_tests < 1:
             raise ConfigError(
-                f"python-code: num_examples = {num_examples}, num_tests = {num_tests}; a line needs two points, "
-                "and a reward one test."
+                f"python-code: num_examples = {num_examples}, example_step = {example_step}, num_tests = "
+                f"{num_tests}; a line needs two points, and a reward one test."
             )
         self.name = "python-code"
         self.max_factor, self.max_offset = max_factor, max_offset
-        self.num_examples, self.num_tests = num_examples, num_tests
+        self.shown = range(0, num_examples * example_step, example_step)
+        self.num_tests = num_tests
         self.partial = partial
         self.seed = seed
         self.instruction = instruction
         self.sandbox = Sandbox(Limits(wall_s=timeout_s), backend=backend)
-        self._verdicts: dict[tuple[str, str], RolloutResult] = {}
+        self._runs: dict[str, asyncio.Future[SandboxResult]] = {}
 
     def tasks(self, split: Split) -> TaskSource:
         def make(index: int) -> Task:
@@ -71,18 +77,8 @@ class PythonCode(SingleTurnEnv):
         return [{"role": "user", "content": self._question(task.data["function"])}]
 
     async def score(self, task: Task, text: str) -> RolloutResult:
-        known = (task.data["function"], text)
-        if known not in self._verdicts:
-            if len(self._verdicts) >= NUM_REMEMBERED:
-                self._verdicts.clear()
-            self._verdicts[known] = await self._test(task, text)
-        return self._verdicts[known]
-
-    async def _test(self, task: Task, text: str) -> RolloutResult:
-        inputs = range(self.num_tests)
-        wanted = values(task.data["function"], inputs)
-        request = json.dumps({"expression": text[:LONGEST], "inputs": list(inputs)})
-        result = await self.sandbox.run(HARNESS, stdin=request)
+        wanted = values(task.data["function"], range(self.num_tests))
+        result = await self._run(text[:LONGEST])
         lines = result.stdout.splitlines()
         is_whole = result.is_ok and len(lines) == len(wanted)
         share = (
@@ -97,6 +93,19 @@ class PythonCode(SingleTurnEnv):
             },
         )
 
+    async def _run(self, expression: str) -> SandboxResult:
+        """What the expression computes at all inputs of the tests: one process, and one run for all who ask."""
+        if (run := self._runs.get(expression)) is None:
+            if len(self._runs) >= NUM_REMEMBERED:
+                self._runs.clear()
+            request = json.dumps({"expression": expression, "inputs": list(range(self.num_tests))})
+            run = self._runs[expression] = asyncio.ensure_future(self.sandbox.run(HARNESS, stdin=request))
+        try:
+            return await asyncio.shield(run)  # whoever is cancelled, the others still wait for it
+        finally:
+            if run.done() and (run.cancelled() or run.exception()):
+                self._runs.pop(expression, None)
+
     def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
         """Solved tasks of the train side."""
         rows = []
@@ -107,8 +116,8 @@ class PythonCode(SingleTurnEnv):
         return rows
 
     def _question(self, function: str) -> str:
-        shown = range(self.num_examples)
-        return self.instruction + " ".join(f"f({x})={y}" for x, y in zip(shown, values(function, shown)))
+        pairs = zip(self.shown, values(function, self.shown))
+        return self.instruction + " ".join(f"f({x})={y}" for x, y in pairs)
 
     def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
         def make(entropy: int) -> str:

@@ -1,9 +1,9 @@
 """tic-tac-toe: the policy plays against itself from openings; 1 for a win, 0.5 for a draw, 0 for a loss.
 
-Both seats are played by the policy's newest weights, each with a history of its own. One seat is trained, the
-other (`opponent`) plays along, so that the members of a group, who start from one opening on one seat, can be
-compared by any credit rule. A player sees the board as nine characters, its own marks `x`, the other's `o`, and
-answers with the number of a field, 1 to 9. An illegal answer loses.
+Two agents, `first` (who moves next) and `second`, are both the policy, each with a history of its own, and both
+are trained, each paid for its own game: any credit rule compares an agent with itself. A player sees the board as
+nine characters, its own marks `x`, the other's `o`, and answers with the number of a field, 1 to 9. An illegal
+answer loses. Whether the policy gets better shows against an opponent who does not: `opponent = "random"`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 
 
 class TicTacToe:
-    """Games after num_opening_moves random moves. `opponent` is the policy (`self`) or plays at `random`."""
+    """Games after num_opening_moves random moves. `opponent` is the policy (`self`) or moves at `random`.
+
+    Against `random` the policy moves next in even tasks, second in odd ones.
+    """
 
     def __init__(
         self, num_opening_moves: int = 3, opponent: str = "self", seed: int = 0, instruction: str = ""
@@ -37,56 +40,51 @@ class TicTacToe:
     def tasks(self, split: Split) -> TaskSource:
         def make(index: int) -> Task:
             opening = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            # The trained player is next to move in even tasks, second in odd ones.
             data = {"opening": opening, "is_first": index % 2 == 0}
             return Task(env=self.name, task_id=f"{split}-{index}", data=data)
 
         return TaskSource(make)
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        board = board_after(task.data["opening"])
-        mover = "ox"[len(task.data["opening"]) % 2 == 0]
-        trained = mover if task.data["is_first"] else other(mover)
+        board, mover = after(task.data["opening"])
+        first, second = mover, other(mover)
+        me = first if task.data["is_first"] else second
+        players = {me: ctx}
+        if self.opponent == "self":
+            me, players = first, {first: ctx.agent("first"), second: ctx.agent("second")}
         chance = random.Random(f"{self.seed}/{task.task_id}")
-        players = {trained: ctx, other(trained): ctx.agent("opponent", is_trained=False)}
         heard: dict[str, list[Message]] = {"x": [], "o": []}
-        payoff, is_legal = 0.5, True
-        while winner(board) is None and "." in board:
-            if mover != trained and self.opponent == "random":
-                answer = str(chance.choice(free_fields(board)))
-            else:
+        is_legal = True
+        while (won := winner(board)) is None and "." in board:
+            answer = str(chance.choice(free_fields(board)))
+            if mover in players:
                 heard[mover].append(self._ask(board, mover))
                 reply = await players[mover].chat(heard[mover])
                 heard[mover].append(reply.message)
                 answer = reply.text.strip()
             if answer not in map(str, free_fields(board)):
-                is_legal, payoff = mover != trained, float(mover != trained)
+                is_legal, won = False, other(mover)
                 break
-            board = put(board, int(answer), mover)
-            mover = other(mover)
-        if found := winner(board):
-            payoff = float(found == trained)
-        metrics = {"won": float(payoff == 1.0), "drawn": float(payoff == 0.5), "legal": float(is_legal)}
-        return RolloutResult(reward=payoff, agent_rewards={"opponent": 1.0 - payoff}, metrics=metrics)
+            board, mover = put(board, int(answer), mover), other(mover)
+        paid = {mark: 0.5 if won is None else float(won == mark) for mark in "xo"}
+        agents = {"first": paid[first], "second": paid[second]} if len(players) == 2 else {}
+        metrics = {"won": float(won == me), "drawn": float(won is None), "legal": float(is_legal)}
+        return RolloutResult(reward=paid[me], agent_rewards=agents, metrics=metrics)
 
     def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
-        """Games of the train side that one player won: it takes a win at once, both else move at random."""
+        """Moves of the winners of games of the train side; everybody moves at random."""
         rows: list[dict] = []
         index = 0
         while len(rows) < num_rows:
-            opening = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
-            board, mover = board_after(opening), "ox"[len(opening) % 2 == 0]
+            board, mover = after(self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False))
             chance = random.Random(f"{self.seed}/{seed}/{index}")
             heard: dict[str, list[Message]] = {"x": [], "o": []}
-            while (found := winner(board)) is None and "." in board:
-                moves = free_fields(board)
-                wins = [m for m in moves if winner(put(board, m, mover))]
-                move = chance.choice(wins or moves)
+            while (won := winner(board)) is None and "." in board:
+                move = chance.choice(free_fields(board))
                 heard[mover] += [self._ask(board, mover), {"role": "assistant", "content": str(move)}]
-                board = put(board, move, mover)
-                mover = other(mover)
-            if found:
-                rows.append({"messages": heard[found]})
+                board, mover = put(board, move, mover), other(mover)
+            if won:
+                rows.append({"messages": heard[won]})
             index += 1
         return rows
 
@@ -96,17 +94,20 @@ class TicTacToe:
 
     def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
         def make(entropy: int) -> str:
-            return "".join(map(str, random.Random(entropy).sample(range(1, 10), self.num_opening_moves)))
+            moves = random.Random(entropy).sample("123456789", self.num_opening_moves)
+            # One order of moves for each board, for a board to be on one side only.
+            moves[::2], moves[1::2] = sorted(moves[::2]), sorted(moves[1::2])
+            return "".join(moves)
 
         return draw_held_out(f"tic-tac-toe/{stream}", index, is_eval=is_eval, make=make)
 
 
-def board_after(moves: str) -> str:
-    """The board after these fields were taken in turn, `x` first; at most four moves, so nobody has won."""
+def after(moves: str) -> tuple[str, str]:
+    """Board and next mover when these fields were taken in turn, `x` first; at most four: nobody has won."""
     board = "." * 9
     for turn, field in enumerate(moves):
         board = put(board, int(field), "xo"[turn % 2])
-    return board
+    return board, "xo"[len(moves) % 2]
 
 
 def put(board: str, field: int, mark: str) -> str:

@@ -90,6 +90,8 @@ def main(cfg: RLConfig) -> int:
 
 
 def _plan(cfg: RLConfig, run: RunDir, resume_step: int | None, ports: PortClaims | None = None) -> Plan:
+    if resume_step is not None:
+        rundir.check_max_steps(cfg.max_steps, resume_step)
     if cfg.deployment.type == "multi_node":
         return nodes.plan_nodes(cfg, run, resume_step)
     return planning.plan(cfg, run, resume_step, ports=ports)
@@ -103,7 +105,7 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     own = RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
     step = None
     if cfg.resume is not None:
-        step = cfg.resume.step or run.latest_complete_checkpoint()
+        _, step = rundir.find_checkpoint(run, cfg.resume.step, cfg.resume.dir)
     plan = nodes.plan_nodes(cfg, run, step)
     own.path.mkdir(parents=True, exist_ok=True)
     planning.write(plan, own.path)
@@ -151,8 +153,10 @@ def _check_model(cfg: RLConfig) -> None:
 
 def _intent(cfg: RLConfig) -> dict[str, Any]:
     """What the user wants of the run directory, as rundir takes it."""
-    resume = cfg.resume
-    return {"resume": resume is not None, "step": None if resume is None else resume.step, "clean": cfg.clean}
+    resume, clean = cfg.resume, cfg.clean
+    if resume is None:
+        return {"resume": False, "step": None, "clean": clean}
+    return {"resume": True, "step": resume.step, "clean": clean, "origin": resume.dir}
 
 
 def _run(plan: Plan, claim: rundir.Claim) -> int:

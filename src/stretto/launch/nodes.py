@@ -21,7 +21,7 @@ from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import is_own_address
-from stretto.config.deployment import MultiNodeDeployment, ResumeSection
+from stretto.config.deployment import MultiNodeDeployment
 from stretto.config.engines import HOLD_VAR
 from stretto.config.inference import InferenceSection
 from stretto.config.roots import RLConfig
@@ -43,7 +43,8 @@ def plan_nodes(cfg: RLConfig, run: RunDir, resume_step: int | None = None) -> Pl
     engines = _engines(cfg, hosts[shape.num_train_nodes :])
     cfg = _with_engine_addresses(with_canary_tolerance(cfg), engines)
     if cfg.resume is not None:
-        cfg = cfg.model_copy(update={"resume": ResumeSection(step=resume_step)})
+        resume = cfg.resume.model_copy(update={"step": resume_step})
+        cfg = cfg.model_copy(update={"resume": resume})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
     cfg = _with_threads(cfg, shape)
     processes = [_orchestrator(cfg, run), *_trainers(cfg, run, hosts)]

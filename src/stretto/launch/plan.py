@@ -161,7 +161,8 @@ def plan(
     cfg = with_threads(cfg, threads)
     engines = local_engines(cfg)
     if cfg.resume is not None:
-        cfg = cfg.model_copy(update={"resume": ResumeSection(step=resume_step)})
+        resume = cfg.resume.model_copy(update={"step": resume_step})
+        cfg = cfg.model_copy(update={"resume": resume})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
     processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus, rendezvous)
     if cfg.teacher_inference is not None:
@@ -382,6 +383,11 @@ def process_table(processes: Sequence[ProcessSpec], hosts: Sequence[str]) -> str
     return "\n".join(lines)
 
 
+def resumed(section: ResumeSection) -> str:
+    """Where a run goes on, in words; the step has been found."""
+    return f"resumed from step {section.step}" + (f" of {section.dir}" if section.dir is not None else "")
+
+
 def table(plan: Plan) -> str:
     """The plan as a person reads it."""
     cfg = plan.config
@@ -389,7 +395,7 @@ def table(plan: Plan) -> str:
     steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
     head = [
         f"run      {plan.run}"
-        + (f" (resumed from step {cfg.resume.step})" if cfg.resume is not None else ""),
+        + (f" ({resumed(cfg.resume)})" if cfg.resume is not None else ""),
         f"model    {cfg.model.name}" + (" (made from scratch)" if cfg.model.scratch is not None else ""),
         f"trains   {envs}, {steps}, up to {cfg.orchestrator.max_async_level} ahead",
         f"batch    {plan.batch}",

@@ -23,7 +23,7 @@ from typing import Any
 from stretto.base.errors import EngineError, boundary
 from stretto.base.paths import RunDir
 from stretto.launch.console import duration, quantity
-from stretto.launch.plan import Plan, ProcessSpec
+from stretto.launch.plan import Plan, ProcessSpec, resumed
 from stretto.monitors.file import read_metrics
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ _RAW, _SMOOTH, _SAMPLED, _GREEDY, _INK = "#a9c7e8", "#1f5fa8", "#d1495b", "#2a9d
 
 def header(plan: Plan) -> str:
     """What is about to run, before the first step."""
-    resumed = "" if plan.config.resume is None else f", resumed from step {plan.config.resume.step}"
+    start = "" if plan.config.resume is None else f", {resumed(plan.config.resume)}"
     placement = ", ".join(f"{spec.name} on {_placed(spec)}" for spec in plan.processes)
     lines = [
-        f"run {plan.run}{resumed}",
+        f"run {plan.run}{start}",
         f"  batch    {plan.batch}",
         f"  running  {placement}",
         f"  logs     {plan.run.logs}",
@@ -135,15 +135,18 @@ def _way_on(plan: Plan) -> str:
     if step:
         keep = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
         return f"continue from step {step}:\n  {resume_command()}{keep}"
-    return f"no checkpoint was complete yet; start over:\n  {again_command()} --clean"
+    return f"no checkpoint was complete yet; start over:\n  {again_command(keeps_resume=True)} --clean"
 
 
 def resume_command() -> str:
     return f"{again_command()} --resume"
 
 
-def again_command(argv: Sequence[str] | None = None) -> str:
-    """The command this process was started with, without what belongs to one start only."""
+def again_command(argv: Sequence[str] | None = None, *, keeps_resume: bool = False) -> str:
+    """The command this process was started with, without what belongs to one start only.
+
+    keeps_resume: where it began does not.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["rl"]:
         words = words[1:]
@@ -151,7 +154,8 @@ def again_command(argv: Sequence[str] | None = None) -> str:
     while words:
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
-        if name in ("--clean", "--no-clean", "--resume", "--no-resume", "--resume.step", "--max-steps"):
+        is_start = name.startswith(("--resume", "--no-resume", "--ckpt.resume-step"))
+        if name in ("--clean", "--no-clean", "--max-steps") or (is_start and not keeps_resume):
             if "=" not in word and words and not words[0].startswith(("-", "@")):
                 words.pop(0)
             continue

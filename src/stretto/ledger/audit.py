@@ -78,13 +78,20 @@ def _wrong_age(db: sqlite3.Connection) -> Iterator[str]:
 
 def _step_gaps(db: sqlite3.Connection) -> Iterator[str]:
     steps = [step for (step,) in db.execute("SELECT step FROM batches WHERE state != 'undone' ORDER BY step")]
-    if steps != list(range(1, len(steps) + 1)):
-        yield f"steps of the batches are not 1, 2, 3, ...: {_runs(steps)}"
+    first = _first_step(db) + 1
+    if steps != list(range(first, first + len(steps))):
+        yield f"steps of the batches are not {first}, {first + 1}, {first + 2}, ...: {_runs(steps)}"
     trained = [
         step for (step,) in db.execute("SELECT step FROM batches WHERE state = 'trained' ORDER BY step")
     ]
-    if trained != list(range(1, len(trained) + 1)):
-        yield f"trained steps are not 1, 2, 3, ...: {_runs(trained)}"
+    if trained != list(range(first, first + len(trained))):
+        yield f"trained steps are not {first}, {first + 1}, {first + 2}, ...: {_runs(trained)}"
+
+
+def _first_step(db: sqlite3.Connection) -> int:
+    """The step that the run began after: 0, or that of the checkpoint of another run."""
+    first = db.execute("SELECT resumed_step FROM incarnations ORDER BY incarnation LIMIT 1").fetchone()
+    return 0 if first is None else first[0] or 0
 
 
 def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
@@ -94,9 +101,12 @@ def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
             "SELECT DISTINCT version FROM versions WHERE state != 'undone' ORDER BY version"
         )
     ]
-    if versions != list(range(len(versions))):
-        yield f"published versions are not 0, 1, 2, ...: {_runs(versions)}"
-    (shipped,) = db.execute("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'").fetchone()
+    first = _first_step(db)
+    if versions != list(range(first, first + len(versions))):
+        yield f"published versions are not {first}, {first + 1}, {first + 2}, ...: {_runs(versions)}"
+    (shipped,) = db.execute(
+        "SELECT coalesce(max(step), ?) FROM batches WHERE state != 'undone'", (first,)
+    ).fetchone()
     if versions and versions[-1] > shipped:
         yield f"version {versions[-1]} was published, but only steps up to {shipped} were shipped"
     query = (
@@ -114,9 +124,13 @@ def _open_ends(db: sqlite3.Connection) -> Iterator[str]:
     )
     for group_id, state in db.execute(query):
         yield f"group {group_id} is {state} but never finished"
-    (draws, newest) = db.execute("SELECT count(*), coalesce(max(group_id) + 1, 0) FROM draws").fetchone()
-    if draws != newest:
-        yield f"draw numbers have gaps: {draws} draws, the next number is {newest}"
+    (info,) = db.execute("SELECT info FROM incarnations ORDER BY incarnation LIMIT 1").fetchone() or ("{}",)
+    first = msgspec.json.decode(info).get("first_draw", 0)
+    (draws, newest) = db.execute(
+        "SELECT count(*), coalesce(max(group_id) + 1, ?) FROM draws WHERE group_id >= ?", (first, first)
+    ).fetchone()
+    if draws != newest - first:
+        yield f"draw numbers have gaps: {draws} draws from {first} on, the next number is {newest}"
 
 
 def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:

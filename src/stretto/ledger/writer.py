@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
 from stretto.ledger import resume, schema
 from stretto.ledger.segments import Place, SegmentWriter
@@ -276,6 +276,23 @@ class Ledger:
     def next_draw(self) -> int:
         """The first draw number that was never used."""
         return self._scalar("SELECT coalesce(max(group_id) + 1, 0) FROM draws")
+
+    def open_draws(self) -> list[int]:
+        """Draws that are neither trained nor given up, in order."""
+        query = "SELECT group_id FROM draws WHERE state IN ('drawn', 'finished', 'shipped') ORDER BY group_id"
+        return [group_id for (group_id,) in self._db.execute(query)]
+
+    def began_at(self, step: int) -> None:
+        """This run begins after `step` of another one; call it before `run_started`.
+
+        Raises: ConfigError when it has begun before.
+        """
+        if self._incarnation:
+            raise ConfigError(
+                f"resume.dir: the run in {self._run_dir} has begun before; continue it with --resume alone, or "
+                "give this one another run.name."
+            )
+        self._step = step
 
     # -- inside --
 

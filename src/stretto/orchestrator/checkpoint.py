@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,30 @@ class Progress(msgspec.Struct, kw_only=True):
     curriculum: dict[str, dict[str, float]] = {}  # environment -> task id -> running reward, as of `step`
     baselines: dict[str, dict[str, float]] = {}  # environment -> agent -> running reward, as of `step`
     data: dict[str, int] = {}  # environment -> fingerprint of the files its tasks are made from
+    ratios: dict[str, float] = {}  # environment -> share of the draws
+    next_draw: int = 0  # the first draw number that was not used when `step` was trained
+    open_draws: list[int] = []  # draws below it that were not yet trained or given up
+    origin: str | None = None  # checkpoint of another run that this one began at
+    first_step: int = 0  # its step
+
+
+def begun_at(saved: Progress, data: Mapping[str, int | None], ratios: Mapping[str, float]) -> Progress:
+    """What a new run takes over of another one's checkpoint; its figures begin anew.
+
+    data, ratios: of the environments that are trained on now. Draws go on where they were if these are the
+    same, and begin anew if not; running rewards are taken over of environments whose tasks are the same.
+    """
+    same = {name for name, found in data.items() if name in saved.ratios and saved.data.get(name) == found}
+    is_same_mix = saved.ratios == ratios and len(same) == len(ratios)
+    return Progress(
+        step=saved.step,
+        origin=saved.origin,
+        first_step=saved.step,
+        curriculum={env: rewards for env, rewards in saved.curriculum.items() if env in same},
+        baselines={env: rewards for env, rewards in saved.baselines.items() if env in same},
+        next_draw=saved.next_draw if is_same_mix else 0,
+        open_draws=saved.open_draws if is_same_mix else [],
+    )
 
 
 def save(run_dir: RunDir, progress: Progress) -> None:
@@ -44,9 +69,14 @@ def save(run_dir: RunDir, progress: Progress) -> None:
     """
     directory = run_dir.checkpoint(progress.step)
     directory.mkdir(parents=True, exist_ok=True)
-    _write(directory / "orchestrator.json", msgspec.json.format(msgspec.json.encode(progress)))
+    _write(_path(run_dir, progress.step), msgspec.json.format(msgspec.json.encode(progress)))
     marker = {"step": progress.step, "time": time.time()}
     _write(run_dir.complete_marker(progress.step), json.dumps(marker).encode())
+
+
+def is_there(run_dir: RunDir, step: int) -> bool:
+    """Whether an orchestrator wrote a half of that checkpoint."""
+    return _path(run_dir, step).exists()
 
 
 def load(run_dir: RunDir, step: int) -> Progress:
@@ -54,7 +84,7 @@ def load(run_dir: RunDir, step: int) -> Progress:
 
     Raises: DataError when the checkpoint is not complete or its file is damaged.
     """
-    path = run_dir.checkpoint(step) / "orchestrator.json"
+    path = _path(run_dir, step)
     if not run_dir.complete_marker(step).exists():
         raise DataError(f"checkpoint {path.parent} is not complete (no {run_dir.complete_marker(step).name})")
     try:
@@ -64,6 +94,10 @@ def load(run_dir: RunDir, step: int) -> Progress:
     if progress.step != step:
         raise DataError(f"{path} is of step {progress.step}, not {step}; it was moved or copied there")
     return progress
+
+
+def _path(run_dir: RunDir, step: int) -> Path:
+    return run_dir.checkpoint(step) / "orchestrator.json"
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -87,7 +121,8 @@ def summary_of(progress: Progress, *, max_steps: int | None) -> dict[str, Any]:
     def first_and_last(means: dict[int, float]) -> tuple[float | None, float | None]:
         if not means:
             return None, None
-        return means.get(0), means[max(means)] if max(means) > 0 else None
+        first = progress.first_step
+        return means.get(first), means[max(means)] if max(means) > first else None
 
     reward_before, reward_after = first_and_last(progress.sampled)
     greedy_before, greedy_after = first_and_last(progress.greedy)
@@ -105,6 +140,7 @@ def summary_of(progress: Progress, *, max_steps: int | None) -> dict[str, Any]:
         "tokens_per_s": progress.num_tokens / progress.train_s if progress.train_s else None,
         "mismatch_kl_max": progress.mismatch_kl_max,
         "resumed": progress.num_resumes > 0,
+        "origin": progress.origin,
         "evals": {
             "sampled": {str(version): mean for version, mean in sorted(progress.sampled.items())},
             "greedy": {str(version): mean for version, mean in sorted(progress.greedy.items())},

@@ -494,6 +494,7 @@ class Loop:
             raise WireError(f"the trainer began a checkpoint of step {step} after step {self.progress.step}")
         self.progress.curriculum = self.curriculum.state_at(step)
         self.progress.baselines = self.baselines.state_at(step)
+        self.progress.next_draw, self.progress.open_draws = self.ledger.next_draw(), self.ledger.open_draws()
         self._begun[step] = copy.deepcopy(self.progress)
 
     async def _complete_checkpoint(self, step: int) -> None:

@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from stretto.algorithms.custom import load_credit
-from stretto.base import log
+from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.base.status import report, stop_signals
@@ -169,6 +170,12 @@ def build_loop(
     run_dir, resumed_step = cfg.run_dir, progress.step if cfg.resume else None
     own = own or open_own(cfg, renderer, stack)
     envs = own.envs
+    ratios = {env.name: section.ratio for env, section in zip(envs, cfg.env, strict=True)}
+    is_new = cfg.resume is None or cfg.resume.dir is not None
+    if progress.origin is not None and is_new:
+        data = {env.name: env.tasks("train").fingerprint for env in envs}
+        progress = checkpoint.begun_at(progress, data, ratios)
+    progress.ratios = ratios
     same_data(envs, progress)
     player = Player(
         engine=wires.engines,
@@ -183,13 +190,15 @@ def build_loop(
     ledger = Ledger.open(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
     buffer = Buffer(bounds_of(cfg), ledger, next_step=progress.step + 1)
-    cursor = (
-        take_over(ledger, buffer, cfg, renderer, progress.step, own.hooks)
-        if cfg.resume
-        else Cursor(ledger.next_draw(), deque())
-    )
+    curriculum = build_curriculum(cfg, envs)
+    curriculum.restore(progress.curriculum)
+    mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools)
     info = {"pid": os.getpid(), "seed": cfg.seed, "max_off_policy_steps": cfg.max_off_policy_steps}
-    ledger.run_started(info, resumed_step=resumed_step)
+    if is_new:
+        cursor = begin(ledger, buffer, mix, progress, info)
+    else:
+        cursor = take_over(ledger, buffer, cfg, renderer, progress, own.hooks)
+        ledger.run_started(info, resumed_step=resumed_step)
     monitors = build_monitors(cfg.monitors, run_dir, "orchestrator", cfg.run_name, resumed_step=resumed_step)
     stack.callback(monitors.close)
     policy = Policy(
@@ -206,15 +215,13 @@ def build_loop(
         role="orchestrator",
     )
     stack.enter_context(watch)
-    curriculum = build_curriculum(cfg, envs)
-    curriculum.restore(progress.curriculum)
     algos = {env.name: cfg.algo_of(env.name) for env in envs}
     baselines = Baselines({env: algo.decay for env, algo in algos.items() if isinstance(algo, RaeAlgo)})
     baselines.restore(progress.baselines)
     return Loop(
         cfg=cfg,
         run_dir=run_dir,
-        mix=TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools),
+        mix=mix,
         cursor=cursor,
         player=player,
         buffer=buffer,
@@ -354,14 +361,21 @@ def bounds_of(cfg: OrchestratorSection) -> Bounds:
 def starting_point(cfg: OrchestratorConfig) -> Progress:
     """Where this life of the run begins.
 
-    Raises: ConfigError when there is nothing to resume from.
+    Raises: ConfigError when there is nothing to resume from, or it is beyond the end of the run.
     """
     if cfg.resume is None:
         return Progress()
-    step = cfg.resume.step if cfg.resume.step is not None else cfg.run_dir.latest_complete_checkpoint()
-    if step is None:
-        raise ConfigError(f"--resume: {cfg.run_dir} has no complete checkpoint; start over with --clean.")
-    progress = checkpoint.load(cfg.run_dir, step)
+    run, step = rundir.find_checkpoint(cfg.run_dir, cfg.resume.step, cfg.resume.dir)
+    if cfg.resume.dir is not None and not checkpoint.is_there(run, step):
+        raise ConfigError(
+            f"resume.dir: {run.checkpoint(step)} is of an `sft` run, whose optimizer learned another loss; start "
+            f'from its weights instead, model.name = "{run.weights_step(step)}"'
+        )
+    rundir.check_max_steps(cfg.max_steps, step)
+    progress = checkpoint.load(run, step)
+    if cfg.resume.dir is not None:
+        progress.origin = str(run.checkpoint(step))
+        return progress
     progress.num_resumes += 1
     # A version is often evaluated after its checkpoint is saved: what was done is not done again.
     done = recall(cfg.run_dir, step)
@@ -375,15 +389,37 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
     return progress
 
 
+def begin(ledger: Ledger, buffer: Buffer, mix: TaskMix, progress: Progress, info: Mapping[str, Any]) -> Cursor:
+    """The first life of a run: from nothing, or from a checkpoint of another run.
+
+    Draws that were under way there are made again under their numbers.
+    """
+    if progress.origin is None:
+        ledger.run_started(info)
+        return Cursor(ledger.next_draw(), deque())
+    ledger.began_at(progress.step)
+    with ledger.transaction():
+        ledger.run_started({**info, "first_draw": progress.next_draw}, resumed_step=progress.step)
+        redraws = [(number, mix.draw(number)) for number in progress.open_draws]
+        for number, task in redraws:
+            ledger.task_drawn(number, task)
+    buffer.owe(number for number, _ in redraws)
+    text = f"begins at {progress.origin}: draws go on from number {progress.next_draw}, {len(redraws)} are made again"
+    logger.info("%s", text)
+    report("note", text=text)
+    return Cursor(progress.next_draw, deque(redraws))
+
+
 def take_over(
     ledger: Ledger,
     buffer: Buffer,
     cfg: OrchestratorSection,
     renderer: Renderer,
-    step: int,
+    progress: Progress,
     hooks: BatchHooks | None,
 ) -> Cursor:
-    """Forget what came after `step`, take over finished groups that are fresh, list what must run again."""
+    """Forget what came after the checkpoint, take over finished groups that are fresh, list what must run again."""
+    step = progress.step
     rewound = ledger.rewind(step)
     groups = ledger.resumable(step, buffer.bounds.oldest_version(step + 1))
     reused = 0
@@ -405,7 +441,7 @@ def take_over(
         text += f"; {len(kept)} rollouts go on from {num_tokens} tokens that they have"
     logger.info("%s", text)
     report("note", text=text)
-    return Cursor(ledger.next_draw(), deque(redraws), kept)
+    return Cursor(max(ledger.next_draw(), progress.next_draw), deque(redraws), kept)
 
 
 # -- ending --

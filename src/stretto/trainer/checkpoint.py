@@ -176,6 +176,14 @@ def load(run: RunDir, learner: Learner, step: int) -> dict[str, Any]:
     return source.values["cursor"]
 
 
+def read_cursor(run: RunDir, step: int) -> dict[str, Any]:
+    """What `save` was given as the caller's own place in its data.
+
+    Raises: DataError when it cannot be read.
+    """
+    return _read_values(_directory(run, step))["cursor"]
+
+
 def prune(run: RunDir, keep_last: int | None, keep_interval: int | None = None) -> list[int]:
     """Delete complete checkpoints, marker first; the steps that went.
 

@@ -26,7 +26,7 @@ import msgspec
 import torch
 from torch import nn
 
-from stretto.base import log, process
+from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.memory import keep_freed_memory
 from stretto.base.status import stop_signals
@@ -457,12 +457,13 @@ def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
     """
     if cfg.resume is None:
         return None
-    step = cfg.resume.step if cfg.resume.step is not None else cfg.run_dir.latest_complete_checkpoint()
-    if step is None or step not in cfg.run_dir.complete_checkpoints():
-        which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        raise ConfigError(f"--resume: {cfg.run_dir} has {which}; start over with --clean")
-    checkpoint.load(cfg.run_dir, learner, step)
-    logger.info("resumed after step %d", step)
+    run, step = rundir.find_checkpoint(cfg.run_dir, cfg.resume.step, cfg.resume.dir)
+    if run != cfg.run_dir and (own := cfg.run_dir.complete_checkpoints()):
+        raise ConfigError(
+            f"resume.dir: {cfg.run_dir} has a checkpoint of its own, of step {own[-1]}; continue it with --resume alone"
+        )
+    checkpoint.load(run, learner, step)
+    logger.info("resumed after step %d%s", step, "" if run == cfg.run_dir else f" of {run}")
     return step
 
 

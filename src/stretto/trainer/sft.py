@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from stretto.base import log, process, rundir
-from stretto.base.errors import DataError
+from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
@@ -61,28 +61,32 @@ VAL_SEED_OFFSET = 1_000_003  # an environment's validation rows are drawn from a
 def main(cfg: SFTConfig) -> int:
     """Train to the end or to the first Ctrl-C; the exit status."""
     with process_group(GROUP_TIMEOUT_S), ExitStack() as stack:
-        resume_step = by_lead(lambda: _claim(cfg, stack))
+        start = by_lead(lambda: _claim(cfg, stack))
         log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
         torch.set_num_threads(cfg.num_threads or process.num_cores())
         torch.manual_seed(cfg.seed)
         with finish_on_signal() as stop:
-            return run_steps(build_session(cfg, resume_step), stop)
+            return run_steps(build_session(cfg, start), stop)
 
 
-def _claim(cfg: SFTConfig, stack: ExitStack) -> int | None:
-    """Make the run directory this run's until the stack is closed; the step to resume from."""
+Start = tuple[RunDir, int]
+"""The run and the step whose checkpoint a run goes on from."""
+
+
+def _claim(cfg: SFTConfig, stack: ExitStack) -> Start | None:
+    """Make the run directory this run's until the stack is closed; where it resumes from."""
     run, resume = cfg.run_dir, cfg.resume
-    claim = rundir.claim(
-        run, resume=resume is not None, step=resume.step if resume else None, clean=cfg.clean
-    )
+    step, origin = (None, None) if resume is None else (resume.step, resume.dir)
+    claim = rundir.claim(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
     stack.callback(claim.close)
     run.configs.mkdir(parents=True, exist_ok=True)
     run.config(ROLE).write_text(dump_text(cfg))
-    return claim.resume_step
+    step = claim.resume_step
+    return None if step is None else rundir.find_checkpoint(run, step, origin)
 
 
-def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
-    """Model, data and learner, as configured or as they were at the checkpoint of `resume_step`."""
+def build_session(cfg: SFTConfig, start: Start | None) -> Session:
+    """Model, data and learner, as configured or as they were at the checkpoint of `start`."""
     run = cfg.run_dir
     tokenizer_dir = by_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
     tokenizer = load_tokenizer(tokenizer_dir)
@@ -99,7 +103,11 @@ def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
     longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
     examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed)
     order = ExampleOrder(len(examples), cfg.seed)
-    max_steps = num_steps(cfg, len(examples))
+    step = 0
+    if start is not None:
+        rundir.check_max_steps(cfg.max_steps, start[1])
+        step, order.num_drawn = start[1], place_in_data(start, examples, is_own=start[0] == run)
+    max_steps = num_steps(cfg, len(examples), step, order.num_drawn)
     validation: list[MicroBatch] = []
     if cfg.val is not None:
         rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET)
@@ -117,8 +125,8 @@ def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
         session.saver = checkpoint.Saver(
             run, is_async=ckpt.is_async, on_written=lambda step: complete_checkpoint(run, ckpt, step)
         )
-    if resume_step is not None:
-        load_checkpoint(session, resume_step)
+    if start is not None:
+        load_checkpoint(session, start)
     logger.info(
         "%d examples, %d tokens; %d parameters on %s; steps %d to %d",
         len(examples),
@@ -131,12 +139,17 @@ def build_session(cfg: SFTConfig, resume_step: int | None) -> Session:
     return session
 
 
-def num_steps(cfg: SFTConfig, num_examples: int) -> int:
-    """Steps until max_steps or max_epochs, whichever comes first; the last batch may be smaller."""
-    by_epochs = (
-        math.inf if cfg.max_epochs is None else math.ceil(cfg.max_epochs * num_examples / cfg.batch_size)
-    )
-    by_steps = math.inf if cfg.max_steps is None else cfg.max_steps
+def num_steps(cfg: SFTConfig, num_examples: int, step: int = 0, num_drawn: int = 0) -> int:
+    """The last step: max_steps or that which ends max_epochs, whichever comes first.
+
+    step, num_drawn: those that are done; the last batch may be smaller.
+    """
+    by_epochs = by_steps = math.inf
+    if cfg.max_epochs is not None:
+        num_left = max(0, cfg.max_epochs * num_examples - num_drawn)
+        by_epochs = step + math.ceil(num_left / cfg.batch_size)
+    if cfg.max_steps is not None:
+        by_steps = cfg.max_steps
     return int(min(by_epochs, by_steps))
 
 
@@ -270,20 +283,38 @@ def complete_checkpoint(run: RunDir, ckpt: CkptSection, step: int) -> None:
     checkpoint.prune(run, ckpt.keep_last, ckpt.keep_interval)
 
 
-def load_checkpoint(session: Session, step: int) -> None:
-    """Continue after `step`.
+def place_in_data(start: Start, examples: Examples, *, is_own: bool) -> int:
+    """How many examples were drawn at a checkpoint; 0 where that is another run's, of other data.
 
-    Raises: DataError when the checkpoint is damaged, or the data is not what it was.
+    Raises: DataError when the run's own data is not what it was; ConfigError for a checkpoint of `rl`.
     """
-    cursor = checkpoint.load(session.run, session.learner, step)
-    if cursor["data"] != session.examples.fingerprint():
-        raise DataError(
-            f"{session.run.checkpoint(step)}: was trained on other data than [data] gives now, so it cannot "
-            "be continued exactly; bring the data back, or start a new run from its weights."
+    where, cursor = start[0].checkpoint(start[1]), checkpoint.read_cursor(*start)
+    if "data" not in cursor:
+        weights = start[0].weights_step(start[1])
+        raise ConfigError(
+            f"resume.dir: {where} is of an `rl` run, whose optimizer learned another loss; "
+            f'start from its weights instead, model.name = "{weights}"'
         )
-    session.order.num_drawn = cursor["num_drawn"]
+    if cursor["data"] == examples.fingerprint():
+        return cursor["num_drawn"]
+    if is_own:
+        raise DataError(
+            f"{where}: was trained on other data than [data] gives now, so it cannot be continued exactly; "
+            "bring the data back, or begin a new run there with --resume.dir."
+        )
+    logger.info("%s was trained on other data; [data] is read from its first example on", where)
+    return 0
+
+
+def load_checkpoint(session: Session, start: Start) -> None:
+    """Continue after the step of a checkpoint, of this run or of another.
+
+    Raises: DataError when the checkpoint is damaged, or of another model.
+    """
+    run, step = start
+    checkpoint.load(run, session.learner, step)
     session.resumed_step = session.saved_step = step
-    logger.info("resumed from step %d", step)
+    logger.info("resumed from step %d%s", step, "" if run == session.run else f" of {run}")
 
 
 def export(session: Session) -> None:

@@ -1,15 +1,17 @@
-"""The weights of a sharded policy as checkpoints have them: whole ones joined one at a time, or dealt out to files.
+"""The weights of a sharded policy as checkpoints have them: dealt out to the ranks, or joined one at a time on all.
 
-Whoever publishes needs every tensor on one rank, one after the other (`Whole`). Whoever writes a model directory
-does not: `save_weights` gives each rank some of the checkpoint's tensors, the others send it the rectangles they
-hold of them, and it appends them to a file of its own. No rank holds more than its shard and one round of
-exchanges. With LoRA both add the adapter to the weights.
+A `Deal` gives each rank some of the checkpoint's tensors: the others send it the rectangles they hold of them. No rank
+holds more than its shard, what it does with its tensors, and one round of exchanges. `save_weights` appends them to a
+file of each rank; `Publication` hands them to the rank's end of the weight broadcast. With LoRA files have the weights
+with the adapter added, and the adapter alone is published. Who needs every tensor on every rank joins them (`Whole`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +108,8 @@ def save_weights(shards: Shards, directory: Path, names: Mapping[str, str] | Non
         for i, file in enumerate(files)
         if file.rank == mesh.rank
     }
-    for name, tensor in _dealt(shards, files):
+    owned = [[e for f in files if f.rank == rank for e in f.entries] for rank in range(mesh.world_size)]
+    for name, tensor in Deal(shards, find_holders(shards), owned).tensors(torch.device("cpu")):
         writers[mine[name]].add(tensor)
     for writer in writers.values():
         writer.close()
@@ -121,11 +124,7 @@ def save_weights(shards: Shards, directory: Path, names: Mapping[str, str] | Non
 
 def _plan_files(shards: Shards) -> list[_File]:
     """Each rank gets tensors that follow each other, about as many bytes as the others; the same on all ranks."""
-    table, world = shards.policy.tensor_map, shards.mesh.world_size
-    entries = []
-    for name, shape in table.their_shapes.items():
-        dtype = export_dtype(table.pieces_of(name)[0].ours, shards)
-        entries.append(Entry(name, dtype, shape))
+    world, entries = shards.mesh.world_size, _entries(shards)
     total = max(sum(entry.num_bytes for entry in entries), 1)
     files: list[_File] = []
     before, size = 0, 0
@@ -139,31 +138,160 @@ def _plan_files(shards: Shards) -> list[_File]:
     return files
 
 
-@torch.no_grad()
-def _dealt(shards: Shards, files: Sequence[_File]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors in the order of its files, put together from what all ranks hold of them."""
-    mesh = shards.mesh
-    holders = _holders(shards)
-    parts = {name: local_part(p.detach()) for name, p in shards.all_parameters.items()}
-    adapter = whole_adapter(shards) if any(map(is_adapter_parameter, parts)) else None
-    rounds = [
-        _rounds([e for file in files if file.rank == rank for e in file.entries])
-        for rank in range(mesh.world_size)
+def _entries(shards: Shards) -> list[Entry]:
+    """The tensors of the checkpoint, in its order."""
+    table = shards.policy.tensor_map
+    return [
+        Entry(name, export_dtype(table.pieces_of(name)[0].ours, shards), shape)
+        for name, shape in table.their_shapes.items()
     ]
-    for number in range(max(map(len, rounds))):
-        lists = [each[number] if number < len(each) else [] for each in rounds]
-        sent = [
-            torch.cat([torch.empty(0, dtype=torch.uint8, device=mesh.device), *pieces])
-            for pieces in (_offered(shards, wanted, parts, holders, adapter) for wanted in lists)
-        ]
-        received, buffer = _exchange(shards, lists[mesh.rank], holders, sent)
-        tensors = {e.name: torch.empty(e.shape, dtype=e.dtype) for e in lists[mesh.rank]}
-        offset = 0
-        for entry, region, shape in received:
-            count = torch.Size(shape).numel() * entry.dtype.itemsize
-            tensors[entry.name][region] = buffer[offset : offset + count].view(entry.dtype).view(shape)
-            offset += count
-        yield from tensors.items()
+
+
+# -- versions for engines --
+
+
+class Publication:
+    """What this rank publishes of every version: each tensor is one rank's, which joins it and sends it.
+
+    Ranks that only repeat what others hold (dp_replicate) own nothing. Every rank must go through `tensors`.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._deal: Deal | None = None
+        if next(pair_names(shards.policy), None) is None:
+            holders = find_holders(shards)
+            self._deal = Deal(shards, holders, share_out(shards, holders))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """By Hugging Face name, or by PEFT's where an adapter is trained; in the order of the checkpoint."""
+        if self._deal is not None:
+            return self._deal.tensors(self._shards.mesh.device)
+        return self._adapter_tensors()
+
+    def _adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        mesh, whole = self._shards.mesh, Whole(self._shards)
+        loads = [0] * (mesh.world_size // mesh.degrees.dp_replicate)
+        for name, a, b, scaling in pair_names(self._shards.policy):
+            pair = whole.joined(a), whole.joined(b)
+            owner = loads.index(min(loads))
+            loads[owner] += sum(half.nbytes for half in pair)
+            if owner == mesh.rank:
+                yield from Adapter({name: pair}, pair[0].shape[-2], scaling).tensors()
+
+
+def share_out(shards: Shards, holders: Holders) -> list[list[Entry]]:
+    """Of each rank the tensors that it owns: ones of which it holds much, about as many bytes as the others own.
+
+    An expert is owned by one of the ranks that have it (ep) and does not leave it before it is sent to engines.
+    """
+    table = shards.policy.tensor_map
+    owned: list[list[Entry]] = [[] for _ in holders]
+    loads = [0] * len(holders)
+    for entry in _entries(shards):
+        held = [0] * len(holders)
+        for piece in table.pieces_of(entry.name):
+            for rank, holder in enumerate(holders):
+                if piece.ours in holder and (overlap := piece.overlap(holder[piece.ours])) is not None:
+                    held[rank] += _num_elements(overlap[1])
+        # Shards of uneven sizes are much the same.
+        able = [rank for rank, count in enumerate(held) if 2 * count >= max(held) and holders[rank]]
+        owner = min(able, key=lambda rank: loads[rank])
+        loads[owner] += entry.num_bytes
+        owned[owner].append(entry)
+    return owned
+
+
+# -- the exchange --
+
+Holders = list[dict[str, Local]]
+"""Of each rank the rectangles it sends from: those that no rank before it has."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A rectangle of a checkpoint's tensor that one rank holds."""
+
+    entry: Entry
+    ours: str
+    theirs: Region
+    region: Region  # of the holder's part of ours
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_elements(self.region) * self.entry.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One exchange: what this rank sends to each rank, what it gets from each, and the tensors these make."""
+
+    entries: list[Entry]
+    sent: list[list[_Piece]]
+    received: list[list[_Piece]]
+
+
+class Deal:
+    """Tensors of the checkpoint, each put together on the rank that owns it.
+
+    owned: of each rank its tensors; the same on all ranks. Every rank must go through `tensors`.
+    """
+
+    def __init__(self, shards: Shards, holders: Holders, owned: Sequence[Sequence[Entry]]) -> None:
+        self._shards, self._holders = shards, holders
+        self._rank = rank = shards.mesh.rank
+        lists = [_rounds(entries) for entries in owned]
+        self._deal = []
+        for number in range(max(map(len, lists))):
+            wanted = [each[number] if number < len(each) else [] for each in lists]
+            sent = [list(_overlaps(shards, entries, holders[rank])) for entries in wanted]
+            received = [list(_overlaps(shards, wanted[rank], holder)) for holder in holders]
+            self._deal.append(_Round(wanted[rank], sent, received))
+
+    @torch.no_grad()
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """This rank's tensors as they are now, in the order in which it owns them."""
+        parts = {name: local_part(p.detach()) for name, p in self._shards.all_parameters.items()}
+        adapter = whole_adapter(self._shards) if any(map(is_adapter_parameter, parts)) else None
+        for turn in self._deal:
+            tensors = {e.name: torch.empty(e.shape, dtype=e.dtype, device=device) for e in turn.entries}
+            buffer = self._exchange(turn, parts, adapter).to(device)
+            offset = 0
+            for piece in chain.from_iterable(turn.received):
+                target = tensors[piece.entry.name][piece.theirs]
+                data = buffer[offset : offset + piece.num_bytes]
+                # A view as another type must begin at a multiple of its size.
+                data = data.clone() if offset % piece.entry.dtype.itemsize else data
+                target.copy_(data.view(piece.entry.dtype).view(target.shape))
+                offset += piece.num_bytes
+            del buffer
+            while tensors:
+                name = next(iter(tensors))
+                yield name, tensors.pop(name)
+
+    def _exchange(self, turn: _Round, parts: Mapping[str, Tensor], adapter: Adapter | None) -> Tensor:
+        """The bytes of all pieces that this rank gets, one after the other."""
+        device = self._shards.mesh.device
+        sent = torch.cat(
+            [
+                torch.empty(0, dtype=torch.uint8, device=device),
+                *(self._bytes_of(piece, parts, adapter) for piece in chain.from_iterable(turn.sent)),
+            ]
+        )
+        sizes = [[sum(piece.num_bytes for piece in of) for of in each] for each in (turn.received, turn.sent)]
+        out = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(out, sent, *sizes)
+        return out
+
+    def _bytes_of(self, piece: _Piece, parts: Mapping[str, Tensor], adapter: Adapter | None) -> Tensor:
+        """What this rank has of a tensor."""
+        name, region = piece.ours, piece.region
+        tensor = parts[name][region].to(self._shards.mesh.device)
+        if adapter is not None and name in adapter.pairs:
+            start = self._holders[self._rank][name].start
+            whole = tuple(slice(r.start + s, r.stop + s) for r, s in zip(region, start))
+            tensor = tensor.float() + adapter.delta(name, whole).to(tensor.device)
+        return tensor.to(piece.entry.dtype).contiguous().view(-1).view(torch.uint8)
 
 
 def _rounds(entries: list[Entry]) -> list[list[Entry]]:
@@ -178,11 +306,8 @@ def _rounds(entries: list[Entry]) -> list[list[Entry]]:
     return out
 
 
-Holders = list[dict[str, Local]]
-"""Of each rank the rectangles it sends from: those that no rank before it has."""
-
-
-def _holders(shards: Shards) -> Holders:
+def find_holders(shards: Shards) -> Holders:
+    """Every rank must call it."""
     mine = {}
     for name, parameter in shards.all_parameters.items():
         part = shards.part(name, local_part(parameter.detach()))
@@ -198,45 +323,13 @@ def _holders(shards: Shards) -> Holders:
     return holders
 
 
-def _overlaps(
-    shards: Shards, wanted: Sequence[Entry], holder: Mapping[str, Local]
-) -> Iterator[tuple[Entry, str, Region, Region]]:
-    """What a rank has of these tensors: (tensor, our name, region of theirs, region of the rank's part)."""
+def _overlaps(shards: Shards, wanted: Sequence[Entry], holder: Mapping[str, Local]) -> Iterator[_Piece]:
+    """What a rank has of these tensors."""
     for entry in wanted:
         for piece in shards.policy.tensor_map.pieces_of(entry.name):
             if piece.ours in holder and (overlap := piece.overlap(holder[piece.ours])) is not None:
-                yield entry, piece.ours, *overlap
+                yield _Piece(entry, piece.ours, *overlap)
 
 
-def _offered(
-    shards: Shards,
-    wanted: Sequence[Entry],
-    parts: Mapping[str, Tensor],
-    holders: Holders,
-    adapter: Adapter | None,
-) -> Iterator[Tensor]:
-    """This rank's bytes of these tensors."""
-    mine = holders[shards.mesh.rank]
-    for entry, name, _, region in _overlaps(shards, wanted, mine):
-        tensor = parts[name][region].to(shards.mesh.device)
-        if adapter is not None and name in adapter.pairs:
-            whole = tuple(slice(r.start + s, r.stop + s) for r, s in zip(region, mine[name].start))
-            tensor = tensor.float() + adapter.delta(name, whole).to(tensor.device)
-        yield tensor.to(entry.dtype).contiguous().view(-1).view(torch.uint8)
-
-
-def _exchange(
-    shards: Shards, wanted: Sequence[Entry], holders: Holders, sent: list[Tensor]
-) -> tuple[list[tuple[Entry, Region, tuple[int, ...]]], Tensor]:
-    """Send each rank its bytes; where what comes back belongs, and its bytes in the same order."""
-    received, sizes = [], []
-    for holder in holders:
-        size = 0
-        for entry, _, theirs, _ in _overlaps(shards, wanted, holder):
-            shape = tuple(r.stop - r.start for r in theirs)
-            received.append((entry, theirs, shape))
-            size += torch.Size(shape).numel() * entry.dtype.itemsize
-        sizes.append(size)
-    out = torch.empty(sum(sizes), dtype=torch.uint8, device=shards.mesh.device)
-    dist.all_to_all_single(out, torch.cat(sent), sizes, [len(part) for part in sent])
-    return received, out.cpu()
+def _num_elements(region: Region) -> int:
+    return math.prod(part.stop - part.start for part in region)

@@ -2,7 +2,7 @@
 
 The manifest travels by HTTP and by the control wire, the bytes by one of the files here, each with both ends: files
 and shared memory (which are received alike: mapped), broadcast, and the memory of one GPU. delta.py sends what
-changed through any of the first three.
+changed through any of the first three. Several trainer ranks publish together, each the tensors that it owns.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from stretto.transports.weights.collective import CollectivePublisher, Collectiv
 from stretto.transports.weights.delta import DeltaPublisher, DeltaReceived
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.ipc import IpcPublisher, IpcReceived
-from stretto.transports.weights.layout import Publisher, Received
+from stretto.transports.weights.layout import ONE_RANK, Publisher, Ranks, Received
 from stretto.transports.weights.shm import ShmPublisher
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Publisher", "Received", "build_publisher", "receive"]
+__all__ = ["Publisher", "Ranks", "Received", "build_publisher", "receive"]
 
 
-def build_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str) -> Publisher:
-    """The publisher of `[weight_broadcast]`; only the trainer's first rank has one."""
-    publisher = _build_whole(cfg, run_dir, run_id)
-    return publisher if cfg.delta is None else DeltaPublisher(publisher, run_id, cfg.delta)
+def build_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: Ranks = ONE_RANK) -> Publisher:
+    """The publisher of `[weight_broadcast]` on one of the trainer's ranks, each of which has one."""
+    publisher = _build_whole(cfg, run_dir, run_id, ranks)
+    return publisher if cfg.delta is None else DeltaPublisher(publisher, run_id, cfg.delta, ranks)
 
 
-def _build_whole(cfg: WeightBroadcast, run_dir: RunDir, run_id: str) -> Publisher:
+def _build_whole(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: Ranks) -> Publisher:
     if isinstance(cfg, ShmWeights):
         # With changes a chain of them is held, each in a segment of its own.
-        return ShmPublisher(run_id, num_segments=2 if cfg.delta is None else 2 * cfg.delta.max_links + 2)
+        num_segments = 2 if cfg.delta is None else 2 * cfg.delta.max_links + 2
+        return ShmPublisher(run_id, num_segments=num_segments, ranks=ranks)
     if isinstance(cfg, CollectiveWeights):
         return CollectivePublisher(
-            cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=cfg.join_timeout_s
+            cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=cfg.join_timeout_s, ranks=ranks
         )
     if isinstance(cfg, IpcWeights):
         return IpcPublisher(bucket_bytes=cfg.bucket_bytes)
     assert isinstance(cfg, FilesystemWeights), cfg
-    return FilesystemPublisher(run_dir.broadcasts, keep_versions=cfg.keep_versions)
+    return FilesystemPublisher(run_dir.broadcasts, keep_versions=cfg.keep_versions, ranks=ranks)
 
 
 def receive(

@@ -2,28 +2,33 @@
 
 The trainer's first rank holds a TCP store. Publishing copies the tensors into buckets (whole tensors, up to
 bucket_bytes) and returns; a thread sends them when engines ask, while the next step is trained. Engines ask with
-a WeightGroup, which the orchestrator made: who receives together, and as which rank. For each trainer rank t
+a WeightGroup, which the orchestrator made: who receives together, and as which rank. For each trainer rank t that has
+something to send
 
     first receiver  store: request/<t>/<n> = {version, epoch, request, world_size}
     sender t        store: answer/<t>/<request> = "go", or why not
     all             one process group of sender (rank 0) and receivers (1 ...), kept for the epoch;
                     one broadcast a bucket, then one of the buckets' checksums (on CPUs)
 
-gloo on CPUs, NCCL on GPUs. Receivers wait for each other at the store (join/<request>/<rank>) before they enter a
-group. A member that dies fails the update for everybody within timeout_s; the orchestrator then makes another
-group without it.
+Receivers take one bucket of each sender in turn, and have asked for those that come next, so that several senders are
+at work. gloo on CPUs, NCCL on GPUs. Receivers wait for each other at the store (join/<request>/<rank>) before they
+enter a group. A member that dies fails the update for everybody within timeout_s; the orchestrator then makes
+another group without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import msgspec
 import torch
@@ -31,13 +36,26 @@ from torch.distributed import PrefixStore, TCPStore
 
 from stretto.base.errors import WireError
 from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
-from stretto.transports.weights.layout import Bucket, Named, buckets_of, dtype_name, padded, tensors_of
+from stretto.transports.weights.layout import (
+    ONE_RANK,
+    Bucket,
+    Named,
+    Part,
+    Ranks,
+    buckets_of,
+    dtype_name,
+    joined,
+    padded,
+    tensors_of,
+)
 
 logger = logging.getLogger(__name__)
 
 FOREVER = timedelta(days=365)
 CLOSE = "close"
 RETRY_S = 0.2
+AHEAD = 4
+"""Buckets that a receiver has asked for beside the one that it loads; they come from as many senders, if there are."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -71,12 +89,11 @@ class CollectivePublisher:
         *,
         bucket_bytes: int,
         timeout_s: float,
-        rank: int = 0,
-        num_ranks: int = 1,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
+        self._ranks, self._rank = ranks, ranks.rank
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        self._store = _open_store(host, port, timeout_s, is_master=rank == 0)
+        self._store = _open_store(host, port, timeout_s, is_master=self._rank == 0)
         self._location = Location(host, self._store.port, bucket_bytes, timeout_s)
         self._held: dict[int, list[torch.Tensor]] = {}
         self._spare: list[list[torch.Tensor]] = []
@@ -88,32 +105,27 @@ class CollectivePublisher:
 
     def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
         """Copy a version into buckets; the tensors may be changed afterwards."""
-        named = [(name, tensor.detach().contiguous()) for name, tensor in tensors]
-        entries, end = [], 0
-        for name, tensor in named:
-            size = tensor.numel() * tensor.element_size()
-            shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)
-            entries.append(TensorEntry(name, dtype, shape, self._rank, end, size))
-            end += padded(size)
-        buckets = buckets_of(entries, self._rank, self._bucket_bytes)
-        device = named[0][1].device if named else torch.device("cpu")
-        buffers = self._buffers([bucket.num_bytes for bucket in buckets], device)
-        values = iter(tensor for _, tensor in named)
-        for bucket, buffer in zip(buckets, buffers):
-            at = 0
-            for entry in bucket.entries:
-                flat = next(values).reshape(-1)
-                if entry.num_bytes:
-                    buffer[at : at + entry.num_bytes].copy_(flat.view(torch.uint8))
-                at += padded(entry.num_bytes)
+        spare = self._take_spare()
+        entries: list[TensorEntry] = []
+        buffers: list[torch.Tensor] = []
+        end = 0
+        for some in _split(tensors, self._bucket_bytes):
+            begin = end
+            for name, tensor in some:
+                shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)
+                entries.append(TensorEntry(name, dtype, shape, 0, end, tensor.nbytes))
+                end += padded(tensor.nbytes)
+            buffers.append(_space(spare, end - begin, some[0][1].device))
+            _fill(buffers[-1], some)
         with self._lock:
             self._held[version] = buffers
+        found = joined(self._ranks.gather(Part((f"rank {self._rank}",), (), tuple(entries))))
         return WeightManifest(
             version=version,
             transport="collective",
             location=msgspec.json.encode(self._location).decode(),
-            shards=tuple(f"rank {rank}" for rank in range(self._num_ranks)),
-            tensors=tuple(entries),
+            shards=found.shards,
+            tensors=found.tensors,
             checksum=0,
             needs_group=True,
         )
@@ -136,13 +148,10 @@ class CollectivePublisher:
         self._groups.close()
         self._held.clear()
 
-    def _buffers(self, sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-        """Space of a released version where its shape is the same, else new."""
+    def _take_spare(self) -> list[torch.Tensor]:
+        """The buckets of a released version."""
         with self._lock:
-            for index, spare in enumerate(self._spare):
-                if [len(b) for b in spare] == list(sizes) and all(b.device == device for b in spare):
-                    return self._spare.pop(index)
-        return [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+            return self._spare.pop() if self._spare else []
 
     def _serve(self) -> None:
         count = 0
@@ -151,11 +160,10 @@ class CollectivePublisher:
             try:
                 self._store.wait([key], FOREVER)
                 asked = self._store.get(key)
-            except Exception as error:  # the store is gone
+            except Exception as error:  # the store is gone, and with it the first rank
                 if not self._is_closed.is_set():
-                    logger.warning("the weight store: %s", error)
-                    time.sleep(RETRY_S)
-                continue
+                    logger.info("the weight store is gone: %s", str(error).splitlines()[0])
+                return
             if asked.decode() == CLOSE:
                 return
             count += 1
@@ -195,6 +203,38 @@ class CollectivePublisher:
         )
 
 
+def _split(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+    """The tensors of each bucket, cut as layout.buckets_of cuts them."""
+    some: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        needed = padded(tensor.nbytes)
+        if some and size + needed > bucket_bytes:
+            yield some
+            some, size = [], 0
+        some.append((name, tensor))
+        size += needed
+    if some:
+        yield some
+
+
+def _space(spare: list[torch.Tensor], size: int, device: torch.device) -> torch.Tensor:
+    """A bucket of a version that was released where there is one like it, else a new one."""
+    for index, buffer in enumerate(spare):
+        if len(buffer) == size and buffer.device == device:
+            return spare.pop(index)
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def _fill(buffer: torch.Tensor, tensors: Iterable[Named]) -> None:
+    at = 0
+    for _, tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1)
+        if flat.numel():
+            buffer[at : at + flat.nbytes].copy_(flat.view(torch.uint8))
+        at += padded(flat.nbytes)
+
+
 def _checksums(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([zlib.crc32(buffer.numpy().data) for buffer in buffers], dtype=torch.int64)
 
@@ -224,18 +264,25 @@ class CollectiveReceived:
         self._location = msgspec.json.decode(manifest.location.encode(), type=Location)
 
     def __iter__(self) -> Iterator[Named]:
-        location = self._location
-        store = _store_of(location)
-        senders = range(len(self.manifest.shards))
+        store = _store_of(self._location)
         self._join(store)
+        senders = sorted({entry.shard for entry in self.manifest.tensors})
         if self._rank == 0:
             for sender in senders:
                 wanted = Request(
                     self.manifest.version, self._group.epoch, self._group.request, self._group.world_size
                 )
                 _ask_for(store, sender, msgspec.json.encode(wanted).decode())
-        for sender in senders:
-            yield from self._from(sender, store)
+        streams = {sender: self._stream(sender, store) for sender in senders}
+        ahead: deque[tuple[_Stream, Bucket, torch.Tensor, Any]] = deque()
+        for stream, bucket in _in_turn(streams):
+            # The next buckets travel while one is loaded.
+            with self._failing(stream.sender):
+                ahead.append((stream, bucket, *stream.ask(bucket)))
+            if len(ahead) > AHEAD:
+                yield from self._take(*ahead.popleft())
+        while ahead:
+            yield from self._take(*ahead.popleft())
 
     def _join(self, store: TCPStore) -> None:
         """Return when all receivers of the group are here."""
@@ -245,49 +292,38 @@ class CollectiveReceived:
             what = f"weights of version {self.manifest.version}: receiver {rank} of {group.world_size}"
             _wait(store, f"join/{group.request}/{rank}", self._location.timeout_s, what)
 
-    def _from(self, sender: int, store: TCPStore) -> Iterator[Named]:
-        what = f"weights of version {self.manifest.version} from trainer rank {sender}"
-        answer = _wait(store, f"answer/{sender}/{self._group.request}", self._location.timeout_s, what)
-        if answer != "go":
-            raise WireError(f"{what}: {answer}.")
-        buckets = buckets_of(self.manifest.tensors, sender, self._location.bucket_bytes)
-        groups = _groups_of(self._location)
-        crcs: list[int] = []
-        try:
-            group = groups.get(
-                store,
-                self._group.epoch,
-                sender,
-                self._rank + 1,
-                self._group.world_size + 1,
-                self._device,
-                self._location.timeout_s,
+    def _stream(self, sender: int, store: TCPStore) -> _Stream:
+        """What a sender that is ready will send."""
+        timeout_s, asked = self._location.timeout_s, self._group
+        with self._failing(sender) as what:
+            answer = _wait(store, f"answer/{sender}/{asked.request}", timeout_s, what)
+            if answer != "go":
+                raise WireError(f"{what}: {answer}.")
+            group = _groups_of(self._location).get(
+                store, asked.epoch, sender, self._rank + 1, asked.world_size + 1, self._device, timeout_s
             )
-            coming = self._ask(group, buckets[0]) if buckets else None
-            for index, bucket in enumerate(buckets):
-                assert coming is not None
-                buffer, work = coming
-                work.wait()
-                # The next bucket travels while this one is loaded.
-                coming = self._ask(group, buckets[index + 1]) if index + 1 < len(buckets) else None
-                if self._device.type == "cpu":
-                    crcs.append(zlib.crc32(buffer.numpy().data))
-                yield from tensors_of(bucket, buffer)
-            if self._device.type == "cpu":
-                expected = torch.zeros(len(buckets), dtype=torch.int64)
-                _broadcast(group, expected).wait()
-                if expected.tolist() != crcs:
-                    raise WireError(f"{what}: checksums differ; they were damaged on the way.")
-        except WireError:
-            groups.drop(self._group.epoch)
-            raise
-        except (RuntimeError, ValueError) as error:
-            groups.drop(self._group.epoch)
-            raise WireError(f"{what}: {str(error).splitlines()[0]}") from error
+        buckets = buckets_of(self.manifest.tensors, sender, self._location.bucket_bytes)
+        return _Stream(sender, group, self._device, buckets)
 
-    def _ask(self, group: object, bucket: Bucket):
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
-        return buffer, _broadcast(group, buffer)
+    def _take(self, stream: _Stream, bucket: Bucket, buffer: torch.Tensor, work: Any) -> Iterator[Named]:
+        """The tensors of a bucket, when it is there."""
+        with self._failing(stream.sender) as what:
+            work.wait()
+            if not stream.is_whole_with(buffer):
+                raise WireError(f"{what}: checksums differ; they were damaged on the way.")
+        yield from tensors_of(bucket, buffer)
+
+    @contextlib.contextmanager
+    def _failing(self, sender: int) -> Iterator[str]:
+        """Names the sender in errors of its wire, after which nobody of this epoch can be received from."""
+        what = f"weights of version {self.manifest.version} from trainer rank {sender}"
+        try:
+            yield what
+        except (WireError, RuntimeError, ValueError) as error:
+            _groups_of(self._location).drop(self._group.epoch)
+            if isinstance(error, WireError):
+                raise
+            raise WireError(f"{what}: {str(error).splitlines()[0]}") from error
 
     def __enter__(self) -> CollectiveReceived:
         return self
@@ -299,6 +335,37 @@ class CollectiveReceived:
 
     def check_unchanged(self) -> None:
         """Buckets are copies of one version; their checksums were compared while they came."""
+
+
+class _Stream:
+    """One sender's buckets, from first to last, and their checksums (on CPUs)."""
+
+    def __init__(self, sender: int, group: object, device: torch.device, buckets: list[Bucket]) -> None:
+        self.sender, self.buckets = sender, buckets
+        self._group, self._device = group, device
+        self._crcs: list[int] = []
+
+    def ask(self, bucket: Bucket) -> tuple[torch.Tensor, Any]:
+        """Where the next bucket will be, and what to wait for."""
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+        return buffer, _broadcast(self._group, buffer)
+
+    def is_whole_with(self, buffer: torch.Tensor) -> bool:
+        """False when this was the last bucket, and they are not what was sent."""
+        if self._device.type != "cpu":
+            return True
+        self._crcs.append(zlib.crc32(buffer.numpy().data))
+        if len(self._crcs) < len(self.buckets):
+            return True
+        sent = torch.zeros(len(self.buckets), dtype=torch.int64)
+        _broadcast(self._group, sent).wait()
+        return sent.tolist() == self._crcs
+
+
+def _in_turn(streams: Mapping[int, _Stream]) -> Iterator[tuple[_Stream, Bucket]]:
+    """One bucket of each sender, then the next of each; the same order at all receivers."""
+    for row in itertools.zip_longest(*(stream.buckets for stream in streams.values())):
+        yield from (pair for pair in zip(streams.values(), row) if pair[1] is not None)
 
 
 def agree(manifest: WeightManifest, group: WeightGroup, worker: int, word: str, value: int) -> int:

@@ -12,7 +12,8 @@ chain of links, a snapshot and the changes since, so that an engine gets what it
 A new snapshot begins a new run of links when a change is larger than `max_ratio` of it, when all changes since
 together are, or after `max_links`. Engines apply changes to one copy on each host (host_copy.py) and load from there.
 
-A link of changes is three tensors of bytes: `table` (msgpack of Table), `gaps` and `values`. Gaps are the numbers of
+A link of changes is three tensors of bytes from each trainer rank: `table` (msgpack of Table), `gaps` and `values`. The
+ranks decide together whether a link is a snapshot. Gaps are the numbers of
 unchanged elements before each changed one: a byte below 255, after one byte 255 for each 255 more.
 """
 
@@ -39,8 +40,10 @@ from stretto.transports.weights.collective import agree
 from stretto.transports.weights.host_copy import HostCopy, Snapshot, Writer, copy_of
 from stretto.transports.weights.layout import (
     HEAD_BYTES,
+    ONE_RANK,
     Named,
     Publisher,
+    Ranks,
     dtype_name,
     tensor_bytes,
     tensor_over,
@@ -88,11 +91,13 @@ class Chain(msgspec.Struct, frozen=True):
 class DeltaPublisher:
     """Publishes through another publisher, whose versions are released when no chain begins with them any more."""
 
-    def __init__(self, over: Publisher, run_id: str, cfg: DeltaSection) -> None:
-        self._over, self._run_id, self._cfg = over, run_id, cfg
+    def __init__(self, over: Publisher, run_id: str, cfg: DeltaSection, ranks: Ranks = ONE_RANK) -> None:
+        self._over, self._run_id, self._cfg, self._ranks = over, run_id, cfg, ranks
         self._chain_id = ""  # of versions of the same tensors: the copies on engine hosts have their places
-        self._held: dict[str, np.ndarray] = {}  # what was published last, as words
-        self._entries: tuple[TensorEntry, ...] = ()
+        self._held: dict[str, np.ndarray] = {}  # what this rank published last, as words
+        self._own: tuple[TensorEntry, ...] = ()  # its tensors, in no shard
+        self._entries: tuple[TensorEntry, ...] = ()  # all ranks' tensors, in the snapshot
+        self._index: dict[str, int] = {}  # where they are there
         self._links: list[WeightManifest] = []
         self._starts: dict[int, int] = {}  # version -> the snapshot that its chain begins with
         self._changed_bytes = 0  # in links since the snapshot
@@ -101,9 +106,10 @@ class DeltaPublisher:
         started = time.perf_counter()
         payload = self._compare(tensors)
         if payload is None:
-            whole = ((e.name, tensor_over(self._held[e.name].data, e)) for e in self._entries)
+            whole = ((e.name, tensor_over(self._held[e.name].data, e)) for e in self._own)
             link = self._over.publish(version, whole)
             self._entries, self._changed_bytes = link.tensors, 0
+            self._index = {entry.name: index for index, entry in enumerate(link.tensors)}
             self._links = [link]
         else:
             link = self._over.publish(version, payload)
@@ -150,7 +156,7 @@ class DeltaPublisher:
         values: list[np.ndarray] = []
         size = 0
         entries: list[TensorEntry] = []
-        for index, (name, tensor) in enumerate(tensors):
+        for name, tensor in tensors:
             shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)
             words = np.frombuffer(tensor_bytes(tensor), WORDS[tensor.element_size()])
             entries.append(TensorEntry(name, dtype, shape, 0, 0, words.nbytes))
@@ -162,21 +168,25 @@ class DeltaPublisher:
             if limit is not None and size <= limit and (found := find_changes(held, words)) is not None:
                 gap, value = found
                 gap_bytes = None if gap is None else len(gap)
-                changes.append(Change(index, gap_bytes, value.nbytes, zlib.crc32(words.data)))
+                changes.append(Change(self._index[name], gap_bytes, value.nbytes, zlib.crc32(words.data)))
                 gaps += [] if gap is None else [gap]
                 values.append(value.view(np.uint8))
                 size += value.nbytes + (gap_bytes or 0)
             np.copyto(held, words)
-        if [_form(entry) for entry in entries] != [_form(entry) for entry in self._entries]:
-            self._chain_id, limit = secrets.token_hex(4), None
-        if limit is None or size > limit:
-            self._entries = tuple(entries)
+        is_other, self._own = tuple(entries) != self._own, tuple(entries)
+        told = self._ranks.gather((secrets.token_hex(4), is_other, size))
+        if any(is_other for _, is_other, _ in told):
+            self._chain_id, limit = told[0][0], None
+        if limit is None or sum(size for _, _, size in told) > limit:
             return None
+        if not entries:
+            return []
         table = msgspec.msgpack.encode(Table(self._links[-1].version, tuple(changes)))
+        rank = self._ranks.rank
         return [
-            ("table", torch.frombuffer(bytearray(table), dtype=torch.uint8)),
-            ("gaps", _bytes_tensor(gaps)),
-            ("values", _bytes_tensor(values)),
+            (f"table {rank}", torch.frombuffer(bytearray(table), dtype=torch.uint8)),
+            (f"gaps {rank}", _bytes_tensor(gaps)),
+            (f"values {rank}", _bytes_tensor(values)),
         ]
 
     def _limit(self) -> int | None:
@@ -185,10 +195,6 @@ class DeltaPublisher:
             return None
         full = sum(entry.num_bytes for entry in self._entries)
         return int(full * self._cfg.max_ratio) - self._changed_bytes
-
-
-def _form(entry: TensorEntry) -> tuple[str, str, tuple[int, ...]]:
-    return entry.name, entry.dtype, entry.shape
 
 
 def find_changes(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray | None, np.ndarray] | None:
@@ -337,11 +343,14 @@ class DeltaReceived:
         held = writer.version
         writer.begin()
         if link is self._links[0]:
-            for index, (_, tensor) in enumerate(tensors):
-                self._words(writer, index)[:] = _words_of(tensor)
+            index = {entry.name: i for i, entry in enumerate(self.manifest.tensors)}
+            for name, tensor in tensors:
+                self._words(writer, index[name])[:] = _words_of(tensor)
         else:
-            table, gaps, values = (np.frombuffer(tensor_bytes(tensor), np.uint8) for _, tensor in tensors)
-            self._change(link, held, msgspec.msgpack.decode(table.data, type=Table), gaps, values, writer)
+            found = {name: np.frombuffer(tensor_bytes(tensor), np.uint8) for name, tensor in tensors}
+            for rank in sorted(name.removeprefix("table ") for name in found if name.startswith("table ")):
+                table = msgspec.msgpack.decode(found[f"table {rank}"].data, type=Table)
+                self._change(link, held, table, found[f"gaps {rank}"], found[f"values {rank}"], writer)
         writer.finish(link.version)
 
     def _change(

@@ -1,11 +1,13 @@
 """What the weight transports share: tensors as bytes, and a manifest's files mapped back into tensors.
 
-A shard is a file of raw little-endian tensors at the offsets that the manifest names. The checksum is the
-crc32 over all bytes of all shards, in order; it is verified before the first tensor is handed out.
+A shard is a file of raw little-endian tensors at the offsets that the manifest names. Where there are several trainer
+ranks, each publishes some of the tensors as shards of its own, and `Part` says what; the parts of all are one manifest.
+The checksum is the crc32 over the crc32 of every shard, in order; it is verified before the first tensor is handed out.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import mmap
 import os
@@ -14,13 +16,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 import torch
 
 from stretto.base.errors import WireError
 from stretto.records.weights import TensorEntry, WeightManifest
 
+T = TypeVar("T")
 Named = tuple[str, torch.Tensor]
 Buffer = mmap.mmap | memoryview
 
@@ -34,10 +38,13 @@ DTYPES = {
 
 
 class Publisher(Protocol):
-    """The trainer's end. Versions are published in rising order."""
+    """The trainer's end; every trainer rank has one. Versions are published in rising order."""
 
     def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
-        """Write a version completely, then say where it lies; the tensors may be changed afterwards."""
+        """Write a version completely, then say where it lies; the tensors may be changed afterwards.
+
+        Every rank must call it, with the tensors that it owns, and gets the manifest of all.
+        """
         ...
 
     def release(self, version: int) -> None:
@@ -47,6 +54,63 @@ class Publisher(Protocol):
     def close(self) -> None:
         """Remove what nobody can read after the trainer has gone."""
         ...
+
+
+# -- several trainer ranks --
+
+
+class Ranks(Protocol):
+    """The trainer ranks that publish together, seen from one of them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """A trainer of one rank."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+
+ONE_RANK = OneRank()
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one rank wrote of a version: its shards, their crc32, and its tensors, whose shards are counted from 0."""
+
+    shards: tuple[str, ...]
+    checksums: tuple[int, ...]
+    tensors: tuple[TensorEntry, ...]
+
+
+def joined(parts: Iterable[Part]) -> Part:
+    """One part of those of all ranks, its tensors in the order in which they lie in their shards."""
+    shards: list[str] = []
+    checksums: list[int] = []
+    tensors: list[list[TensorEntry]] = []
+    for part in parts:
+        first = len(shards)
+        tensors.append([msgspec.structs.replace(e, shard=first + e.shard) for e in part.tensors])
+        shards += part.shards
+        checksums += part.checksums
+    return Part(tuple(shards), tuple(checksums), tuple(heapq.merge(*tensors, key=lambda e: e.offset)))
+
+
+def checksum_of(shards: Iterable[int]) -> int:
+    """A manifest's checksum, of the crc32 of each shard."""
+    return zlib.crc32(b"".join(crc.to_bytes(4, "little") for crc in shards))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -74,15 +138,13 @@ class Received:
         self.manifest = manifest
         self._maps: list[mmap.mmap] = []
         self._paths = [Path(manifest.location, shard) for shard in manifest.shards]
-        crc = 0
         try:
             for path in self._paths:
-                mapped = _map(path, manifest)
-                self._maps.append(mapped)
-                crc = zlib.crc32(mapped, crc)
+                self._maps.append(_map(path, manifest))
         except BaseException:
             self.close()
             raise
+        crc = checksum_of(map(zlib.crc32, self._maps))
         if crc != manifest.checksum:
             self.close()
             raise WireError(

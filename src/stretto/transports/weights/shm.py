@@ -8,6 +8,8 @@ tracker removes a segment as soon as any one reader exits.
 The publisher holds an flock on each of its segments for life; the kernel drops it even at kill -9, so that a
 publisher which starts can tell the segments of dead runs from those of live ones, in any PID namespace, and
 removes them.
+
+Of several trainer ranks, which are on one host here, each has segments of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,18 @@ from pathlib import Path
 
 from stretto.base.errors import EngineError
 from stretto.records.weights import TensorEntry, WeightManifest
-from stretto.transports.weights.layout import HEAD_BYTES, Named, dtype_name, shard_head, tensor_bytes
+from stretto.transports.weights.layout import (
+    HEAD_BYTES,
+    ONE_RANK,
+    Named,
+    Part,
+    Ranks,
+    checksum_of,
+    dtype_name,
+    joined,
+    shard_head,
+    tensor_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +59,37 @@ class Segment:
 class ShmPublisher:
     """Publishes into segments `stretto-weights-<run>-<random>-<n>`."""
 
-    def __init__(self, run_id: str, directory: Path = SHM_DIR, *, num_segments: int = 2) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        directory: Path = SHM_DIR,
+        *,
+        num_segments: int = 2,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
         """num_segments: how many versions are expected to be held at once."""
         if not directory.is_dir():
             raise EngineError(f'{directory} does not exist here; use weight_broadcast.type = "filesystem".')
         self._directory = directory
         self._name = PREFIX + re.sub(r"[^A-Za-z0-9_.]+", "_", run_id)[:64] + "-" + secrets.token_hex(4)
         self._segments: list[Segment] = []
-        self._num_segments = num_segments
+        self._num_segments, self._ranks = num_segments, ranks
         self._is_closed = False
         remove_stale_segments(directory)
 
     def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
         assert not self._is_closed, "publish after close"
+        found = joined(self._ranks.gather(self._write(version, tensors)))
+        return WeightManifest(
+            version=version,
+            transport="shm",
+            location=str(self._directory),
+            shards=found.shards,
+            tensors=found.tensors,
+            checksum=checksum_of(found.checksums),
+        )
+
+    def _write(self, version: int, tensors: Iterable[Named]) -> Part:
         started = time.perf_counter()
         segment = self._free_segment()
         head = shard_head(version)
@@ -84,14 +115,7 @@ class ShmPublisher:
             ) from cause
         segment.version = version
         logger.debug("published version=%d bytes=%d in %.4fs", version, end, time.perf_counter() - started)
-        return WeightManifest(
-            version=version,
-            transport="shm",
-            location=str(self._directory),
-            shards=(segment.path.name,),
-            tensors=tuple(entries),
-            checksum=crc,
-        )
+        return Part((segment.path.name,), (crc,), tuple(entries))
 
     def release(self, version: int) -> None:
         for segment in self._segments:
