@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import Reply, load_environment, scored
 from stretto.envs.calculator import calculate
 from stretto.envs.held_out import is_held_out
-from stretto.envs.tic_tac_toe import put, winner
+from stretto.envs.tic_tac_toe import after, put, winner
 from stretto.envs.wordle import compare
 from stretto.records.rollout import Task
 
@@ -96,12 +98,12 @@ def code_task():
 
 async def test_code_is_paid_for_passing_the_tests(code_task):
     env = load_environment("python-code")
-    assert env.prompt(code_task) == [{"role": "user", "content": "f(0)=2 f(1)=5"}]
+    assert env.prompt(code_task) == [{"role": "user", "content": "f(0)=2 f(10)=32"}]
     for right in ("3*x+2", " 2+x*3 ", "x+x+x+2", "sum([x, x, x, 2])", "int('2') + 3*x  # so"):
         assert (await env.score(code_task, right)).reward == 1.0, right
     for wrong in (
         "3*x+1",
-        "2 if x == 0 else 5",
+        "2 if x == 0 else 32",
         "str(3*x+2)",
         "3*x+2.0",
         "",
@@ -128,7 +130,37 @@ async def test_part_of_the_tests_is_paid_where_asked_for(code_task):
 
 async def test_the_same_reply_is_run_once(code_task):
     env = load_environment("python-code")
-    assert await env.score(code_task, "3*x") is await env.score(code_task, "3*x")
+    runs = []
+    run = env.sandbox.run
+
+    async def counted_run(code, **given):
+        runs.append(given)
+        return await run(code, **given)
+
+    env.sandbox.run = counted_run
+    other = Task(env="python-code", task_id="o", data={"function": "3*x+1"})
+    results = await asyncio.gather(*(env.score(task, "3*x+2") for task in (code_task, other, code_task)))
+    assert [result.reward for result in results] == [1.0, 0.0, 1.0] and len(runs) == 1
+
+
+async def test_a_run_that_was_cancelled_or_failed_is_made_again(code_task):
+    env = load_environment("python-code")
+    run, is_broken = env.sandbox.run, True
+
+    async def fragile(code, **given):
+        if is_broken:
+            raise EnvError("no sandbox")
+        return await run(code, **given)
+
+    env.sandbox.run = fragile
+    with pytest.raises(EnvError):
+        await env.score(code_task, "3*x+2")
+    is_broken = False
+    first = asyncio.ensure_future(env.score(code_task, "3*x+2"))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await env.score(code_task, "3*x+2")).reward == 1.0
+    assert first.cancelled()
 
 
 async def test_code_solves_its_own_tasks():
@@ -271,6 +303,7 @@ def test_settings_that_make_no_game_are_refused():
         ("wordle", {"num_symbols": 2}),
         ("wordle", {"max_turns": 0}),
         ("python-code", {"num_examples": 1}),
+        ("python-code", {"example_step": 0}),
         ("python-code", {"max_factor": 1, "max_offset": 1}),
     ):
         with pytest.raises(ConfigError, match=f"{env_id}: "):
@@ -281,47 +314,59 @@ def test_settings_that_make_no_game_are_refused():
 
 
 class Table(Script):
-    """A context with a second player, who has a script of its own."""
+    """A context with two players, who have scripts of their own."""
 
-    def __init__(self, said, opponent):
+    def __init__(self, first, second, said=()):
         super().__init__(*said)
-        self.opponent = Script(*opponent)
+        self.players = {"first": Script(*first), "second": Script(*second)}
 
     def agent(self, name, *, is_trained=True):
-        assert (name, is_trained) == ("opponent", False)
-        return self.opponent
+        assert is_trained
+        return self.players[name]
 
 
-async def play_tic_tac_toe(is_first, said, replies, **args):
+async def play_tic_tac_toe(first, second, said=(), is_first=True, **args):
     env = load_environment("tic-tac-toe", args)
     task = Task(env=env.name, task_id="t", data={"opening": "15", "is_first": is_first})
-    table = Table(said, replies)
+    table = Table(first, second, said)
     return await env.rollout(task, table), table
 
 
 async def test_each_player_sees_its_own_marks_and_is_paid_the_opposite():
-    result, table = await play_tic_tac_toe(True, ["2", "3"], ["9"])
-    assert table.heard == ["x...o....", "xx..o...o"] and table.opponent.heard == ["oo..x...."]
-    assert result.reward == 1.0 and result.agent_rewards == {"opponent": 0.0}
-    result, table = await play_tic_tac_toe(False, ["9"], ["2", "3"])
-    assert table.heard == ["oo..x...."]
-    assert result.reward == 0.0 and result.agent_rewards == {"opponent": 1.0}
+    for is_first in (True, False):
+        result, table = await play_tic_tac_toe(["2", "3"], ["9"], is_first=is_first)
+        heard = {name: player.heard for name, player in table.players.items()}
+        assert heard == {"first": ["x...o....", "xx..o...o"], "second": ["oo..x...."]} and not table.heard
+        assert result.reward == 1.0 and result.agent_rewards == {"first": 1.0, "second": 0.0}
+        assert result.metrics == {"won": 1.0, "drawn": 0.0, "legal": 1.0}
 
 
 async def test_a_draw_is_half_and_an_illegal_move_loses():
-    result, _ = await play_tic_tac_toe(True, ["9", "8", "3", "4"], ["2", "7", "6"])
+    result, _ = await play_tic_tac_toe(["9", "8", "3", "4"], ["2", "7", "6"])
     assert (result.reward, result.metrics["drawn"]) == (0.5, 1.0)
+    assert result.agent_rewards == {"first": 0.5, "second": 0.5}
     for illegal in ("1", "5", "0", "10", "x", ""):
-        result, _ = await play_tic_tac_toe(True, [illegal], [])
-        assert (result.reward, result.metrics["legal"]) == (0.0, 0.0)
-    result, _ = await play_tic_tac_toe(False, [], ["1"])
-    assert (result.reward, result.metrics["legal"]) == (1.0, 1.0)
+        result, _ = await play_tic_tac_toe([illegal], [])
+        assert result.agent_rewards == {"first": 0.0, "second": 1.0}
+        assert result.metrics == {"won": 0.0, "drawn": 0.0, "legal": 0.0}
+    result, _ = await play_tic_tac_toe(["2"], ["1"])
+    assert result.agent_rewards == {"first": 1.0, "second": 0.0} and result.metrics["legal"] == 0.0
 
 
-async def test_a_random_opponent_needs_no_policy_and_plays_the_same_by_task():
-    games = [await play_tic_tac_toe(True, ["2", "1"], [], opponent="random") for _ in range(2)]
-    assert games[0][1].heard == games[1][1].heard and len(games[0][1].heard) == 2
-    assert games[0][1].heard[1].count("o") == 2 and not games[0][1].opponent.heard
+async def test_a_random_opponent_needs_no_second_player_and_plays_the_same_by_task():
+    for is_first, num_of_other in ((True, [1, 2]), (False, [2])):
+        said = ["2", "1"] if is_first else ["5"]  # ends with a field that is taken
+        games = [await play_tic_tac_toe([], [], said, is_first=is_first, opponent="random") for _ in range(2)]
+        heard = games[0][1].heard
+        assert heard == games[1][1].heard and [board.count("o") for board in heard] == num_of_other
+        assert games[0][0].reward == 0.0 and not games[0][0].agent_rewards
+
+
+def test_a_board_has_one_opening():
+    env = load_environment("tic-tac-toe")
+    for split in ("train", "eval"):
+        openings = {env.tasks(split).task(index).data["opening"] for index in range(300)}
+        assert len({after(opening) for opening in openings}) == len(openings)
 
 
 def test_winners_are_shown():
