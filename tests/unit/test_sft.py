@@ -104,7 +104,7 @@ def test_exported_model_is_what_transformers_computes(tmp_path):
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in np.atleast_1d(
         model.generation_config.eos_token_id
     )
-    session = sft.build_session(config(tmp_path, val=None), resume_step=2)
+    session = sft.build_session(config(tmp_path, val=None), (cfg.run_dir, 2))
     example = session.examples[0]
     ids = torch.tensor(example.token_ids[None], dtype=torch.long)
     logprobs = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
@@ -209,5 +209,5 @@ def test_second_stage_starts_from_the_first_ones_weights(tmp_path):
     first = config(tmp_path, max_steps=3)
     sft.main(first)
     model = {"name": str(first.run_dir.latest_weights)}
-    session = sft.build_session(config(tmp_path, run={"name": "next"}, model=model), resume_step=None)
+    session = sft.build_session(config(tmp_path, run={"name": "next"}, model=model), None)
     assert same_weights(dict(session.learner.export_tensors()), weights(first, 3))

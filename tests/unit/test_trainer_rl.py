@@ -227,7 +227,7 @@ async def meet_only(cfg, resume_step):
 
 def test_resuming_what_is_not_there_is_refused(tmp_path):
     cfg = build_config(tmp_path, resume={"step": 3})
-    with pytest.raises(ConfigError, match="no complete checkpoint of step 3"):
+    with pytest.raises(ConfigError, match="no complete checkpoint of that step"):
         run_trainer(cfg, StopFlag())
 
 

@@ -1,0 +1,72 @@
+"""Runs that begin at a checkpoint of another, as a user types them: they end with the other's bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import Ended, rl, start, toml, untrained_model, wait
+
+from stretto.base.paths import RunDir
+from stretto.ledger.audit import audit
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory):
+    """A small synchronous run."""
+    return {
+        "max_steps": 4,
+        "seq_len": 128,
+        "model": {"name": untrained_model(tmp_path_factory.mktemp("warm-up"))},
+        "ckpt": {"interval": 2, "weights": {"interval": 1}},
+        "orchestrator": {
+            "batch_size": 8,
+            "group_size": 4,
+            "max_async_level": 0,
+            "filter_zero_advantages": False,
+            "train": {"sampling": {"max_completion_tokens": 6}},
+            "env": [{"id": "sort-letters", "args": {"num_letters": 4}}],
+        },
+        "trainer": {"optim": {"lr": 1e-3}},
+    }
+
+
+@pytest.fixture(scope="module")
+def straight(settings, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return rl(tmp_path_factory.mktemp("straight"), settings)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_an_rl_run_begun_in_the_middle_of_another_ends_with_its_bits(settings, straight: Ended, tmp_path):
+    before = contents(straight.run.path)
+    begun = rl(tmp_path, settings, "--resume.dir", str(straight.run.checkpoint(2)))
+    assert f"resumed from step 2 of {straight.run.checkpoint(2)}" in begun.output
+    assert begun.weights(4) == straight.weights(4)
+    assert begun.column("reward/mean") == straight.column("reward/mean")[2:]
+    assert begun.run.complete_checkpoints() == [4] and contents(straight.run.path) == before
+    assert audit(begun.run) == [] and begun.summary()["origin"] == str(straight.run.checkpoint(2))
+    again = rl(tmp_path, settings, "--resume.dir", str(straight.run), is_ok=False)
+    assert again.code == 2 and "without resume.dir" in again.output
+
+
+def test_an_sft_run_begins_at_another_ones_newest_checkpoint(tmp_path: Path):
+    untrained_model(tmp_path)
+    words = ["@", "sft.toml", "--run.name", "second", "--resume.dir", "run", "--max-steps", "2"]
+    code, output = wait(start("sft", words, tmp_path))
+    assert code == 0, output
+    assert "resumed from step 1 of" in output
+    assert RunDir(tmp_path / "second").complete_checkpoints() == [2]
+    assert RunDir(tmp_path / "run").complete_checkpoints() == [1]
+
+
+def test_a_path_without_a_checkpoint_starts_nothing(settings, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    ended = rl(tmp_path, settings, "--resume.dir", str(tmp_path / "empty"), is_ok=False)
+    assert ended.code == 2 and "neither a run directory" in ended.output
+    assert not ended.run.path.exists()
+    (tmp_path / "rl.toml").write_text(toml(settings | {"resume": {"dir": "nowhere"}}))
+    code, output = wait(start("rl", ["@", "rl.toml", "--dry-run"], tmp_path))
+    assert code == 2 and "there is no directory" in output
