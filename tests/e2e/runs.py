@@ -87,22 +87,28 @@ def rl(directory: Path, settings: Mapping[str, Any], *words: str, is_ok: bool = 
     return Ended(code, output, RunDir(directory / "run"))
 
 
-def untrained_model(directory: Path) -> Path:
-    """A network of a few thousand parameters that has just been made, as a model directory."""
-    settings = {
-        "max_steps": 1,
-        "seq_len": 256,
+def fine_tuned(directory: Path, **settings: Any) -> Path:
+    """`sft` on solved sort-letters tasks of four letters, with other settings where given: its model."""
+    base = {
+        "seq_len": 2048,
         "num_threads": 1,
         "output_dir": directory,
         "run": {"name": "run"},
-        "model": {"scratch": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
-        "data": {"type": "environment", "id": "sort-letters", "num_rows": 64},
-        "optim": {"lr": 1e-3},
+        "optim": {"lr": 2e-3},
     }
-    (directory / "sft.toml").write_text(toml(settings))
+    tasks = {"type": "environment", "id": "sort-letters", "args": {"num_letters": 4}, "num_rows": 4096}
+    settings = {"model": {"scratch": {}}, "data": tasks} | settings
+    directory.mkdir(exist_ok=True)
+    (directory / "sft.toml").write_text(toml(merged(base, settings)))
     code, output = wait(start("sft", ["@", "sft.toml"], directory))
     assert code == 0, output
     return directory / "run" / "weights" / "latest"
+
+
+def untrained_model(directory: Path) -> Path:
+    """A network of a few thousand parameters that has just been made."""
+    scratch = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    return fine_tuned(directory, max_steps=1, seq_len=256, model={"scratch": scratch})
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import merged, rl, start, toml, wait
+from runs import fine_tuned, merged, rl
 
 from stretto.ledger.audit import audit
 
@@ -17,22 +17,9 @@ NUM_STEPS = 40
 
 def warm_up(directory: Path, steps: int, seed: int) -> Path:
     """0.13M parameters that were shown solved tasks for so many steps."""
-    settings = {
-        "max_steps": steps,
-        "seq_len": 2048,
-        "num_threads": 1,
-        "seed": seed,
-        "output_dir": directory,
-        "run": {"name": "run"},
-        "model": {"scratch": {"hidden_size": 64, "num_layers": 2}},
-        "data": {"type": "environment", "id": "sort-letters", "args": LETTERS, "num_rows": 4096},
-        "optim": {"lr": 2e-3},
-        "scheduler": {"type": "constant", "warmup_steps": 20},
-    }
-    (directory / "sft.toml").write_text(toml(settings))
-    code, output = wait(start("sft", ["@", "sft.toml"], directory))
-    assert code == 0, output
-    return directory / "run" / "weights" / "latest"
+    return fine_tuned(
+        directory, max_steps=steps, seed=seed, scheduler={"type": "constant", "warmup_steps": 20}
+    )
 
 
 @pytest.fixture(scope="module")

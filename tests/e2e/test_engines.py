@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import Ended, free_ports, merged, rl, start, start_rl, toml, until, wait
+from runs import Ended, fine_tuned, free_ports, merged, rl, start_rl, until, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -26,6 +26,7 @@ SCRATCH = {
     "num_kv_heads": 2,
     "head_dim": 32,
 }
+SOLVED = {"type": "environment", "id": "reverse-text", "num_rows": 4096}
 RUN = {
     "max_steps": 30,
     "seq_len": 2048,
@@ -43,22 +44,8 @@ RUN = {
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that reverses one text in eight or so: something to reinforce."""
-    directory = tmp_path_factory.mktemp("warm")
-    settings = {
-        "max_steps": 70,
-        "batch_size": 64,
-        "seq_len": 2048,
-        "output_dir": str(directory),
-        "run": {"name": "warm"},
-        "model": {"scratch": SCRATCH},
-        "data": {"type": "environment", "id": "reverse-text", "num_rows": 4096},
-        "optim": {"lr": 2e-3},
-    }
-    path = directory / "sft.toml"
-    path.write_text(toml(settings))
-    code, output = wait(start("sft", ["@", str(path)], directory))
-    assert code == 0, output
-    return RunDir(directory / "warm").weights / "latest"
+    more = {"max_steps": 70, "batch_size": 64, "model": {"scratch": SCRATCH}, "data": SOLVED}
+    return fine_tuned(tmp_path_factory.mktemp("warm"), **more)
 
 
 def assert_learned(run: Ended) -> None:
@@ -99,23 +86,13 @@ def test_a_run_on_vllm_learns_with_weights_that_are_broadcast_in_flight(warm: Pa
 
 @needs_vllm
 def test_a_mixture_on_vllm_is_replayed_by_the_trainer(tmp_path: Path) -> None:
-    warm_up = {
-        "max_steps": 40,
-        "batch_size": 64,
-        "seq_len": 2048,
-        "output_dir": str(tmp_path),
-        "run": {"name": "warm"},
-        "model": {"scratch": {**SCRATCH, "family": "qwen3_moe", "moe_intermediate_size": 64}},
-        "data": {"type": "environment", "id": "reverse-text", "num_rows": 2048},
-        "optim": {"lr": 2e-3},
-    }
-    path = tmp_path / "sft.toml"
-    path.write_text(toml(warm_up))
-    code, output = wait(start("sft", ["@", str(path)], tmp_path))
-    assert code == 0, output
+    scratch = {**SCRATCH, "family": "qwen3_moe", "moe_intermediate_size": 64}
+    model = fine_tuned(
+        tmp_path / "warm", max_steps=40, batch_size=64, model={"scratch": scratch}, data=SOLVED
+    )
     more = {
         "max_steps": 5,
-        "model": {"name": str(RunDir(tmp_path / "warm").weights / "latest")},
+        "model": {"name": str(model)},
         "inference": {"engine": "vllm"},
         "weight_broadcast": {"type": "collective", "port": free_ports(1)[0]},
         "orchestrator": {"batch_size": 64, "max_async_level": 0, "eval": None},

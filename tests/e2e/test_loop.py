@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import Ended, free_ports, merged, rl, start, start_rl, toml, until, wait
+from runs import Ended, fine_tuned, free_ports, merged, rl, start, start_rl, toml, until, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -38,22 +38,8 @@ Settings = dict[str, Any]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """0.13M parameters that sort four letters right in about a fifth of all tries."""
-    directory = tmp_path_factory.mktemp("warm-up")
-    settings = {
-        "max_steps": 100,
-        "seq_len": 2048,
-        "num_threads": 1,
-        "output_dir": directory,
-        "run": {"name": "run"},
-        "model": {"scratch": {"hidden_size": 64, "num_layers": 2}},
-        "data": {"type": "environment", "id": "sort-letters", "args": LETTERS, "num_rows": 4096},
-        "optim": {"lr": 2e-3},
-        "scheduler": {"type": "constant", "warmup_steps": 20},
-    }
-    (directory / "sft.toml").write_text(toml(settings))
-    code, output = wait(start("sft", ["@", "sft.toml"], directory))
-    assert code == 0, output
-    return directory / "run" / "weights" / "latest"
+    schedule = {"type": "constant", "warmup_steps": 20}
+    return fine_tuned(tmp_path_factory.mktemp("warm-up"), max_steps=100, scheduler=schedule)
 
 
 @pytest.fixture(scope="module")

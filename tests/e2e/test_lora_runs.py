@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Ended, free_ports, merged, rl, start, toml, wait
+from runs import Ended, fine_tuned, free_ports, merged, rl
 from safetensors.numpy import load_file
 
 from stretto.trainer.shard_files import PartFiles
@@ -16,26 +16,9 @@ LETTERS = {"num_letters": 4}
 LORA = {"rank": 4, "alpha": 16}
 
 
-def sft(directory: Path, settings: dict[str, Any]) -> str:
-    base = {
-        "seq_len": 1024,
-        "num_threads": 1,
-        "output_dir": directory,
-        "data": {"type": "environment", "id": "sort-letters", "args": LETTERS, "num_rows": 2048},
-        "optim": {"lr": 2e-3},
-    }
-    directory.mkdir(exist_ok=True)
-    (directory / "sft.toml").write_text(toml(merged(base, settings)))
-    code, output = wait(start("sft", ["@", "sft.toml"], directory))
-    assert code == 0, output
-    return output
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("warm-up")
-    sft(directory, {"max_steps": 60, "run": {"name": "run"}, "model": {"scratch": {}}})
-    return directory / "run" / "weights" / "latest"
+    return fine_tuned(tmp_path_factory.mktemp("warm-up"), max_steps=60, seq_len=1024)
 
 
 def run(directory: Path, model: Path, *words: str, **more: Any) -> Ended:
@@ -99,6 +82,5 @@ def test_sft_trains_an_adapter(model: Path, tmp_path: Path) -> None:
         "model": {"name": model, "lora": LORA | {"dropout": 0.1}},
         "ckpt": {"weights": {"save_adapter_separately": True}},
     }
-    sft(tmp_path, settings)
-    weights = tmp_path / "run" / "weights" / "latest"
+    weights = fine_tuned(tmp_path, **settings)
     assert changed(model, weights) and (weights / "lora_adapters" / "adapter_config.json").is_file()

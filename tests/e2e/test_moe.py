@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Ended, merged, rl, start, toml, wait
+from runs import Ended, fine_tuned, merged, rl
 
 NUM_STEPS = 6
 LETTERS = {"num_letters": 4}
@@ -15,21 +15,10 @@ LETTERS = {"num_letters": 4}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """0.2M parameters, 8 experts a block, 2 of them a token; after so few steps its choices still change."""
-    directory = tmp_path_factory.mktemp("warm-up")
-    settings = {
-        "max_steps": 60,
-        "seq_len": 1024,
-        "num_threads": 1,
-        "output_dir": directory,
-        "run": {"name": "run"},
-        "model": {"scratch": {"family": "qwen3_moe", "moe_intermediate_size": 32}},
-        "data": {"type": "environment", "id": "sort-letters", "args": LETTERS, "num_rows": 2048},
-        "optim": {"lr": 2e-3},
-    }
-    (directory / "sft.toml").write_text(toml(settings))
-    code, output = wait(start("sft", ["@", "sft.toml"], directory))
-    assert code == 0, output
-    return directory / "run" / "weights" / "latest"
+    scratch = {"family": "qwen3_moe", "moe_intermediate_size": 32}
+    return fine_tuned(
+        tmp_path_factory.mktemp("warm-up"), max_steps=60, seq_len=1024, model={"scratch": scratch}
+    )
 
 
 def run(directory: Path, model: Path, **more: Any) -> Ended:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from runs import free_ports, start, start_rl, toml, wait
+from runs import fine_tuned, free_ports, start_rl, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -16,7 +16,7 @@ LETTERS = {"num_letters": 4}
 
 
 def test_nodes_train_together_and_each_starts_what_is_its_own(tmp_path: Path) -> None:
-    model = warm_up(tmp_path)
+    model = fine_tuned(tmp_path / "warm", max_steps=5, seq_len=512)
     control, rollouts, weights, rendezvous, http = free_ports(5)
     settings = {
         "max_steps": 4,
@@ -64,19 +64,3 @@ def test_nodes_train_together_and_each_starts_what_is_its_own(tmp_path: Path) ->
 def end(node: subprocess.Popen[str]) -> str:
     node.send_signal(signal.SIGTERM)
     return wait(node)[1]
-
-
-def warm_up(directory: Path) -> Path:
-    settings = {
-        "max_steps": 5,
-        "seq_len": 512,
-        "num_threads": 1,
-        "output_dir": str(directory),
-        "run": {"name": "warm"},
-        "model": {"scratch": {}},
-        "data": {"type": "environment", "id": "sort-letters", "args": LETTERS, "num_rows": 512},
-    }
-    (directory / "sft.toml").write_text(toml(settings))
-    code, output = wait(start("sft", ["@", "sft.toml"], directory))
-    assert code == 0, output
-    return directory / "warm" / "weights" / "latest"
