@@ -26,7 +26,7 @@ def load_object(path: str, where: str) -> Any:
     module_name, _, attr = path.rpartition(":" if ":" in path else ".")
     if not module_name or not attr:
         raise ConfigError(f"{where} = {path!r}: name a module and what is in it, as `module:attr`")
-    module = _import(module_name, f"{where} = {path!r}")
+    module = load_module(module_name, f"{where} = {path!r}")
     if not hasattr(module, attr):
         names = [name for name in vars(module) if not name.startswith("_")]
         nearest = difflib.get_close_matches(attr, names, n=1)
@@ -35,7 +35,11 @@ def load_object(path: str, where: str) -> Any:
     return getattr(module, attr)
 
 
-def _import(name: str, what: str) -> ModuleType:
+def load_module(name: str, what: str) -> ModuleType:
+    """A module on the Python path or in the working directory; `what` names who asks in messages.
+
+    Raises: ConfigError when it is not there, or fails.
+    """
     try:
         try:
             return importlib.import_module(name)

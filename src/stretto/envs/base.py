@@ -14,9 +14,7 @@ name of a module that holds one environment; what find.py says of ids.
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import ConfigError, EnvError
+from stretto.base.imports import load_module
 from stretto.envs import find
 from stretto.records.rollout import Task
 
@@ -273,37 +272,19 @@ def needs_worker(env_id: str) -> bool:
 def _find_factory(env_id: str) -> Callable[..., Any]:
     path = BUNDLED.get(env_id, env_id)
     if ":" not in path and (module := find.module_named(env_id)) is not None:
-        return find.the_environment(_import_module(module), env_id)
+        return find.the_environment(load_module(module, f"environment {env_id!r}"), env_id)
     if ":" not in path:
         nearest = difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
         raise ConfigError(f"no environment {env_id!r}; {hint} your own is a module or `module:attr`.")
     module_name, attr = path.split(":", 1)
-    try:
-        module = _import_module(module_name)
-    except ModuleNotFoundError as cause:
-        if cause.name is None or not (module_name + ".").startswith(cause.name + "."):
-            raise  # the module is there; something it imports is not
-        raise ConfigError(
-            f"environment {env_id!r}: no module {cause.name!r} on the Python path or in this directory."
-        ) from cause
+    module = load_module(module_name, f"environment {env_id!r}")
     if not hasattr(module, attr):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         nearest = difflib.get_close_matches(attr, names, n=1)
         hint = f"; did you mean {module_name}:{nearest[0]}?" if nearest else f"; it has {', '.join(names)}."
         raise ConfigError(f"environment {env_id!r}: module {module_name!r} has no {attr!r}{hint}")
     return getattr(module, attr)
-
-
-def _import_module(name: str):
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        if "" in sys.path:
-            raise
-        # Console scripts do not look into the working directory, where a user's own environment usually lies.
-        sys.path.append("")
-        return importlib.import_module(name)
 
 
 def _signature(factory: Callable[..., Any]) -> str:
