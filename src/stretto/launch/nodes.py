@@ -27,7 +27,7 @@ from stretto.config.inference import InferenceSection
 from stretto.config.roots import RLConfig
 from stretto.launch.engines import EngineSpec, EnginesPlan, plan_replicas
 from stretto.launch.placement import GPU_HOST_THREADS, MOST_THREADS, replaced, with_canary_tolerance
-from stretto.launch.plan import ENGINE_RESTARTS, Plan, ProcessSpec, batch_identity, eval_config, rank_env
+from stretto.launch.plan import ENGINE_RESTARTS, Plan, ProcessSpec, rank_env
 
 LOOPBACK = "127.0.0.1"
 RANK_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
@@ -52,19 +52,7 @@ def plan_nodes(cfg: RLConfig, run: RunDir, resume_step: int | None = None) -> Pl
         processes += engine_processes(
             cfg.inference, engines, run, first_node=shape.num_train_nodes, is_held=True
         )
-    return Plan(
-        run=run,
-        config=cfg,
-        trainer=cfg.trainer_config(),
-        orchestrator=cfg.orchestrator_config(),
-        inference=None if cfg.inference is None else cfg.inference_config(),
-        engines=engines,
-        evaluation=eval_config(cfg, run),
-        processes=tuple(processes),
-        batch=batch_identity(cfg),
-        notes=(),
-        hosts=tuple(hosts),
-    )
+    return Plan.of(run, cfg, engines, processes, hosts=hosts)
 
 
 def hosts_of(cfg: RLConfig) -> list[str]:

@@ -117,6 +117,32 @@ class Plan:
     hosts: tuple[str, ...] = ()
     """Addresses of its machines; empty: this one alone."""
 
+    @classmethod
+    def of(
+        cls,
+        run: RunDir,
+        cfg: RLConfig,
+        engines: EnginesPlan | None,
+        processes: Sequence[ProcessSpec],
+        *,
+        notes: Sequence[str] = (),
+        hosts: Sequence[str] = (),
+    ) -> Plan:
+        """A plan from what was decided; everybody's own config is a part of the root."""
+        return cls(
+            run=run,
+            config=cfg,
+            trainer=cfg.trainer_config(),
+            orchestrator=cfg.orchestrator_config(),
+            inference=None if cfg.inference is None else cfg.inference_config(),
+            engines=engines,
+            evaluation=eval_config(cfg, run),
+            processes=tuple(processes),
+            batch=batch_identity(cfg),
+            notes=tuple(notes),
+            hosts=tuple(hosts),
+        )
+
     def configs(self) -> dict[str, Section]:
         """The resolved configs by verb."""
         all_of_them = {
@@ -167,18 +193,7 @@ def plan(
     processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus, rendezvous)
     if cfg.teacher_inference is not None:
         processes.insert(0, _teacher_process(cfg, run, threads["teacher"], teacher_gpus))
-    return Plan(
-        run=run,
-        config=cfg,
-        trainer=cfg.trainer_config(),
-        orchestrator=cfg.orchestrator_config(),
-        inference=None if cfg.inference is None else cfg.inference_config(),
-        engines=engines,
-        evaluation=eval_config(cfg, run),
-        processes=tuple(processes),
-        batch=batch_identity(cfg),
-        notes=tuple(notes),
-    )
+    return Plan.of(run, cfg, engines, processes, notes=notes)
 
 
 # -- processes and batch --
@@ -394,8 +409,7 @@ def table(plan: Plan) -> str:
     envs = ", ".join(env.name or env.id for env in cfg.orchestrator.env)
     steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
     head = [
-        f"run      {plan.run}"
-        + (f" ({resumed(cfg.resume)})" if cfg.resume is not None else ""),
+        f"run      {plan.run}" + (f" ({resumed(cfg.resume)})" if cfg.resume is not None else ""),
         f"model    {cfg.model.name}" + (" (made from scratch)" if cfg.model.scratch is not None else ""),
         f"trains   {envs}, {steps}, up to {cfg.orchestrator.max_async_level} ahead",
         f"batch    {plan.batch}",
