@@ -232,7 +232,10 @@ def train(learner: Learner, kind: str, mesh: Mesh | None = None) -> dict:
     out["metrics"] = [updates.train(share(micro_batches)) for micro_batches in batches(kind)]
     out["after"] = learner.logprobs(scored)[0]
     out["state"], out["tensors"] = learner.state(), whole_tensors(learner, mesh)
-    out["exported"] = {name: tensor.clone() for name, tensor in learner.export_tensors()}
+    owned = {name: tensor.clone() for name, tensor in learner.export_tensors()}
+    everybodys = [owned] if mesh is None else mesh.gather(owned)
+    out["owned"] = [sorted(mine) for mine in everybodys]
+    out["exported"] = {name: tensor for mine in everybodys for name, tensor in mine.items()}
     return out
 
 

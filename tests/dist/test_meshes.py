@@ -88,6 +88,30 @@ def test_a_mesh_trains_like_one_rank(case, on_meshes):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_tensor_is_published_by_one_rank_and_none_by_a_replica(case, on_meshes):
+    owned = on_meshes(case)["owned"]
+    names = [name for mine in owned for name in mine]
+    assert sorted(names) == sorted(alone(case.kind)["exported"])
+    num_senders = case.world_size // case.model.get("dp_replicate", 1)
+    assert [bool(mine) for mine in owned] == [True] * num_senders + [False] * (case.world_size - num_senders)
+    sizes = {name: tensor.nbytes for name, tensor in alone(case.kind)["exported"].items()}
+    loads = [sum(sizes[name] for name in mine) for mine in owned[:num_senders]]
+    assert max(loads) < 2 * min(loads), "each sends about as many bytes"
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.model.get("ep", 1) > 1 and "lora" not in c.kind], ids=str
+)
+def test_an_expert_is_published_by_a_rank_that_has_it(case, on_meshes):
+    degrees = case.model
+    ep, tp = degrees["ep"], degrees.get("tp", 1)
+    for rank, mine in enumerate(on_meshes(case)["owned"]):
+        experts = {int(name.split(".experts.")[1].split(".")[0]) for name in mine if ".experts." in name}
+        each, place = 8 // ep, rank // tp % ep
+        assert experts <= set(range(place * each, (place + 1) * each))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_state_loads_as_it_was_saved(case, on_meshes):
     got = on_meshes(case)
     assert got["reloaded"].keys() == got["tensors"].keys()

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from peers import free_port, peer
+from peers import Peer, free_port, peer
+from pydantic import TypeAdapter
 
 from stretto.base.errors import WireError
+from stretto.base.paths import RunDir
+from stretto.config.transport import (
+    CollectiveWeights,
+    DeltaSection,
+    FilesystemWeights,
+    ShmWeights,
+    WeightBroadcast,
+)
 from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
-from stretto.transports.weights import receive
+from stretto.transports.weights import host_copy, receive
 from stretto.transports.weights.collective import CollectivePublisher, buckets_of, forget
 
 
@@ -103,17 +116,74 @@ for line in sys.stdin:
 """
 
 SEND = """
-import sys
+import datetime, sys, zlib
 import msgspec, torch
-from stretto.transports.weights.collective import CollectivePublisher
+import torch.distributed as dist
+from pathlib import Path
+from stretto.base.paths import RunDir
+from stretto.config.transport import WeightBroadcast
+from stretto.transports.weights import build_publisher
+from pydantic import TypeAdapter
 torch.set_num_threads(1)
-port = int(sys.argv[1])
-publisher = CollectivePublisher("127.0.0.1", port, bucket_bytes=1000, timeout_s=20, rank=1, num_ranks=2)
+rank, count, meeting, settings, place = sys.argv[1:]
+
+class Ranks:
+    rank, world_size = int(rank), int(count)
+    def gather(self, value):
+        out = [None] * self.world_size
+        dist.all_gather_object(out, value)
+        return out
+
+dist.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{meeting}", rank=int(rank), world_size=int(count),
+    timeout=datetime.timedelta(seconds=30),
+)
+cfgs = TypeAdapter(list[WeightBroadcast]).validate_json(settings)
+publishers = [build_publisher(cfg, RunDir(Path(f"{place}/{i}")), f"run {i}", Ranks()) for i, cfg in enumerate(cfgs)]
 for line in sys.stdin:
-    version = int(line)
-    tensors = [("second", torch.full((40, 3), float(version))), ("third", torch.arange(version + 5.0))]
-    print(msgspec.json.encode(publisher.publish(version, tensors)).decode(), flush=True)
+    which, version, owned, released = msgspec.json.decode(line)
+    publisher = publishers[which]
+    gen = torch.Generator().manual_seed(5)
+    # One element of each is new in every version.
+    tensors = [(f"t{i}", torch.randn(40 + i, 30, generator=gen).bfloat16()) for i in range(12)]
+    for _, tensor in tensors:
+        tensor[3, 4] = version
+    publisher.release(released)
+    manifest = publisher.publish(version, (tensors[i] for i in owned))
+    print(msgspec.json.encode(manifest).decode(), flush=True)
+for publisher in publishers:
+    publisher.close()
 """
+
+
+@contextlib.contextmanager
+def senders(cfgs: list[WeightBroadcast], place: Path, count: int = 2) -> Iterator[list[Peer]]:
+    """Trainer ranks, which publish t0 ... t11 of a version together, as each of these says."""
+    meeting, settings = free_port(), TypeAdapter(list[WeightBroadcast]).dump_json(cfgs).decode()
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(peer(SEND, rank, count, meeting, settings, place)) for rank in range(count)
+        ]
+    forget()
+    host_copy.forget()
+
+
+def published(ranks: list[Peer], version: int, owned: list[list[int]], which: int = 0) -> WeightManifest:
+    """What every rank says is published."""
+    for process, mine in zip(ranks, owned, strict=True):
+        process.tell(msgspec.json.encode((which, version, mine, version - 2)).decode())
+    said = [process.line() for process in ranks]
+    assert len(set(said)) == 1
+    return msgspec.json.decode(said[0], type=WeightManifest)
+
+
+def the_tensors(version: int) -> dict[str, torch.Tensor]:
+    """What the senders publish, made anew."""
+    gen = torch.Generator().manual_seed(5)
+    tensors = {f"t{i}": torch.randn(40 + i, 30, generator=gen).bfloat16() for i in range(12)}
+    for tensor in tensors.values():
+        tensor[3, 4] = version
+    return tensors
 
 
 def told(manifest: WeightManifest, who: WeightGroup) -> str:
@@ -141,23 +211,89 @@ def test_processes_receive_together_and_one_that_dies_fails_the_rest():
         publisher.close()
 
 
-def test_every_trainer_rank_sends_what_it_owns():
-    port = free_port()
-    first = CollectivePublisher("127.0.0.1", port, bucket_bytes=1000, timeout_s=20, num_ranks=2)
-    try:
-        with peer(SEND, port) as other:
-            for version in (1, 2):
-                other.tell(str(version))
-                theirs = msgspec.json.decode(other.line(), type=WeightManifest)
-                mine = first.publish(version, [("first", torch.full((7,), -float(version)))])
-                both = msgspec.structs.replace(mine, tensors=mine.tensors + theirs.tensors)
-                got = dict(received(both, group(f"r{version}")))
-                assert list(got) == ["first", "second", "third"]
-                assert got["first"].eq(-version).all() and got["second"].eq(version).all()
-                assert got["third"].equal(torch.arange(version + 5.0))
-    finally:
-        first.close()
-        forget()
+TOGETHER = [
+    CollectiveWeights(port=free_port(), bucket_bytes=5000),
+    CollectiveWeights(port=free_port(), bucket_bytes=5000, delta=DeltaSection()),
+    FilesystemWeights(),
+    FilesystemWeights(delta=DeltaSection()),
+    ShmWeights(),
+    ShmWeights(delta=DeltaSection()),
+]
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory) -> Iterator[tuple[list[Peer], Path]]:
+    place = tmp_path_factory.mktemp("runs")
+    with senders(TOGETHER, place, 3) as ranks:
+        yield ranks, place
+        for process in ranks:
+            process.end()
+
+
+@pytest.mark.parametrize("which", range(len(TOGETHER)))
+def test_what_several_ranks_publish_together_is_what_one_publishes(which, three_ranks):
+    owned = [[0, 3, 4, 5, 11], [], [1, 2, 6, 7, 8, 9, 10]]
+    (ranks, place), cfg = three_ranks, TOGETHER[which]
+    sizes = []
+    for version in range(3):
+        manifest = published(ranks, version, owned, which)
+        got = dict(received(manifest, group(f"r{version}")))
+        want = the_tensors(version)
+        assert got.keys() == want.keys() and len(manifest.tensors) == 12
+        assert all(got[name].equal(tensor) for name, tensor in want.items())
+        sizes.append(manifest.sent_bytes)
+    assert (sizes[1] < sizes[0] / 10) == (cfg.delta is not None)
+    if cfg.type == "filesystem":
+        folder = RunDir(place / f"{which}").broadcasts
+        names = {path.name for path in (folder / "version_2").iterdir()}
+        assert names == {"manifest.json", "rank_0_shard_00000.safetensors", "rank_2_shard_00000.safetensors"}
+        assert not list(folder.glob(".*"))
+
+
+def test_a_rank_that_owns_more_than_before_begins_the_chain_of_changes_anew(tmp_path):
+    cfg = FilesystemWeights(delta=DeltaSection())
+    with senders([cfg], tmp_path) as ranks:
+        for version, first in enumerate((6, 6, 5, 5)):
+            manifest = published(ranks, version, [list(range(first)), list(range(first, 12))])
+            got = dict(received(manifest, group(f"r{version}")))
+            assert all(got[name].equal(tensor) for name, tensor in the_tensors(version).items())
+            assert (manifest.sent_bytes < 2000) == (version in (1, 3))
+
+
+def test_buckets_of_all_senders_come_in_turn(tmp_path):
+    cfg = CollectiveWeights(port=free_port(), bucket_bytes=1)
+    with senders([cfg], tmp_path) as ranks:
+        manifest = published(ranks, 0, [list(range(6)), list(range(6, 12))])
+        with receive(manifest, group("r")) as tensors:
+            order = [int(name.removeprefix("t")) // 6 for name, _ in tensors]
+    assert order == [0, 1] * 6
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["dies", "is stuck"])
+def test_a_sender_that_is_lost_on_the_way_fails_the_update_in_time(tmp_path, is_stopped):
+    cfg = CollectiveWeights(port=free_port(), bucket_bytes=5000, join_timeout_s=3)
+    with senders([cfg], tmp_path) as ranks:
+        owned = [list(range(6)), list(range(6, 12))]
+        manifest = published(ranks, 0, owned)
+        with receive(manifest, group("r0")) as tensors:
+            tensors = iter(tensors)
+            next(tensors)
+            if is_stopped:
+                ranks[1].process.send_signal(signal.SIGSTOP)
+            else:
+                ranks[1].kill()
+            with pytest.raises(WireError, match="version 0 from trainer rank 1"):
+                list(tensors)
+
+
+def test_ranks_that_publish_with_one_that_died_end_with_an_error(tmp_path):
+    with senders([FilesystemWeights()], tmp_path) as ranks:
+        owned = [list(range(6)), list(range(6, 12))]
+        published(ranks, 0, owned)
+        ranks[1].kill()
+        ranks[0].tell(msgspec.json.encode((0, 1, owned[0], -1)).decode())
+        with pytest.raises(AssertionError, match="RuntimeError"):
+            ranks[0].line()
 
 
 def test_a_port_that_is_taken_is_said(publisher):

@@ -41,6 +41,7 @@ from stretto.trainer.optim import (
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.shard import parallelise
+from stretto.trainer.parallel.weights import Publication
 from stretto.trainer.precision import round_products
 from stretto.trainer.routing import build_routers
 from stretto.trainer.rows import IDLE, Rows, build_rows, count_tokens, trains
@@ -73,11 +74,15 @@ def load_policy(
         return hub.random_model(section.scratch, vocab_size, **token_ids).to(device=device, dtype=dtype)
     directory = hub.find_model(section.name)
     if section.impl == "hf" or (section.impl == "auto" and not hub.has_own_module(directory)):
-        from stretto.models.hf import load_hf_model
+        from stretto.models.hf import load_hf_model, outline_hf_model
 
-        return load_hf_model(
-            directory, dtype=dtype, device=device, trust_remote_code=section.trust_remote_code
-        )
+        remote = section.trust_remote_code
+        outline = None
+        if may_be_outline and num_ranks() > 1:
+            outline = outline_hf_model(directory, dtype=dtype, trust_remote_code=remote)
+        if outline is not None:
+            return outline
+        return load_hf_model(directory, dtype=dtype, device=device, trust_remote_code=remote)
     if may_be_outline and num_ranks() > 1:
         return hub.outline(directory, dtype)
     return hub.load_model(directory, dtype=dtype, device=device)
@@ -133,10 +138,12 @@ class Learner:
         self._reduce = reduce if mesh is None else mesh.reduce
         self._observe = observe if mesh is None or mesh.is_counted else None
         self._device = policy.output_weight.device if mesh is None else mesh.device
+        self._publication: Publication | None = None
         if mesh is None:
             self._masters = Masters(policy, hub.DTYPES[model.optimization_dtype])
         else:
             self._masters = parallelise(policy, mesh, model)
+            self._publication = Publication(self._masters)
             if reference is not None:
                 parallelise(reference, mesh, model)
         self._optimizer = build_optimizer(self._masters, optim, offloads_state=model.optim_cpu_offload)
@@ -308,9 +315,16 @@ class Learner:
         sums = self._reduce({"nll": total, "tokens": float(num_tokens)})
         return {"nll": sums["nll"] / max(sums["tokens"], 1.0), "tokens": sums["tokens"]}
 
-    def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What engines are sent, as it is now: weights by Hugging Face name, of LoRA the adapter by PEFT's."""
-        return hub.export_tensors(self.policy) if self._lora is None else Adapter.of(self.policy).tensors()
+    def export_tensors(self, *, is_merged: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """What engines are sent, as it is now: weights by Hugging Face name, of LoRA the adapter by PEFT's.
+
+        is_merged: weights, with the adapter added to them. Of several ranks each gives the tensors that it owns,
+        and every rank must go through them.
+        """
+        is_adapter = self._lora is not None and not is_merged
+        if self._publication is not None:
+            return self._publication.adapter() if is_adapter else self._publication.weights()
+        return Adapter.of(self.policy).tensors() if is_adapter else hub.export_tensors(self.policy)
 
     def adapter_info(self) -> AdapterInfo | None:
         """What a manifest says about the tensors that are published; None: they are the whole policy."""

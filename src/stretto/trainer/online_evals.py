@@ -18,11 +18,11 @@ from pathlib import Path
 from stretto.base import process
 from stretto.base.errors import EngineError
 from stretto.config.roots import EvalsConfig, SFTConfig
-from stretto.models import hub
 from stretto.trainer.export import export_model
 from stretto.trainer.learner import Learner
 from stretto.trainer.mesh import is_lead_process
 from stretto.transports.weights.filesystem import FilesystemPublisher
+from stretto.transports.weights.layout import ONE_RANK
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +41,14 @@ class OnlineEvals:
         if cfg.model.scratch is not None:  # an engine starts from a directory
             model = str(self._run.eval_model)
             export_model(learner.policy, self._run.eval_model, tokenizer_dir)
+        # Versions wait here until they are evaluated, however many they are.
+        self._publisher = FilesystemPublisher(
+            self._run.broadcasts, keep_versions=1, ranks=learner.mesh or ONE_RANK
+        )
         if not is_lead_process():
             return
         self._run.evals.mkdir(parents=True, exist_ok=True)
         self._run.evals_end.unlink(missing_ok=True)
-        # Versions wait here until they are evaluated, however many they are.
-        self._publisher = FilesystemPublisher(self._run.broadcasts, keep_versions=1)
         section = cfg.eval.model_dump()
         settings = {key: section.pop(key) for key in ("max_inflight_rollouts", "rollout_timeout_s")}
         # As it was given: a port that nobody named is found by the engine's starter.
@@ -91,18 +93,17 @@ class OnlineEvals:
         ):
             return
         self._published = step
-        tensors = hub.export_tensors(self._learner.policy)
-        if not is_lead_process():
-            for _ in tensors:
-                pass  # the lead takes what all ranks join
-            return
-        if self._child.returncode is not None:
-            if not self._has_failed:
-                logger.error("%s", self._ended())
-            self._has_failed = True
+        has_ended = is_lead_process() and self._child.returncode is not None
+        if has_ended and not self._has_failed:
+            logger.error("%s", self._ended())
+        self._has_failed = has_ended
+        mesh = self._learner.mesh
+        if has_ended if mesh is None else mesh.tell(has_ended):
             return
         start = time.perf_counter()
-        self._publisher.publish(step, tensors)
+        self._publisher.publish(step, self._learner.export_tensors(is_merged=True))
+        if not is_lead_process():
+            return
         self._release()
         logger.info(
             "step %d: weights handed over to be evaluated in %.2fs", step, time.perf_counter() - start

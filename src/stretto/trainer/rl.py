@@ -63,7 +63,7 @@ from stretto.trainer.token_export import TokenExport
 from stretto.trainer.updates import Updates
 from stretto.transports.control import ControlClient
 from stretto.transports.rollouts import build_receiver
-from stretto.transports.weights import build_publisher
+from stretto.transports.weights import ONE_RANK, build_publisher
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,9 @@ ROLE = "trainer"
 POLL_S = 0.1  # how long a Stop may go unnoticed while waiting for a batch
 MONITOR_CLOSE_S = 10.0
 LOGGED = ("loss/mean", "mismatch_kl/mean", "entropy/mean", "optim/grad_norm", "optim/lr")
-GROUP_MARGIN_S = 600.0  # ranks wait for the lead's batch, and for what it does around it
+GROUP_MARGIN_S = (
+    600.0  # ranks wait for the lead's batch, for what it does around it, and for engines at the end
+)
 
 
 def main(cfg: TrainerConfig) -> int:
@@ -83,7 +85,7 @@ def main(cfg: TrainerConfig) -> int:
     signal.signal(signal.SIGTERM, _exit_in_order)
     with (
         finish_on_signal(*stop_signals()) as interrupt,
-        process_group(cfg.batch_timeout_s + GROUP_MARGIN_S),
+        process_group(max(cfg.batch_timeout_s, 2 * cfg.weight_broadcast.timeout_s) + GROUP_MARGIN_S),
         ExitStack() as stack,
     ):
         Trainer(cfg, interrupt, stack).run()
@@ -93,9 +95,9 @@ def main(cfg: TrainerConfig) -> int:
 class Trainer:
     """One life of a trainer process. `stack` closes what it opens, in reverse.
 
-    On several ranks the lead talks to the orchestrator, publishes and writes files; it tells the others when
-    to stop. Each data-parallel rank receives its own batches and is registered; those that share them (cp, tp)
-    get them from it.
+    On several ranks the lead talks to the orchestrator and writes metrics; it tells the others when to stop and what
+    engines have loaded. Each publishes the tensors that it owns. Each data-parallel rank receives its own batches and
+    is registered; those that share them (cp, tp) get them from it.
     """
 
     def __init__(self, cfg: TrainerConfig, interrupt: StopFlag, stack: ExitStack) -> None:
@@ -114,9 +116,9 @@ class Trainer:
             stack.callback(self.control.close)
             self.receiver = build_receiver(cfg.rollout_transport, self.run_dir, rank=self.dp_rank)
             stack.callback(self.receiver.close)
+        self.publisher = build_publisher(cfg.weight_broadcast, self.run_dir, cfg.run_name, mesh or ONE_RANK)
+        stack.callback(self.publisher.close)
         if self.is_lead:
-            self.publisher = build_publisher(cfg.weight_broadcast, self.run_dir, cfg.run_name)
-            stack.callback(self.publisher.close)
             self.monitors = build_monitors(
                 cfg.monitors, self.run_dir, ROLE, cfg.run_name, resumed_step=self.resumed_step
             )
@@ -235,15 +237,17 @@ class Trainer:
     def publish(self) -> None:
         """Hand the current weights to the engines; the version is the number of steps done."""
         start = time.perf_counter()
-        if not self.is_lead:
-            for _ in self.learner.export_tensors():
-                pass  # the lead takes what all ranks join
-            self.canary()
-            return
-        self.hear()
+        if self.is_lead:
+            self.hear()
+        if self.mesh is not None:
+            self.loaded_version = self.mesh.tell(self.loaded_version)
+            self.publisher.release(self.loaded_version - 1)
         manifest = self.publisher.publish(self.learner.step, self.learner.export_tensors())
+        canary = self.canary()
+        if not self.is_lead:
+            return
         adapter = self.learner.adapter_info()
-        manifest = msgspec.structs.replace(manifest, canary=self.canary(), adapter=adapter)
+        manifest = msgspec.structs.replace(manifest, canary=canary, adapter=adapter)
         self.control.send(VersionReady(manifest=manifest))
         values = {"time/publish": time.perf_counter() - start, "publish/bytes": manifest.sent_bytes}
         self.monitors.log(self.learner.step, values)
@@ -359,19 +363,20 @@ class Trainer:
         should_save = self.stop is None or self.stop.save
         if should_save if self.mesh is None else self.mesh.tell(should_save):
             self.save_if_due(is_last=True)
-        if not self.is_lead:
-            return
-        if self.cfg.ckpt is None and step:
-            logger.warning("nothing was saved: ckpt = None")
-        timeout_s = self.cfg.weight_broadcast.timeout_s
-        self.wait_until(
-            lambda: self.complete_step == self.saved_step,
-            timeout_s,
-            f"the orchestrator to complete the checkpoint of step {self.saved_step}",
-        )
-        # Closing the publisher takes back the memory that engines read a version from.
-        what = f"the engines to load the last version, {step}"
-        self.wait_until(lambda: self.loaded_version == step, timeout_s, what)
+        if self.is_lead:
+            if self.cfg.ckpt is None and step:
+                logger.warning("nothing was saved: ckpt = None")
+            timeout_s = self.cfg.weight_broadcast.timeout_s
+            self.wait_until(
+                lambda: self.complete_step == self.saved_step,
+                timeout_s,
+                f"the orchestrator to complete the checkpoint of step {self.saved_step}",
+            )
+            what = f"the engines to load the last version, {step}"
+            self.wait_until(lambda: self.loaded_version == step, timeout_s, what)
+        if self.mesh is not None:
+            # Closing a publisher takes back the memory that engines read a version from, on every rank.
+            self.mesh.tell(None)
 
     def tell_failure(self, error: Exception) -> None:
         try:

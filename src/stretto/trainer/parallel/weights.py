@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stretto.models import hub
-from stretto.models.lora import Adapter, added, is_adapter_parameter, pair_names
+from stretto.models.lora import Adapter, added, is_adapter_parameter, own_name, pair_names
 from stretto.models.safetensors_file import Entry, StreamWriter
 from stretto.models.tensor_map import Local, Region
 
@@ -76,7 +76,7 @@ def whole_adapter(shards: Shards) -> Adapter:
 
 
 def export_dtype(name: str, shards: Shards) -> torch.dtype:
-    return torch.float32 if name.endswith("expert_bias") else shards.export_dtype
+    return shards.all_parameters[name].dtype if name in shards.policy.kept_whole else shards.export_dtype
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def save_weights(shards: Shards, directory: Path, names: Mapping[str, str] | Non
         if file.rank == mesh.rank
     }
     owned = [[e for f in files if f.rank == rank for e in f.entries] for rank in range(mesh.world_size)]
-    for name, tensor in Deal(shards, find_holders(shards), owned).tensors(torch.device("cpu")):
+    for name, tensor in Deal(Held(shards), owned).tensors(torch.device("cpu")):
         writers[mine[name]].add(tensor)
     for writer in writers.values():
         writer.close()
@@ -153,59 +153,59 @@ def _entries(shards: Shards) -> list[Entry]:
 class Publication:
     """What this rank publishes of every version: each tensor is one rank's, which joins it and sends it.
 
-    Ranks that only repeat what others hold (dp_replicate) own nothing. Every rank must go through `tensors`.
+    Ranks that only repeat what others hold (dp_replicate) own nothing. Every rank must go through the tensors.
     """
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
         self._deal: Deal | None = None
-        if next(pair_names(shards.policy), None) is None:
-            holders = find_holders(shards)
-            self._deal = Deal(shards, holders, share_out(shards, holders))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """By Hugging Face name, or by PEFT's where an adapter is trained; in the order of the checkpoint."""
-        if self._deal is not None:
-            return self._deal.tensors(self._shards.mesh.device)
-        return self._adapter_tensors()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's weights by Hugging Face name, with an adapter added to them."""
+        if self._deal is None:
+            held = Held(self._shards)
+            self._deal = Deal(held, share_out(held))
+        return self._deal.tensors(self._shards.mesh.device)
 
-    def _adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's pairs of the adapter by PEFT's names; a pair is joined by all, and let go by all but one."""
         mesh, whole = self._shards.mesh, Whole(self._shards)
-        loads = [0] * (mesh.world_size // mesh.degrees.dp_replicate)
+        loads = [0] * _num_owners(self._shards)
         for name, a, b, scaling in pair_names(self._shards.policy):
             pair = whole.joined(a), whole.joined(b)
             owner = loads.index(min(loads))
             loads[owner] += sum(half.nbytes for half in pair)
             if owner == mesh.rank:
-                yield from Adapter({name: pair}, pair[0].shape[-2], scaling).tensors()
+                own = own_name(self._shards.policy, name)
+                yield from Adapter({own: pair}, pair[0].shape[-2], scaling).tensors()
 
 
-def share_out(shards: Shards, holders: Holders) -> list[list[Entry]]:
+def share_out(held: Held) -> list[list[Entry]]:
     """Of each rank the tensors that it owns: ones of which it holds much, about as many bytes as the others own.
 
     An expert is owned by one of the ranks that have it (ep) and does not leave it before it is sent to engines.
     """
-    table = shards.policy.tensor_map
-    owned: list[list[Entry]] = [[] for _ in holders]
-    loads = [0] * len(holders)
-    for entry in _entries(shards):
-        held = [0] * len(holders)
-        for piece in table.pieces_of(entry.name):
-            for rank, holder in enumerate(holders):
-                if piece.ours in holder and (overlap := piece.overlap(holder[piece.ours])) is not None:
-                    held[rank] += _num_elements(overlap[1])
+    shards = held.shards
+    entries, num_owners = _entries(shards), _num_owners(shards)
+    mine = [sum(_num_elements(piece.region) for piece in held.here(entry)) for entry in entries]
+    counts = shards.mesh.gather(mine)[:num_owners]
+    owned: list[list[Entry]] = [[] for _ in range(shards.mesh.world_size)]
+    loads = [0] * num_owners
+    for entry, found in zip(entries, zip(*counts, strict=True), strict=True):
         # Shards of uneven sizes are much the same.
-        able = [rank for rank, count in enumerate(held) if 2 * count >= max(held) and holders[rank]]
+        able = [rank for rank, count in enumerate(found) if 2 * count >= max(found)]
         owner = min(able, key=lambda rank: loads[rank])
         loads[owner] += entry.num_bytes
         owned[owner].append(entry)
     return owned
 
 
-# -- the exchange --
+def _num_owners(shards: Shards) -> int:
+    """The first replica's ranks come first."""
+    return shards.mesh.world_size // shards.mesh.degrees.dp_replicate
 
-Holders = list[dict[str, Local]]
-"""Of each rank the rectangles it sends from: those that no rank before it has."""
+
+# -- the exchange --
 
 
 @dataclass(frozen=True)
@@ -231,22 +231,75 @@ class _Round:
     received: list[list[_Piece]]
 
 
+class Held:
+    """Which rectangles of the weights which ranks have; every rank must make it."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self._mine: dict[str, Local] = {}
+        for name, parameter in shards.all_parameters.items():
+            part = shards.part(name, local_part(parameter.detach()))
+            self._mine[name] = _outline(part.start, part.tensor.shape)
+        self._all: dict[str, dict[tuple[int, ...], tuple[Local, list[int]]]] = {}
+        told = {name: (local.start, tuple(local.tensor.shape)) for name, local in self._mine.items()}
+        for rank, rectangles in enumerate(shards.mesh.gather(told)):
+            for name, (start, shape) in rectangles.items():
+                if math.prod(shape):
+                    rectangle = _outline(start, shape), []
+                    self._all.setdefault(name, {}).setdefault(start, rectangle)[1].append(rank)
+
+    def start(self, name: str) -> tuple[int, ...]:
+        """Where this rank's rectangle begins."""
+        return self._mine[name].start
+
+    def here(self, entry: Entry) -> Iterator[_Piece]:
+        """What this rank has of a tensor."""
+        for piece in self.shards.policy.tensor_map.pieces_of(entry.name):
+            if (overlap := piece.overlap(self._mine[piece.ours])) is not None:
+                yield _Piece(entry, piece.ours, *overlap)
+
+    def sent(self, entry: Entry, owner: int) -> Iterator[_Piece]:
+        """What this rank sends of a tensor to the rank that owns it, or keeps as that rank."""
+        me = self.shards.mesh.rank
+        for piece in self.here(entry):
+            if _sender(self._all[piece.ours][self.start(piece.ours)][1], owner) == me:
+                yield piece
+
+    def received(self, entry: Entry, owner: int) -> Iterator[tuple[int, _Piece]]:
+        """(sender, what it sends) of a tensor; of each sender in the order in which it sends."""
+        for piece in self.shards.policy.tensor_map.pieces_of(entry.name):
+            for rectangle, ranks in self._all[piece.ours].values():
+                if (overlap := piece.overlap(rectangle)) is not None:
+                    yield _sender(ranks, owner), _Piece(entry, piece.ours, *overlap)
+
+
+def _outline(start: Sequence[int], shape: Sequence[int]) -> Local:
+    return Local(torch.empty(tuple(shape), device="meta"), tuple(start))
+
+
+def _sender(ranks: list[int], owner: int) -> int:
+    """Of several ranks that have a rectangle: the owner of what is made of it, or the first."""
+    return owner if owner in ranks else ranks[0]
+
+
 class Deal:
     """Tensors of the checkpoint, each put together on the rank that owns it.
 
     owned: of each rank its tensors; the same on all ranks. Every rank must go through `tensors`.
     """
 
-    def __init__(self, shards: Shards, holders: Holders, owned: Sequence[Sequence[Entry]]) -> None:
-        self._shards, self._holders = shards, holders
-        self._rank = rank = shards.mesh.rank
-        lists = [_rounds(entries) for entries in owned]
+    def __init__(self, held: Held, owned: Sequence[Sequence[Entry]]) -> None:
+        self._held, self._shards = held, held.shards
+        mesh, lists = held.shards.mesh, [_rounds(entries) for entries in owned]
         self._deal = []
         for number in range(max(map(len, lists))):
             wanted = [each[number] if number < len(each) else [] for each in lists]
-            sent = [list(_overlaps(shards, entries, holders[rank])) for entries in wanted]
-            received = [list(_overlaps(shards, wanted[rank], holder)) for holder in holders]
-            self._deal.append(_Round(wanted[rank], sent, received))
+            sent = [[p for e in each for p in held.sent(e, owner)] for owner, each in enumerate(wanted)]
+            received: list[list[_Piece]] = [[] for _ in wanted]
+            for entry in wanted[mesh.rank]:
+                for sender, piece in held.received(entry, mesh.rank):
+                    received[sender].append(piece)
+            self._deal.append(_Round(wanted[mesh.rank], sent, received))
 
     @torch.no_grad()
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -288,8 +341,9 @@ class Deal:
         name, region = piece.ours, piece.region
         tensor = parts[name][region].to(self._shards.mesh.device)
         if adapter is not None and name in adapter.pairs:
-            start = self._holders[self._rank][name].start
-            whole = tuple(slice(r.start + s, r.stop + s) for r, s in zip(region, start))
+            whole = tuple(
+                slice(r.start + s, r.stop + s) for r, s in zip(region, self._held.start(name), strict=True)
+            )
             tensor = tensor.float() + adapter.delta(name, whole).to(tensor.device)
         return tensor.to(piece.entry.dtype).contiguous().view(-1).view(torch.uint8)
 
@@ -304,31 +358,6 @@ def _rounds(entries: list[Entry]) -> list[list[Entry]]:
         out[-1].append(entry)
         size += entry.num_bytes
     return out
-
-
-def find_holders(shards: Shards) -> Holders:
-    """Every rank must call it."""
-    mine = {}
-    for name, parameter in shards.all_parameters.items():
-        part = shards.part(name, local_part(parameter.detach()))
-        mine[name] = part.start, tuple(part.tensor.shape)
-    seen: set[tuple] = set()
-    holders: Holders = []
-    for rectangles in shards.mesh.gather(mine):
-        holders.append({})
-        for name, (start, shape) in rectangles.items():
-            if (name, start) not in seen and torch.Size(shape).numel():
-                seen.add((name, start))
-                holders[-1][name] = Local(torch.empty(shape, device="meta"), start)
-    return holders
-
-
-def _overlaps(shards: Shards, wanted: Sequence[Entry], holder: Mapping[str, Local]) -> Iterator[_Piece]:
-    """What a rank has of these tensors."""
-    for entry in wanted:
-        for piece in shards.policy.tensor_map.pieces_of(entry.name):
-            if piece.ours in holder and (overlap := piece.overlap(holder[piece.ours])) is not None:
-                yield _Piece(entry, piece.ours, *overlap)
 
 
 def _num_elements(region: Region) -> int:

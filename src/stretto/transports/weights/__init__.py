@@ -29,7 +29,7 @@ from stretto.transports.weights.shm import ShmPublisher
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Publisher", "Ranks", "Received", "build_publisher", "receive"]
+__all__ = ["ONE_RANK", "Publisher", "Ranks", "Received", "build_publisher", "receive"]
 
 
 def build_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: Ranks = ONE_RANK) -> Publisher:
