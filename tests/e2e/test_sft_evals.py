@@ -63,6 +63,7 @@ def test_an_eval_that_dies_costs_no_training_and_is_told_at_the_end(tmp_path):
     assert code == 1
     assert "the process of the evals ended" in output and "the engine ended" in output
     assert run.latest_weights.exists() and run.complete_checkpoints() == [60]
+    assert json.loads(run.summary.read_text())["steps"] == 60
     assert "Traceback" not in output
 
 

@@ -343,23 +343,15 @@ def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
             export(session)
         session.saver.wait()
     evals = {}
-    if session.evals is not None:
-        session.evals.evaluate(is_last=not was_stopped)
-        evals = session.evals.finish()
+    try:
+        if session.evals is not None:
+            session.evals.evaluate(is_last=not was_stopped)
+            evals = session.evals.finish()
+    finally:  # what was trained is told, whatever becomes of the evals
+        if is_lead_process():
+            write_summary(session, evals)
     if not is_lead_process():
         return
-    wall_s = time.perf_counter() - session.started_at
-    summary = {
-        "steps": learner.step,
-        "epochs": session.order.epoch,
-        "val_loss": session.val_loss,
-        "evals": evals,
-        "wall_s": wall_s,
-        "tokens_per_s": session.num_tokens / wall_s,
-        "resumed": session.resumed_step is not None,
-        "weights": str(run.latest_weights) if session.exported_step else None,
-    }
-    run.summary.write_text(json.dumps(summary, indent=2) + "\n")
     for version, means in evals.items():
         logger.info("step %d: %s", version, "  ".join(f"{name} {mean:.3f}" for name, mean in means.items()))
     if was_stopped:
@@ -368,6 +360,21 @@ def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
         logger.info("weights: %s", run.latest_weights)
     elif cfg.ckpt is None:
         logger.warning("nothing was saved: ckpt = None")
+
+
+def write_summary(session: Session, evals: dict[int, dict[str, float]]) -> None:
+    wall_s = time.perf_counter() - session.started_at
+    summary = {
+        "steps": session.learner.step,
+        "epochs": session.order.epoch,
+        "val_loss": session.val_loss,
+        "evals": evals,
+        "wall_s": wall_s,
+        "tokens_per_s": session.num_tokens / wall_s,
+        "resumed": session.resumed_step is not None,
+        "weights": str(session.run.latest_weights) if session.exported_step else None,
+    }
+    session.run.summary.write_text(json.dumps(summary, indent=2) + "\n")
 
 
 class Console:
