@@ -67,8 +67,9 @@ def test_ranks_that_share_batches_are_counted_out_of_the_gpus(tmp_path):
 
 REFUSED = {
     "dp_replicate": ({"workers": 4, "dp_replicate": 3}, "dp_replicate = 3 does not divide .* = 4 .*; valid: 1, 2, 4"),
-    "hf on several ranks": ({"workers": 2, "impl": "hf"}, 'impl = "hf" trains on one rank, and there are 2'),
-    "hf beside tp": ({"tp": 2, "impl": "hf"}, 'impl = "hf" trains on one rank, and there are 2; use impl = "custom"'),
+    "hf beside tp": ({"tp": 2, "impl": "hf"}, 'model.tp = 2 with trainer.model.impl = "hf": tp is of modules'),
+    "hf beside cp": ({"cp": 2, "impl": "hf"}, 'model.cp = 2 with trainer.model.impl = "hf": cp is of modules'),
+    "hf beside ep": ({"ep": 2, "impl": "hf"}, "are sharded only, so leave ep out"),
 }  # fmt: skip
 
 
@@ -99,10 +100,18 @@ def test_torchrun_refuses_the_same_when_the_model_is_known(name):
         mesh.find_degrees(ModelSection(**model), world_size, shape)
 
 
-def test_transformers_modules_are_refused_by_every_rank(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match='impl = "hf" trains on one rank; several need impl = "custom"'):
-        mesh.build_mesh(ModelSection(impl="hf"), object())
+@pytest.mark.parametrize("key", ["tp", "cp", "ep"])
+def test_transformers_modules_are_sharded_and_not_cut(key):
+    assert mesh.find_plain_degrees(ModelSection(), 4) == mesh.Degrees(dp_shard=4)
+    assert mesh.find_plain_degrees(ModelSection(dp_replicate=2), 4) == mesh.Degrees(
+        dp_replicate=2, dp_shard=2
+    )
+    with pytest.raises(ConfigError, match=rf"\[model\] {key} = 2 cuts .* only modules of our own can"):
+        mesh.find_plain_degrees(ModelSection(**{key: 2}), 4)
+    with pytest.raises(
+        ConfigError, match="dp_replicate = 3 does not divide the 4 trainer ranks; valid: 1, 2, 4"
+    ):
+        mesh.find_plain_degrees(ModelSection(dp_replicate=3), 4)
 
 
 def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):

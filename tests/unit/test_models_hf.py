@@ -7,14 +7,19 @@ from itertools import pairwise
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.model import ModelSection, ScratchSection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
-from stretto.models.hf import PACKED_FAMILIES, HFDecoder, load_hf_model
+from stretto.models.hf import (
+    PACKED_FAMILIES,
+    HFDecoder,
+    load_hf_model,
+    outline_hf_model,
+)
 from stretto.trainer.learner import load_policy
 
 VOCAB = 64
@@ -117,6 +122,44 @@ def test_export_has_the_checkpoints_names_and_bits(tmp_path, family):
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
     AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_says_where_transformers_puts_every_weight(tmp_path, family):
+    model = HFDecoder(build_hf(family))
+    theirs = dict(model.export_tensors())
+    model.prepare_for_ranks()
+    table = model.tensor_map
+    ours = dict(table.export(dict(model.named_parameters())))
+    assert model.kept_whole <= dict(model.named_parameters()).keys()
+    assert theirs.keys() == ours.keys() and table.their_shapes == {
+        n: tuple(t.shape) for n, t in theirs.items()
+    }
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+def test_a_weight_that_is_turned_round_in_a_checkpoint_is_refused(monkeypatch):
+    def turned(model, tensors):
+        return {name: tensor.T if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", turned)
+    with pytest.raises(
+        ConfigError, match=r"'model.embed_tokens.weight' .* cannot be spread over ranks; train it on"
+    ):
+        HFDecoder(build_hf("llama")).prepare_for_ranks()
+
+
+def test_an_outline_has_buffers_and_no_weights(tmp_path):
+    build_hf("llama").save_pretrained(tmp_path)
+    whole = load_hf_model(tmp_path, dtype=torch.float32)
+    outline = outline_hf_model(tmp_path, dtype=torch.float32)
+    assert {p.is_meta for p in outline.parameters()} == {True}
+    ours, theirs = (dict(model.named_buffers()) for model in (outline, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    files = load_file(tmp_path / "model.safetensors")
+    del files["model.norm.weight"]
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert outline_hf_model(tmp_path, dtype=torch.float32) is None, "transformers may know what to do"
 
 
 def test_auto_takes_transformers_for_families_that_are_not_ours(tmp_path):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def check_mesh(cfg: RLConfig) -> list[Problem]:
     """Degrees of [trainer.model] against the ranks."""
     model, workers = cfg.trainer.model, cfg.orchestrator.num_train_workers
-    ranks, path, problems = cfg.num_train_ranks, "trainer.model", []
+    path, problems = "trainer.model", []
     if workers % model.dp_replicate:
         valid = _listed(workers)
         rule = (
@@ -21,10 +21,11 @@ def check_mesh(cfg: RLConfig) -> list[Problem]:
         )
         paths = (f"{path}.dp_replicate", "orchestrator.num_train_workers")
         problems.append(Problem(paths, f"{paths[0]} = {model.dp_replicate} {rule}"))
-    if model.impl == "hf" and ranks > 1:
-        paths = (f"{path}.impl", "orchestrator.num_train_workers")
-        rule = 'trains on one rank, and there are {}; use impl = "custom", or one rank with cp = tp = 1'
-        problems.append(Problem(paths, f'{paths[0]} = "hf" {rule.format(ranks)}'))
+    for key in ("tp", "cp", "ep"):
+        if model.impl == "hf" and (value := getattr(model, key)) not in (1, "auto"):
+            paths = (f"{path}.impl", f"{path}.{key}")
+            rule = f"is of modules of our own; models of transformers' are sharded only, so leave {key} out"
+            problems.append(Problem(paths, f'{paths[1]} = {value} with {paths[0]} = "hf": {key} {rule}'))
     return problems
 
 

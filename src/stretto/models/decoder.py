@@ -146,6 +146,11 @@ class Decoder(nn.Module):
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
         return TensorMap(shapes, self.config.family_data.weights)
 
+    @cached_property
+    def kept_whole(self) -> frozenset[str]:
+        """Biases on the choice of experts: not trained by gradients, in float32, and whole on every rank."""
+        return frozenset(name for name, _ in self.named_parameters() if name.endswith("expert_bias"))
+
     def forward(
         self,
         token_ids: Int[Tensor, " tokens"],

@@ -236,6 +236,11 @@ def _root(policy: nn.Module) -> nn.Module:
     return getattr(policy, "wrapped", policy)
 
 
+def own_name(policy: nn.Module, name: str) -> str:
+    """A parameter's name as it counts for PEFT."""
+    return name if _root(policy) is policy else name.removeprefix("model.")
+
+
 def _pairs_of(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor, float]]]:
     """(parameter, (A, B, scaling)) of one layer."""
     if isinstance(module, LoRALinear):

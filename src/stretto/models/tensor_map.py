@@ -94,13 +94,25 @@ class TensorMap:
     def __init__(self, shapes: Mapping[str, Shape], rules: Iterable[Rule]) -> None:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         templates = {template: (rule, at) for rule in rules for at, template in enumerate(rule.ours)}
-        self._by_theirs: dict[str, list[Piece]] = {}
+        found: list[Piece] = []
         for name, shape in self.shapes.items():
             template, layer = _template(name)
             rule, at = templates.get(template, (Rule((template,), (template,)), 0))
-            for piece in self._pieces(name, shape, rule, at, layer):
-                self._by_theirs.setdefault(piece.theirs, []).append(piece)
-        self.their_shapes = {name: _bounds(pieces) for name, pieces in self._by_theirs.items()}
+            found += self._pieces(name, shape, rule, at, layer)
+        self._take(found)
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Shape], pieces: Iterable[Piece]) -> TensorMap:
+        """The same of pieces that are known."""
+        table = cls(shapes, ())
+        table._take(pieces)
+        return table
+
+    def _take(self, pieces: Iterable[Piece]) -> None:
+        self._by_theirs: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            self._by_theirs.setdefault(piece.theirs, []).append(piece)
+        self.their_shapes = {name: _bounds(found) for name, found in self._by_theirs.items()}
 
     def _pieces(self, name: str, shape: Shape, rule: Rule, at: int, layer: str) -> Iterator[Piece]:
         fill = lambda text, **more: _fill(text, layer=layer, **more)

@@ -81,6 +81,25 @@ def find_degrees(section: ModelSection, world_size: int, shape: ModelConfig) -> 
     )
 
 
+def find_plain_degrees(section: ModelSection, world_size: int) -> Degrees:
+    """The degrees for a model of transformers': its weights are sharded, its layers are not cut.
+
+    Raises: ConfigError naming the key.
+    """
+    for key, what in (
+        ("tp", "the features of its layers"),
+        ("cp", "the tokens of a row"),
+        ("ep", "its experts"),
+    ):
+        if (value := getattr(section, key)) not in (1, "auto"):
+            raise ConfigError(
+                f"[model] {key} = {value} cuts {what}, which only modules of our own can; a model of transformers' "
+                f'(impl = "hf") is sharded over all ranks, so leave {key} out'
+            )
+    _divides("dp_replicate", section.dp_replicate, world_size, f"the {world_size} trainer ranks")
+    return Degrees(dp_replicate=section.dp_replicate, dp_shard=world_size // section.dp_replicate)
+
+
 def _expert_degree(ep: int | str, island: int, shape: ModelConfig) -> int:
     if shape.moe is None:
         if ep not in ("auto", 1):
@@ -231,11 +250,10 @@ def build_mesh(section: ModelSection, shape: ModelConfig | Any) -> Mesh | None:
 
     Raises: ConfigError for degrees that do not fit.
     """
-    if not isinstance(shape, ModelConfig):
-        if num_ranks() > 1:
-            raise ConfigError('[model] impl = "hf" trains on one rank; several need impl = "custom"')
-        return None
-    degrees = find_degrees(section, num_ranks(), shape)
+    if isinstance(shape, ModelConfig):
+        degrees = find_degrees(section, num_ranks(), shape)
+    else:
+        degrees = find_plain_degrees(section, num_ranks())
     if num_ranks() == 1:
         if section.fsdp_cpu_offload:
             rule = (

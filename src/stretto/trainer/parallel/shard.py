@@ -9,6 +9,7 @@ are summed, not averaged, over ranks: losses are divided by the tokens of all ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +24,36 @@ from stretto.base.errors import ConfigError
 from stretto.config.model import ModelSection
 from stretto.models import hub
 from stretto.models.decoder import Decoder
-from stretto.models.lora import Adapter, initial_values, is_adapter_parameter
+from stretto.models.hf import HFDecoder, check_output_head
+from stretto.models.lora import Adapter, initial_values, is_adapter_parameter, own_name
 from stretto.models.moe import mixtures
 from stretto.models.tensor_map import Local
 from stretto.trainer.mesh import Mesh
 from stretto.trainer.parallel.expert import cut_experts
+from stretto.trainer.parallel.memory import find_blocks
 from stretto.trainer.parallel.tensor import cut_layers
 from stretto.trainer.parallel.token_wire import build_token_wire
 from stretto.trainer.parallel.weights import Whole, local_part, whole_adapter
 from stretto.trainer.parallel.whole import cuts_of, on_whole
 from stretto.trainer.state import Part
 
+Policy = Decoder | HFDecoder
 
-def parallelise(policy: nn.Module, mesh: Mesh, section: ModelSection) -> Shards:
+
+def parallelise(policy: Policy, mesh: Mesh, section: ModelSection) -> Shards:
     """Spread a whole policy, the same on every rank, over the mesh.
 
     Raises: ConfigError for what does not run on several ranks.
     """
-    if not isinstance(policy, Decoder):
-        raise ConfigError('[model] impl = "hf" trains on one rank; several need impl = "custom"')
     if section.fsdp_cpu_offload and mesh.device.type == "cpu":
         raise ConfigError("[model] fsdp_cpu_offload = true needs a GPU to offload from; leave it out")
+    is_ours = isinstance(policy, Decoder)
+    if not is_ours and not hasattr(policy, "tensor_map"):
+        policy.prepare_for_ranks()
     _ = policy.tensor_map  # the table is of whole weights
     for name, parameter in policy.named_parameters():
         # What is frozen stays in its own type: nothing is added to it.
-        if parameter.requires_grad or name.endswith("expert_bias"):
+        if parameter.requires_grad or (is_ours and name in policy.kept_whole):
             parameter.data = parameter.data.to(hub.DTYPES[section.optimization_dtype])
     features, partial = ({}, set())
     if mesh.degrees.tp > 1:
@@ -58,14 +64,20 @@ def parallelise(policy: nn.Module, mesh: Mesh, section: ModelSection) -> Shards:
     _shard(policy, mesh, section)
     is_outline = any(parameter.is_meta for parameter in policy.parameters())
     if is_outline:
+        buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
         policy.to_empty(device="cpu" if section.fsdp_cpu_offload else mesh.device)
+        for name, buffer in policy.named_buffers():
+            buffer.copy_(buffers[name])
     shards = Shards(policy, mesh, features, experts, partial, hub.DTYPES[section.dtype])
     if is_outline:
         shards.load(policy.source)
+    if is_outline and not is_ours:
+        check_output_head(policy, str(policy.source))
+        shards.settle()
     return shards
 
 
-def _shard(policy: Decoder, mesh: Mesh, section: ModelSection) -> None:
+def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
     common: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=hub.DTYPES[section.dtype],
@@ -74,8 +86,7 @@ def _shard(policy: Decoder, mesh: Mesh, section: ModelSection) -> None:
             cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy() if section.fsdp_cpu_offload else OffloadPolicy(),
-        # Biases on the choice of experts are not trained by gradients and stay whole, in float32.
-        "ignored_params": {p for name, p in policy.named_parameters() if name.endswith("expert_bias")},
+        "ignored_params": {p for name, p in policy.named_parameters() if name in policy.kept_whole},
     }
     units = []
     if mesh.degrees.ep > 1:
@@ -89,7 +100,7 @@ def _shard(policy: Decoder, mesh: Mesh, section: ModelSection) -> None:
                 **common,
             )
             units.append(mixture.experts)
-    for block in policy.model.layers:
+    for block in find_blocks(policy):
         fully_shard(block, mesh=mesh.dense, reshard_after_forward=section.reshard_after_forward, **common)
         units.append(block)
     # The root stays whole between forward and backward: the output head is used after its forward pass.
@@ -107,7 +118,7 @@ class Shards:
 
     def __init__(
         self,
-        policy: Decoder,
+        policy: Policy,
         mesh: Mesh,
         features: dict[str, int],
         experts: dict[str, int],
@@ -227,7 +238,8 @@ class Shards:
 
     def adapter(self) -> Adapter:
         """The adapter that is trained, whole; every rank must ask."""
-        return whole_adapter(self)
+        adapter = whole_adapter(self)
+        return replace(adapter, pairs={own_name(self.policy, n): pair for n, pair in adapter.pairs.items()})
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
@@ -237,9 +249,10 @@ class Shards:
             part = self.part(name, local_part(parameter.detach()))
             targets[name] = Local(part.tensor, part.start)
         base = {name: local for name, local in targets.items() if not is_adapter_parameter(name)}
-        hub.fill(
-            self.policy.tensor_map, base, hub.read_tensors(directory), self.policy.config, str(directory)
-        )
+        table, sources = self.policy.tensor_map, hub.read_tensors(directory)
+        if not isinstance(self.policy, Decoder):  # whose files may hold what transformers leaves out
+            sources = (source for source in sources if source[0] in table.their_shapes)
+        hub.fill(table, base, sources, self.policy.config, str(directory))
         for name, values in initial_values(self.policy, torch.initial_seed() % 2**63):
             local = targets[name]
             whole = values(self.part(name, local.tensor).shape)
