@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from runs import merged, rl
+from runs import Ended, free_ports, merged, rl
 
 from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
 from stretto.config.model import ScratchSection
@@ -27,21 +28,31 @@ SETTINGS = {
 }
 
 
-def build_model(directory: Path) -> Path:
+def build_model(directory: Path, **shape: Any) -> Path:
     """A random policy, which reverses nothing yet, with its tokenizer."""
     tokenizer_dir = build_letters_tokenizer(directory / "tokenizer")
     tokenizer = load_tokenizer(tokenizer_dir)
     ids = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.token_id(END_OF_TEXT)}
-    policy = hub.random_model(ScratchSection(hidden_size=32), tokenizer.vocab_size, **ids)
+    policy = hub.random_model(ScratchSection(hidden_size=32, **shape), tokenizer.vocab_size, **ids)
     hub.save_hf(policy, directory / "model", tokenizer_dir)
     return directory / "model"
 
 
 TWO_RANKS = {
-    "fsdp": {"orchestrator": {"num_train_workers": 2}},
-    "tp": {"trainer": {"model": {"tp": 2}}},
-    "cp": {"trainer": {"model": {"cp": 2}}},
+    "fsdp": {
+        "orchestrator": {"num_train_workers": 2},
+        "weight_broadcast": {"type": "collective", "port": free_ports(1)[0]},
+    },
+    "tp": {"trainer": {"model": {"tp": 2}}, "weight_broadcast": {"type": "shm"}},
+    "cp": {"trainer": {"model": {"cp": 2}}, "weight_broadcast": {"type": "filesystem", "delta": {}}},
 }
+
+
+def check_canaries(ended: Ended, num_steps: int) -> None:
+    """The engine computed with what the ranks sent together, in every version that was checked."""
+    errors = ended.column("canary/error")
+    assert len(errors) >= num_steps - 1 and max(errors) < 1e-4
+    assert all(value < 1e-6 for value in ended.column("mismatch_kl/max"))
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +71,22 @@ def test_two_trainer_ranks_train_like_one(tmp_path: Path, alone, name: str) -> N
         assert two.column(column) == pytest.approx(one.column(column), rel=1e-4, abs=1e-5), column
         assert len(two.column(column)) == 3
     assert max(one.column("optim/grad_norm")) > 0
+    check_canaries(two, 3)
     ours, theirs = (hub.load_model(e.run.weights_step(3), dtype=torch.float32) for e in (two, one))
     for (key, tensor), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(tensor, other, rtol=0, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["experts", "an adapter"])
+def test_what_is_not_a_plain_matrix_is_sent_by_two_ranks(tmp_path: Path, name: str) -> None:
+    shape: dict[str, Any] = {}
+    model: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8}}
+    more: dict[str, Any] = {"orchestrator": {"num_train_workers": 2}}
+    if name == "experts":
+        shape = {"family": "qwen3_moe", "moe_intermediate_size": 16}
+        model, more = {}, merged(more, {"trainer": {"model": {"ep": 2}, "enable_router_replay": True}})
+    model["name"] = build_model(tmp_path, **shape)
+    wire = {"type": "collective", "port": free_ports(1)[0], "delta": {"max_ratio": 1.0}}
+    ended = rl(tmp_path, merged(SETTINGS, more, {"model": model, "weight_broadcast": wire}))
+    assert len(ended.column("loss/mean")) == 3
+    check_canaries(ended, 3)
