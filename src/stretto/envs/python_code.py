@@ -1,14 +1,17 @@
 """python-code: write a function that the examples describe; reward 1 if it passes hidden tests, else 0.
 
-The prompt is a few examples, `f(0)=1 f(1)=3`, and the reply is an expression in `x`: `2*x+1`. Anything Python
-accepts there may be written, and is run as untrusted code (envs/sandbox.py). The values wanted never enter
-the sandbox: it computes, and what it prints is compared here. `partial` pays the share of tests passed.
+The prompt is a few examples, `f(3)=6 f(7)=10`, and the reply is an expression in `x`: `x+3`. Anything Python
+accepts there may be written, and is run as untrusted code (envs/sandbox.py). The values wanted never enter the
+sandbox: it computes, and what it prints is compared here. `partial` pays the share of tests passed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import operator
+import random
+from collections.abc import Iterable
 
 from stretto.base.errors import ConfigError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, Split, TaskSource
@@ -24,22 +27,23 @@ for x in task["inputs"]:
     value = function(x)
     print(json.dumps(value if type(value) is int else None))
 """
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 LONGEST = 2000  # characters of a reply worth running
 NUM_REMEMBERED = 10_000  # replies whose values are kept: what one computes is the same for every task
 
 
 class PythonCode(SingleTurnEnv):
-    """Linear functions `a*x+b`, a in 1..max_factor, b in 0..max_offset.
+    """Functions `x+c`, `x-c`, `x*c` with c in 1..max_constant, shown at num_examples inputs in 0..max_input.
 
-    Shown are num_examples values of each, at 0, example_step, and so on; tested is at 0, 1, ...
+    They are tested at the num_tests integers above max_input, which are never shown.
     """
 
     def __init__(
         self,
-        max_factor: int = 9,
-        max_offset: int = 99,
+        operators: str = "+-*",
+        max_constant: int = 9,
+        max_input: int = 9,
         num_examples: int = 2,
-        example_step: int = 10,
         num_tests: int = 6,
         partial: bool = False,
         backend: str = "auto",
@@ -47,19 +51,23 @@ class PythonCode(SingleTurnEnv):
         seed: int = 0,
         instruction: str = "",
     ) -> None:
-        if max_factor < 1 or max_offset < 0 or max_factor * (max_offset + 1) < 32:
+        if not operators or not set(operators) <= set("+-*"):
+            raise ConfigError(f"python-code: operators = {operators!r} must be some of +, - and *.")
+        if max_constant < 2 or max_input < 7:
             raise ConfigError(
-                f"python-code: max_factor = {max_factor}, max_offset = {max_offset} make fewer than 32 functions."
+                f"python-code: max_constant = {max_constant}, max_input = {max_input} make too few tasks; "
+                "at least 2 and 7."
             )
-        if num_examples < 2 or example_step < 1 or num_tests < 1:
+        if not 2 <= num_examples <= max_input or num_tests < 2:
             raise ConfigError(
-                f"python-code: num_examples = {num_examples}, example_step = {example_step}, num_tests = "
-                f"{num_tests}; a line needs two points, and a reward one test."
+                f"python-code: num_examples = {num_examples}, num_tests = {num_tests}; a line needs two points, "
+                "of those in 0..max_input, and so does a test of it."
             )
         self.name = "python-code"
-        self.max_factor, self.max_offset = max_factor, max_offset
-        self.shown = range(0, num_examples * example_step, example_step)
-        self.num_tests = num_tests
+        self.operators = operators
+        self.max_constant, self.max_input = max_constant, max_input
+        self.num_examples = num_examples
+        self.tested = range(max_input + 1, max_input + 1 + num_tests)
         self.partial = partial
         self.seed = seed
         self.instruction = instruction
@@ -68,16 +76,16 @@ class PythonCode(SingleTurnEnv):
 
     def tasks(self, split: Split) -> TaskSource:
         def make(index: int) -> Task:
-            function = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
-            return Task(env=self.name, task_id=f"{split}-{index}", data={"function": function})
+            data = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
+            return Task(env=self.name, task_id=f"{split}-{index}", data=data)
 
         return TaskSource(make)
 
     def prompt(self, task: Task) -> list[Message]:
-        return [{"role": "user", "content": self._question(task.data["function"])}]
+        return [{"role": "user", "content": self.instruction + task.data["examples"]}]
 
     async def score(self, task: Task, text: str) -> RolloutResult:
-        wanted = values(task.data["function"], range(self.num_tests))
+        wanted = values(task.data["function"], self.tested)
         result = await self._run(text[:LONGEST])
         lines = result.stdout.splitlines()
         is_whole = result.is_ok and len(lines) == len(wanted)
@@ -98,7 +106,7 @@ class PythonCode(SingleTurnEnv):
         if (run := self._runs.get(expression)) is None:
             if len(self._runs) >= NUM_REMEMBERED:
                 self._runs.clear()
-            request = json.dumps({"expression": expression, "inputs": list(range(self.num_tests))})
+            request = json.dumps({"expression": expression, "inputs": list(self.tested)})
             run = self._runs[expression] = asyncio.ensure_future(self.sandbox.run(HARNESS, stdin=request))
         try:
             return await asyncio.shield(run)  # whoever is cancelled, the others still wait for it
@@ -110,24 +118,25 @@ class PythonCode(SingleTurnEnv):
         """Solved tasks of the train side."""
         rows = []
         for index in range(num_rows):
-            function = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
-            user = {"role": "user", "content": self._question(function)}
-            rows.append({"messages": [user, {"role": "assistant", "content": function}]})
+            data = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
+            user = {"role": "user", "content": self.instruction + data["examples"]}
+            rows.append({"messages": [user, {"role": "assistant", "content": data["function"]}]})
         return rows
 
-    def _question(self, function: str) -> str:
-        pairs = zip(self.shown, values(function, self.shown))
-        return self.instruction + " ".join(f"f({x})={y}" for x, y in pairs)
-
-    def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
+    def _draw(self, stream: str, index: int, *, is_eval: bool) -> dict[str, str]:
         def make(entropy: int) -> str:
-            entropy, factor = divmod(entropy, self.max_factor)
-            return f"{factor + 1}*x+{entropy % (self.max_offset + 1)}"
+            chance = random.Random(entropy)
+            function = f"x{chance.choice(self.operators)}{chance.randint(1, self.max_constant)}"
+            shown = chance.sample(range(self.max_input + 1), self.num_examples)
+            pairs = zip(shown, values(function, shown))
+            return function + " " + " ".join(f"f({x})={y}" for x, y in pairs)
 
-        return draw_held_out(f"code/{stream}", index, is_eval=is_eval, make=make)
+        text = draw_held_out(f"code/{stream}", index, is_eval=is_eval, make=make)
+        function, _, examples = text.partition(" ")
+        return {"function": function, "examples": examples}
 
 
-def values(function: str, inputs: range) -> list[int]:
-    """Values of one of our own functions, `2*x+1`."""
-    factor, offset = map(int, function.split("*x+"))
-    return [factor * x + offset for x in inputs]
+def values(function: str, inputs: Iterable[int]) -> list[int]:
+    """Values of one of our own functions, `x*2`."""
+    compute, constant = OPERATORS[function[1]], int(function[2:])
+    return [compute(x, constant) for x in inputs]
