@@ -26,7 +26,7 @@ import msgspec
 import torch
 from torch import nn
 
-from stretto.base import log, process, rundir
+from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.memory import keep_freed_memory
 from stretto.base.status import stop_signals
@@ -56,7 +56,15 @@ from stretto.trainer.critic import Critic, load_critic, with_value_head
 from stretto.trainer.export import export_critic, export_weights
 from stretto.trainer.interrupt import StopFlag, finish_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
-from stretto.trainer.mesh import Mesh, build_mesh, by_lead, process_group, rank_name, training_device
+from stretto.trainer.mesh import (
+    Mesh,
+    build_mesh,
+    by_lead,
+    process_group,
+    rank_name,
+    share_of_cores,
+    training_device,
+)
 from stretto.trainer.metrics import alone
 from stretto.trainer.throughput import Throughput
 from stretto.trainer.token_export import TokenExport
@@ -71,15 +79,13 @@ ROLE = "trainer"
 POLL_S = 0.1  # how long a Stop may go unnoticed while waiting for a batch
 MONITOR_CLOSE_S = 10.0
 LOGGED = ("loss/mean", "mismatch_kl/mean", "entropy/mean", "optim/grad_norm", "optim/lr")
-GROUP_MARGIN_S = (
-    600.0  # ranks wait for the lead's batch, for what it does around it, and for engines at the end
-)
+GROUP_MARGIN_S = 600.0  # ranks wait for the lead's batch or for engines, and for what it does around that
 
 
 def main(cfg: TrainerConfig) -> int:
     """Train to the end, until told to stop, or until the first Ctrl-C; the exit status."""
     log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-    torch.set_num_threads(cfg.num_threads or process.num_cores())
+    torch.set_num_threads(cfg.num_threads or share_of_cores())
     torch.manual_seed(cfg.seed)
     keep_freed_memory()
     signal.signal(signal.SIGTERM, _exit_in_order)
