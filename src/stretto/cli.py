@@ -119,6 +119,10 @@ def _sft(words: list[str], called: str) -> int:
     cfg = load(SFTConfig, words, verb=called)
     if cfg.dry_run:
         return _print_config(cfg)
+    from stretto.launch.ranks import start_ranks
+
+    if (code := start_ranks(cfg, words)) is not None:
+        return code
     from stretto.trainer.sft import main as run
 
     return run(cfg)

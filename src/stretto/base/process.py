@@ -186,9 +186,11 @@ def start(
     log: Path,
     pass_fds: Iterable[int] = (),
     cwd: Path | None = None,
+    is_shown: bool = False,
 ) -> Child:
     """Start a child with `env` on top of this process's environment, appending its output to `log`.
 
+    is_shown: its output goes where this process's goes, and it writes `log` itself.
     Call from the main thread: the kernel ties the child's life to the thread that started it.
     """
     if sys.platform != "linux":
@@ -200,8 +202,8 @@ def start(
             [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv],
             env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdout=None if is_shown else output,
+            stderr=None if is_shown else subprocess.STDOUT,
             process_group=0,
             pass_fds=tuple(pass_fds),
             cwd=cwd,

@@ -469,6 +469,12 @@ def check_sft(cfg: SFTConfig) -> list[Problem]:
         problems.append(
             Problem(("loss_mask",), "loss_mask trains no role; set at least loss_mask.assistant = true")
         )
+    ids, count = cfg.trainer_gpu_ids, cfg.deployment.num_train_gpus
+    if ids is not None and len(set(ids)) < len(ids):
+        problems.append(Problem(("trainer_gpu_ids",), f"trainer_gpu_ids = {ids}: a GPU stands there twice"))
+    elif ids is not None and count not in (None, len(ids)):
+        paths = ("trainer_gpu_ids", "deployment.num_train_gpus")
+        problems.append(Problem(paths, f"{paths[0]} = {ids} are {len(ids)}, not {paths[1]} = {count}"))
     if cfg.eval is not None:
         problems += check_env_names(cfg.eval.env, "eval.env") + check_eval_steps(cfg.eval, cfg.max_steps, "")
         problems += check_room(cfg.eval.sampling, cfg.seq_len, "", "eval.sampling")

@@ -55,6 +55,15 @@ class MultiNodeDeployment(Section):
 Deployment = Annotated[SingleNodeDeployment | MultiNodeDeployment, Field(discriminator="type")]
 
 
+class RanksDeployment(Section):
+    """Where `sft` runs: on this machine. On several, torchrun starts it."""
+
+    type: Literal["single_node"] = "single_node"
+    num_train_gpus: int | None = Field(None, ge=1)
+    """GPUs, one rank each; on a machine without any, so many ranks on its CPU. None: one rank, or what torchrun has
+    started."""
+
+
 class RunSection(Section):
     """The run directory is <output_dir>/<run.name>."""
 

@@ -21,6 +21,7 @@ from stretto.config.cross import check_rl
 from stretto.config.deployment import (
     Deployment,
     MultiNodeDeployment,
+    RanksDeployment,
     ResumeSection,
     RunSection,
     SingleNodeDeployment,
@@ -172,10 +173,7 @@ class RLConfig(RunRoot):
     @field_validator("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids", mode="before")
     @classmethod
     def _comma_list(cls, value: Any) -> Any:
-        """Accepts `0,1,2` and a single id besides a list."""
-        if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)*", value := value.replace(" ", "")):
-            return [int(item) for item in value.split(",")]
-        return [value] if isinstance(value, int) else value
+        return comma_list(value)
 
     @model_validator(mode="before")
     @classmethod
@@ -258,7 +256,10 @@ class SFTConfig(RunRoot):
     seed: int = 0
     """Seed of the order of examples and of everything else random."""
     num_threads: int | None = Field(None, gt=0)
-    """CPU threads; None: all cores."""
+    """CPU threads of a rank; None: all cores, shared out over the ranks of this machine."""
+    deployment: RanksDeployment = RanksDeployment()
+    trainer_gpu_ids: list[int] | None = Field(None, min_length=1)
+    """GPUs, one rank each; None: the first ones, as many as deployment.num_train_gpus says."""
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()
 
@@ -270,6 +271,17 @@ class SFTConfig(RunRoot):
         "model.seq_len": "seq_len",
         "ckpt.resume_step": "resume.step",
     }
+
+    @field_validator("trainer_gpu_ids", mode="before")
+    @classmethod
+    def _comma_list(cls, value: Any) -> Any:
+        return comma_list(value)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the command starts; 1 says nothing about torchrun's."""
+        ids = self.trainer_gpu_ids
+        return self.deployment.num_train_gpus or 1 if ids is None else len(ids)
 
     def _default_name(self) -> str:
         return f"sft-{'scratch' if self.model.scratch else short_name(self.model.name)}"
@@ -316,6 +328,13 @@ class EvalsConfig(EvalConfig):
     """Directory of the published versions."""
     max_steps: int | None = Field(None, gt=0)
     """The version that is evaluated whatever its interval."""
+
+
+def comma_list(value: Any) -> Any:
+    """Accepts `0,1,2` and a single id besides a list."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)*", value := value.replace(" ", "")):
+        return [int(item) for item in value.split(",")]
+    return [value] if isinstance(value, int) else value
 
 
 def short_name(model: str) -> str:

@@ -45,7 +45,7 @@ from stretto.launch.placement import (
 )
 
 ENGINE_RESTARTS = 3
-_RENDEZVOUS_PORT = 29500  # where trainer ranks find each other; the first free one from here
+RENDEZVOUS_PORT = 29500  # where trainer ranks find each other; the first free one from here
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def plan(
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
         cfg, engines = with_engine_ports(cfg, engines, claims, notes)
-        rendezvous = free_port("rendezvous", "127.0.0.1", _RENDEZVOUS_PORT, False, claims)
+        rendezvous = free_port("rendezvous", "127.0.0.1", RENDEZVOUS_PORT, False, claims)
     trainer_gpus, inference_gpus = assign_gpus(cfg, engines, notes)
     teacher_gpus = assign_teacher_gpus(cfg, {*trainer_gpus, *inference_gpus}, notes)
     cfg = share_gpu_memory(cfg, set(trainer_gpus) & set(inference_gpus), notes)

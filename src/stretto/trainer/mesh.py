@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.base.errors import ConfigError
+from stretto.base.process import num_cores
 from stretto.config.model import ModelSection
 from stretto.models.config import ModelConfig
 
@@ -225,6 +226,11 @@ def _sharding(mesh: DeviceMesh, name: str, num_replicas: int) -> DeviceMesh:
 def num_ranks() -> int:
     """Trainer ranks of this run, as torchrun and the launcher say it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def share_of_cores() -> int:
+    """CPU threads of this rank, where the ranks of a machine share its cores."""
+    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def is_lead_process() -> bool:

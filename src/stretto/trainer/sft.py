@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import runpy
 import sys
 import time
@@ -24,9 +25,10 @@ from pathlib import Path
 
 import torch
 
-from stretto.base import log, process, rundir
+from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
+from stretto.base.status import SUPERVISED_VAR, stop_signals
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.load import dump_text
@@ -45,6 +47,7 @@ from stretto.trainer.mesh import (
     is_lead_process,
     process_group,
     rank_name,
+    share_of_cores,
     training_device,
 )
 from stretto.trainer.online_evals import OnlineEvals
@@ -63,9 +66,9 @@ def main(cfg: SFTConfig) -> int:
     with process_group(GROUP_TIMEOUT_S), ExitStack() as stack:
         start = by_lead(lambda: _claim(cfg, stack))
         log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-        torch.set_num_threads(cfg.num_threads or process.num_cores())
+        torch.set_num_threads(cfg.num_threads or share_of_cores())
         torch.manual_seed(cfg.seed)
-        with finish_on_signal() as stop:
+        with finish_on_signal(*stop_signals()) as stop:
             return run_steps(build_session(cfg, start), stop)
 
 
@@ -74,15 +77,15 @@ Start = tuple[RunDir, int]
 
 
 def _claim(cfg: SFTConfig, stack: ExitStack) -> Start | None:
-    """Make the run directory this run's until the stack is closed; where it resumes from."""
+    """Make the run directory this run's until the stack is closed, unless who started it has; where it resumes from."""
     run, resume = cfg.run_dir, cfg.resume
     step, origin = (None, None) if resume is None else (resume.step, resume.dir)
-    claim = rundir.claim(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
-    stack.callback(claim.close)
+    if not os.environ.get(SUPERVISED_VAR):
+        claim = rundir.claim(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
+        stack.callback(claim.close)
     run.configs.mkdir(parents=True, exist_ok=True)
     run.config(ROLE).write_text(dump_text(cfg))
-    step = claim.resume_step
-    return None if step is None else rundir.find_checkpoint(run, step, origin)
+    return None if resume is None else rundir.find_checkpoint(run, step, origin)
 
 
 def build_session(cfg: SFTConfig, start: Start | None) -> Session:
