@@ -3,9 +3,10 @@
     python benchmarks/loading.py [--quick] [--ranks 2] [--gigabytes 2.0] [--dir DIR]
 
 A dense model of random weights is written to DIR as safetensors. Then `--ranks` processes with gloo load it, each
-its shard (FSDP2), export it, and write a checkpoint of it in the background. `peak_over_shard` is the largest peak
-of resident memory of a rank above what it had before, divided by the bytes of its shard; the control is a process
-that loads the whole model. The last line is one JSON object.
+its shard (FSDP2), export it, publish it for engines, and write a checkpoint of it in the background. `peak_over_shard`
+is the largest peak of resident memory of a rank above what it had before, divided by the bytes of its shard; the
+control is a process that loads the whole model. `publish_s`: what training waits for, of a broadcast which nobody
+receives here; `publish_peak_mib`: the rank's buckets, and what it takes to fill them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from stretto.trainer import checkpoint
 from stretto.trainer.export import export_weights
 from stretto.trainer.learner import Learner
 from stretto.trainer.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.transports.weights import ONE_RANK
+from stretto.transports.weights.collective import CollectivePublisher
 
 HIDDEN, MIB = 1024, 1 << 20
 
@@ -106,6 +109,7 @@ def measure(directory: Path, out: Path) -> dict:
     export_weights(run, policy, 1, directory)
     found["export_s"] = time.perf_counter() - start
     found["export_peak_mib"] = (resident("VmHWM") - loaded) / MIB
+    found |= publish(learner)
     written: list[float] = []
     saver = checkpoint.Saver(run, is_async=True, on_written=lambda step: written.append(time.perf_counter()))
     for name in ("first", "second"):  # the first makes the buffers that the next ones use
@@ -117,6 +121,26 @@ def measure(directory: Path, out: Path) -> dict:
     return found
 
 
+def publish(learner: Learner) -> dict[str, float]:
+    """What one rank sees of publishing: the first time buckets are made, which the second one uses again."""
+    found: dict[str, float] = {}
+    port = int(os.environ["WEIGHTS_PORT"])
+    ranks = learner.mesh or ONE_RANK
+    publisher = CollectivePublisher("127.0.0.1", port, bucket_bytes=64_000_000, timeout_s=60.0, ranks=ranks)
+    before = forget_peak()
+    for version, name in enumerate(("publish_first_s", "publish_s")):
+        start = time.perf_counter()
+        manifest = publisher.publish(version, learner.export_tensors())
+        found[name] = time.perf_counter() - start
+        publisher.release(version)
+    found["publish_peak_mib"] = (resident("VmHWM") - before) / MIB
+    mine = sum(entry.num_bytes for entry in manifest.tensors if entry.shard == ranks.rank)
+    found["published_mib"] = mine / MIB
+    ranks.gather(None)
+    publisher.close()
+    return found
+
+
 def rank_main(directory: Path, out: Path) -> None:
     torch.set_num_threads(1)
     with process_group(timeout_s=600.0):
@@ -124,13 +148,17 @@ def rank_main(directory: Path, out: Path) -> None:
         (out / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def run_ranks(directory: Path, out: Path, world: int) -> list[dict]:
+def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+        return str(probe.getsockname()[1])
+
+
+def run_ranks(directory: Path, out: Path, world: int) -> list[dict]:
+    port, weights_port = free_port(), free_port()
     out.mkdir(parents=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": port}
+    env |= {"MASTER_PORT": port, "WEIGHTS_PORT": weights_port}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, "--dir", str(directory), "--rank-of", str(out)],
@@ -167,6 +195,8 @@ def main() -> None:
         "ranks": args.ranks,
         "peak_over_shard": max(rank["load_peak_mib"] / rank["shard_mib"] for rank in ranks),
         "whole_peak_over_shard": whole["load_peak_mib"] / ranks[0]["shard_mib"],
+        "whole_publish_peak_mib": whole["publish_peak_mib"],
+        "whole_publish_s": whole["publish_s"],
         **worst,
     }
     for key, value in figures.items():

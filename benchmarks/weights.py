@@ -6,7 +6,11 @@ The publisher is this process; the receiver is another one, as trainer and engin
 through a pipe. `publish_ms`: model to shared memory, disk or buckets, checksum included where files have one: what
 the trainer waits for. `receive_ms`: map or receive, verify, copy into the engine's tensors: what an engine stands still
 for. `update_ms`: both, and the message. `copies`: update_ms over the time of one plain copy of the same bytes in the
-same run. A first update pays for fresh memory; figures are of the later ones.
+same run; `GBps` and `memcpy_GBps` say both as rates. A first update pays for fresh memory; figures are of the later
+ones.
+
+`beside` (of the big models): how fast the publisher's process computes, products of matrices, while the receiver
+receives, over how fast it does alone: a trainer goes on with its next step. Every other update is for that.
 
 With changes only (`delta`) the model is bfloat16 and one weight in a hundred is new in each version.
 `wire_MB`: what travels.
@@ -21,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import selectors
 import socket
 import statistics
 import subprocess
@@ -44,6 +49,9 @@ from stretto.config.transport import (
 )
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.weights import build_publisher, receive
+
+LONG_BYTES = 100_000_000
+"""Bytes whose way takes long enough to compute meanwhile."""
 
 
 def model(num_parameters: int) -> list[tuple[str, torch.Tensor]]:
@@ -82,6 +90,32 @@ def copy_ms(tensors: list[tuple[str, torch.Tensor]]) -> float:
     return statistics.median(times[1:])
 
 
+class Work:
+    """What the trainer does meanwhile: products of matrices, as many as there is time for."""
+
+    def __init__(self, engine: subprocess.Popen[str]) -> None:
+        self._a, self._out = torch.randn(192, 192), torch.empty(192, 192)
+        self._answer = selectors.DefaultSelector()
+        self._answer.register(engine.stdout, selectors.EVENT_READ)
+
+    def until_answer(self) -> float:
+        """Products a second until the engine answers."""
+        started, count = time.perf_counter(), 0
+        while not self._answer.select(0):
+            torch.mm(self._a, self._a, out=self._out)
+            count += 1
+        return count / (time.perf_counter() - started)
+
+    def alone(self, duration_s: float) -> float:
+        """Products a second for so long, while nothing is sent."""
+        started, count = time.perf_counter(), 0
+        while time.perf_counter() - started < duration_s:
+            self._answer.select(0)
+            torch.mm(self._a, self._a, out=self._out)
+            count += 1
+        return count / (time.perf_counter() - started)
+
+
 def change(tensors: list[tuple[str, torch.Tensor]]) -> None:
     """One weight in a hundred gets another value."""
     for _, tensor in tensors:
@@ -100,6 +134,7 @@ def measure(
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine,
     ):
         publisher = build_publisher(cfg, RunDir(Path(work)), "benchmark")
+        meanwhile, rates = Work(engine), []
         for version in range(rounds + 3):
             if dtype == torch.bfloat16:
                 change(tensors)
@@ -108,18 +143,31 @@ def measure(
             published = time.perf_counter()
             engine.stdin.write(msgspec.json.encode(manifest).decode() + "\n")
             engine.stdin.flush()
+            is_working = version % 2 == 0
+            beside = meanwhile.until_answer() if is_working else 0.0
             receive_ms = float(engine.stdout.readline())
             done = time.perf_counter()
             publisher.release(version - 1)
-            if version >= 3:
+            if version >= 3 and is_working:
+                rates.append(beside / meanwhile.alone(min(receive_ms / 1e3, 0.5)))
+            elif version >= 3:
                 taken["publish_ms"].append((published - started) * 1e3)
                 taken["receive_ms"].append(receive_ms)
                 taken["update_ms"].append((done - started) * 1e3)
         publisher.close()
         engine.stdin.close()
     found = {name: round(statistics.median(values), 3) for name, values in taken.items()}
-    copies = found["update_ms"] / copy_ms(tensors)
-    return found | {"wire_MB": round(manifest.sent_bytes / 1e6, 3), "copies": round(copies, 2)}
+    size, memcpy_ms = sum(tensor.nbytes for _, tensor in tensors), copy_ms(tensors)
+    return (
+        found
+        | {
+            "wire_MB": round(manifest.sent_bytes / 1e6, 3),
+            "copies": round(found["update_ms"] / memcpy_ms, 2),
+            "GBps": round(size / found["update_ms"] / 1e6, 3),
+            "memcpy_GBps": round(size / memcpy_ms / 1e6, 3),
+        }
+        | ({"beside": round(statistics.median(rates), 2)} if size > LONG_BYTES else {})
+    )
 
 
 def compare_changes(cfg: WeightBroadcast, num_parameters: int, rounds: int) -> dict[str, float | None]:
@@ -143,19 +191,18 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.receiver:
         return receiver()
-    rounds = 20 if args.quick else 200
-    sizes = {"1M": 1_000_000}
+    sizes = {"1MB": (262_144, 20 if args.quick else 200)}
     if not args.quick:
-        sizes |= {"100M": 100_000_000, "500M": 500_000_000}
+        sizes |= {"4MB": (1_000_000, 200), "400MB": (100_000_000, 6), "2GB": (500_000_000, 6)}
     figures: dict[str, float | None] = {}
-    for size, num_parameters in sizes.items():
+    for size, (num_parameters, rounds) in sizes.items():
         for cfg in (ShmWeights(), FilesystemWeights(), CollectiveWeights(port=free_port())):
-            found = measure(cfg, num_parameters, rounds if size == "1M" else 5)
-            print(f"{size} float32 parameters, {cfg.type}: {found}")
+            found = measure(cfg, num_parameters, rounds)
+            print(f"{size} of float32, {cfg.type}: {found}", flush=True)
             figures.update({f"{cfg.type}_{size}_{name}": value for name, value in found.items()})
         for cfg in (FilesystemWeights(), CollectiveWeights(port=free_port())):
-            found = compare_changes(cfg, num_parameters, rounds if size == "1M" else 5)
-            print(f"{size} bfloat16 parameters, {cfg.type}: {found}")
+            found = compare_changes(cfg, num_parameters, rounds)
+            print(f"the same in bfloat16, {cfg.type}: {found}", flush=True)
             figures.update({f"{cfg.type}_{size}_{name}": value for name, value in found.items()})
     print(json.dumps(figures))
 

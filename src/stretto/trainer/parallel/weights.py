@@ -224,9 +224,10 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Round:
-    """One exchange: what this rank sends to each rank, what it gets from each, and the tensors these make."""
+    """One exchange: tensors, what this rank has of them itself, and what it sends to and gets from each other rank."""
 
     entries: list[Entry]
+    own: list[_Piece]
     sent: list[list[_Piece]]
     received: list[list[_Piece]]
 
@@ -299,7 +300,8 @@ class Deal:
             for entry in wanted[mesh.rank]:
                 for sender, piece in held.received(entry, mesh.rank):
                     received[sender].append(piece)
-            self._deal.append(_Round(wanted[mesh.rank], sent, received))
+            own, sent[mesh.rank], received[mesh.rank] = received[mesh.rank], [], []
+            self._deal.append(_Round(wanted[mesh.rank], own, sent, received))
 
     @torch.no_grad()
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -308,6 +310,8 @@ class Deal:
         adapter = whole_adapter(self._shards) if any(map(is_adapter_parameter, parts)) else None
         for turn in self._deal:
             tensors = {e.name: torch.empty(e.shape, dtype=e.dtype, device=device) for e in turn.entries}
+            for piece in turn.own:
+                tensors[piece.entry.name][piece.theirs].copy_(self._value(piece, parts, adapter))
             buffer = self._exchange(turn, parts, adapter).to(device)
             offset = 0
             for piece in chain.from_iterable(turn.received):
@@ -325,27 +329,25 @@ class Deal:
     def _exchange(self, turn: _Round, parts: Mapping[str, Tensor], adapter: Adapter | None) -> Tensor:
         """The bytes of all pieces that this rank gets, one after the other."""
         device = self._shards.mesh.device
-        sent = torch.cat(
-            [
-                torch.empty(0, dtype=torch.uint8, device=device),
-                *(self._bytes_of(piece, parts, adapter) for piece in chain.from_iterable(turn.sent)),
-            ]
-        )
         sizes = [[sum(piece.num_bytes for piece in of) for of in each] for each in (turn.received, turn.sent)]
-        out = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
+        out, sent = (torch.empty(sum(each), dtype=torch.uint8, device=device) for each in sizes)
+        offset = 0
+        for piece in chain.from_iterable(turn.sent):
+            value = self._value(piece, parts, adapter).to(piece.entry.dtype).contiguous()
+            sent[offset : offset + piece.num_bytes] = value.view(-1).view(torch.uint8)
+            offset += piece.num_bytes
         dist.all_to_all_single(out, sent, *sizes)
         return out
 
-    def _bytes_of(self, piece: _Piece, parts: Mapping[str, Tensor], adapter: Adapter | None) -> Tensor:
+    def _value(self, piece: _Piece, parts: Mapping[str, Tensor], adapter: Adapter | None) -> Tensor:
         """What this rank has of a tensor."""
         name, region = piece.ours, piece.region
-        tensor = parts[name][region].to(self._shards.mesh.device)
+        tensor = parts[name][region].view(tuple(r.stop - r.start for r in piece.theirs))
         if adapter is not None and name in adapter.pairs:
-            whole = tuple(
-                slice(r.start + s, r.stop + s) for r, s in zip(region, self._held.start(name), strict=True)
-            )
-            tensor = tensor.float() + adapter.delta(name, whole).to(tensor.device)
-        return tensor.to(piece.entry.dtype).contiguous().view(-1).view(torch.uint8)
+            starts = self._held.start(name)
+            whole = tuple(slice(r.start + s, r.stop + s) for r, s in zip(region, starts, strict=True))
+            tensor = tensor.float() + adapter.delta(name, whole).to(tensor.device).view(tensor.shape)
+        return tensor
 
 
 def _rounds(entries: list[Entry]) -> list[list[Entry]]:
