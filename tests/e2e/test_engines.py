@@ -85,7 +85,7 @@ def test_a_run_on_vllm_learns_with_weights_that_are_broadcast_in_flight(warm: Pa
 
 
 @needs_vllm
-def test_a_mixture_on_vllm_is_replayed_by_the_trainer(tmp_path: Path) -> None:
+def test_a_mixture_on_vllm_is_replayed_by_the_trainer_whose_ranks_both_send_it(tmp_path: Path) -> None:
     scratch = {**SCRATCH, "family": "qwen3_moe", "moe_intermediate_size": 64}
     model = fine_tuned(
         tmp_path / "warm", max_steps=40, batch_size=64, model={"scratch": scratch}, data=SOLVED
@@ -95,8 +95,8 @@ def test_a_mixture_on_vllm_is_replayed_by_the_trainer(tmp_path: Path) -> None:
         "model": {"name": str(model)},
         "inference": {"engine": "vllm"},
         "weight_broadcast": {"type": "collective", "port": free_ports(1)[0]},
-        "orchestrator": {"batch_size": 64, "max_async_level": 0, "eval": None},
-        "trainer": {"enable_router_replay": True},
+        "orchestrator": {"batch_size": 64, "max_async_level": 0, "eval": None, "num_train_workers": 2},
+        "trainer": {"enable_router_replay": True, "model": {"ep": 2}},
     }
     run = rl(tmp_path, merged(RUN, more))
     assert max(run.column("mismatch_kl/mean", "trainer")) < 1e-5
