@@ -90,7 +90,7 @@ def play(kind: str, folder: Path, stage: str) -> dict:
     """To STEP or from a checkpoint of it, saved and exported, and one step more."""
     _, model, before = STAGES[stage]
     learner, metrics = build(kind, folder, model), []
-    is_outline = hasattr(learner.policy, "source")
+    is_outline = hasattr(learner.policy, "origin")
     if before is None:
         metrics = [step(learner) for _ in range(STEP)]
     else:

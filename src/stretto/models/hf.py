@@ -26,7 +26,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.lora import Merged, is_adapter_parameter
-from stretto.models.tensor_map import Piece, TensorMap
+from stretto.models.tensor_map import Piece, Source, TensorMap
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -45,8 +45,8 @@ class HFDecoder(nn.Module):
     """Where every weight lies in a checkpoint; of a model that is spread over ranks (`prepare_for_ranks`)."""
     kept_whole: frozenset[str]
     """... and which of its parameters every rank has whole."""
-    source: Path
-    """The directory of an outline's weights."""
+    origin: hub.Origin
+    """... and where the weights of an outline are."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -150,9 +150,14 @@ def outline_hf_model(
         raise DataError(f"{directory}: transformers cannot load it: {cause}") from cause
     decoder = HFDecoder(model.train())
     decoder.prepare_for_ranks()
-    decoder.source = Path(directory)
-    there = {name for name, _, _ in hub.read_tensors(Path(directory))}
-    return decoder if there >= decoder.tensor_map.their_shapes.keys() else None
+    known = decoder.tensor_map.their_shapes
+
+    def read() -> Iterator[tuple[str, tuple[int, ...], Source]]:
+        """Files may hold what transformers leaves out."""
+        return (tensor for tensor in hub.read_tensors(Path(directory)) if tensor[0] in known)
+
+    decoder.origin = hub.Origin(Path(directory), read)
+    return decoder if {name for name, _, _ in read()} == known.keys() else None
 
 
 @contextmanager

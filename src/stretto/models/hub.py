@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,20 @@ def build_model(cfg: ModelConfig, dtype: torch.dtype, device: torch.device | str
     return model.to(dtype).to_empty(device=device)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where the weights of a module without memory are: every tensor by name, shape and source."""
+
+    directory: Path
+    read: Callable[[], Iterator[tuple[str, tuple[int, ...], Source]]]
+
+
 def outline(directory: str | Path, dtype: torch.dtype) -> Decoder:
-    """The module without memory: give it some, then load what is needed of `source` with `fill`."""
+    """The module without memory: give it some, then load what is needed of its `origin` with `fill`."""
+    directory = Path(directory)
     with torch.device("meta"):
         model = Decoder(load_config(directory))
-    model.source = Path(directory)
+    model.origin = Origin(directory, lambda: read_tensors(directory))
     return model.to(dtype)
 
 

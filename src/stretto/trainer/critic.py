@@ -27,7 +27,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.lm_head import head_logits
 from stretto.models.tensor_map import Source, whole
 from stretto.records.sample import MicroBatch
-from stretto.trainer.mesh import Mesh, training_device
+from stretto.trainer.mesh import Mesh, num_ranks, training_device
 from stretto.trainer.metrics import Reduce, StepSums, alone
 from stretto.trainer.optim import (
     Masters,
@@ -65,23 +65,22 @@ def _head(hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> n
     return head
 
 
-def load_critic(directory: str | Path, *, dtype: torch.dtype) -> Decoder:
+def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_outline: bool = False) -> Decoder:
     """A critic from a model directory: with its own output where it has `score.weight`, with a new one elsewhere.
+
+    may_be_outline: on several ranks it may come without memory, for `Critic` to load its shards into.
 
     Raises: ConfigError for a model that scores with several labels; DataError for a damaged directory.
     """
-    directory, device = hub.find_model(str(directory)), training_device()
+    directory = hub.find_model(str(directory))
     cfg = replace(hub.load_config(directory), tie_word_embeddings=False)
     with torch.device("meta"):
         critic = Decoder(cfg)
         critic.lm_head = nn.Linear(cfg.hidden_size, 1, bias=False)
-    critic = critic.to(dtype).to_empty(device=device)
-    nn.init.zeros_(critic.lm_head.weight)
-    targets = whole((name, p) for name, p in critic.named_parameters())
-    is_scorer = False
+    critic = critic.to(dtype)
 
-    def sources() -> Iterator[tuple[str, tuple[int, ...], Source]]:
-        nonlocal is_scorer
+    def read() -> Iterator[tuple[str, tuple[int, ...], Source]]:
+        is_scorer = False
         for name, shape, source in hub.read_tensors(directory):
             if name == SCORE:
                 if shape != (1, cfg.hidden_size):
@@ -94,10 +93,17 @@ def load_critic(directory: str | Path, *, dtype: torch.dtype) -> Decoder:
             elif name != HEAD:
                 yield name, shape, source
         if not is_scorer:
-            yield HEAD, (1, cfg.hidden_size), critic.lm_head.weight.detach().clone()
+            yield HEAD, (1, cfg.hidden_size), torch.zeros(1, cfg.hidden_size, dtype=dtype)
+        logger.info(
+            "critic from %s, with %s", directory, "its output" if is_scorer else "an output that says 0"
+        )
 
-    hub.fill(critic.tensor_map, targets, sources(), cfg, str(directory))
-    logger.info("critic from %s, with %s", directory, "its output" if is_scorer else "an output that says 0")
+    if may_be_outline and num_ranks() > 1:
+        critic.origin = hub.Origin(directory, read)
+        return critic
+    critic = critic.to_empty(device=training_device())
+    targets = whole((name, p) for name, p in critic.named_parameters())
+    hub.fill(critic.tensor_map, targets, read(), cfg, str(directory))
     return critic
 
 
@@ -119,7 +125,7 @@ class Critic:
         self._warmup = ConstantScheduler(warmup_steps=section.lr_warmup_steps)
         self.mesh, self._cp_style = mesh, model.cp_style
         self._reduce = reduce if mesh is None else mesh.reduce
-        self._device = network.output_weight.device
+        self._device = network.output_weight.device if mesh is None else mesh.device
         self._vocab_size = network.model.embed_tokens.weight.shape[0]
         round_products(network, model)
         prepare_blocks(network, model)

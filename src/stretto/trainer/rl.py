@@ -449,10 +449,11 @@ def build_critic(
             '[trainer.critic] needs a policy of our own modules; model.impl = "hf" has no value output'
         )
     model = cfg.model.model_copy(update={"lora": None})
-    if section.load is not None:
-        network = load_critic(section.load, dtype=hub.DTYPES[model.dtype])
-    else:
+    if section.load is None and model.scratch is not None:
         network = with_value_head(load_policy(model, **tokens))
+    else:
+        directory = section.load or model.name
+        network = load_critic(directory, dtype=hub.DTYPES[model.dtype], may_be_outline=True)
     sizes = [m.model.embed_tokens.weight.shape[0] for m in (network, policy)]
     if sizes[0] != sizes[1]:
         raise ConfigError(

@@ -30,6 +30,7 @@ from stretto.config.model import ACTIVATION_TARGETS, ActivationCheckpointSection
 from stretto.models.decoder import MLP, Block, Decoder
 from stretto.models.fp8 import Fp8Linear
 from stretto.models.moe import MoE
+from stretto.trainer.mesh import training_device
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def prepare_blocks(policy: nn.Module, section: ModelSection) -> None:
     Raises: ConfigError for what this policy or this machine cannot do.
     """
     device = next(policy.parameters()).device
+    device = training_device() if device.type == "meta" else device
     blocks = find_blocks(policy)
     ac = section.ac
     if section.ac_offloading is not None:

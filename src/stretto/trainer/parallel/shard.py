@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,9 +69,9 @@ def parallelise(policy: Policy, mesh: Mesh, section: ModelSection) -> Shards:
             buffer.copy_(buffers[name])
     shards = Shards(policy, mesh, features, experts, partial, hub.DTYPES[section.dtype])
     if is_outline:
-        shards.load(policy.source)
+        shards.load(policy.origin)
     if is_outline and not is_ours:
-        check_output_head(policy, str(policy.source))
+        check_output_head(policy, str(policy.origin.directory))
         shards.settle()
     return shards
 
@@ -242,17 +241,14 @@ class Shards:
         return replace(adapter, pairs={own_name(self.policy, n): pair for n, pair in adapter.pairs.items()})
 
     @torch.no_grad()
-    def load(self, directory: Path) -> None:
-        """Fill every part from a model directory, of which no more is read; adapters begin as on one rank."""
+    def load(self, origin: hub.Origin) -> None:
+        """Fill every part from a checkpoint, of which no more is read; adapters begin as on one rank."""
         targets = {}
         for name, parameter in self.all_parameters.items():
             part = self.part(name, local_part(parameter.detach()))
             targets[name] = Local(part.tensor, part.start)
         base = {name: local for name, local in targets.items() if not is_adapter_parameter(name)}
-        table, sources = self.policy.tensor_map, hub.read_tensors(directory)
-        if not isinstance(self.policy, Decoder):  # whose files may hold what transformers leaves out
-            sources = (source for source in sources if source[0] in table.their_shapes)
-        hub.fill(table, base, sources, self.policy.config, str(directory))
+        hub.fill(self.policy.tensor_map, base, origin.read(), self.policy.config, str(origin.directory))
         for name, values in initial_values(self.policy, torch.initial_seed() % 2**63):
             local = targets[name]
             whole = values(self.part(name, local.tensor).shape)

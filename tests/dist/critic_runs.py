@@ -1,0 +1,58 @@
+"""A critic that is read from a model directory and trained beside a policy; run by every rank.
+
+`python critic_runs.py FOLDER RANK WORLD PORT`: models lie in FOLDER/<kind>, results go to FOLDER/<kind>.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from mesh_runs import optim_of, policy_of, section_of, train
+
+from stretto.config.trainer import ConstantScheduler, CriticSection
+from stretto.trainer.critic import Critic, load_critic
+from stretto.trainer.learner import Learner
+from stretto.trainer.mesh import Mesh, find_degrees, num_ranks, process_group, training_device
+
+KINDS = ("language_model", "reward_model")
+
+
+def play(directory: Path) -> dict:
+    """Three steps of PPO with the critic of a directory."""
+    torch.manual_seed(0)
+    section, optim, policy = section_of("ppo"), optim_of("ppo"), policy_of("ppo")
+    mesh = None
+    if num_ranks() > 1:
+        mesh = Mesh(find_degrees(section, num_ranks(), policy.config), training_device())
+    network = load_critic(directory, dtype=torch.float32, may_be_outline=True)
+    is_outline = all(parameter.is_meta for parameter in network.parameters())
+    critic = Critic(network, section=CriticSection(), model=section, optim=optim, mesh=mesh)
+    learner = Learner(
+        policy,
+        model=section,
+        optim=optim,
+        critic=critic,
+        scheduler=ConstantScheduler(),
+        max_steps=None,
+        mesh=mesh,
+    )
+    result = train(learner, "ppo", mesh)
+    return {"metrics": result["metrics"], "tensors": result["tensors"], "is_outline": is_outline}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    with process_group(timeout_s=60.0):
+        for kind in KINDS:
+            played = play(folder / kind)
+            if os.environ["RANK"] == "0":
+                torch.save(played, folder / f"{kind}.pt")
+
+
+if __name__ == "__main__":
+    place, rank, world, port = sys.argv[1:]
+    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    main(Path(place))

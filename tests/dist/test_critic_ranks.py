@@ -1,0 +1,58 @@
+"""A critic of which each rank reads its shards trains like one that is read whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from critic_runs import KINDS, play
+from mesh_runs import policy_of
+from test_meshes import free_port
+
+from stretto.models import hub
+from stretto.trainer.critic import SCORE
+
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models, and what two ranks made of them."""
+    torch.set_num_threads(1)
+    folder, policy = tmp_path_factory.mktemp("critics"), policy_of("ppo")
+    hub.save_hf(policy, folder / "language_model")
+    score = torch.randn(1, policy.config.hidden_size, generator=torch.Generator().manual_seed(5)) / 10
+    tensors = [*hub.export_tensors(policy), (SCORE, score)]
+    hub.save_as(policy, folder / "reward_model", None, policy.config.hf, tensors)
+    port, log = str(free_port()), folder / "log"
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("critic_runs.py")), str(folder)]
+    with log.open("w") as file:
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen([*command, str(rank), "2", port], env=env, stdout=file, stderr=file)
+            for rank in range(2)
+        ]
+        try:
+            codes = [rank.wait(DEADLINE_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    assert codes == [0, 0], log.read_text()[-6000:]
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_like_one(folder, kind):
+    want, got = play(folder / kind), torch.load(folder / f"{kind}.pt", weights_only=False)
+    assert got["is_outline"] and not want["is_outline"], "each rank reads its shards"
+    for ours, theirs in zip(got["metrics"], want["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    assert got["tensors"].keys() == want["tensors"].keys()
+    for name, tensor in want["tensors"].items():
+        if not name.startswith("rng."):
+            assert (got["tensors"][name] - tensor).abs().max() < 1e-5, name
