@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from mesh_runs import batches, optim_of, whole_tensors
+from safetensors.torch import load_file, save_file
 
 from stretto.base.paths import RunDir
 from stretto.config.model import LoRASection, ModelSection
@@ -46,6 +47,7 @@ FAMILIES = {
         MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1},
     ),
     "lora": ("qwen3", {"tie_word_embeddings": False}),
+    "other_names": ("llama", {"tie_word_embeddings": True}),
 }
 STAGES = {
     # name: (ranks, [model] of all kinds, stage whose checkpoint it continues)
@@ -122,6 +124,12 @@ def make_models(folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(folder / "models" / kind)
         (folder / "models" / kind / "tokenizer.json").write_text("{}")
+        if (
+            kind == "other_names"
+        ):  # as files of the bare model have them, which transformers knows how to load
+            path = folder / "models" / kind / "model.safetensors"
+            tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
+            save_file(tensors, path, metadata={"format": "pt"})
 
 
 def main(folder: Path, stage: str) -> None:

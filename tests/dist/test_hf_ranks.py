@@ -67,7 +67,9 @@ def run_ranks(folder: Path, stage: str, world_size: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_like_one(played, kind, stage):
     want, got = played[0]["one", kind], played[0][stage, kind]
-    assert got["is_outline"] and not want["is_outline"], "each rank reads its shards"
+    assert got["is_outline"] == (kind != "other_names") and not want["is_outline"], (
+        "each rank reads its shards"
+    )
     assert len(got["metrics"]) == STEP + 1
     for ours, theirs in zip(got["metrics"], want["metrics"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
@@ -95,7 +97,9 @@ def test_transformers_load_what_ranks_exported_under_its_own_names(played, kind)
     one, two = (run_of(folder, stage, kind).latest_weights for stage in ("one", "two"))
     want = load_file(one / "model.safetensors")
     got = {name: source[...] for name, _, source in hub.read_tensors(two)}
-    assert got.keys() == want.keys() == load_file(folder / "models" / kind / "model.safetensors").keys()
+    assert got.keys() == want.keys()
+    if kind != "other_names":
+        assert got.keys() == load_file(folder / "models" / kind / "model.safetensors").keys()
     for name, tensor in want.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-5)
     AutoModelForCausalLM.from_pretrained(two)
