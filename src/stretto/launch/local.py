@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -105,7 +105,9 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     own = RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
     step = None
     if cfg.resume is not None:
-        _, step = rundir.find_checkpoint(run, cfg.resume.step, cfg.resume.dir)
+        step = cfg.resume.step
+        with suppress(ConfigError):  # a node of engines alone need not see checkpoints; ranks say what is missing
+            _, step = rundir.find_checkpoint(run, step, cfg.resume.dir)
     plan = nodes.plan_nodes(cfg, run, step)
     own.path.mkdir(parents=True, exist_ok=True)
     planning.write(plan, own.path)
