@@ -238,6 +238,13 @@ def test_the_command_to_type_again_leaves_out_what_belongs_to_one_start(argv: li
     assert report.again_command(argv).endswith(f"rl {again}")
 
 
+def test_a_run_that_began_at_another_one_is_continued_by_itself_and_started_over_there() -> None:
+    argv = ["rl", "@", "a.toml", "--resume.dir", "first", "--resume.step=4", "--clean", "--seed", "1"]
+    assert report.again_command(argv).endswith("rl @ a.toml --seed 1")
+    over = report.again_command(argv, keeps_resume=True)
+    assert over.endswith("rl @ a.toml --resume.dir first --resume.step=4 --seed 1")
+
+
 def test_a_verb_is_typed_by_name_where_the_shell_finds_it_and_never_as_the_shells_own_eval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
