@@ -42,9 +42,7 @@ class Claim:
             self.lock_fd = -1
 
 
-def claim(
-    run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None
-) -> Claim:
+def claim(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None) -> Claim:
     """Make, check and lock the directory, emptied first with `clean`.
 
     origin: with `resume`, the run or checkpoint directory that a new run begins at.
@@ -110,7 +108,9 @@ def find_checkpoint(run: RunDir, step: int | None, origin: Path | None) -> tuple
     other = RunDir(path.parent.parent if match else path)
     step = int(match[1]) if match else step
     if os.path.realpath(other) == os.path.realpath(run):
-        raise ConfigError(f"resume.dir = {str(origin)!r} is this run itself; continue it with --resume alone.")
+        raise ConfigError(
+            f"resume.dir = {str(origin)!r} is this run itself; continue it with --resume alone."
+        )
     if not other.path.is_dir():
         raise ConfigError(f"resume.dir = {str(origin)!r}: there is no directory {other}.")
     complete = other.complete_checkpoints()

@@ -106,7 +106,9 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     step = None
     if cfg.resume is not None:
         step = cfg.resume.step
-        with suppress(ConfigError):  # a node of engines alone need not see checkpoints; ranks say what is missing
+        with suppress(
+            ConfigError
+        ):  # a node of engines alone need not see checkpoints; ranks say what is missing
             _, step = rundir.find_checkpoint(run, step, cfg.resume.dir)
     plan = nodes.plan_nodes(cfg, run, step)
     own.path.mkdir(parents=True, exist_ok=True)

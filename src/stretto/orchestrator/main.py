@@ -389,7 +389,9 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
     return progress
 
 
-def begin(ledger: Ledger, buffer: Buffer, mix: TaskMix, progress: Progress, info: Mapping[str, Any]) -> Cursor:
+def begin(
+    ledger: Ledger, buffer: Buffer, mix: TaskMix, progress: Progress, info: Mapping[str, Any]
+) -> Cursor:
     """The first life of a run: from nothing, or from a checkpoint of another run.
 
     Draws that were under way there are made again under their numbers.
