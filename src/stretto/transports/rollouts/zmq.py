@@ -100,7 +100,9 @@ class ZmqSender:
         for rank, batch in zip(self._ranks, batches):
             rank.pending, rank.is_received, rank.resend_after_s = batch, asyncio.Event(), RESEND_AFTER_S
             await self._deliver(rank)
-        received: asyncio.Future[list[bool]] = asyncio.gather(*(rank.is_received.wait() for rank in self._ranks))
+        received: asyncio.Future[list[bool]] = asyncio.gather(
+            *(rank.is_received.wait() for rank in self._ranks)
+        )
         done, _ = await asyncio.wait(
             (received, self._reader), timeout=self._cfg.timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
