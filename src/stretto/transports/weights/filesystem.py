@@ -49,6 +49,7 @@ class FilesystemPublisher:
         if ranks.rank == 0:
             for path in directory.glob(".version_*"):  # half-written by a process that died
                 shutil.rmtree(path, ignore_errors=True)
+        ranks.gather(None)  # nobody writes before that
 
     def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
         started = time.perf_counter()
