@@ -109,6 +109,27 @@ def test_a_mixture_on_vllm_is_replayed_by_the_trainer_whose_ranks_both_send_it(t
     assert branch.routed_experts[:-1].max() < 8
 
 
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize("transport", ["filesystem", "collective"])
+def test_a_mixture_on_vllm_learns(transport: str, tmp_path: Path) -> None:
+    scratch = {**SCRATCH, "family": "qwen3_moe", "moe_intermediate_size": 64}
+    model = fine_tuned(
+        tmp_path / "warm", max_steps=70, batch_size=64, model={"scratch": scratch}, data=SOLVED
+    )
+    port = {"port": free_ports(1)[0]} if transport == "collective" else {}
+    more = {
+        "model": {"name": str(model)},
+        "inference": {"engine": "vllm"},
+        "weight_broadcast": {"type": transport, **port},
+        "orchestrator": {"max_async_level": 0},
+        "trainer": {"enable_router_replay": True},
+    }
+    run = rl(tmp_path, merged(RUN, more))
+    assert_learned(run)
+    assert max(run.column("mismatch_kl/mean", "trainer")) < 1e-5
+
+
 @needs_vllm
 def test_two_vllm_engines_behind_a_router_one_killed_and_back(warm: Path, tmp_path: Path) -> None:
     more = {
