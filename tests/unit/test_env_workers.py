@@ -257,7 +257,7 @@ def test_what_is_wrong_with_an_environment_is_said_before_anything_begins(tmp_pa
     (tmp_path / "exiting.py").write_text("raise SystemExit('log in first')\n")
     assert "ConfigError: no environment 'sort-leters'; did you mean 'sort-letters'?" in refused("sort-leters")
     assert "its arguments are num_tasks=None, slow_s=0.0" in refused("worker_envs:Repeat", {"words": 3})
-    assert "raising.py:2 in <module>: ValueError: math domain error" in refused("raising:Env")
+    assert "raising.py:2: ValueError: math domain error" in refused("raising:Env")
     assert "EnvError: env-test-0 ended (exit code 3)" in refused("dying:Env")
     assert "exiting.py:1 in <module>: SystemExit: log in first" in refused("exiting:Env")
     assert "open cannot cross to another process" in refused("worker_envs:Repeat", {"num_tasks": object()})
