@@ -7,6 +7,7 @@ one commit. What a resume does with the rows is in `resume.py`; states and table
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
 import os
@@ -33,6 +34,8 @@ _INSERT_RUNNING = (
     "INSERT INTO rollouts (row, group_id, member, incarnation, status, version, started_at, "
     "segment, offset, length, crc) VALUES (?, ?, ?, ?, 'running', ?, ?, ?, ?, ?, ?)"
 )
+_UPDATE_TURN = "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?"
+TURNS_EVERY_S = 0.05  # turns played meanwhile are one commit
 _COLUMNS = (
     "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, "
     "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, "
@@ -70,12 +73,16 @@ class Ledger:
             tuple[int, int], tuple[int, int, float]
         ] = {}  # member -> row, version, started_at
         self._turns: dict[tuple[int, int], Place] = {}  # member -> its newest turn, while it is not done
+        self._unwritten: dict[
+            int, Place
+        ] = {}  # row -> its newest turn, where the database does not know it yet
         self._next_row = self._scalar("SELECT coalesce(max(row), 0) + 1 FROM rollouts")
         self._incarnation = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
         self._segments = self._open_segment()
 
     def close(self) -> None:
+        self.write_turns()
         self._segments.close()
         self._db.close()
         os.close(self._lock)
@@ -89,8 +96,11 @@ class Ledger:
         self._depth = 1
         try:
             self._db.execute("BEGIN IMMEDIATE")
+            if turns := [(*place, row) for row, place in self._unwritten.items()]:
+                self._db.executemany(_UPDATE_TURN, turns)
             yield
             self._db.execute("COMMIT")
+            self._unwritten.clear()
         except BaseException as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -138,7 +148,11 @@ class Ledger:
             self._db.executemany(_INSERT_RUNNING, rows)
 
     def turn_played(self, group_id: int, member: int, turn: Turn) -> None:
-        """A turn of a running member, kept in case the rollout is interrupted; see `resume.kept_rollouts`."""
+        """A turn of a running member, kept in case the rollout is interrupted; see `resume.kept_rollouts`.
+
+        Inside an event loop turns are committed together, TURNS_EVERY_S later or with what comes before that: a process
+        that is killed meanwhile has lost them, and plays them again.
+        """
         key = (group_id, member)
         if key not in self._running:
             return  # its group was dropped meanwhile
@@ -307,18 +321,28 @@ class Ledger:
             self._insert(table, *values)
 
     def _add_turn(self, key: tuple[int, int], row: int, turn: Turn) -> None:
-        place = self._turns[key] = self._segments.append_turn(turn, self._turns.get(key))
-        with self.transaction():
-            self._db.execute(
-                "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?",
-                (*place, row),
-            )
+        self._turns[key] = self._unwritten[row] = self._segments.append_turn(turn, self._turns.get(key))
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.write_turns()
+            return
+        if len(self._unwritten) == 1:
+            loop.call_later(TURNS_EVERY_S, self.write_turns)
+
+    def write_turns(self) -> None:
+        """Commit the turns that wait for it."""
+        if self._unwritten:
+            with self.transaction():
+                pass
 
     def _take_row(self, group_id: int, member: int) -> tuple[int, int | None, float | None]:
         """The row of a running member, or a new one for a member that was never said to start."""
         self._turns.pop((group_id, member), None)
         if (group_id, member) in self._running:
-            return self._running.pop((group_id, member))
+            row, *rest = self._running.pop((group_id, member))
+            self._unwritten.pop(row, None)
+            return row, *rest
         self._next_row += 1
         return self._next_row - 1, None, None
 
