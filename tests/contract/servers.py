@@ -30,6 +30,22 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def free_ports_in_a_row(count: int) -> int:
+    """The first of some neighbouring ports nobody listens on."""
+    for first in range(20_000 + 16 * os.getpid() % 10_000, 32_000):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for offset, each in enumerate(sockets):
+                each.bind(("127.0.0.1", first + offset))
+            return first
+        except OSError:
+            continue
+        finally:
+            for each in sockets:
+                each.close()
+    raise AssertionError("no free ports")
+
+
 def scratch(seed: int, *, is_tied: bool = True):
     """A small model that vLLM's CPU attention takes: heads of 32 dimensions."""
     section = ScratchSection(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from servers import free_port, logprobs_of, needs_vllm, save, scratch, serve
+from servers import free_port, free_ports_in_a_row, logprobs_of, needs_vllm, save, scratch, serve
 
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
@@ -107,19 +105,3 @@ def test_a_second_engine_reads_from_the_store_what_the_first_has_read(tmp_path):
 
     with serve("vllm", save(scratch(0), tmp_path / "model"), tmp_path / "log", *words):
         asyncio.run(check())
-
-
-def free_ports_in_a_row(count: int) -> int:
-    """The first of some neighbouring ports nobody listens on."""
-    for first in range(20_000 + os.getpid() % 10_000, 32_000):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for offset, each in enumerate(sockets):
-                each.bind(("127.0.0.1", first + offset))
-            return first
-        except OSError:
-            continue
-        finally:
-            for each in sockets:
-                each.close()
-    raise AssertionError("no free ports")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from servers import free_port, logprobs_of, needs_vllm, save, scratch, serve
+from servers import free_port, free_ports_in_a_row, logprobs_of, needs_vllm, save, scratch, serve
 
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
@@ -47,7 +47,7 @@ async def check(url: str, engines: list[str]) -> None:
 
 @needs_router
 def test_replicas_by_hand_are_behind_a_router_and_end_with_it(tmp_path):
-    port, backend = free_port(), free_port()
+    port, backend = free_port(), free_ports_in_a_row(2)
     words = ("--deployment.num-replicas", "2", "--deployment.router-port", str(port))
     words += ("--deployment.backend-port", str(backend), "--router-disable-retries", "--num-threads", "1")
     with serve("embedded", save(scratch(0), tmp_path / "model"), tmp_path / "log", *words) as (_, child):
