@@ -93,8 +93,9 @@ class Launcher:
 
     async def nobody_is_left(self) -> None:
         for role in self.roles:
-            pid = await self.pid(role)
-            await until(lambda pid=pid: not is_running(pid))
+            if (self.directory / f"{role}.pid").exists():  # else it was stopped before it could say its number
+                pid = await self.pid(role)
+                await until(lambda pid=pid: not is_running(pid))
 
 
 ALL = {"inference": "waits", "orchestrator": "talks finishes", "trainer": "follows"}
