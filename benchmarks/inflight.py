@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -71,6 +72,7 @@ def config(directory: str, ports: dict[str, int], args: argparse.Namespace) -> O
 def play_others(args: argparse.Namespace) -> None:
     ports = json.loads(args.others)
     cfg = config(args.directory, ports, args)
+    gc.disable()  # or it would fall silent for a second and then answer many at once
     threading.Thread(target=rollout_cost.play_trainer, args=(cfg,), daemon=True).start()
     asyncio.run(rollout_cost.play_engine(ports["engine"], lambda rng: rng.uniform(*DELAY_S)))
 
@@ -92,16 +94,17 @@ async def probe(lags: list[tuple[float, float, float]]) -> None:
 
 
 async def measure(cfg: OrchestratorConfig) -> dict:
+    from stretto.base.garbage import collecting_seldom
     from stretto.orchestrator.build import build_scratch_renderer
     from stretto.orchestrator.checkpoint import Progress
-    from stretto.orchestrator.main import build_loop, collect_seldom, open_wires
+    from stretto.orchestrator.main import build_loop, open_wires
 
-    collect_seldom()
     renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
     lags: list[tuple[float, float, float]] = []
     peak = {"rollouts": 0, "rss": 0, "tasks": 0}
     async with AsyncExitStack() as stack:
         loop = build_loop(cfg, await open_wires(cfg, 0, stack), renderer, Progress(), stack)
+        await stack.enter_async_context(collecting_seldom())
         before = rss_bytes()
 
         async def watch() -> None:

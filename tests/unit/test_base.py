@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from waiting import is_running, until
 
-from stretto.base import aio, process, status
+from stretto.base import aio, garbage, process, status
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
 from stretto.base.watch import EXIT_STALLED, Watch, WatchState
@@ -102,6 +103,80 @@ async def test_retry_returns_the_first_success() -> None:
         return result
 
     assert await aio.retry(call, what="ask", attempts=2, first_delay_s=0.001) == 7
+
+
+# -- long work in slices --
+
+
+def counting(until: int, each_s: float = 0.0):
+    for _ in range(until):
+        time.sleep(each_s)
+        yield
+    return until
+
+
+async def test_others_run_between_the_slices_of_long_work() -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(count_turns())
+    assert await aio.in_slices(counting(20, each_s=0.002)) == 20
+    assert 5 <= turns <= 21  # the whole is 40 ms or more, a slice some 4 ms
+    turns = 0
+    assert await aio.in_slices(counting(20)) == 20 and turns <= 1
+    other.cancel()
+
+
+async def test_work_in_slices_ends_with_its_error() -> None:
+    def fails():
+        yield
+        raise EngineError("no more")
+
+    with pytest.raises(EngineError, match="no more"):
+        await aio.in_slices(fails())
+    with pytest.raises(EngineError, match="no more"):
+        aio.at_once(fails())
+    assert aio.at_once(counting(3)) == 3
+
+
+# -- garbage --
+
+
+class Node:
+    """Of a cycle; `alive` says how many there are."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        Node.alive += 1
+        self.me = self
+
+    def __del__(self) -> None:
+        Node.alive -= 1
+
+
+async def test_cycles_are_searched_for_only_when_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = [10 << 30]
+    monkeypatch.setattr(garbage, "_peak_bytes", lambda: size[0])
+    monkeypatch.setattr(garbage, "LOOK_EVERY_S", 0.001)
+    async with garbage.collecting_seldom():
+        for _ in range(5000):  # Python's own collector would have looked
+            Node()
+        size[0] += garbage.GROWTH_BYTES
+        await asyncio.sleep(0.02)
+        assert Node.alive == 5000
+        size[0] += 1
+        await until(lambda: Node.alive == 0)
+        Node()
+        await asyncio.sleep(0.02)
+        assert Node.alive == 1  # from that size on it must grow as much again
+        gc.collect()
+    assert gc.isenabled()
 
 
 async def test_a_task_group_cancels_the_others_and_raises_the_error_that_says_who_must_act() -> None:

@@ -74,7 +74,7 @@ def test_synchronous_runs_draw_one_batch_and_wait_for_its_weights():
         finish(buffer, slot)
     chosen = run_virtual(buffer.next_batch())
     assert [slot.group_id for slot in chosen] == [0, 1, 2, 3]
-    buffer.ship(chosen)
+    buffer.ship(chosen, buffer.left_out(chosen))
     assert not buffer.may_admit()
     buffer.on_loaded(1)
     assert len(start_all(buffer, first=4)) == 4
@@ -86,7 +86,8 @@ def test_slot_is_not_freed_before_the_weights_of_its_step_are_loaded():
     assert len(slots) == 8
     for slot in slots[:4]:
         finish(buffer, slot)
-    buffer.ship(run_virtual(buffer.next_batch()))
+    chosen = run_virtual(buffer.next_batch())
+    buffer.ship(chosen, buffer.left_out(chosen))
     assert start_all(buffer, first=8) == []
     buffer.on_loaded(1)
     assert len(start_all(buffer, first=8)) == 4
@@ -102,7 +103,7 @@ def test_a_group_without_signal_frees_exactly_one_slot():
     chosen = run_virtual(buffer.next_batch())
     assert [slot.group_id for slot in chosen] == [0, 2, 3, 4]
     assert buffer.drops.reasons == {}
-    buffer.ship(chosen)
+    buffer.ship(chosen, buffer.left_out(chosen))
     assert buffer.drops.reasons == {1: "zero_signal"}
     assert num_held(buffer) == 4
 
@@ -119,7 +120,7 @@ def test_beyond_max_oversampling_groups_without_signal_fill_the_batch():
         finish(buffer, slot, has_signal=slot.group_id == 5)
     chosen = run_virtual(buffer.next_batch())
     assert [slot.group_id for slot in chosen] == [0, 1, 2, 5]
-    buffer.ship(chosen)
+    buffer.ship(chosen, buffer.left_out(chosen))
     assert buffer.drops.reasons == {3: "zero_signal", 4: "zero_signal"}
 
 
@@ -164,7 +165,7 @@ def test_groups_that_become_too_old_are_dropped_whole_and_their_jobs_cancelled()
             finish(buffer, slot)
             (chosen,) = await buffer.next_batch()
             assert chosen is slot
-            buffer.ship([chosen])
+            buffer.ship([chosen], buffer.left_out([chosen]))
             if step < 2:  # it may still make batch 2
                 assert straggler.state is SlotState.RUNNING
             buffer.on_loaded(step)
@@ -248,13 +249,14 @@ def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, r
             shipped_ids |= set(ids)
             assert buffer.version >= step - 1 - buffer.bounds.max_async_level
             assert all(slot.first_version >= step - 1 - buffer.bounds.max_off_policy_steps for slot in chosen)
-            buffer.ship(chosen)
+            buffer.ship(chosen, buffer.left_out(chosen))
     # Everybody left finishes: the run must be able to go on for ever.
     for _ in range(200):
         for slot in [s for s in buffer.slots.values() if s.state is SlotState.RUNNING]:
             finish(buffer, slot)
         if buffer._may_ship():
-            buffer.ship(buffer._choose())
+            chosen = buffer._choose()
+            buffer.ship(chosen, buffer.left_out(chosen))
         while buffer.version < buffer.next_step - 1:
             buffer.on_loaded(buffer.version + 1)
         for slot in start_all(buffer, first=group_id):

@@ -111,9 +111,11 @@ def assert_same(a: typing.Any, b: typing.Any) -> None:
 @given(data=st.data())
 def test_every_record_survives_wire_and_file(kind: type, data: st.DataObject) -> None:
     record = data.draw(records_of(kind))
-    frames = [bytes(frame) for frame in encode(record)]
-    assert_same(record, decode(frames, kind))
-    assert_same(record, decode_blob(encode_blob(record), kind))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "_SMALL", data.draw(st.sampled_from((-1, 16, codec._SMALL))))
+        frames = [bytes(frame) for frame in encode(record)]
+        assert_same(record, decode(frames, kind))
+        assert_same(record, decode_blob(encode_blob(record), kind))
 
 
 def micro_batch(num_tokens: int = 5) -> MicroBatch:
@@ -134,10 +136,14 @@ def batch(num_tokens: int = 5) -> TrainBatch:
     return TrainBatch(step=1, rank=0, world_size=1, micro_batches=(micro_batch(num_tokens), micro_batch(0)))
 
 
-def test_arrays_are_not_copied_either_way() -> None:
-    sent = micro_batch(1000)
+def test_large_arrays_are_not_copied_either_way_and_small_ones_lie_together() -> None:
+    sent = micro_batch(2000)
     frames = encode(sent)
-    assert np.shares_memory(np.frombuffer(frames[1], np.int32), sent.token_ids)
+    of_their_own = (sent.token_ids, sent.logprobs, sent.advantages, sent.temperatures)
+    assert len(frames) == 2 + len(of_their_own)
+    for frame, array in zip(frames[2:], of_their_own):
+        assert np.shares_memory(np.frombuffer(frame, np.int32), array)
+    assert len(frames[1]) == sent.cu_seqlens.nbytes + sent.loss_mask.nbytes
     received = decode(frames, MicroBatch)
     assert np.shares_memory(received.token_ids, sent.token_ids)
     assert not received.token_ids.flags.writeable
@@ -195,7 +201,10 @@ def test_strangers_are_refused(frames: list[bytes]) -> None:
 
 def test_missing_cut_and_surplus_frames_are_refused() -> None:
     frames = [bytes(frame) for frame in encode(batch())]
-    for wrong in (frames[:-1], [*frames, b""], [frames[0], frames[1][:-1], *frames[2:]]):
+    many = [bytes(frame) for frame in encode(batch(5000))]
+    cut = ([each[0], each[1][:-1], *each[2:]] for each in (frames, many))
+    wrongs = (frames[:-1], [*frames, b""], many[:-1], [*many, b""], [*many[:-1], many[-1][:-1]], *cut)
+    for wrong in wrongs:
         with pytest.raises(WireError):
             decode(wrong, TrainBatch)
 
@@ -203,7 +212,7 @@ def test_missing_cut_and_surplus_frames_are_refused() -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_damaged_frames_never_crash(data: st.DataObject) -> None:
-    frames = [bytearray(frame) for frame in encode(batch())]
+    frames = [bytearray(frame) for frame in encode(batch(data.draw(st.sampled_from((5, 2000)))))]
     header = frames[0]
     for _ in range(data.draw(st.integers(1, 3))):
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))

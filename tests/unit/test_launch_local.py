@@ -93,7 +93,8 @@ class Launcher:
 
     async def nobody_is_left(self) -> None:
         for role in self.roles:
-            if (self.directory / f"{role}.pid").exists():  # else it was stopped before it could say its number
+            # One that was stopped at once could not say its number.
+            if (self.directory / f"{role}.pid").exists():
                 pid = await self.pid(role)
                 await until(lambda pid=pid: not is_running(pid))
 

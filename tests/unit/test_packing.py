@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.base.aio import at_once
 from stretto.base.errors import DataError
 from stretto.orchestrator.packing import Cost, cost_of_model, deal, first_fit_decreasing, pack
 from stretto.records.sample import TrainSample
@@ -85,7 +86,7 @@ def slow_first_fit(lengths, capacity):
 
 @given(lengths)
 def test_rows_equal_those_of_textbook_first_fit_decreasing(lengths):
-    assert first_fit_decreasing(np.array(lengths), SEQ_LEN) == slow_first_fit(lengths, SEQ_LEN)
+    assert at_once(first_fit_decreasing(np.array(lengths), SEQ_LEN)) == slow_first_fit(lengths, SEQ_LEN)
 
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=64), st.integers(1, 8))

@@ -1,4 +1,4 @@
-"""Waiting with a deadline and a name, trying again within one, and a task group that fails fast."""
+"""Waiting with a deadline and a name, trying again within one, long work in slices, a task group that fails fast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 10.0
+SLICE_S = 0.004
 
 
 async def wait_for(awaitable: Awaitable[T], timeout_s: float | None, what: str) -> T:
@@ -74,6 +75,30 @@ async def retry(
             )
         await asyncio.sleep(delay_s)
     raise AssertionError("unreachable")
+
+
+def at_once(work: Generator[None, None, T]) -> T:
+    """What `work` returns, without a pause."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+async def in_slices(work: Generator[None, None, T]) -> T:
+    """What `work` returns; whenever it yields after SLICE_S of its own, everybody else has a turn.
+
+    A thread would be no help: it holds the interpreter for 5 ms each time that the event loop touches a socket.
+    """
+    while True:
+        until = time.perf_counter() + SLICE_S
+        try:
+            while time.perf_counter() < until:
+                next(work)
+        except StopIteration as end:
+            return end.value
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager

@@ -88,12 +88,22 @@ class Slot:
     step: int | None = None  # the step it was shipped in
     job: asyncio.Task | None = None  # what produces it; cancelled when it is dropped
 
+    def __post_init__(self) -> None:
+        self._first_version = min((k.first_version for k in self.kept.values()), default=self.version)
+        self._first_version = self._first_of(self.group)
+
     @property
     def first_version(self) -> int:
         """Version of the oldest first token of its members; of what it goes on from, or else of the draw."""
-        rollouts = self.group.rollouts if self.group else ()
-        versions = [v for r in rollouts if (v := r.first_version) is not None]
-        return min(versions, default=min((k.first_version for k in self.kept.values()), default=self.version))
+        return self._first_version
+
+    def finish(self, group: Group, *, has_signal: bool, rejected: str | None) -> None:
+        self.group, self.has_signal, self.rejected, self.job = group, has_signal, rejected, None
+        self._first_version = self._first_of(group)
+
+    def _first_of(self, group: Group | None) -> int:
+        versions = [v for r in (group.rollouts if group else ()) if (v := r.first_version) is not None]
+        return min(versions, default=self._first_version)
 
     def move(self, to: SlotState) -> None:
         assert to in MOVES[self.state], f"group {self.group_id} cannot go from {self.state} to {to}"
@@ -221,7 +231,7 @@ class Buffer:
 
     def finish(self, slot: Slot, group: Group, *, has_signal: bool, rejected: str | None = None) -> None:
         """All members are done and at least one of them succeeded; `rejected` says what keeps it from a batch."""
-        slot.group, slot.has_signal, slot.rejected, slot.job = group, has_signal, rejected, None
+        slot.finish(group, has_signal=has_signal, rejected=rejected)
         self.counts.finished += 1
         self.counts.zero_signal += not has_signal
         self.counts.rejected += rejected is not None
@@ -277,14 +287,13 @@ class Buffer:
         ready = [slot for slot in self.slots.values() if slot.state is SlotState.READY]
         return sorted(ready, key=lambda slot: slot.group_id)
 
-    def ship(self, chosen: list[Slot]) -> None:
-        """These groups are on their way to the trainer, and the ledger says so."""
+    def ship(self, chosen: list[Slot], left_out: list[Slot]) -> None:
+        """These groups are on their way to the trainer, and the ledger says so; those left out are dropped."""
         step = self.next_step
         for slot in chosen:
             assert not self._is_stale(slot), f"group {slot.group_id} is too old for step {step}"
             slot.step = step
             self._move(slot, SlotState.SHIPPED)
-        left_out = self.left_out(chosen)
         self.next_step += 1
         self.num_rejected = 0
         for slot in left_out:

@@ -142,7 +142,8 @@ GATES: dict[str, Callable[[Group, Gate], bool]] = {
 
 def mean_reward(group: Group) -> float:
     """Mean reward of the members that were counted when the group was scored, left out since or not."""
-    return float(np.mean([r.reward for r in group.rollouts if is_counted(r) or is_filtered(r)]))
+    rewards = [r.reward for r in group.rollouts if is_counted(r) or is_filtered(r)]
+    return sum(rewards) / len(rewards) if rewards else math.nan
 
 
 # -- filters --

@@ -7,7 +7,6 @@ says who must act. torch and transformers are never imported here.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Any
 from stretto.algorithms.custom import load_credit
 from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, DataError
+from stretto.base.garbage import collecting_seldom
 from stretto.base.paths import RunDir
 from stretto.base.status import report, stop_signals
 from stretto.base.watch import Watch
@@ -69,18 +69,7 @@ logger = logging.getLogger(__name__)
 def main(cfg: OrchestratorConfig) -> int:
     """Run the orchestrator; its exit status."""
     log.setup("orchestrator", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-    collect_seldom()
     return asyncio.run(run(cfg))
-
-
-def collect_seldom() -> None:
-    """Look for garbage in cycles less often: with ten thousand rollouts in flight a full search takes a second.
-
-    Rollouts leave hardly any; what is there after start-up is never searched again.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(1000, 10, 1000)
 
 
 async def run(cfg: OrchestratorConfig) -> int:
@@ -95,6 +84,7 @@ async def run(cfg: OrchestratorConfig) -> int:
         wires = await open_wires(cfg, progress.step, stack)
         loop = build_loop(cfg, wires, renderer, progress, stack, own)
         handle_interrupts(loop)
+        await stack.enter_async_context(collecting_seldom())
         progress = await loop.run()
     summary = summary_of(progress, max_steps=cfg.max_steps)
     cfg.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")

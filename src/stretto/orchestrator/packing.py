@@ -10,12 +10,13 @@ other.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from stretto.base.aio import at_once
 from stretto.base.errors import DataError
 from stretto.records.sample import MicroBatch, TrainBatch, TrainSample
 
@@ -57,7 +58,14 @@ def cost_of_model(model_dir: str | Path) -> Cost:
 def pack(
     samples: Sequence[TrainSample], *, step: int, seq_len: int, world_size: int = 1, cost: Cost | None = None
 ) -> list[TrainBatch]:
-    """Pack the samples of `step` for `world_size` ranks.
+    """Pack the samples of `step` for `world_size` ranks, without a pause; see `packing`."""
+    return at_once(packing(samples, step=step, seq_len=seq_len, world_size=world_size, cost=cost))
+
+
+def packing(
+    samples: Sequence[TrainSample], *, step: int, seq_len: int, world_size: int = 1, cost: Cost | None = None
+) -> Generator[None, None, list[TrainBatch]]:
+    """The batches of `step` for `world_size` ranks; yields where others may run in between.
 
     Raises: DataError when a sample is longer than seq_len.
     """
@@ -69,7 +77,7 @@ def pack(
             f"sample {longest.sample_id} has {lengths.max()} tokens, more than seq_len = {seq_len}; "
             "raise seq_len or shorten the replies."
         )
-    rows = first_fit_decreasing(lengths, seq_len)
+    rows = yield from first_fit_decreasing(lengths, seq_len)
     costs = cost.of(lengths)
     rows = split_to_multiple(rows, costs, world_size)
     ranks = deal([float(costs[row].sum()) for row in rows], world_size)
@@ -77,13 +85,16 @@ def pack(
     streams = [name for name in STREAM_DEFAULTS if any(getattr(s, name) is not None for s in samples)]
     batches = []
     for rank, row_indices in enumerate(ranks):
-        micro = [to_micro_batch([samples[i] for i in rows[r]], streams) for r in row_indices]
+        micro = []
+        for r in row_indices:
+            micro.append(to_micro_batch([samples[i] for i in rows[r]], streams))
+            yield
         micro += [dummy_micro_batch(streams)] * (num_micro - len(micro))
         batches.append(TrainBatch(step=step, rank=rank, world_size=world_size, micro_batches=tuple(micro)))
     return batches
 
 
-def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Generator[None, None, list[list[int]]]:
     """Sample indices by row.
 
     Longest first, each into the first row with room. Rows stay in their order of creation.
@@ -101,6 +112,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
             free[row] = capacity
         rows[row].append(index)
         free[row] -= size
+        yield
     return rows
 
 

@@ -1,9 +1,9 @@
-"""Records to bytes and back: a msgpack header, then every array as a raw buffer of its own.
+"""Records to bytes and back: a msgpack header, then the arrays as raw buffers.
 
-`encode` gives frames for a wire (arrays are not copied), `encode_blob` one bytes object for a file (padded,
-with a crc). Both start with a fixed prefix that holds `SCHEMA`, the number of the record layout, so that a
-reader of another version can say so instead of misreading. Decoded arrays are read-only views of the buffers
-they came in.
+`encode` gives frames for a wire: small arrays together in one, each large one, not copied, in its own.
+`encode_blob` gives one bytes object for a file (padded, with a crc). Both start with a fixed prefix that holds
+`SCHEMA`, the number of the record layout, so that a reader of another version can say so instead of misreading.
+Decoded arrays are read-only views of the buffers they came in.
 
 Nothing here executes what it reads: no pickle, dtypes from a closed list, and every length is checked, so
 damaged or hostile input ends in a `WireError` (frames) or `DataError` (blobs).
@@ -23,7 +23,7 @@ import numpy as np
 
 from stretto.base.errors import DataError, WireError
 
-SCHEMA = 1
+SCHEMA = 2
 """Raise it whenever a record's meaning or layout changes in a way an older reader would misunderstand."""
 
 T = TypeVar("T")
@@ -34,18 +34,19 @@ _MAGIC = b"STRF"
 _BLOB = struct.Struct("<4sHHIIQ")  # magic, schema, 0, number of frames, crc32 of the rest, bytes of the rest
 _BLOB_MAGIC = b"STRB"
 _ALIGN = 8
+_SMALL = 4096  # bytes; a frame costs its sender and its receiver more than copying so much
 _ARRAY = 1  # msgpack extension code; its data is the array's index
 _DTYPES = {np.dtype(c).newbyteorder("<").str: np.dtype(c).newbyteorder("<") for c in "?bBhHiIqQefd"}
 
 
 class _Header(msgspec.Struct, array_like=True):
     type: str
-    arrays: list[tuple[str, tuple[int, ...]]]  # dtype, shape of frame 1, 2, ...
+    arrays: list[tuple[str, tuple[int, ...]]]  # dtype, shape; of what size it is says in which frame it lies
     body: msgspec.Raw
 
 
 def encode(obj: Any) -> list[Buffer]:
-    """Frames of a record: the header, then one frame an array, without copying contiguous arrays."""
+    """Frames of a record: the header, all small arrays if there are any, each large one, uncopied where contiguous."""
     arrays: list[np.ndarray] = []
 
     def hook(value: Any) -> Any:
@@ -61,7 +62,9 @@ def encode(obj: Any) -> list[Buffer]:
     body = msgspec.msgpack.encode(obj, enc_hook=hook)
     header = _Header(type(obj).__name__, [(a.dtype.str, a.shape) for a in arrays], msgspec.Raw(body))
     first = _PREFIX.pack(_MAGIC, SCHEMA) + msgspec.msgpack.encode(header)
-    return [first, *(a.reshape(-1).view(np.uint8).data for a in arrays)]
+    small = b"".join(a.tobytes() + bytes(-a.nbytes % _ALIGN) for a in arrays if a.nbytes <= _SMALL)
+    large = [a.reshape(-1).view(np.uint8).data for a in arrays if a.nbytes > _SMALL]
+    return [first, small, *large] if len(large) < len(arrays) else [first, *large]
 
 
 @overload
@@ -88,12 +91,7 @@ def decode(frames: Sequence[Buffer], kind: Any) -> Any:
         header = _header_decoder().decode(views[0][_PREFIX.size :])
         if isinstance(kind, _StructMeta) and header.type != kind.__name__:
             raise WireError(f"expected a {kind.__name__}, received a {header.type}.")
-        if len(header.arrays) != len(views) - 1:
-            raise WireError(
-                f"{header.type} says it has {len(header.arrays)} arrays, received {len(views) - 1}."
-            )
-        arrays = [_array(view, *meta) for view, meta in zip(views[1:], header.arrays)]
-        return _decode_body(header.body, kind, arrays)
+        return _decode_body(header.body, kind, _arrays(header, views[1:]))
     except (
         msgspec.MsgspecError,
         UnicodeDecodeError,
@@ -107,16 +105,17 @@ def decode(frames: Sequence[Buffer], kind: Any) -> Any:
 
 def encode_blob(obj: Any) -> bytes:
     """One bytes object for a file: length and crc32 in front, arrays aligned to 8 bytes."""
-    parts: list[Buffer] = []
     frames = encode(obj)
-    lengths = struct.pack(f"<{len(frames)}Q", *(len(frame) for frame in frames))
-    parts.append(lengths)
+    parts: list[Buffer] = [struct.pack(f"<{len(frames)}Q", *(len(frame) for frame in frames))]
     for frame in frames:
         parts.append(frame)
         if padding := -len(frame) % _ALIGN:
             parts.append(bytes(padding))
-    rest = b"".join(parts)
-    return _BLOB.pack(_BLOB_MAGIC, SCHEMA, 0, len(frames), zlib.crc32(rest), len(rest)) + rest
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    size = sum(map(len, parts))
+    return b"".join((_BLOB.pack(_BLOB_MAGIC, SCHEMA, 0, len(frames), crc, size), *parts))
 
 
 def decode_blob(blob: Buffer, kind: type[T], *, where: str = "blob") -> T:
@@ -174,21 +173,49 @@ _StructMeta = type(msgspec.Struct)
 
 def _portable(array: np.ndarray) -> np.ndarray:
     """The array itself where it is contiguous, little-endian and of a dtype we carry."""
+    if array.dtype.str in _DTYPES and array.flags.c_contiguous:
+        return array
     little = array.dtype.newbyteorder("<")
     if little.str not in _DTYPES:
         raise TypeError(f"a record cannot hold an array of dtype {array.dtype}; known: {', '.join(_DTYPES)}")
-    if array.flags.c_contiguous and array.dtype == little:
-        return array
     return np.array(array, dtype=little, order="C")
 
 
-def _array(view: memoryview, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+def _arrays(header: _Header, views: Sequence[memoryview]) -> list[np.ndarray]:
+    """The arrays of a message, from its frames after the header."""
+    sizes = [_nbytes(*each) for each in header.arrays]
+    num_large = sum(size > _SMALL for size in sizes)
+    if len(views) != num_large + (num_large < len(sizes)):
+        raise WireError(
+            f"{header.type} says it has {len(sizes)} arrays, {num_large} of them in frames of their own; "
+            f"received {len(views)} frames."
+        )
+    rest, start, arrays = iter(views), 0, []
+    small = next(rest) if num_large < len(sizes) else memoryview(b"")
+    for (dtype, shape), size in zip(header.arrays, sizes):
+        if size > _SMALL:
+            arrays.append(_array(next(rest), dtype, shape, size))
+        else:
+            arrays.append(_array(small[start : start + size], dtype, shape, size))
+            start += size + -size % _ALIGN
+    if start != len(small):
+        raise WireError(f"the small arrays of {header.type} take {start} bytes, received {len(small)}.")
+    return arrays
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     known = _DTYPES.get(dtype)
     if known is None:
         raise WireError(f"array of unknown dtype {dtype!r}.")
-    if len(shape) > 32 or any(n < 0 for n in shape) or math.prod(shape) * known.itemsize != len(view):
+    if len(shape) > 32 or any(n < 0 for n in shape):
+        raise WireError(f"array of impossible shape {list(shape)}.")
+    return math.prod(shape) * known.itemsize
+
+
+def _array(view: memoryview, dtype: str, shape: tuple[int, ...], size: int) -> np.ndarray:
+    if size != len(view):
         raise WireError(f"array {dtype}{list(shape)} does not fit its {len(view)} bytes.")
-    array = np.frombuffer(view, dtype=known)
+    array = np.frombuffer(view, dtype=_DTYPES[dtype])
     if not array.flags.aligned:  # small frames may lie anywhere in a socket's buffer
         array = array.copy()
         array.flags.writeable = False

@@ -83,7 +83,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(int(b.is_sampled.sum()) for b in self.branches)
+        return sum(int(np.count_nonzero(b.is_sampled)) for b in self.branches)
 
     @property
     def num_tokens(self) -> int:

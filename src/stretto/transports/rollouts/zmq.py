@@ -5,7 +5,8 @@ acknowledgement, and makes the sender repeat a batch that was lost with a broken
 belongs to a thread, so that a batch is received and acknowledged while the rank still computes on the one
 before.
 
-Frames (after the ROUTER's identity): hello + record, batch + record, ack + step, refused + text.
+Frames (after the ROUTER's identity): hello + record, batch + record without micro batches + a blob for each of
+them, ack + step, refused + text. Blobs are made one by one, so that a large batch keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import queue
 import secrets
 import threading
 import time
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from stretto.base.aio import in_slices
 from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.config.transport import ZmqRollouts
-from stretto.records.codec import decode, encode
-from stretto.records.sample import TrainBatch
+from stretto.records.codec import Buffer, decode, decode_blob, encode, encode_blob
+from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.transports.rollouts.delivery import StepGate, check_batches, no_batch
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,14 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int | None
 
 
+@dataclass(frozen=True)
+class _Message:
+    """A batch as it travels."""
+
+    step: int
+    frames: list[Buffer]
+
+
 @dataclass
 class _Rank:
     """What the sender knows of a rank, and the batch that it has not acknowledged."""
@@ -53,7 +64,7 @@ class _Rank:
     identity: bytes | None = None
     session: str = ""
     last_step: int | None = None
-    pending: TrainBatch | None = None
+    pending: _Message | None = None
     is_received: asyncio.Event = field(default_factory=asyncio.Event)
     sent_at: float = 0.0
     resend_after_s: float = RESEND_AFTER_S
@@ -98,7 +109,8 @@ class ZmqSender:
         assert self._reader is not None, "send before open"
         step = check_batches(batches, len(self._ranks))
         for rank, batch in zip(self._ranks, batches):
-            rank.pending, rank.is_received, rank.resend_after_s = batch, asyncio.Event(), RESEND_AFTER_S
+            message = _Message(step, await in_slices(_frames(batch)))
+            rank.pending, rank.is_received, rank.resend_after_s = message, asyncio.Event(), RESEND_AFTER_S
             await self._deliver(rank)
         received: asyncio.Future[list[bool]] = asyncio.gather(
             *(rank.is_received.wait() for rank in self._ranks)
@@ -183,7 +195,7 @@ class ZmqSender:
     async def _deliver(self, rank: _Rank) -> None:
         if rank.identity is not None and rank.pending is not None:
             rank.sent_at = time.monotonic()
-            await self._socket.send_multipart([rank.identity, BATCH, *encode(rank.pending)], copy=False)
+            await self._socket.send_multipart([rank.identity, BATCH, *rank.pending.frames], copy=False)
 
 
 class ZmqReceiver:
@@ -254,8 +266,29 @@ class ZmqReceiver:
                 kind, *body = dealer.recv_multipart(copy=False)
                 if kind.bytes == REFUSED:
                     raise WireError(f"the orchestrator at {self._address} refused: {body[0].bytes.decode()}")
-                batch = decode([frame.buffer for frame in body], TrainBatch)
+                batch = _batch_of([frame.buffer for frame in body])
                 is_new = self._gate.admits(batch)
                 dealer.send_multipart([ACK, batch.step.to_bytes(8, "little")])
                 if is_new:
                     self._batches.put(batch)
+
+
+def _frames(batch: TrainBatch) -> Generator[None, None, list[Buffer]]:
+    """The frames of a batch; yields between its micro batches."""
+    head = msgspec.structs.replace(batch, micro_batches=())
+    frames = encode(head)
+    for micro_batch in batch.micro_batches:
+        frames.append(encode_blob(micro_batch))
+        yield
+    return frames
+
+
+def _batch_of(frames: Sequence[Buffer]) -> TrainBatch:
+    """The batch of these frames.
+
+    Raises: WireError, DataError when they are damaged or of another version.
+    """
+    head = decode(frames[:1], TrainBatch)
+    where = f"micro batch of step {head.step}"
+    micro_batches = tuple(decode_blob(frame, MicroBatch, where=where) for frame in frames[1:])
+    return msgspec.structs.replace(head, micro_batches=micro_batches)
