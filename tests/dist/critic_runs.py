@@ -1,6 +1,6 @@
 """A critic that is read from a model directory and trained beside a policy; run by every rank.
 
-`python critic_runs.py FOLDER RANK WORLD PORT`: models lie in FOLDER/<kind>, results go to FOLDER/<kind>.pt.
+`python critic_runs.py FOLDER`: models lie in FOLDER/<kind>, results go to FOLDER/<kind>.pt.
 """
 
 from __future__ import annotations
@@ -53,6 +53,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    place, rank, world, port = sys.argv[1:]
-    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    main(Path(place))
+    main(Path(sys.argv[1]))

@@ -1,13 +1,12 @@
 """A mixture over two ranks by DeepEPWire, whose library is played by gloo; run by every rank.
 
-`python deep_ep_runs.py OUT RANK PORT`. deep_ep itself needs GPUs; `Buffer` here keeps its documented interface:
+`python deep_ep_runs.py OUT`. deep_ep itself needs GPUs; `Buffer` here keeps its documented interface:
 rows come in no order of experts, a dispatch leaves a handle, a combine adds up, and both are called alike on
 every rank.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from pathlib import Path
@@ -109,6 +108,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    target, rank, port = sys.argv[1:]
-    os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    main(Path(target))
+    main(Path(sys.argv[1]))

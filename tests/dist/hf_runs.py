@@ -1,6 +1,6 @@
 """Models of transformers' that load, train, save, export and resume; run by every rank.
 
-`python hf_runs.py FOLDER STAGE RANK WORLD PORT`: models lie in FOLDER/models, results go to FOLDER/results.
+`python hf_runs.py FOLDER STAGE`: models lie in FOLDER/models, results go to FOLDER/results.
 """
 
 from __future__ import annotations
@@ -142,6 +142,4 @@ def main(folder: Path, stage: str) -> None:
 
 
 if __name__ == "__main__":
-    place, name, rank, world, port = sys.argv[1:]
-    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    main(Path(place), name)
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,6 +1,6 @@
 """Three steps of a tiny policy on some mesh; run by every rank, with one process group for all cases.
 
-`python mesh_runs.py OUT RANK WORLD PORT` writes OUT/<case>.pt from rank 0.
+`python mesh_runs.py OUT` writes OUT/<case>.pt from rank 0.
 """
 
 from __future__ import annotations
@@ -273,6 +273,4 @@ def main(out: Path, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    folder, rank, world, port = sys.argv[1:]
-    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    main(Path(folder), int(world))
+    main(Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]))

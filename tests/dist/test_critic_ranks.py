@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from critic_runs import KINDS, play
 from mesh_runs import policy_of
-from test_meshes import free_port
+from ranks import run_ranks
 
 from stretto.models import hub
 from stretto.trainer.critic import SCORE
 
-DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +23,7 @@ def folder(tmp_path_factory):
     score = torch.randn(1, policy.config.hidden_size, generator=torch.Generator().manual_seed(5)) / 10
     tensors = [*hub.export_tensors(policy), (SCORE, score)]
     hub.save_as(policy, folder / "reward_model", None, policy.config.hf, tensors)
-    port, log = str(free_port()), folder / "log"
-    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("critic_runs.py")), str(folder)]
-    with log.open("w") as file:
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen([*command, str(rank), "2", port], env=env, stdout=file, stderr=file)
-            for rank in range(2)
-        ]
-        try:
-            codes = [rank.wait(DEADLINE_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    assert codes == [0, 0], log.read_text()[-6000:]
+    run_ranks("critic_runs.py", folder, world_size=2, log=folder / "log")
     return folder
 
 

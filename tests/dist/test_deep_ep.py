@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from mesh_runs import NUM_STEPS
-from test_meshes import alone, free_port
+from ranks import run_ranks
+from test_meshes import alone
 
 from stretto.base.errors import ConfigError
 from stretto.config.model import ModelSection
@@ -18,21 +15,8 @@ from stretto.trainer.parallel.token_wire import DeepEPWire, build_token_wire
 
 
 def test_rows_that_come_in_another_order_train_like_one_rank(tmp_path):
-    script, out, port = Path(__file__).with_name("deep_ep_runs.py"), tmp_path / "results.pt", str(free_port())
-    command = [sys.executable, "-W", "error", str(script), str(out)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (tmp_path / "log").open("w") as log:
-        ranks = [
-            subprocess.Popen([*command, str(rank), port], env=env, stdout=log, stderr=log) for rank in (0, 1)
-        ]
-        try:
-            for rank in ranks:
-                rank.wait(120)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    assert out.exists(), (tmp_path / "log").read_text()[-6000:]
+    out = tmp_path / "results.pt"
+    run_ranks("deep_ep_runs.py", out, world_size=2, log=tmp_path / "log")
     results, expected = torch.load(out, weights_only=False), alone("replay")["metrics"]
     for metrics, _, num_sms in results.values():
         assert len(metrics) == NUM_STEPS and num_sms == 24

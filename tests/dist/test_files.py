@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from file_runs import KINDS, STAGES, STEP, build, play, run_of
 from mesh_runs import policy_of
-from test_meshes import free_port
+from ranks import run_ranks
 
 from stretto.base.errors import DataError
 from stretto.models import hub
 from stretto.models.lora import load_adapter
 from stretto.trainer import checkpoint
 
-DEADLINE_S = 200.0
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +32,8 @@ def played(tmp_path_factory):
             for kind in KINDS:
                 torch.save(play(kind, folder, stage), folder / "results" / f"{stage}-{kind}.pt")
         else:
-            run_ranks(folder, stage, world_size)
+            run_ranks("file_runs.py", folder, stage, world_size=world_size, log=folder / f"{stage}.log")
     return folder
-
-
-def run_ranks(folder: Path, stage: str, world_size: int) -> None:
-    port, log = str(free_port()), folder / f"{stage}.log"
-    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("file_runs.py"))]
-    with log.open("w") as file:
-        ranks = [
-            subprocess.Popen(
-                [*command, str(folder), stage, str(rank), str(world_size), port],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=file,
-                stderr=file,
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            codes = [rank.wait(DEADLINE_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    assert codes == [0] * world_size, log.read_text()[-6000:]
 
 
 def metrics_of(folder: Path, stage: str, kind: str) -> list[dict[str, float]]:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hf_runs import FAMILIES, STAGES, STEP, make_models, play, run_of
 from safetensors.torch import load_file
-from test_meshes import free_port
+from ranks import run_ranks
 
 from stretto.models import hub
 from stretto.models.lora import load_adapter
 
-DEADLINE_S = 200.0
 KINDS = tuple(FAMILIES)
 ON_RANKS = ("two", "hsdp")
 
@@ -32,35 +27,13 @@ def played(tmp_path_factory):
     results = {}
     for stage, (world_size, _, _) in STAGES.items():
         if world_size > 1:
-            run_ranks(folder, stage, world_size)
+            run_ranks("hf_runs.py", folder, stage, world_size=world_size, log=folder / f"{stage}.log")
         for kind in KINDS:
             path = folder / "results" / f"{stage}-{kind}.pt"
             results[stage, kind] = (
                 play(kind, folder, stage) if world_size == 1 else torch.load(path, weights_only=False)
             )
     return results, folder
-
-
-def run_ranks(folder: Path, stage: str, world_size: int) -> None:
-    port, log = str(free_port()), folder / f"{stage}.log"
-    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("hf_runs.py"))]
-    with log.open("w") as file:
-        ranks = [
-            subprocess.Popen(
-                [*command, str(folder), stage, str(rank), str(world_size), port],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=file,
-                stderr=file,
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            codes = [rank.wait(DEADLINE_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    assert codes == [0] * world_size, log.read_text()[-6000:]
 
 
 @pytest.mark.parametrize("stage", ON_RANKS)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from mesh_runs import CASES, NUM_STEPS, build, train
+from ranks import run_ranks
 
-RUNS = Path(__file__).with_name("mesh_runs.py")
 DEADLINE_S = 400.0
 
 
@@ -24,12 +20,6 @@ def alone(kind):
     return train(build(kind, {}), kind)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="session")
 def on_meshes(tmp_path_factory):
     """Results of all cases; one process group for each number of ranks."""
@@ -37,31 +27,14 @@ def on_meshes(tmp_path_factory):
 
     def result(case):
         if case.world_size not in folders:
-            folders[case.world_size] = run_all(case.world_size, tmp_path_factory.mktemp("ranks"))
+            folders[case.world_size] = folder = tmp_path_factory.mktemp("ranks")
+            log = folder / "log"
+            run_ranks("mesh_runs.py", folder, world_size=case.world_size, log=log, deadline_s=DEADLINE_S)
         path = folders[case.world_size] / f"{case}.pt"
         assert path.exists(), (folders[case.world_size] / "log").read_text()[-6000:]
         return torch.load(path, weights_only=False)
 
     return result
-
-
-def run_all(world_size: int, folder: Path) -> Path:
-    port, log = str(free_port()), (folder / "log").open("w")
-    command = [sys.executable, "-W", "error", str(RUNS), str(folder)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(world_size), port], env=env, stdout=log, stderr=log)
-        for rank in range(world_size)
-    ]
-    try:
-        for rank in ranks:
-            rank.wait(DEADLINE_S)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        log.close()
-    return folder
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

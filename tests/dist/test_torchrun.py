@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from test_meshes import free_port
+from ranks import free_port
 
 import stretto
 from stretto.base.paths import RunDir

@@ -23,7 +23,8 @@ from stretto.envs.reverse_text import ReverseText
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.echo import build_echo
-from stretto.orchestrator.main import Wires, build_loop, starting_point
+from stretto.orchestrator.main import Wires, build_loop
+from stretto.orchestrator.resume import starting_point
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.teacher import build_hint, demonstration_of
 from stretto.records.generate import Completion

@@ -21,7 +21,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.orchestrator import checkpoint
 from stretto.orchestrator.checkpoint import Progress, begun_at, summary_of
-from stretto.orchestrator.main import starting_point
+from stretto.orchestrator.resume import starting_point
 from stretto.trainer import sft
 
 # -- which checkpoint is meant --

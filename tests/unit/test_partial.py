@@ -20,7 +20,8 @@ from stretto.config.roots import OrchestratorConfig
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.segments import Place, load_turns
-from stretto.orchestrator.main import Wires, build_loop, starting_point
+from stretto.orchestrator.main import Wires, build_loop
+from stretto.orchestrator.resume import starting_point
 from stretto.orchestrator.samples import trained_tokens
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.partial import Kept, Turn, cut, joined, standing, up_to

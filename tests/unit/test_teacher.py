@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from stretto.base.errors import EngineError, StrettoError
 from stretto.config.roots import OrchestratorConfig
-from stretto.orchestrator.main import Wires, build_loop, starting_point
+from stretto.orchestrator.main import Wires, build_loop
+from stretto.orchestrator.resume import starting_point
 from stretto.orchestrator.teacher import teacher_kl
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.rollout import Branch

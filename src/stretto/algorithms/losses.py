@@ -132,41 +132,7 @@ def total_loss(
     loss = logprobs.new_zeros(())
     sums: dict[str, Tensor] = {}
     if streams.rl_weights is not None:
-        compared, judged = streams, logprobs
-        if not cfg.use_rollout_logprobs:
-            judged = logprobs.detach() if streams.old_logprobs is None else streams.old_logprobs
-            compared = replace(streams, behavior_logprobs=judged)
-        if isinstance(cfg, CustomLoss):
-            policy = _custom(logprobs, compared, cfg, sums)
-        else:
-            policy = POLICY_LOSSES[cfg.type](logprobs, compared, cfg)
-        weights = streams.rl_weights
-        if cfg.correction is not None:
-            weights, extra = corrected(
-                judged, streams.behavior_logprobs, weights, streams.segments, cfg.correction
-            )
-            sums |= extra
-        loss = loss + reduce_rl(policy.loss, weights, streams, counts, cfg)
-        is_member = streams.rl_weights != 0
-        if cfg.entropy_coef is not None:
-            assert entropy is not None, "an entropy bonus needs the entropy"
-            loss = loss - cfg.entropy_coef * reduce_rl(entropy, streams.rl_weights, streams, counts, cfg)
-        if cfg.reference_kl is not None:
-            assert reference_logprobs is not None, "a reference KL needs the reference's log-probabilities"
-            distance = kl.reference_kl(
-                logprobs,
-                streams.behavior_logprobs,
-                reference_logprobs,
-                estimator=cfg.reference_kl.estimator,
-                is_unbiased=cfg.reference_kl.is_unbiased,
-            )
-            loss = loss + cfg.reference_kl.coef * reduce_rl(
-                distance, streams.rl_weights, streams, counts, cfg
-            )
-            sums["rl/reference_kl"] = kl.k3((reference_logprobs - logprobs).detach())[is_member].sum()
-        sums["is_masked_low"] = (policy.is_dropped_low & is_member).sum()
-        sums["is_masked_high"] = (policy.is_dropped_high & is_member).sum()
-        sums["rl_tokens"] = is_member.sum()
+        loss, sums = _rl(logprobs, streams, counts, cfg, entropy, reference_logprobs)
     if streams.ce_weights is not None:
         loss = loss - weighted_sum(logprobs, streams.ce_weights) / max(counts.ce, 1)
         is_member = streams.ce_weights != 0
@@ -185,6 +151,53 @@ def total_loss(
         sums["mismatch_kl"] = mismatch.sum()
         sums["sampled_tokens"] = streams.is_sampled.sum()
         sums["max/mismatch_kl"] = mismatch.max() if len(mismatch) else mismatch.sum()
+    return loss, sums
+
+
+def _rl(
+    logprobs: Tensor,
+    streams: TokenStreams,
+    counts: TokenCounts,
+    cfg: LossSection,
+    entropy: Tensor | None,
+    reference_logprobs: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy loss with its correction, entropy bonus and reference KL, and its sums for metrics."""
+    assert streams.rl_weights is not None
+    sums: dict[str, Tensor] = {}
+    compared, judged = streams, logprobs
+    if not cfg.use_rollout_logprobs:
+        judged = logprobs.detach() if streams.old_logprobs is None else streams.old_logprobs
+        compared = replace(streams, behavior_logprobs=judged)
+    if isinstance(cfg, CustomLoss):
+        policy = _custom(logprobs, compared, cfg, sums)
+    else:
+        policy = POLICY_LOSSES[cfg.type](logprobs, compared, cfg)
+    weights = streams.rl_weights
+    if cfg.correction is not None:
+        weights, extra = corrected(
+            judged, streams.behavior_logprobs, weights, streams.segments, cfg.correction
+        )
+        sums |= extra
+    loss = reduce_rl(policy.loss, weights, streams, counts, cfg)
+    is_member = streams.rl_weights != 0
+    if cfg.entropy_coef is not None:
+        assert entropy is not None, "an entropy bonus needs the entropy"
+        loss = loss - cfg.entropy_coef * reduce_rl(entropy, streams.rl_weights, streams, counts, cfg)
+    if cfg.reference_kl is not None:
+        assert reference_logprobs is not None, "a reference KL needs the reference's log-probabilities"
+        distance = kl.reference_kl(
+            logprobs,
+            streams.behavior_logprobs,
+            reference_logprobs,
+            estimator=cfg.reference_kl.estimator,
+            is_unbiased=cfg.reference_kl.is_unbiased,
+        )
+        loss = loss + cfg.reference_kl.coef * reduce_rl(distance, streams.rl_weights, streams, counts, cfg)
+        sums["rl/reference_kl"] = kl.k3((reference_logprobs - logprobs).detach())[is_member].sum()
+    sums["is_masked_low"] = (policy.is_dropped_low & is_member).sum()
+    sums["is_masked_high"] = (policy.is_dropped_high & is_member).sum()
+    sums["rl_tokens"] = is_member.sum()
     return loss, sums
 
 

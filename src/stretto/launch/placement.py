@@ -6,6 +6,7 @@ what was decided for the user, one sentence each. What the user gave stays, or i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stretto.base import process
@@ -168,14 +169,8 @@ def assign_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) ->
         if shared := sorted(set(trainer_ids) & set(inference_ids)):
             which = ", ".join(map(str, shared))
             notes.append(f"trainer and inference share GPU {which}: this machine shows {len(gpus)} in all")
-    if missing := sorted(index for index in {*trainer_ids, *inference_ids} if index >= len(gpus)):
-        message = (
-            f"trainer_gpu_ids, inference_gpu_ids or deployment ask for GPU {', '.join(map(str, missing))}, "
-            f"but this machine shows {len(gpus)}"
-        )
-        if not cfg.dry_run:
-            raise ConfigError(f"{message}; name others, or set CUDA_VISIBLE_DEVICES.")
-        notes.append(message)
+    keys = "trainer_gpu_ids, inference_gpu_ids or deployment"
+    _check_are_there(keys, {*trainer_ids, *inference_ids}, gpus, cfg, notes)
 
     def name(index: int) -> str:
         return gpus[index] if index < len(gpus) else str(index)
@@ -194,15 +189,23 @@ def assign_teacher_gpus(cfg: RLConfig, taken: set[str], notes: list[str]) -> lis
         wanted = min(engine.parallel.tp * engine.parallel.dp, len(gpus)) if wanted is None else wanted
         free = [index for index, gpu in enumerate(gpus) if gpu not in taken]
         ids = free[:wanted] if len(free) >= wanted else list(range(wanted))
-    if missing := [index for index in ids if index >= len(gpus)]:
-        message = (
-            f"teacher_gpu_ids or deployment ask for GPU {', '.join(map(str, missing))}, but this machine "
-            f"shows {len(gpus)}"
-        )
+    _check_are_there("teacher_gpu_ids or deployment", ids, gpus, cfg, notes)
+    return [gpus[index] if index < len(gpus) else str(index) for index in ids]
+
+
+def _check_are_there(
+    keys: str, wanted: Iterable[int], gpus: Sequence[str], cfg: RLConfig, notes: list[str]
+) -> None:
+    """A note, in a dry run, when GPUs that these keys ask for are missing.
+
+    Raises: ConfigError otherwise.
+    """
+    if missing := sorted(index for index in wanted if index >= len(gpus)):
+        which = ", ".join(map(str, missing))
+        message = f"{keys} ask for GPU {which}, but this machine shows {len(gpus)}"
         if not cfg.dry_run:
             raise ConfigError(f"{message}; name others, or set CUDA_VISIBLE_DEVICES.")
         notes.append(message)
-    return [gpus[index] if index < len(gpus) else str(index) for index in ids]
 
 
 def share_with_teacher(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:

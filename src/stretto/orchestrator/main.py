@@ -11,15 +11,12 @@ import json
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 from stretto.algorithms.custom import load_credit
-from stretto.base import log, rundir
-from stretto.base.errors import ConfigError, DataError
+from stretto.base import log
 from stretto.base.garbage import collecting_seldom
 from stretto.base.paths import RunDir
 from stretto.base.status import report, stop_signals
@@ -34,7 +31,6 @@ from stretto.envs.base import Environment, RunInfo
 from stretto.hooks.calls import Hook
 from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
-from stretto.orchestrator import checkpoint
 from stretto.orchestrator.baselines import Baselines
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.buffer import Bounds, Buffer
@@ -49,15 +45,13 @@ from stretto.orchestrator.build import (
 )
 from stretto.orchestrator.checkpoint import Progress, summary_of
 from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
-from stretto.orchestrator.draws import Cursor
 from stretto.orchestrator.evaluate import Evaluator, eval_envs
-from stretto.orchestrator.filters import settle
 from stretto.orchestrator.loop import Control, Engines, Loop, Sender
 from stretto.orchestrator.own_rollouts import OwnRollouts
 from stretto.orchestrator.packing import cost_of_model
 from stretto.orchestrator.policy import Policy
+from stretto.orchestrator.resume import first_cursor, starting_point, with_data_of
 from stretto.orchestrator.rollout import Player
-from stretto.orchestrator.scores import recall
 from stretto.orchestrator.tasks import TaskMix
 from stretto.orchestrator.teacher import Author, Teacher, TeacherEngine, Tutor, Tutors, build_hint
 from stretto.transports.control import ControlServer
@@ -160,13 +154,7 @@ def build_loop(
     run_dir, resumed_step = cfg.run_dir, progress.step if cfg.resume else None
     own = own or open_own(cfg, renderer, stack)
     envs = own.envs
-    ratios = {env.name: section.ratio for env, section in zip(envs, cfg.env, strict=True)}
-    is_new = cfg.resume is None or cfg.resume.dir is not None
-    if progress.origin is not None and is_new:
-        data = {env.name: env.tasks("train").fingerprint for env in envs}
-        progress = checkpoint.begun_at(progress, data, ratios)
-    progress.ratios = ratios
-    same_data(envs, progress)
+    progress = with_data_of(cfg, progress, envs)
     player = Player(
         engine=wires.engines,
         renderer=renderer,
@@ -180,15 +168,10 @@ def build_loop(
     ledger = Ledger.open(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
     buffer = Buffer(bounds_of(cfg), ledger, next_step=progress.step + 1)
-    curriculum = build_curriculum(cfg, envs)
-    curriculum.restore(progress.curriculum)
+    curriculum = build_curriculum(cfg, envs, progress)
     mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools)
-    info = {"pid": os.getpid(), "seed": cfg.seed, "max_off_policy_steps": cfg.max_off_policy_steps}
-    if is_new:
-        cursor = begin(ledger, buffer, mix, progress, info)
-    else:
-        cursor = take_over(ledger, buffer, cfg, renderer, progress, own.hooks)
-        ledger.run_started(info, resumed_step=resumed_step)
+    vocab_size = vocab_size_of(cfg, renderer)
+    cursor = first_cursor(cfg, ledger, buffer, mix, progress, vocab_size=vocab_size, hooks=own.hooks)
     monitors = build_monitors(cfg.monitors, run_dir, "orchestrator", cfg.run_name, resumed_step=resumed_step)
     stack.callback(monitors.close)
     policy = Policy(
@@ -205,9 +188,6 @@ def build_loop(
         role="orchestrator",
     )
     stack.enter_context(watch)
-    algos = {env.name: cfg.algo_of(env.name) for env in envs}
-    baselines = Baselines({env: algo.decay for env, algo in algos.items() if isinstance(algo, RaeAlgo)})
-    baselines.restore(progress.baselines)
     return Loop(
         cfg=cfg,
         run_dir=run_dir,
@@ -228,41 +208,34 @@ def build_loop(
         own_rollouts=own.rollouts,
         evaluator=build_evaluator(cfg, own, player, watch, run_dir, stack),
         curriculum=curriculum,
-        baselines=baselines,
+        baselines=build_baselines(cfg, envs, progress),
         tutors=build_tutors(cfg, wires, envs, renderer),
-        vocab_size=vocab_size_of(cfg, renderer),
+        vocab_size=vocab_size,
     )
 
 
-def same_data(envs: Sequence[Environment], progress: Progress) -> None:
-    """Note what tasks are made from, so that a resumed run goes on with the same.
-
-    Raises: DataError where it has changed since the run began: the cursor would point at other records.
-    """
-    for env in envs:
-        now = env.tasks("train").fingerprint
-        before = progress.data.get(env.name, now)
-        if now != before:
-            raise DataError(
-                f"environment {env.name}: its records are not those that this run began with, and the place where it "
-                "stopped means nothing in others; put the old files and arguments back, or begin a new run"
-            )
-        if now is not None:
-            progress.data[env.name] = now
+def build_baselines(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Baselines:
+    """What agents have earned so far, where that is what they are compared with."""
+    algos = {env.name: cfg.algo_of(env.name) for env in envs}
+    baselines = Baselines({env: algo.decay for env, algo in algos.items() if isinstance(algo, RaeAlgo)})
+    baselines.restore(progress.baselines)
+    return baselines
 
 
-def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment]) -> Curriculum:
+def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Curriculum:
     """The difficulty pools of the environments that ask for them.
 
     Raises: ConfigError for an environment that cannot have them.
     """
-    return Curriculum(
+    curriculum = Curriculum(
         {
             env.name: DifficultyPools(env.name, env.tasks("train"), section.curriculum.sampler)
             for env, section in zip(envs, cfg.env, strict=True)
             if isinstance(section.curriculum.sampler, DifficultySampler)
         }
     )
+    curriculum.restore(progress.curriculum)
+    return curriculum
 
 
 def build_tutors(
@@ -343,97 +316,6 @@ def bounds_of(cfg: OrchestratorSection) -> Bounds:
         is_in_dispatch_order=cfg.batch_order == "dispatch" and cfg.hooks.rollout_function is None,
         oversampling_factor=cfg.oversampling_factor,
     )
-
-
-# -- resuming --
-
-
-def starting_point(cfg: OrchestratorConfig) -> Progress:
-    """Where this life of the run begins.
-
-    Raises: ConfigError when there is nothing to resume from, or it is beyond the end of the run.
-    """
-    if cfg.resume is None:
-        return Progress()
-    run, step = rundir.find_checkpoint(cfg.run_dir, cfg.resume.step, cfg.resume.dir)
-    if cfg.resume.dir is not None and not checkpoint.is_there(run, step):
-        raise ConfigError(
-            f"resume.dir: {run.checkpoint(step)} is of an `sft` run, whose optimizer learned another loss; start "
-            f'from its weights instead, model.name = "{run.weights_step(step)}"'
-        )
-    rundir.check_max_steps(cfg.max_steps, step)
-    progress = checkpoint.load(run, step)
-    if cfg.resume.dir is not None:
-        progress.origin = str(run.checkpoint(step))
-        return progress
-    progress.num_resumes += 1
-    # A version is often evaluated after its checkpoint is saved: what was done is not done again.
-    done = recall(cfg.run_dir, step)
-    if cfg.eval is not None and cfg.eval.retrigger_on_resume:
-        progress.sampled.pop(step, None)
-        progress.greedy.pop(step, None)
-    elif done is not None:
-        for means, mode in ((progress.sampled, "sampled"), (progress.greedy, "greedy")):
-            if mode in done:
-                means.setdefault(step, done[mode])
-    return progress
-
-
-def begin(
-    ledger: Ledger, buffer: Buffer, mix: TaskMix, progress: Progress, info: Mapping[str, Any]
-) -> Cursor:
-    """The first life of a run: from nothing, or from a checkpoint of another run.
-
-    Draws that were under way there are made again under their numbers.
-    """
-    if progress.origin is None:
-        ledger.run_started(info)
-        return Cursor(ledger.next_draw(), deque())
-    ledger.began_at(progress.step)
-    with ledger.transaction():
-        ledger.run_started({**info, "first_draw": progress.next_draw}, resumed_step=progress.step)
-        redraws = [(number, mix.draw(number)) for number in progress.open_draws]
-        for number, task in redraws:
-            ledger.task_drawn(number, task)
-    buffer.owe(number for number, _ in redraws)
-    text = f"begins at {progress.origin}: draws go on from number {progress.next_draw}, {len(redraws)} are made again"
-    logger.info("%s", text)
-    report("note", text=text)
-    return Cursor(progress.next_draw, deque(redraws))
-
-
-def take_over(
-    ledger: Ledger,
-    buffer: Buffer,
-    cfg: OrchestratorSection,
-    renderer: Renderer,
-    progress: Progress,
-    hooks: BatchHooks | None,
-) -> Cursor:
-    """Forget what came after the checkpoint, take over finished groups that are fresh, list what must run again."""
-    step = progress.step
-    rewound = ledger.rewind(step)
-    groups = ledger.resumable(step, buffer.bounds.oldest_version(step + 1))
-    reused = 0
-    for group in groups:
-        settled = settle(group, cfg, vocab_size_of(cfg, renderer), hooks)
-        if not settled.has_failed:
-            rejected = settled.verdict.rejected
-            buffer.restore(settled.group, has_signal=settled.has_signal, rejected=rejected)
-            reused += len(group.rollouts)
-    redraws = ledger.unfinished_draws()
-    buffer.owe(group_id for group_id, _ in redraws)
-    kept = ledger.kept_rollouts(step, buffer.bounds.oldest_version(step + 1)) if cfg.partial_rollout else {}
-    text = (
-        f"resumed from step {step}: {reused} finished rollouts reused, "
-        f"{len(redraws)} groups run again ({rewound.rollouts_lost} rollouts were unfinished or too new)"
-    )
-    if kept:
-        num_tokens = sum(each.num_tokens for each in kept.values())
-        text += f"; {len(kept)} rollouts go on from {num_tokens} tokens that they have"
-    logger.info("%s", text)
-    report("note", text=text)
-    return Cursor(max(ledger.next_draw(), progress.next_draw), deque(redraws), kept)
 
 
 # -- ending --
