@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import stretto.records
 from stretto.base.errors import DataError, WireError
 from stretto.records import codec
-from stretto.records.codec import decode, decode_blob, encode, encode_blob
+from stretto.records.codec import blobs_of, decode, decode_blob, encode, encode_blob
 from stretto.records.generate import Completion
 from stretto.records.rollout import Branch
 from stretto.records.sample import MicroBatch, TrainBatch
@@ -251,3 +251,19 @@ def test_deep_nesting_is_refused() -> None:
     body = b"\x91" * 100_000 + b"\xc0"
     with pytest.raises(WireError):
         decode([frames[0][:6] + b"\x93" + nested[1:] + b"\x90" + body], dict)
+
+
+def test_blobs_lie_end_to_end_and_stay_aligned() -> None:
+    sent = [micro_batch(size) for size in (0, 3, 2000)]
+    joined = b"".join(map(encode_blob, sent))
+    for got, want in zip(blobs_of(joined), sent, strict=True):
+        received = decode_blob(got, MicroBatch)
+        assert_same(want, received)
+        assert np.shares_memory(received.cu_seqlens, np.frombuffer(joined, np.uint8)), (
+            "aligned, so not copied"
+        )
+    assert not list(blobs_of(b""))
+    for cut in (1, 10, len(joined) // 2, len(joined) - 1):
+        with pytest.raises((DataError, WireError)):
+            for blob in blobs_of(joined[:cut]):
+                decode_blob(blob, MicroBatch)

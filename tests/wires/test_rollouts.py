@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -88,6 +89,19 @@ async def test_every_rank_gets_its_own_batches_once_and_in_order(
                 assert_same(batch, batches(step)[rank])
             assert receivers[rank].try_receive(0.0) is None
             receivers[rank].close()
+
+
+async def test_a_large_batch_arrives_whole_and_in_order(cfg: RolloutTransport, run_dir: RunDir) -> None:
+    sizes = [*range(1, 60), *(20_000 + n for n in range(60)), 0]
+    micro = tuple(batches(n, 1, num_tokens)[0].micro_batches[0] for n, num_tokens in enumerate(sizes))
+    (sent,) = (msgspec.structs.replace(batch, micro_batches=micro) for batch in batches(1, 1))
+    async with opened(cfg, run_dir, 1) as sender:
+        receiver = build_receiver(cfg, run_dir, 0)
+        taking = asyncio.create_task(asyncio.to_thread(take, receiver, 1))
+        await sender.send([sent])
+        (got,) = await taking
+        receiver.close()
+    assert_same(got, sent)
 
 
 async def test_a_step_that_is_sent_again_is_acknowledged_and_not_delivered_again(

@@ -322,6 +322,7 @@ class Loop:
         )
         await asyncio.sleep(0)
         self.ledger.batch_shipped(step, [slot.group_id for slot in slots])
+        await asyncio.sleep(0)
         self.buffer.ship(list(slots), left_out)
         row.metrics["time/pack"] = time.perf_counter() - started
         row.idle_s, self._idle_s = self.buffer.idle_s - self._idle_s, self.buffer.idle_s

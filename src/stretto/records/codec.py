@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, overload
 
@@ -156,6 +156,17 @@ def blob_bytes(head: Buffer) -> int:
 
 
 BLOB_HEAD_BYTES = _BLOB.size
+
+
+def blobs_of(buffer: Buffer) -> Iterator[memoryview]:
+    """The blobs that were laid end to end; of damaged ones at least one is none, which `decode_blob` says."""
+    view = memoryview(buffer)
+    while len(view) > _BLOB.size:
+        size = blob_bytes(view)
+        yield view[:size]
+        view = view[size:]
+    if len(view):
+        yield view
 
 
 def check_schema(schema: int, what: str) -> None:

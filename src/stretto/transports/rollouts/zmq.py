@@ -5,8 +5,8 @@ acknowledgement, and makes the sender repeat a batch that was lost with a broken
 belongs to a thread, so that a batch is received and acknowledged while the rank still computes on the one
 before.
 
-Frames (after the ROUTER's identity): hello + record, batch + record without micro batches + a blob for each of
-them, ack + step, refused + text. Blobs are made one by one, so that a large batch keeps nobody waiting.
+Frames (after the ROUTER's identity): hello + record, batch + record without micro batches + their blobs (small ones
+together in a frame), ack + step, refused + text. Blobs are made one by one: a large batch keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import zmq.asyncio
 from stretto.base.aio import in_slices
 from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.config.transport import ZmqRollouts
-from stretto.records.codec import Buffer, decode, decode_blob, encode, encode_blob
+from stretto.records.codec import Buffer, blobs_of, decode, decode_blob, encode, encode_blob
 from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.transports.rollouts.delivery import StepGate, check_batches, no_batch
 
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 HELLO, BATCH, ACK, REFUSED = b"hello", b"batch", b"ack", b"refused"
 HELLO_S = 1.0
 RESEND_AFTER_S = 5.0  # doubled with every repetition, for batches that take long to arrive
+FRAME_BYTES = 1 << 20  # or more; a frame costs as much as copying some tens of KiB
 UNREAD_BATCHES = 2  # a rank takes no more than so many ahead of its trainer
 
 
@@ -275,10 +276,15 @@ class ZmqReceiver:
 
 def _frames(batch: TrainBatch) -> Generator[None, None, list[Buffer]]:
     """The frames of a batch; yields between its micro batches."""
-    head = msgspec.structs.replace(batch, micro_batches=())
-    frames = encode(head)
-    for micro_batch in batch.micro_batches:
-        frames.append(encode_blob(micro_batch))
+    frames = encode(msgspec.structs.replace(batch, micro_batches=()))
+    blobs: list[bytes] = []
+    size = 0
+    for number, micro_batch in enumerate(batch.micro_batches, 1):
+        blobs.append(encode_blob(micro_batch))
+        size += len(blobs[-1])
+        if size >= FRAME_BYTES or number == len(batch.micro_batches):
+            frames.append(b"".join(blobs) if len(blobs) > 1 else blobs[0])
+            blobs, size = [], 0
         yield
     return frames
 
@@ -290,5 +296,5 @@ def _batch_of(frames: Sequence[Buffer]) -> TrainBatch:
     """
     head = decode(frames[:1], TrainBatch)
     where = f"micro batch of step {head.step}"
-    micro_batches = tuple(decode_blob(frame, MicroBatch, where=where) for frame in frames[1:])
-    return msgspec.structs.replace(head, micro_batches=micro_batches)
+    micro_batches = [decode_blob(b, MicroBatch, where=where) for frame in frames[1:] for b in blobs_of(frame)]
+    return msgspec.structs.replace(head, micro_batches=tuple(micro_batches))
