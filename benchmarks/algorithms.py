@@ -1,6 +1,7 @@
 """Every algorithm learns: each credit with each loss on two tasks, then losses on stale rollouts.
 
-    python benchmarks/algorithms.py [--quick] [--cross] [--task TASK] [--only PART] [--seed N] [--picture FILE]
+    python benchmarks/algorithms.py [--quick] [--pairs WHICH] [--task TASK] [--only PART] [--seed N] [--rows FILE]
+                                    [--picture FILE]
 
 A network of 0.13M parameters is warmed up on solved tasks (`sft`), then trained by `rl` with the embedded engine, once
 for every row of the table: the credits of `CREDITS` with the losses of `LOSSES` (as far as the configuration allows the
@@ -9,6 +10,7 @@ Figures are the mean reward of held-out tasks, sampled at temperature 1, before 
 least its task's margin above its start. Second part: rollouts up to 8 steps old, with and without correction.
 
 The table goes to the standard output, curves of the training reward to `--picture`; the last line is one JSON object.
+`--rows` keeps every run that is done, and those it has are not run again.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,18 +129,47 @@ def train(work: Path, task: str, model: Path, name: str, flags: str, *, steps: i
     }
 
 
-def combinations(quick: bool, cross: bool) -> dict[str, str]:
-    """Names and flags of everything that is tried on both tasks."""
-    if quick:
+class Done:
+    """The runs that a file has, if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.rows = {(row["task"], row["seed"], row["flags"]): row for row in map(json.loads, lines)}
+
+    def once(
+        self, work: Path, task: str, model: Path, *, steps: int, seed: int
+    ) -> Callable[[str, str], dict]:
+        """A function that trains with some flags, unless that has been done."""
+
+        def run(name: str, flags: str) -> dict:
+            flags = " ".join(flags.split())
+            if (task, seed, flags) in self.rows:
+                return self.rows[task, seed, flags]
+            row = train(work, task, model, name, flags, steps=steps, seed=seed)
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(json.dumps(row | {"seed": seed, "flags": flags}) + "\n")
+            return row
+
+        return run
+
+
+def combinations(which: str) -> dict[str, str]:
+    """Names and flags of what is tried on both tasks: all, the cross (credits with the default loss, losses with
+    grpo, and the methods), the rest of the pairs, or what is quick."""
+    if which == "quick":
         return {"grpo x default": "", "zero (control)": METHODS["zero (control)"]}
-    if cross:
-        credits = {f"{c} x default": f"{credit} {LOSSES['default']}" for c, credit in CREDITS.items()}
-        losses = {f"grpo x {name}": f"{CREDITS['grpo']} {loss}" for name, loss in LOSSES.items()}
-        return credits | losses | METHODS
     pairs = {
-        f"{c} x {name}": f"{credit} {loss}" for c, credit in CREDITS.items() for name, loss in LOSSES.items()
+        (c, name): (f"{c} x {name}", f"{credit} {loss}")
+        for c, credit in CREDITS.items()
+        for name, loss in LOSSES.items()
     }
-    return pairs | METHODS
+    is_crossed = {pair: pair[0] == "grpo" or pair[1] == "default" for pair in pairs}
+    chosen = dict(
+        each for pair, each in pairs.items() if which == "all" or is_crossed[pair] == (which == "cross")
+    )
+    return chosen if which == "rest" else chosen | METHODS
 
 
 def show(results: list[dict], title: str) -> None:
@@ -182,31 +214,38 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="one combination and the control on one task")
     parser.add_argument(
-        "--cross", action="store_true", help="each credit with the default loss, each loss with grpo"
+        "--pairs",
+        choices=["all", "cross", "rest"],
+        default="all",
+        help="cross: each credit with the default loss, each loss with grpo; rest: all others",
     )
     parser.add_argument("--task", choices=list(TASKS), help="one task")
     parser.add_argument("--only", choices=["combinations", "stale"], help="one part")
     parser.add_argument(
         "--seed", type=int, default=11, help="of the warm-up's network, of tasks and of sampling"
     )
+    parser.add_argument("--rows", type=Path, help="a file of JSON lines, one a run that is done")
     parser.add_argument("--picture", type=Path, help="where to write the curves")
     args = parser.parse_args()
+    done = Done(args.rows)
     results: list[dict] = []
     stale: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for task in [args.task] if args.task else ["reverse-text"] if args.quick else TASKS:
             steps = 40 if args.quick else TASKS[task]["steps"]
-            model = warm_up(work, task, args.seed)
+            run = done.once(work, task, warm_up(work, task, args.seed), steps=steps, seed=args.seed)
             if args.only != "stale":
-                for name, flags in combinations(args.quick, args.cross).items():
-                    results.append(train(work, task, model, name, flags, steps=steps, seed=args.seed))
+                for name, flags in combinations("quick" if args.quick else args.pairs).items():
+                    results.append(run(name, flags))
                     show(results[-1:], "")
+                    if args.picture is not None:
+                        draw(results, stale, args.picture)
             if args.only == "combinations" or args.quick:
                 continue
             old = f"--orchestrator.max-async-level {STALE} --orchestrator.max-off-policy-steps {STALE}"
             for name, flags in OFF_POLICY.items():
-                stale.append(train(work, task, model, name, f"{flags} {old}", steps=steps, seed=args.seed))
+                stale.append(run(name, f"{flags} {old}"))
                 show(stale[-1:], f"up to {STALE} steps old")
     show(results, f"all, seed {args.seed}")
     show(stale, f"up to {STALE} steps old, seed {args.seed}")

@@ -14,6 +14,17 @@ GROWTH_BYTES = 1 << 30
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
+def collect_less() -> None:
+    """For the start of a process: imports make a million objects that stay, and are searched again and again."""
+    gc.set_threshold(10_000, 20, 50)
+
+
+def settle() -> None:
+    """For a process that has been built: what is there now is never searched again."""
+    gc.collect()
+    gc.freeze()
+
+
 @asynccontextmanager
 async def collecting_seldom() -> AsyncIterator[None]:
     """Search all objects whenever the process has grown by GROWTH_BYTES, and never otherwise.
@@ -21,8 +32,7 @@ async def collecting_seldom() -> AsyncIterator[None]:
     With ten thousand rollouts in flight a full search takes a second, and the collector's own partial ones, which
     it does when containers made exceed those freed by some number, up to 250 ms; what they found was nothing.
     """
-    gc.collect()
-    gc.freeze()  # what is there now is never searched again
+    settle()
     gc.disable()
     looking = asyncio.create_task(_look(_peak_bytes()))
     try:

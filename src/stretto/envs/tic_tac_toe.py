@@ -56,7 +56,10 @@ class TicTacToe:
         heard: dict[str, list[Message]] = {"x": [], "o": []}
         is_legal = True
         while (won := winner(board)) is None and "." in board:
-            answer = str(chance.choice(free_fields(board)))
+            fields = free_fields(board)
+            if not heard[me]:  # nobody loses who has not moved
+                fields = [f for f in fields if winner(put(board, f, mover)) is None]
+            answer = str(chance.choice(fields))
             if mover in players:
                 heard[mover].append(self._ask(board, mover))
                 reply = await players[mover].chat(heard[mover])

@@ -26,6 +26,7 @@ from aiohttp import web
 
 from stretto.base import log
 from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.garbage import settle
 from stretto.base.limits import raise_file_limit
 from stretto.base.memory import keep_freed_memory
 from stretto.base.process import visible_gpus
@@ -312,6 +313,7 @@ async def _load_and_run(server: Server) -> None:
         max_waiting=cfg.server.max_waiting_requests,
         decoder=server.openai.decoder,
     )
+    settle()
     logger.info(
         "ready on http://%s:%d in %.1f s: %s, %s on %s, max_model_len=%d, %d blocks of %d tokens",
         cfg.server.host, cfg.server.port, time.perf_counter() - started, server.model_name, cfg.dtype,

@@ -28,6 +28,7 @@ from torch import nn
 
 from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, EngineError, WireError
+from stretto.base.garbage import settle
 from stretto.base.memory import keep_freed_memory
 from stretto.base.status import stop_signals
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
@@ -146,6 +147,7 @@ class Trainer:
             self.meet()
         try:
             self.publish()
+            settle()
             self.step_started_at = time.perf_counter()
             while self.learner.step != self.cfg.max_steps and (batch := self.next_batch()) is not None:
                 self.train(batch)

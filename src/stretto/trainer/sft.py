@@ -27,6 +27,7 @@ import torch
 
 from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, DataError
+from stretto.base.garbage import settle
 from stretto.base.paths import RunDir
 from stretto.base.status import SUPERVISED_VAR, stop_signals
 from stretto.chat.render import build_renderer
@@ -195,6 +196,7 @@ def run_steps(session: Session, stop: StopFlag) -> int:
             session.evals.evaluate()
         if cfg.val is not None and cfg.val.eval_on_start and session.resumed_step is None:
             monitors.log(0, validate(session))
+        settle()
         while learner.step < session.max_steps and not _should_stop(session, stop):
             metrics = train_step(session)
             if cfg.val is not None and is_due(learner.step, cfg.val.interval):
