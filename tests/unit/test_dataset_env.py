@@ -26,7 +26,7 @@ from stretto.hooks.engine import playing, salted
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.checkpoint import Progress
-from stretto.orchestrator.main import same_data
+from stretto.orchestrator.resume import same_data
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples
 from stretto.orchestrator.scoring import score

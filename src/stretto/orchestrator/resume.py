@@ -67,11 +67,11 @@ def with_data_of(cfg: OrchestratorConfig, progress: Progress, envs: Sequence[Env
         data = {env.name: env.tasks("train").fingerprint for env in envs}
         progress = checkpoint.begun_at(progress, data, ratios)
     progress.ratios = ratios
-    _same_data(envs, progress)
+    same_data(envs, progress)
     return progress
 
 
-def _same_data(envs: Sequence[Environment], progress: Progress) -> None:
+def same_data(envs: Sequence[Environment], progress: Progress) -> None:
     """Note what tasks are made from, so that a resumed run goes on with the same.
 
     Raises: DataError where it has changed since the run began: the cursor would point at other records.
