@@ -10,7 +10,7 @@ from fakes import FakeEngine, FakeTrainer
 from test_orchestrator import config, sampled, train
 
 from stretto.base.errors import EngineError
-from stretto.config.algorithm import RaeAlgo
+from stretto.config.algorithm import LengthPenaltySection, OverlongSection, RaeAlgo
 from stretto.config.roots import OrchestratorConfig
 from stretto.envs.base import RolloutResult, TaskSource
 from stretto.orchestrator import checkpoint
@@ -54,7 +54,7 @@ def group(number, *rewards, env="duel", failed=()):
 
 
 def test_each_agent_is_compared_with_what_it_earned_before():
-    baselines = Baselines({"duel": 0.5})
+    baselines = Baselines({"duel": RaeAlgo(decay=0.5)})
     later, first = group(9, (1.0, 0.0)), group(4, (1.0, -1.0), (0.0, 2.0), (50.0, 50.0), failed=(2,))
     first, later = baselines.subtract(1, [later, first])
     # Group 4 against 0 and 0; then a: 0 -> 0.5 -> 0.25 and b: 0 -> -0.5 -> 0.75.
@@ -65,18 +65,30 @@ def test_each_agent_is_compared_with_what_it_earned_before():
     assert [s.advantages.tolist() for s in to_samples([later])] == [[0.0, 0.75, 0.75], [0.0, -0.75, -0.75]]
 
 
+def test_rewards_are_shaped_before_they_are_compared_with_a_baseline():
+    overlong = OverlongSection(max_tokens=2, buffer_tokens=1)
+    baselines = Baselines({"duel": RaeAlgo(decay=0.5, overlong=overlong)})
+    (settled,) = baselines.subtract(1, [group(0, (1.0, 0.0))])  # either says two tokens, and pays 1
+    assert settled.agent_advantages == {"a": (0.0,), "b": (-1.0,)}
+    assert baselines.gauges() == {"baseline/duel/a": 0.0, "baseline/duel/b": -0.5}
+    penalty = LengthPenaltySection(output_weight=0.5, input_weight=0, turns_weight=0)
+    baselines = Baselines({"duel": RaeAlgo(decay=0.5, length_penalty=penalty)})
+    (settled,) = baselines.subtract(1, [group(0, (1.0, 0.0))])
+    assert settled.agent_advantages == {"a": (0.5,), "b": (0.0,)}
+
+
 def test_environments_with_other_credit_are_left_alone():
     other = group(1, (1.0, 0.0), env="other")
-    assert Baselines({"duel": 0.5}).subtract(1, [other]) == [other]
+    assert Baselines({"duel": RaeAlgo(decay=0.5)}).subtract(1, [other]) == [other]
 
 
 def test_a_checkpoint_has_the_state_of_its_step_though_later_batches_were_made():
-    baselines = Baselines({"duel": 0.5})
+    baselines = Baselines({"duel": RaeAlgo(decay=0.5)})
     baselines.subtract(1, [group(0, (1.0, 0.0))])
     baselines.subtract(2, [group(1, (1.0, 4.0))])
     state = baselines.state_at(1)
     assert state == {"duel": {"a": 0.5, "b": 0.0}}
-    resumed = Baselines({"duel": 0.5})
+    resumed = Baselines({"duel": RaeAlgo(decay=0.5)})
     resumed.restore(state)
     resumed.subtract(2, [group(1, (1.0, 4.0))])
     assert resumed.state_at(2) == baselines.state_at(2) == {"duel": {"a": 0.75, "b": 2.0}}

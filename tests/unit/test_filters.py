@@ -1,4 +1,5 @@
 import math
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.config.algorithm import Algo
 from stretto.config.curriculum import (
     AdvantageGate,
     GibberishFilter,
@@ -14,6 +16,7 @@ from stretto.config.curriculum import (
     ZeroAdvantageFilter,
 )
 from stretto.config.roots import OrchestratorConfig
+from stretto.config.schema import tag_of
 from stretto.orchestrator.filters import (
     is_filtered,
     is_gibberish,
@@ -169,6 +172,38 @@ def test_a_custom_credit_that_raises_fails_its_group_with_file_and_line():
     assert settled.has_failed and not settled.has_signal
     error = settled.group.rollouts[0].error
     assert error.startswith("ConfigError") and "test_filters.py" in error and "ValueError: no idea" in error
+
+
+OTHERWISE = {
+    "hierarchical_grpo": {"episode_agents": ["solver"]},
+    "custom": {"import_path": "test_filters:wrong_credit"},
+    "opd": {"teacher": {"base_url": "http://127.0.0.1:1/v1"}},
+    "sft": {"teacher": {"base_url": "http://127.0.0.1:1/v1"}},
+}
+
+
+@pytest.mark.parametrize("kind", [tag_of(section) for section in get_args(get_args(Algo)[0])])
+def test_a_group_that_failed_as_a_whole_has_no_signal_whatever_its_credit(kind):
+    cfg = config(algo={"type": kind} | OTHERWISE.get(kind, {}))
+    lost = [
+        msgspec.structs.replace(r, branches=(), error="lost")
+        for r in group(0.0, 1.0, status="failed").rollouts
+    ]
+    settled = settle(msgspec.structs.replace(group(0.0, 1.0), rollouts=tuple(lost)), cfg)
+    assert settled.has_failed and not settled.has_signal and settled.verdict.rejected is None
+    assert settled.group.advantages == (0.0, 0.0) and settled.group.rollouts[0].error == "lost"
+
+
+def test_a_group_of_untrained_agents_has_no_signal_by_role():
+    mute = [
+        msgspec.structs.replace(
+            r, branches=tuple(msgspec.structs.replace(b, is_trained=False) for b in r.branches)
+        )
+        for r in group(0.0, 1.0).rollouts
+    ]
+    cfg = config(algo={"type": "hierarchical_grpo", "episode_agents": ["solver"]})
+    settled = settle(msgspec.structs.replace(group(0.0, 1.0), rollouts=tuple(mute)), cfg)
+    assert not settled.has_signal and settled.group.advantages == (0.0, 0.0)
 
 
 def test_settling_again_gives_the_same():

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from stretto.algorithms.credit import role_conditioned
-from stretto.orchestrator.scoring import is_counted, largest, played_by, speakers
+from stretto.config.algorithm import RaeAlgo
+from stretto.orchestrator.scoring import is_counted, largest, played_by, shape, speakers
 from stretto.records.rollout import Group
 
 State = dict[str, dict[str, float]]
@@ -25,7 +26,7 @@ State = dict[str, dict[str, float]]
 class Baselines:
     """The baselines of the environments whose credit is `rae`."""
 
-    decay: Mapping[str, float] = field(default_factory=dict)
+    algos: Mapping[str, RaeAlgo] = field(default_factory=dict)
     """By environment; others are left alone."""
     _values: State = field(default_factory=dict)
     _at_step: dict[int, State] = field(default_factory=dict)
@@ -33,7 +34,7 @@ class Baselines:
     def subtract(self, step: int, groups: Iterable[Group]) -> list[Group]:
         """The groups of the batch of `step`, in draw order, with rewards less baselines as advantages."""
         settled = [self._settle(group) for group in sorted(groups, key=lambda group: group.group_id)]
-        if self.decay:
+        if self.algos:
             self._at_step[step] = {env: dict(values) for env, values in self._values.items()}
         return settled
 
@@ -44,7 +45,7 @@ class Baselines:
 
     def restore(self, state: State) -> None:
         """Take over a checkpoint's state, before any batch is made."""
-        self._values = {env: dict(values) for env, values in state.items() if env in self.decay}
+        self._values = {env: dict(values) for env, values in state.items() if env in self.algos}
 
     def gauges(self) -> dict[str, float]:
         """Baselines as metrics."""
@@ -55,16 +56,19 @@ class Baselines:
         }
 
     def _settle(self, group: Group) -> Group:
-        decay = self.decay.get(group.task.env)
-        if decay is None:
+        algo = self.algos.get(group.task.env)
+        if algo is None:
             return group
         values = self._values.setdefault(group.task.env, {})
         table: dict[str, np.ndarray] = {}
         for agent in speakers(group):
-            mine = played_by(group, agent).rollouts
-            rewards = np.array([rollout.reward for rollout in mine])
-            counted = np.array([is_counted(rollout) for rollout in mine])
+            mine = played_by(group, agent)
+            rewards = np.array([rollout.reward for rollout in mine.rollouts], dtype=np.float64)
+            counted = np.array([is_counted(rollout) for rollout in mine.rollouts], dtype=bool)
             table[agent], values[agent] = role_conditioned(
-                rewards, counted, baseline=values.get(agent, 0.0), decay=decay
+                shape(rewards, counted, mine, algo),
+                counted,
+                baseline=values.get(agent, 0.0),
+                decay=algo.decay,
             )
         return msgspec.structs.replace(group, **largest(table)) if table else group

@@ -217,7 +217,7 @@ def build_loop(
 def build_baselines(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Baselines:
     """What agents have earned so far, where that is what they are compared with."""
     algos = {env.name: cfg.algo_of(env.name) for env in envs}
-    baselines = Baselines({env: algo.decay for env, algo in algos.items() if isinstance(algo, RaeAlgo)})
+    baselines = Baselines({env: algo for env, algo in algos.items() if isinstance(algo, RaeAlgo)})
     baselines.restore(progress.baselines)
     return baselines
 

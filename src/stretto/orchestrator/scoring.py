@@ -48,6 +48,8 @@ def score(group: Group, algo: Algo) -> tuple[Group, bool]:
         return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), has_lesson
     if isinstance(algo, HierarchicalGrpoAlgo):
         table = compare_roles(group, algo)
+        if not table:  # all members failed, or nobody who is trained spoke
+            return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), False
         has_signal = any(advantages.any() for advantages in table.values())
         return msgspec.structs.replace(group, **largest(table)), has_signal
     if is_alone(group):
