@@ -114,12 +114,16 @@ class Script:
 
 
 class Chatter:
-    """Answers calls with results and the rest with questions; now and then it rewrites what was said."""
+    """Answers calls with results and the rest with questions; now and then it rewrites what was said.
+
+    It does so with a new message or in the old one; `rewritten` is the number of the next turn, and the text.
+    """
 
     name = "chatter"
 
     def __init__(self, seed: int, num_turns: int) -> None:
         self.seed, self.num_turns = seed, num_turns
+        self.rewritten = []
 
     def tasks(self, split):
         return TaskSource(lambda index: Task(env=self.name, task_id=str(index), data={}))
@@ -128,7 +132,7 @@ class Chatter:
         rng, tools = random.Random(self.seed), Toolset([lookup])
         messages = [{"role": "system", "content": "be brief"}] if rng.random() < 0.5 else []
         messages.append({"role": "user", "content": "go"})
-        for _ in range(self.num_turns):
+        for turn in range(self.num_turns):
             reply = await ctx.chat(messages, tools.schemas)
             messages.append(reply.message)
             answers = await tools.answer(reply)
@@ -138,7 +142,12 @@ class Chatter:
             messages += answers or [{"role": "user", "content": rng.choice(TEXTS)}]
             if rng.random() < 0.2:
                 first = next(i for i, m in enumerate(messages) if m["role"] == "user")
-                messages[first] = {"role": "user", "content": f"go {rng.random()}"}
+                text = f"go {rng.random()}"
+                if rng.random() < 0.5:
+                    messages[first] = {"role": "user", "content": text}
+                else:
+                    messages[first]["content"] = text
+                self.rewritten.append((turn + 1, text))
         return RolloutResult(reward=1.0)
 
 
@@ -153,6 +162,8 @@ def test_branches_are_what_the_engine_saw_and_every_sampled_token_is_trained_onc
     (rollout,) = group.rollouts
     assert rollout.status is RolloutStatus.FINISHED, rollout.error
     assert rollout.num_turns == len(engine.seen) == num_turns
+    for turn, text in env.rewritten:
+        assert turn == num_turns or text in renderer.decode(engine.seen[turn][0])
 
     turns = iter(engine.seen)
     for branch in rollout.branches:  # each turn's prompt is all of its branch so far, and maybe more

@@ -366,6 +366,96 @@ def test_a_reply_that_is_cut_off_calls_nothing():
     assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.TRUNCATED, 7.0, 1)
 
 
+# -- what continues a history --
+
+
+class Edits(OneTask):
+    """Three turns; before the last, `edit(messages)` changes what was said, in place."""
+
+    def __init__(self, edit):
+        super().__init__()
+        self.edit = edit
+
+    async def rollout(self, task, ctx):
+        messages = [{"role": "user", "content": [{"text": "go"}]}]
+        for turn in range(3):
+            reply = await ctx.chat(messages)
+            messages += [reply.message, {"role": "user", "content": "on"}]
+            if turn == 1:
+                self.edit(messages)
+        return RolloutResult(reward=1.0)
+
+
+def leave(messages):
+    pass
+
+
+def edit_prompt(messages):
+    messages[0]["content"] = "removed"
+
+
+def edit_part(messages):
+    messages[0]["content"][0]["text"] = "removed"
+
+
+def edit_reply(messages):
+    messages[1]["content"] = "removed"
+
+
+def edit_answer(messages):
+    messages[2]["content"] = "removed"
+
+
+@pytest.mark.parametrize("edit", [leave, edit_prompt, edit_part, edit_reply, edit_answer])
+def test_a_message_that_is_edited_in_place_opens_a_branch_with_the_new_text(edit):
+    (rollout,) = play(Edits(edit), hm).rollouts
+    given = [text_of(branch, False) for branch in rollout.branches]
+    assert len(given) == (1 if edit is leave else 2)
+    assert all("removed" not in text for text in given[:-1])
+    assert ("removed" in given[-1]) == (edit is not leave)
+    assert sum(text_of(branch, True).count("hm.") for branch in rollout.branches) == 3
+
+
+class ToolsRenderer(CallRenderer):
+    """Tools stand before the messages, by name."""
+
+    def render_prompt(self, messages, tools=None):
+        head = "".join(f"[{tool['function']['name']}]" for tool in tools or ())
+        return np.concatenate((np.array([ord(c) for c in head], np.int32), super().render_prompt(messages)))
+
+
+def test_other_tools_are_told_to_the_policy_in_a_branch_of_their_own():
+    class Growing(OneTask):
+        async def rollout(self, task, ctx):
+            messages, tools = [{"role": "user", "content": "go"}], []
+            for new in ([], [add], [], [boom], []):
+                tools += Toolset(new).schemas  # the same list, made longer
+                reply = await ctx.chat(messages, tools)
+                messages += [reply.message, {"role": "user", "content": "on"}]
+            return RolloutResult(reward=1.0)
+
+    (rollout,) = play(Growing(), hm, renderer=ToolsRenderer()).rollouts
+    given = [text_of(branch, False) for branch in rollout.branches]
+    assert given == ["Ugo.A", "[add]Ugo.Ahm.Uon.AUon.A", "[add][boom]Ugo.Ahm.Uon.Ahm.Uon.Ahm.Uon.AUon.A"]
+    assert [text_of(branch, True) for branch in rollout.branches] == ["hm.", "hm.hm.", "hm.hm."]
+
+
+def test_the_same_tools_in_another_list_continue_a_branch():
+    class Same(OneTask):
+        async def rollout(self, task, ctx):
+            messages = [{"role": "user", "content": "go"}]
+            for tools in (None, [], None):
+                reply = await ctx.chat(messages, tools)
+                messages += [reply.message, {"role": "user", "content": "on"}]
+            for _ in range(2):
+                reply = await ctx.agent("other").chat(messages, Toolset([add]).schemas)
+                messages += [reply.message, {"role": "user", "content": "on"}]
+            return RolloutResult(reward=1.0)
+
+    (rollout,) = play(Same(), hm).rollouts
+    assert [branch.agent for branch in rollout.branches] == ["policy", "other"]
+
+
 # -- agents --
 
 

@@ -95,7 +95,8 @@ class Recorder(RolloutContext):
         self._player, self._draw, self._member, self._attempt = player, draw, member, attempt
         self._agents: dict[str, Recorder] = {name: self}
         self._branches: list[OpenBranch] = []
-        self._history: list[Message] = []
+        self._history: list[Message] = []  # a copy: environments edit their messages in place
+        self._tools: list[dict] | None = None  # those that the history was rendered with
         self._turn: tuple[np.ndarray, np.ndarray] | None = None  # prompt and completion of the last chat turn
         self._is_busy = False
         self._ce_weights: np.ndarray | None = None  # of the next prompt's tokens
@@ -186,9 +187,12 @@ class Recorder(RolloutContext):
             prompt_ids, first_new = self._player.renderer.render_prompt(messages, tools), 0
         if self._player.echo is not None and self._turn is not None:
             self._ce_weights = self._echo_weights(self._player.echo, messages, first_new, tools)
+        # As they were rendered; what extends the history is all that has to be copied.
+        history = [*self._history[:first_new], *map(copied, messages[first_new:])]
+        tools_now = list(tools) if tools else None
         reply = await self.generate(prompt_ids, tools, **sampling)
-        self._history = [*messages, reply.message]
-        self._turn = (prompt_ids, reply.token_ids)
+        self._history = [*history, copied(reply.message)]
+        self._turn, self._tools = (prompt_ids, reply.token_ids), tools_now
         return reply
 
     def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -312,10 +316,12 @@ class Recorder(RolloutContext):
     def _extend(self, messages: list[Message], tools: list[dict] | None) -> np.ndarray | None:
         """The prompt as a continuation of the tokens so far.
 
-        None when history changed or cannot be continued.
+        None when history or tools changed, or the history cannot be continued.
         """
         known = len(self._history)
         if self._turn is None or len(messages) <= known or messages[:known] != self._history:
+            return None
+        if (tools or None) != self._tools:
             return None
         return self._player.renderer.extend(*self._turn, messages[known:], tools)
 
@@ -373,6 +379,20 @@ def _continued(first: Completion, rest: Completion, request: GenerateRequest) ->
     num_tokens = len(request.prompt_ids) + len(whole.token_ids) - request.routed_experts_start
     routes = join_routes(first.routed_experts, rest.routed_experts, num_tokens)
     return msgspec.structs.replace(whole, routed_experts=routes)
+
+
+def copied(value: Any) -> Any:
+    """Dictionaries, lists and tuples anew, all the way down; what they hold besides is kept as it is.
+
+    `copy.deepcopy` of a message takes three times as long, and this is done for every message of every turn.
+    """
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [copied(each) for each in value]
+    if isinstance(value, tuple):
+        return tuple(copied(each) for each in value)
+    return value
 
 
 def check_completions(completions: Sequence[Completion], wanted: int) -> None:
