@@ -213,11 +213,60 @@ def test_a_rollout_function_makes_whole_batches_and_an_eval_function_whole_evals
         ),
         ("groups = data_source.get_samples(1); return groups", "the reward is None, not a number"),
         ("data_source.get_samples(1); raise ValueError('x')", ".py:2: ValueError: x"),
+        (
+            "data_source.add_samples(data_source.get_samples(1)[0]); return []",
+            "add_samples takes a list of groups",
+        ),
+        (
+            "from stretto.hooks import RolloutFnTrainOutput as R; return R(data_source.get_samples(1), {'a': 'b'})",
+            "the metric a is 'b', not a number",
+        ),
+        (
+            "from stretto.hooks import RolloutFnTrainOutput as R; return R(data_source.get_samples(1), 5)",
+            "metrics are int, not a dictionary",
+        ),
     ],
 )
 def test_a_rollout_function_that_gives_nonsense_is_told_where(tmp_path, hooks, body, message):
     code = f"async def rollout_function(args, rollout_id, data_source, evaluation=False):\n    {body}\n"
     assert message in error_of(tmp_path, hooks(code), max_failed_groups=2)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "sample.rollout_log_probs = None",
+        "sample.rollout_log_probs = [-0.5, 0.0, float('nan')]",
+        "sample.reward = None",
+        "sample.reward = float('nan')",
+        "sample.tokens = 5",
+    ],
+)
+def test_a_sample_that_cannot_be_trained_costs_itself_and_not_its_group(tmp_path, hooks, caplog, bad):
+    set_status = "sample.status = float(right), sample.Status.COMPLETED"
+    code = ROLLOUT.replace(set_status, f"{set_status}\n        if sample.index == 3: {bad}")
+    named = {k: v for k, v in hooks(code).items() if k == "rollout_function"}
+    cfg, trainer = run(tmp_path, named)
+    assert len(trainer.batches) == 3 and audit(cfg.run_dir) == []
+    assert {name.split(".")[1] for name, *_ in samples(trainer)} == {"0/0", "1/0", "2/0"}
+    assert "2 of 8 samples cannot be trained, such as sample 3 of group 0: " in caplog.text
+
+
+def test_samples_that_failed_need_no_reward(tmp_path, hooks, caplog):
+    aborted = "if i == 1: sample.status, sample.reward, sample.tokens = sample.Status.ABORTED, None, []"
+    fill = "fill(args, sample, i % 2)"
+    code = ROLLOUT.replace(fill, f"{fill}\n                {aborted}")
+    named = {k: v for k, v in hooks(code).items() if k == "rollout_function"}
+    _, trainer = run(tmp_path, named)
+    assert {name.split(".")[1] for name, *_ in samples(trainer)} == {"0/0", "2/0", "3/0"}
+    assert "cannot be trained" not in caplog.text
+
+
+def test_a_group_that_is_not_as_it_was_fails_every_group_of_its_call(tmp_path, hooks):
+    code = ROLLOUT.replace("samples=groups[:-1]", "samples=[groups[0], groups[0]]")
+    named = {k: v for k, v in hooks(code).items() if k == "rollout_function"}
+    message = error_of(tmp_path, named, max_failed_groups=7)
+    assert "7 groups in a row failed" in message and "return each group of the data source once" in message
 
 
 @pytest.mark.parametrize(
@@ -248,6 +297,28 @@ def test_a_rollout_function_that_gives_nonsense_is_told_where(tmp_path, hooks, b
         (
             "def buffer_filter(args, rollout_id, buffer, num_samples):\n    return buffer[:1]\n",
             "returned 1 groups",
+        ),
+        (
+            "def convert_samples_to_train_data(args, samples):\n    return {'tokens': 5}\n",
+            "tokens is int, not a list",
+        ),
+        (
+            "def convert_samples_to_train_data(args, samples):\n    return {'tokens': [None for s in samples]}\n",
+            ".0/0: its entries: TypeError: ",
+        ),
+        (
+            "def convert_samples_to_train_data(args, samples):\n    return {'rewards': ['x' for s in samples]}\n",
+            ".0/0: its entries: ValueError: could not convert",
+        ),
+        (
+            "def convert_samples_to_train_data(args, samples):\n"
+            "    return {'rewards': [float('nan') for s in samples]}\n",
+            ".0/0: its reward is nan, not a finite number",
+        ),
+        (
+            "def convert_samples_to_train_data(args, samples):\n"
+            "    return {'rollout_log_probs': [[float('inf')] * s.response_length for s in samples]}\n",
+            ".0/0: rollout_log_probs has inf",
         ),
         ("def sample_filter(args, groups):\n    1 / 0\n", ".py:2: ZeroDivisionError: division by zero"),
     ],
@@ -303,6 +374,26 @@ def test_an_eval_function_that_raises_costs_the_eval_and_not_the_run(tmp_path, h
     rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
     means = {row["step"]: row["eval/mine/sampled/mean"] for row in rows if "eval/mine/sampled/mean" in row}
     assert means == {0: 0.5, 2: 0.5, 3: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("{'mine': 0.5}", "'mine' is float, not a dictionary with rewards"),
+        ("{'mine': {'rewards': [1.0], 'samples': [{}]}}", "the samples of 'mine' are no list of Sample"),
+        ("{'mine': {'rewards': [1.0], 'truncated': 3}}", "truncated of 'mine' is int, not a list"),
+        ("{'mine': {'rewards': [float('nan')]}}", "the rewards of 'mine' are no list of finite numbers"),
+        ("{}", "returned dict; return RolloutFnEvalOutput"),
+        ("5", "returned int; return RolloutFnEvalOutput"),
+    ],
+)
+def test_an_eval_function_that_gives_nonsense_costs_the_eval_and_not_the_run(
+    tmp_path, hooks, caplog, said, message
+):
+    code = f"async def eval_function(args, rollout_id, data_source, evaluation=False):\n    return {said}\n"
+    _, trainer = run(tmp_path, hooks(code), max_steps=1, eval={"num_examples": 2, "greedy": False})
+    assert len(trainer.batches) == 1
+    assert "no eval of version 1: orchestrator.hooks.eval_function" in caplog.text and message in caplog.text
 
 
 def test_vime_s_names_of_hooks_are_understood():

@@ -63,7 +63,7 @@ def branch_of(sample: Sample, version: int, temperature: float) -> Branch:
 
     version: what the engines had when it was asked for, where the sample names none.
 
-    Raises: EnvError when trained tokens have no log-probabilities, or its parts do not fit together.
+    Raises: EnvError when trained tokens have no finite log-probabilities, or its parts do not fit together.
     """
     sample.check()
     tokens, is_trained = trained_tokens(sample)
@@ -74,6 +74,8 @@ def branch_of(sample: Sample, version: int, temperature: float) -> Branch:
         raise EnvError(
             "a sample without rollout_log_probs cannot be trained; ask the engine for them (logprobs = 1)"
         )
+    if not np.isfinite(logprobs[is_trained]).all():
+        raise EnvError("rollout_log_probs has nan or inf for a token that is trained; give a number")
     first = int(sample.weight_versions[0]) if sample.weight_versions else version
     sampled = np.flatnonzero(is_trained)
     spans = (VersionSpan(first, int(sampled[0]), int(sampled[-1]) + 1),) if len(sampled) else ()

@@ -6,13 +6,14 @@ answer of another shape, is told with file and line and costs the group (its fil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from stretto.base.errors import EnvError
+from stretto.base.errors import EnvError, boundary
 from stretto.chat.render import Renderer
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.hooks import Arguments, DynamicFilterOutput, Sample
@@ -143,34 +144,21 @@ class BatchHooks:
             rule = f"has {', '.join(map(str, unknown))}; known are {', '.join(COLUMNS)}"
             raise EnvError(f"{self._convert.where}: the dictionary {rule}")
         for name, column in data.items():
+            if not hasattr(column, "__len__") or not hasattr(column, "__getitem__"):
+                rule = f"{name} is {type(column).__name__}, not a list"
+                raise EnvError(f"{self._convert.where}: {rule}")
             if len(column) != len(pairs):
                 rule = f"{name} has {len(column)} entries for {len(pairs)} samples"
                 raise EnvError(f"{self._convert.where}: {rule}")
         rows = [{name: column[i] for name, column in data.items()} for i in range(len(pairs))]
-        return [self._row(each, sample, row) for (each, sample), row in zip(pairs, rows)]
-
-    def _row(self, train: TrainSample, sample: Sample, row: dict[str, Any]) -> TrainSample:
-        sample.tokens = list(row.get("tokens", sample.tokens))
-        sample.response_length = int(row.get("response_lengths", sample.response_length))
-        sample.loss_mask = list(row.get("loss_masks", sample.loss_mask or []))
-        sample.rollout_log_probs = list(row.get("rollout_log_probs", sample.rollout_log_probs or []))
-        where = self._convert.where if self._convert else SETTING
-        try:
-            sample.check()
-        except EnvError as error:
-            raise EnvError(f"{where}: sample {train.sample_id}: {error}") from None
-        start = len(sample.tokens) - sample.response_length
-        mask, logprobs = np.zeros(len(sample.tokens), bool), np.zeros(len(sample.tokens), np.float32)
-        mask[start:], logprobs[start:] = np.asarray(sample.loss_mask, bool), sample.rollout_log_probs
-        mask[:1] = False
-        kept = train if len(mask) == len(train.token_ids) else _without_streams(train)
-        return msgspec.structs.replace(
-            kept,
-            token_ids=np.asarray(sample.tokens, np.int32),
-            loss_mask=mask,
-            logprobs=np.where(mask, logprobs, 0).astype(np.float32),
-            advantages=(mask * np.float32(row.get("rewards", sample.reward))).astype(np.float32),
-        )
+        trained = []
+        for (each, sample), row in zip(pairs, rows):
+            try:
+                with boundary(EnvError, "its entries"):
+                    trained.append(_row(each, sample, row))
+            except EnvError as error:
+                raise EnvError(f"{self._convert.where}: sample {each.sample_id}: {error}") from error
+        return trained
 
     # -- samples --
 
@@ -217,6 +205,37 @@ def arguments_of(cfg: OrchestratorSection) -> Arguments:
     }
     addresses = addresses_of(urls_of(cfg.client), other_models(cfg))
     return Arguments(**known | addresses | cfg.hooks.args)
+
+
+def _row(train: TrainSample, sample: Sample, row: dict[str, Any]) -> TrainSample:
+    """A trained sample with what a conversion says of it.
+
+    Raises: EnvError when its parts do not fit together, and whatever parts of other kinds raise.
+    """
+    sample.tokens = list(row.get("tokens", sample.tokens))
+    sample.response_length = int(row.get("response_lengths", sample.response_length))
+    sample.loss_mask = list(row.get("loss_masks", sample.loss_mask or []))
+    sample.rollout_log_probs = list(row.get("rollout_log_probs", sample.rollout_log_probs or []))
+    reward = float(row.get("rewards", sample.reward))
+    sample.check()
+    if not math.isfinite(reward):
+        raise EnvError(f"its reward is {reward}, not a finite number")
+    start = len(sample.tokens) - sample.response_length
+    mask, logprobs = np.zeros(len(sample.tokens), bool), np.zeros(len(sample.tokens), np.float32)
+    mask[start:], logprobs[start:] = np.asarray(sample.loss_mask, bool), sample.rollout_log_probs
+    mask[:1] = False
+    logprobs = np.where(mask, logprobs, 0).astype(np.float32)
+    if not np.isfinite(logprobs).all():
+        value = logprobs[~np.isfinite(logprobs)][0]
+        raise EnvError(f"rollout_log_probs has {value} for a token that is trained; give a number")
+    kept = train if len(mask) == len(train.token_ids) else _without_streams(train)
+    return msgspec.structs.replace(
+        kept,
+        token_ids=np.asarray(sample.tokens, np.int32),
+        loss_mask=mask,
+        logprobs=logprobs,
+        advantages=(mask * np.float32(reward)).astype(np.float32),
+    )
 
 
 def _with_advantage(train: TrainSample, advantage: float) -> TrainSample:

@@ -164,8 +164,7 @@ class Draws:
             for slot, group in played:
                 if slot.state is SlotState.RUNNING:  # it may have become too old meanwhile, or the run ends
                     self._take_in(slot, group)
-            kept = {group[0].group_index for group in source.kept}
-            for slot in [source.slots.pop(each) for each in list(source.slots) if each not in kept]:
+            for slot in [source.slots.pop(each) for each in list(source.slots) if each not in source.kept]:
                 if slot.state is SlotState.RUNNING:
                     self.buffer.drop(slot, "not returned by rollout_function")
             await asyncio.sleep(0)
