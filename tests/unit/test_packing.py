@@ -1,6 +1,7 @@
 import json
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -118,6 +119,16 @@ def test_a_stream_of_one_sample_is_made_whole_for_all():
     (micro,) = batch.micro_batches
     assert micro.ce_weights.tolist() == [0.0] * 5 + [0.5] * 4
     assert micro.rl_weights is None and micro.ref_logprobs is None
+
+
+def test_given_tokens_are_learned_at_temperature_one_and_sampled_ones_at_their_own():
+    weights = np.array([0.0, 0.5, 0.5, 0.0, 0.0], np.float32)
+    mask = np.array([False, False, True, True, False])
+    echoed = msgspec.structs.replace(sample(1, 5, ce_weights=weights), loss_mask=mask, temperature=0.5)
+    (batch,) = pack([echoed, sample(0, 4)], step=1, seq_len=SEQ_LEN)
+    assert batch.micro_batches[0].temperatures.tolist() == [0.5, 1.0, 0.5, 0.5, 0.5] + [0.5] * 4
+    (batch,) = pack([sample(2, 3)], step=1, seq_len=SEQ_LEN)
+    assert batch.micro_batches[0].temperatures.tolist() == [2.5] * 3
 
 
 def test_samples_of_one_step_are_packed_alike_every_time():

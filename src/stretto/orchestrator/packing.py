@@ -156,18 +156,22 @@ def to_micro_batch(samples: Sequence[TrainSample], streams: Sequence[str] = ()) 
     lengths = [len(s.token_ids) for s in samples]
     cu_seqlens = np.zeros(len(samples) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    temperatures = np.array([s.temperature for s in samples], dtype=np.float32)
+    temperatures = np.repeat(np.array([s.temperature for s in samples], dtype=np.float32), lengths)
+    loss_mask = np.concatenate([s.loss_mask for s in samples])
+    whole = {name: _stream(samples, name) for name in streams}
+    if "ce_weights" in whole:  # nobody sampled these tokens at any temperature: they are learned at 1
+        temperatures[(whole["ce_weights"] != 0) & ~loss_mask] = 1.0
     return MicroBatch(
         token_ids=np.concatenate([s.token_ids for s in samples]),
         cu_seqlens=cu_seqlens,
-        loss_mask=np.concatenate([s.loss_mask for s in samples]),
+        loss_mask=loss_mask,
         logprobs=np.concatenate([s.logprobs for s in samples]),
         advantages=np.concatenate([s.advantages for s in samples]),
-        temperatures=np.repeat(temperatures, lengths),
+        temperatures=temperatures,
         sample_ids=tuple(s.sample_id for s in samples),
         envs=tuple(s.env for s in samples),
         routed_experts=_routes(samples),
-        **{name: _stream(samples, name) for name in streams},
+        **whole,
     )
 
 
