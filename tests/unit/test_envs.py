@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from stretto.base.errors import ConfigError
-from stretto.envs.base import RolloutResult, SingleTurnEnv, TaskSource, load_environment, scored
+from stretto.base.errors import ConfigError, EnvError
+from stretto.envs.base import RolloutResult, SingleTurnEnv, TaskSource, load_environment, scored, tasks_of
 from stretto.envs.held_out import is_held_out
 from stretto.records.rollout import Task
 
@@ -128,3 +128,67 @@ def test_a_single_turn_environment_needs_only_tasks_prompt_and_score():
             return float(text == "a")
 
     assert Echo().score(Echo().tasks("train").task(0), "a") == 1.0
+
+
+class Odd(SingleTurnEnv):
+    """What its tasks are is said by `source`."""
+
+    def __init__(self, source) -> None:
+        self.name, self.source = "odd", source
+
+    def tasks(self, split):
+        return self.source
+
+    def prompt(self, task):
+        return []
+
+    def score(self, task, text):
+        return 0.0
+
+
+def test_a_task_that_cannot_be_made_is_an_error_of_the_environment_with_its_place():
+    source = tasks_of(Odd(TaskSource(lambda i: {}["a"])), "eval")
+    with pytest.raises(
+        EnvError, match=r"'odd', tasks\('eval'\), task 7: .*test_envs.py.* in .*: KeyError: 'a'"
+    ):
+        source.task(7)
+    with pytest.raises(EnvError, match="task 3 is a dict, not a Task"):
+        tasks_of(Odd(TaskSource(lambda i: {"word": "a"})), "train").task(3)
+
+
+def test_a_task_is_under_the_name_that_the_environment_has_in_this_run():
+    made = [Task(env="odd", task_id=f"{i}", data={}) for i in range(3)]
+    env = load_environment("test_envs:Odd", {"source": TaskSource(made.__getitem__, 3)}, name="even")
+    source = tasks_of(env, "train")
+    assert source.num_tasks == 3 and [source.task(i).env for i in range(4)] == ["even"] * 4
+    assert source.task(4).task_id == "1"
+
+
+@pytest.mark.parametrize("count", [0, -1, "3", 2.5])
+def test_a_source_of_no_tasks_is_refused(count):
+    with pytest.raises(
+        ConfigError, match=r"'odd', tasks\('train'\): num_tasks = .*; give at least 1, or None"
+    ):
+        tasks_of(Odd(TaskSource(lambda i: i, count)), "train")
+
+
+@pytest.mark.parametrize(
+    ("env_id", "args", "message"),
+    [
+        ("sort-letters", {"num_letters": "3"}, "num_letters = '3' must be int, got str"),
+        ("tic-tac-toe", {"num_opening_moves": True}, "num_opening_moves = True must be int, got bool"),
+        ("python-code", {"partial": "no"}, "partial = 'no' must be bool, got str"),
+        ("wordle", {"instruction": 5}, "instruction = 5 must be str, got int"),
+        ("arithmetic", {"timeout_s": [1]}, r"timeout_s = \[1\] must be float, got array"),
+        ("calculator", {"seed": 0.5}, "seed = 0.5 must be int, got float"),
+        ("alphabet-sort", {"num_turns": {}}, "num_turns = {} must be int, got object"),
+        ("reverse-text", {"seed": None}, "seed = None must be int, got null"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(env_id, args, message):
+    with pytest.raises(ConfigError, match=f"^environment '{env_id}': {message}"):
+        load_environment(env_id, args)
+
+
+def test_a_whole_number_is_a_number():
+    assert load_environment("arithmetic", {"timeout_s": 2}).verifier.timeout_s == 2

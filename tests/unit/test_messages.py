@@ -40,6 +40,19 @@ def hook(key):
     return RUN + f'[hooks]\n{key} = "own:function"\n[[env]]\nid = "sort-letters"\n'
 
 
+def mine(init, tasks="TaskSource(lambda i: i)"):
+    """A module with an environment `Mine`."""
+    return (
+        "from stretto.envs.base import SingleTurnEnv, TaskSource\n"
+        "class Mine(SingleTurnEnv):\n"
+        "    def __init__(self):\n"
+        f"        self.name = 'mine'\n        {init}\n"
+        f"    def tasks(self, split):\n        return {tasks}\n"
+        "    def prompt(self, task):\n        return []\n"
+        "    def score(self, task, text):\n        return 0.0\n"
+    )
+
+
 ROWS = '{"prompt": "a", "label": "b"}\n'
 
 # name: (verb, config file, other files, parts of the message)
@@ -180,6 +193,37 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
     "two environments of one name": (
         "orchestrator", RUN + '[[env]]\nid = "sort-letters"\n[[env]]\nid = "sort-letters"\n', {},
         ["2 environments", "its own `name`"],
+    ),
+    "an environment whose constructor fails": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("self.rows = {}['a']")},
+        ["environment 'my_env:Mine': ", "my_env.py:5 in __init__: KeyError: 'a'"],
+    ),
+    "an environment with a method too few": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass").replace("def score", "def scored")},
+        ["environment 'my_env:Mine': TypeError: Can't instantiate abstract class Mine", "score"],
+    ),
+    "an environment that cannot be called": (
+        "orchestrator", environment("math:pi"), {}, ["environment 'math:pi' is a float; name a class"],
+    ),
+    "tasks that fail": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass", "open('no-such-file')")},
+        ["environment 'my_env:Mine', tasks('train'): ", "my_env.py:7 in tasks: FileNotFoundError"],
+    ),
+    "tasks that are a list": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass", "[1, 2]")},
+        ["tasks('train') returned a list; return a TaskSource(make, num_tasks)"],
+    ),
+    "no tasks at all": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass", "TaskSource(lambda i: i, 0)")},
+        ["tasks('train'): num_tasks = 0; give at least 1, or None"],
+    ),
+    "an argument of another kind": (
+        "orchestrator", environment("arithmetic", 'num_terms = "3"'), {},
+        ["environment 'arithmetic': num_terms = '3' must be int, got str. Change `args`."],
+    ),
+    "a seed of another kind": (
+        "orchestrator", environment("reasoning-gym", 'dataset = "chain_sum", seed = "a"'), {},
+        ["environment 'reasoning-gym': seed = 'a' must be int, got str"],
     ),
     "a code environment without its sandbox": (
         "orchestrator", environment("python-code", 'backend = "jail"'), {}, ["jail"],

@@ -10,13 +10,14 @@ import sys
 from contextlib import AsyncExitStack
 
 import pytest
-from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot, run_virtual
+from fakes import CharRenderer, EchoEnv, FakeEngine, FakeTrainer, parrot, run_virtual
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError, WireError
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.roots import EvalConfig, OrchestratorConfig
+from stretto.envs.base import TaskSource
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
@@ -25,6 +26,7 @@ from stretto.orchestrator.buffer import SlotState
 from stretto.orchestrator.checkpoint import summary_of
 from stretto.orchestrator.loop import Loop
 from stretto.orchestrator.main import Wires, build_loop, starting_point
+from stretto.records.rollout import Task
 
 ECHO = "fakes:EchoEnv"
 
@@ -336,3 +338,28 @@ def test_no_library_that_takes_seconds_is_imported():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
     )
+
+
+class Listed(EchoEnv):
+    """Its tasks are made when it is, under the name that it has by then; `missing` cannot be had."""
+
+    def __init__(self, missing: int | None = None) -> None:
+        super().__init__()
+        self.missing = missing
+        self.made = {i: Task(env=self.name, task_id=f"{i}", data={"word": f"w{i}"}) for i in range(64)}
+
+    def tasks(self, split):
+        return TaskSource(lambda i: self.made[-1 if i == self.missing else i], 64)
+
+
+def test_tasks_that_were_made_under_another_name_are_trained(tmp_path):
+    trainer = FakeTrainer(max_steps=2)
+    cfg = config(tmp_path, env=[{"id": "test_orchestrator:Listed", "name": "shout"}], max_steps=2)
+    loop = train(cfg, FakeEngine(parrot(0.5)), trainer)
+    assert loop.progress.step == 2
+
+
+def test_a_task_that_cannot_be_made_ends_the_run_with_one_message(tmp_path):
+    env = {"id": "test_orchestrator:Listed", "name": "shout", "args": {"missing": 5}}
+    with pytest.raises(EnvError, match=r"'shout', tasks\('train'\), task 5: .*test_orchestrator.py.*KeyError: -1"):
+        train(config(tmp_path, env=[env], max_steps=40), FakeEngine(parrot(0.5)), FakeTrainer(max_steps=40))

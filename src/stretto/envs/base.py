@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
-from stretto.base.errors import ConfigError, EnvError
+from stretto.base.errors import ConfigError, EnvError, StrettoError
 from stretto.base.imports import load_module
 from stretto.envs import find
+from stretto.envs.foreign import check_kinds, signature_of, told
 from stretto.records.rollout import Task
 
 if TYPE_CHECKING:
@@ -235,8 +237,8 @@ def load_environment(
 
     An environment that takes an argument `run` is given that, unless `args` has one.
 
-    Raises: ConfigError for an unknown id, a module or attribute that is not there, or arguments that do not
-    fit.
+    Raises: ConfigError for an unknown id, a module or attribute that is not there, arguments that do not fit, or
+    with file and line of what raises.
     """
     args = dict(args or {})
     if needs_worker(env_id):
@@ -246,19 +248,66 @@ def load_environment(
             )
         env_id, args = find.as_verifiers(env_id, args)
     factory = _find_factory(env_id)
-    if run is not None and "run" in inspect.signature(factory).parameters:
+    signature = signature_of(factory, env_id)
+    if env_id in BUNDLED and inspect.isclass(factory):
+        check_kinds(factory, args, env_id)
+    if run is not None and "run" in signature.parameters:
         args.setdefault("run", run)
     try:
-        inspect.signature(factory).bind(**args)
+        signature.bind(**args)
     except TypeError as cause:
+        parameters = [str(p.replace(annotation=p.empty)) for p in signature.parameters.values()]
+        known = ", ".join(parameters) or "none"
         raise ConfigError(
-            f"environment {env_id!r}: {cause}; its arguments are {_signature(factory)}. Change `args`."
+            f"environment {env_id!r}: {cause}; its arguments are {known}. Change `args`."
         ) from cause
-    env = factory(**args)
-    if not isinstance(env, Environment):
-        raise ConfigError(f"{env_id!r} made a {type(env).__name__}, which lacks name, tasks or rollout.")
-    env.name = name or env.name
+    try:
+        env = factory(**args)
+        if not isinstance(env, Environment):
+            raise ConfigError(f"{env_id!r} made a {type(env).__name__}, which lacks name, tasks or rollout.")
+        env.name = name or env.name
+    except StrettoError:
+        raise
+    except Exception as cause:  # the boundary of a foreign constructor
+        raise ConfigError(f"environment {env_id!r}: {told(cause)}") from cause
     return env
+
+
+def tasks_of(env: Environment, split: Split) -> TaskSource:
+    """The tasks of one side, checked: each is a Task under the environment's name in this run.
+
+    Making one raises EnvError with file and line. Raises: ConfigError for what is no source of tasks.
+    """
+    where = f"environment {env.name!r}, tasks({split!r})"
+    try:
+        source = env.tasks(split)
+    except StrettoError:
+        raise
+    except Exception as cause:
+        raise ConfigError(f"{where}: {told(cause)}") from cause
+    if not isinstance(source, TaskSource):
+        raise ConfigError(
+            f"{where} returned a {type(source).__name__}; return a TaskSource(make, num_tasks), where make(i) is the "
+            "task of index i."
+        )
+    count = source.num_tasks
+    if count is not None and (not isinstance(count, numbers.Integral) or count < 1):
+        raise ConfigError(
+            f"{where}: num_tasks = {count!r}; give at least 1, or None where there is no end of them."
+        )
+
+    def make(index: int) -> Task:
+        try:
+            task = source.make(index)
+        except StrettoError:
+            raise
+        except Exception as cause:
+            raise EnvError(f"{where}, task {index}: {told(cause)}") from cause
+        if not isinstance(task, Task):
+            raise EnvError(f"{where}, task {index} is a {type(task).__name__}, not a Task")
+        return task if task.env == env.name else msgspec.structs.replace(task, env=env.name)
+
+    return replace(source, make=make)
 
 
 def needs_worker(env_id: str) -> bool:
@@ -285,8 +334,3 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
         hint = f"; did you mean {module_name}:{nearest[0]}?" if nearest else f"; it has {', '.join(names)}."
         raise ConfigError(f"environment {env_id!r}: module {module_name!r} has no {attr!r}{hint}")
     return getattr(module, attr)
-
-
-def _signature(factory: Callable[..., Any]) -> str:
-    parameters = inspect.signature(factory).parameters.values()
-    return ", ".join(str(p.replace(annotation=p.empty)) for p in parameters) or "none"

@@ -14,7 +14,7 @@ import logging
 import re
 from dataclasses import fields
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, Split, TaskSource
@@ -51,7 +51,7 @@ class ReasoningGym(SingleTurnEnv):
         dataset: str,
         num_tasks: int | None = None,
         seed: int = 0,
-        answer_format: Literal["tags", "plain"] = "tags",
+        answer_format: str = "tags",
         system_prompt: str | None = None,
         size: int | None = None,
         **settings: Any,

@@ -18,7 +18,6 @@ import logging
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -44,7 +43,9 @@ from stretto.envs.base import (
     TaskSource,
     load_environment,
     scored,
+    tasks_of,
 )
+from stretto.envs.foreign import nearest, told
 from stretto.envs.worker_wire import (
     BEAT_S,
     Answer,
@@ -91,7 +92,9 @@ def main() -> None:
     except BaseException as cause:  # the boundary of a foreign module: it may even call sys.exit
         if isinstance(cause, KeyboardInterrupt):
             raise
-        error = cause if isinstance(cause, StrettoError) else _as_config_error(opening, cause)
+        error = cause
+        if not isinstance(cause, StrettoError):
+            error = ConfigError(f"environment {opening.env_id!r}: {told(cause)}")
         logger.exception("cannot build %s", opening.env_id)
         wire.sendall(packed(Refused(kind=kind_of(error), text=str(error))))
         return
@@ -104,7 +107,7 @@ def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
     sources, no_tasks = {}, {}
     for split in _SPLITS:
         try:
-            sources[split] = env.tasks(split)
+            sources[split] = tasks_of(env, split)
         except StrettoError as error:
             no_tasks[split] = str(error)
     ready = Ready(
@@ -117,11 +120,6 @@ def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
         are_tasks_shared=getattr(env, "are_tasks_shared", False),
     )
     return env, sources, ready
-
-
-def _as_config_error(opening: Open, cause: BaseException) -> ConfigError:
-    what = f"environment {opening.env_id!r}: {_place(cause)}"
-    return ConfigError(f"{what}: {type(cause).__name__}: {cause}")
 
 
 class Worker:
@@ -191,7 +189,7 @@ class Worker:
         except StrettoError as error:
             ended = packed(Failed(call=number, kind=kind_of(error), text=str(error)))
         except (Exception, SystemExit) as cause:  # the boundary of a rollout
-            text = f"environment {self._env.name}: {_place(cause)}: {type(cause).__name__}: {cause}"
+            text = f"environment {self._env.name}: {told(cause)}"
             ended = packed(Failed(call=number, kind="EnvError", text=text))
         finally:
             self._calls.pop(number, None)
@@ -301,27 +299,9 @@ class Watchdog:
             frame = sys._current_frames().get(main)
             line = {
                 "call": self._owners.get(task) if task else None,
-                "place": _nearest(traceback.extract_stack(frame)),
+                "place": nearest(traceback.extract_stack(frame)),
             }
             os.write(self._pipe, json.dumps(line).encode() + b"\n")
-
-
-def _place(error: BaseException) -> str:
-    """Where it was raised, as far inside as code is the environment's own."""
-    return _nearest(traceback.extract_tb(error.__traceback__))
-
-
-def _nearest(frames: traceback.StackSummary) -> str:
-    """`file:line in function` of the innermost frame outside the standard library."""
-    stdlib = sysconfig.get_path("stdlib")
-    own = [
-        f
-        for f in frames
-        if not f.filename.startswith("<frozen")
-        and (not f.filename.startswith(stdlib) or "site-packages" in f.filename)
-    ]
-    frame = (own or list(frames) or [None])[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else "somewhere"
 
 
 def _checked(env: Environment, result: Any) -> RolloutResult:

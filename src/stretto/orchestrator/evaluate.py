@@ -23,7 +23,7 @@ from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.paths import RunDir
 from stretto.base.watch import Watch
 from stretto.config.orchestrator import EvalSection, SamplingSection, comes
-from stretto.envs.base import Environment, RunInfo
+from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.orchestrator.buffer import Slot
 from stretto.orchestrator.build import open_env
 from stretto.orchestrator.own_rollouts import DataSource, OwnRollouts
@@ -160,7 +160,7 @@ def eval_envs(
 
 
 def _held_out(env: Environment, num_examples: int | None) -> list:
-    source = env.tasks("eval")
+    source = tasks_of(env, "eval")
     if num_examples is None and source.num_tasks is None:
         raise ConfigError(f"eval.num_examples: environment {env.name!r} has no end of tasks; give a number.")
     count = min(n for n in (num_examples, source.num_tasks) if n is not None)

@@ -27,7 +27,7 @@ from stretto.config.curriculum import DifficultySampler
 from stretto.config.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.orchestrator import OrchestratorSection
 from stretto.config.roots import OrchestratorConfig
-from stretto.envs.base import Environment, RunInfo
+from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.hooks.calls import Hook
 from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
@@ -229,7 +229,7 @@ def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], prog
     """
     curriculum = Curriculum(
         {
-            env.name: DifficultyPools(env.name, env.tasks("train"), section.curriculum.sampler)
+            env.name: DifficultyPools(env.name, tasks_of(env, "train"), section.curriculum.sampler)
             for env, section in zip(envs, cfg.env, strict=True)
             if isinstance(section.curriculum.sampler, DifficultySampler)
         }

@@ -12,7 +12,7 @@ from stretto.base import rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.status import report
 from stretto.config.roots import OrchestratorConfig
-from stretto.envs.base import Environment
+from stretto.envs.base import Environment, tasks_of
 from stretto.ledger.writer import Ledger
 from stretto.orchestrator import checkpoint
 from stretto.orchestrator.batch_hooks import BatchHooks
@@ -64,7 +64,7 @@ def with_data_of(cfg: OrchestratorConfig, progress: Progress, envs: Sequence[Env
     """
     ratios = {env.name: section.ratio for env, section in zip(envs, cfg.env, strict=True)}
     if progress.origin is not None and _is_first_life(cfg):
-        data = {env.name: env.tasks("train").fingerprint for env in envs}
+        data = {env.name: tasks_of(env, "train").fingerprint for env in envs}
         progress = checkpoint.begun_at(progress, data, ratios)
     progress.ratios = ratios
     same_data(envs, progress)
@@ -77,7 +77,7 @@ def same_data(envs: Sequence[Environment], progress: Progress) -> None:
     Raises: DataError where it has changed since the run began: the cursor would point at other records.
     """
     for env in envs:
-        now = env.tasks("train").fingerprint
+        now = tasks_of(env, "train").fingerprint
         before = progress.data.get(env.name, now)
         if now != before:
             raise DataError(

@@ -17,7 +17,7 @@ from math import gcd
 import numpy as np
 
 from stretto.base.errors import ConfigError
-from stretto.envs.base import Environment, TaskSource
+from stretto.envs.base import Environment, TaskSource, tasks_of
 from stretto.orchestrator.curriculum import DifficultyPools
 from stretto.records.rollout import Task
 
@@ -46,7 +46,7 @@ class TaskMix:
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"[[env]] {sorted(repeated)[0]!r} stands there twice; give each a `name`.")
         self.envs = {env.name: env for env in envs}
-        self._sources = [env.tasks("train") for env in envs]
+        self._sources = [tasks_of(env, "train") for env in envs]
         self._names, self._pools = names, pools or {}
         self._seed = seed
         self._cycle, self._counts = _cycle_of(ratios)

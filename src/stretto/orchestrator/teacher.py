@@ -20,7 +20,7 @@ import numpy as np
 from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError, boundary
 from stretto.chat.render import Renderer
 from stretto.config.distill import OpsdAlgo
-from stretto.envs.base import Environment
+from stretto.envs.base import Environment, tasks_of
 from stretto.orchestrator.filters import failed
 from stretto.orchestrator.scoring import is_counted
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
@@ -183,7 +183,7 @@ def build_hint(env: Environment, algo: OpsdAlgo, renderer: Renderer) -> Callable
         return renderer.render_leading([{"role": "system", "content": text}])
 
     try:
-        hint(env.tasks("train").task(0))
+        hint(tasks_of(env, "train").task(0))
     except EnvError as error:
         raise ConfigError(f'[orchestrator.algo] type = "opsd": {error}') from error
     return hint
