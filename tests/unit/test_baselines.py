@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -56,11 +57,12 @@ def group(number, *rewards, env="duel", failed=()):
 def test_each_agent_is_compared_with_what_it_earned_before():
     baselines = Baselines({"duel": RaeAlgo(decay=0.5)})
     later, first = group(9, (1.0, 0.0)), group(4, (1.0, -1.0), (0.0, 2.0), (50.0, 50.0), failed=(2,))
-    first, later = baselines.subtract(1, [later, first])
+    first, later = baselines.subtract([later, first])
     # Group 4 against 0 and 0; then a: 0 -> 0.5 -> 0.25 and b: 0 -> -0.5 -> 0.75.
     assert first.agent_advantages == {"a": (1.0, 0.0, 0.0), "b": (-1.0, 2.0, 0.0)}
     assert first.advantages == (1.0, 2.0, 0.0)
     assert later.agent_advantages == {"a": (0.75,), "b": (-0.75,)}
+    baselines.commit(1)
     assert baselines.gauges() == {"baseline/duel/a": 0.625, "baseline/duel/b": 0.375}
     assert [s.advantages.tolist() for s in to_samples([later])] == [[0.0, 0.75, 0.75], [0.0, -0.75, -0.75]]
 
@@ -68,30 +70,45 @@ def test_each_agent_is_compared_with_what_it_earned_before():
 def test_rewards_are_shaped_before_they_are_compared_with_a_baseline():
     overlong = OverlongSection(max_tokens=2, buffer_tokens=1)
     baselines = Baselines({"duel": RaeAlgo(decay=0.5, overlong=overlong)})
-    (settled,) = baselines.subtract(1, [group(0, (1.0, 0.0))])  # either says two tokens, and pays 1
+    (settled,) = baselines.subtract([group(0, (1.0, 0.0))])  # either says two tokens, and pays 1
     assert settled.agent_advantages == {"a": (0.0,), "b": (-1.0,)}
+    baselines.commit(1)
     assert baselines.gauges() == {"baseline/duel/a": 0.0, "baseline/duel/b": -0.5}
     penalty = LengthPenaltySection(output_weight=0.5, input_weight=0, turns_weight=0)
     baselines = Baselines({"duel": RaeAlgo(decay=0.5, length_penalty=penalty)})
-    (settled,) = baselines.subtract(1, [group(0, (1.0, 0.0))])
+    (settled,) = baselines.subtract([group(0, (1.0, 0.0))])
     assert settled.agent_advantages == {"a": (0.5,), "b": (0.0,)}
 
 
 def test_environments_with_other_credit_are_left_alone():
     other = group(1, (1.0, 0.0), env="other")
-    assert Baselines({"duel": RaeAlgo(decay=0.5)}).subtract(1, [other]) == [other]
+    assert Baselines({"duel": RaeAlgo(decay=0.5)}).subtract([other]) == [other]
 
 
 def test_a_checkpoint_has_the_state_of_its_step_though_later_batches_were_made():
     baselines = Baselines({"duel": RaeAlgo(decay=0.5)})
-    baselines.subtract(1, [group(0, (1.0, 0.0))])
-    baselines.subtract(2, [group(1, (1.0, 4.0))])
+    baselines.subtract([group(0, (1.0, 0.0))])
+    baselines.commit(1)
+    baselines.subtract([group(1, (1.0, 4.0))])
+    baselines.commit(2)
     state = baselines.state_at(1)
     assert state == {"duel": {"a": 0.5, "b": 0.0}}
     resumed = Baselines({"duel": RaeAlgo(decay=0.5)})
     resumed.restore(state)
-    resumed.subtract(2, [group(1, (1.0, 4.0))])
+    resumed.subtract([group(1, (1.0, 4.0))])
+    resumed.commit(2)
     assert resumed.state_at(2) == baselines.state_at(2) == {"duel": {"a": 0.75, "b": 2.0}}
+
+
+def test_a_batch_that_is_lost_moves_no_baseline():
+    baselines = Baselines({"duel": RaeAlgo(decay=0.5)})
+    for _ in range(2):
+        (lost,) = baselines.subtract([group(0, (1.0, 0.0))])
+        assert lost.agent_advantages == {"a": (1.0,), "b": (0.0,)}
+        assert baselines.gauges() == {} and baselines.state_at(1) == {}
+    baselines.subtract([group(2, (4.0, 0.0))])
+    baselines.commit(1)
+    assert baselines.state_at(1) == {"duel": {"a": 2.0, "b": 0.0}}
 
 
 class Duel:
@@ -138,3 +155,27 @@ def test_a_resumed_run_has_the_baselines_of_an_unbroken_one(tmp_path):
     train(again, engine, second)
     assert sampled(first)[:3] + sampled(second) == sampled(whole)
     assert checkpoint.load(cfg.run_dir, 6).baselines["duel"] == values
+
+
+def test_groups_that_a_hook_lost_do_not_move_the_baselines_of_those_that_are_trained(tmp_path, monkeypatch):
+    (tmp_path / "hooks_of_baselines.py").write_text(
+        "calls, rewards = iter(range(9)), {}\n"
+        "def process(args, samples):\n"
+        "    assert next(calls) > 1, 'not yet'\n"
+        "    rewards.update({sample.rollout_id: sample.reward for sample in samples})\n"
+        "    return [sample.reward for sample in samples], [1.0 for sample in samples]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cfg = config(
+        tmp_path / "run",
+        env=[{"id": "test_baselines:Duel", "name": "duel"}],
+        algo={"type": "rae", "decay": 0.8},
+        hooks={"reward_post_process": "hooks_of_baselines:process"},
+        max_async_level=0,
+        max_steps=1,
+    )
+    train(cfg, FakeEngine(digit), FakeTrainer(max_steps=1, checkpoint_every=1))
+    baseline = 0.0
+    for reward in sys.modules["hooks_of_baselines"].rewards.values():
+        baseline = 0.8 * baseline + 0.2 * reward
+    assert checkpoint.load(cfg.run_dir, 1).baselines["duel"]["a"] == pytest.approx(baseline)

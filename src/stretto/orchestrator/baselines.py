@@ -1,8 +1,8 @@
 """What each agent of an environment usually earns: the baselines of `rae`.
 
 A batch is compared with the baselines as the batch before it left them, group by group in the order of their
-numbers, and moves them. So they are the same whichever group finishes first, are saved with the checkpoint of
-their step, and a resumed run goes on as one that was never interrupted would have.
+numbers, and moves them when it is shipped. So they are the same whichever group finishes first, are saved with the
+checkpoint of their step, and a resumed run goes on as one that was never interrupted would have.
 """
 
 from __future__ import annotations
@@ -29,14 +29,22 @@ class Baselines:
     algos: Mapping[str, RaeAlgo] = field(default_factory=dict)
     """By environment; others are left alone."""
     _values: State = field(default_factory=dict)
+    _moved: State = field(default_factory=dict)  # by the latest `subtract`
     _at_step: dict[int, State] = field(default_factory=dict)
 
-    def subtract(self, step: int, groups: Iterable[Group]) -> list[Group]:
-        """The groups of the batch of `step`, in draw order, with rewards less baselines as advantages."""
-        settled = [self._settle(group) for group in sorted(groups, key=lambda group: group.group_id)]
+    def subtract(self, groups: Iterable[Group]) -> list[Group]:
+        """The groups of a batch, in draw order, with rewards less baselines as advantages.
+
+        The baselines stay where they are until `commit`: the batch may yet be lost.
+        """
+        self._moved = {env: dict(values) for env, values in self._values.items()}
+        return [self._settle(group) for group in sorted(groups, key=lambda group: group.group_id)]
+
+    def commit(self, step: int) -> None:
+        """The batch of the latest `subtract` is shipped as that of `step`, and moves the baselines."""
+        self._values = self._moved
         if self.algos:
-            self._at_step[step] = {env: dict(values) for env, values in self._values.items()}
-        return settled
+            self._at_step[step] = self._values
 
     def state_at(self, step: int) -> State:
         """What the checkpoint of `step` saves; earlier steps are forgotten."""
@@ -59,7 +67,7 @@ class Baselines:
         algo = self.algos.get(group.task.env)
         if algo is None:
             return group
-        values = self._values.setdefault(group.task.env, {})
+        values = self._moved.setdefault(group.task.env, {})
         table: dict[str, np.ndarray] = {}
         for agent in speakers(group):
             mine = played_by(group, agent)

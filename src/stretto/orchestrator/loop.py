@@ -280,7 +280,7 @@ class Loop:
 
         Raises: EnvError when a hook does.
         """
-        groups = self.baselines.subtract(self.buffer.next_step, [slot.group for slot in slots])
+        groups = self.baselines.subtract([slot.group for slot in slots])
         samples = await in_slices(_sampling(groups))  # chosen slots wait for nobody but us
         return samples if self.hooks is None else await self.hooks.shape(groups, samples)
 
@@ -316,6 +316,7 @@ class Loop:
         row = telemetry.batch_row(slots, left_out, self.buffer, self._take_counts())
         row.metrics |= telemetry.filter_row(self.cfg.filters, self._draws.take_flags(), [*slots, *left_out])
         row.metrics |= {} if self.own_rollouts is None else self.own_rollouts.metrics
+        self.baselines.commit(step)
         decided = sorted((*slots, *left_out), key=lambda slot: slot.group_id)
         self.curriculum.observe(
             step, [(slot.task.env, slot.task.task_id, mean_reward(slot.group)) for slot in decided]
