@@ -282,7 +282,47 @@ WRONG_RECORDS = {
     "a message without a role": (
         {"prompt": [{"content": "a"}], "label": "b"},
         {},
-        ":1: prompt[0] must be an object",
+        ":1: prompt[0].role must be one of system, user, assistant, tool, got None",
+    ),
+    "a message that is text": (
+        {"prompt": ["a"], "label": "b"},
+        {},
+        ":1: prompt[0] must be an object with role and content, got 'a'",
+    ),
+    "a role that nobody has": (
+        {"prompt": [{"role": "bot", "content": "a"}], "label": "b"},
+        {},
+        ":1: prompt[0].role must be one of system, user, assistant, tool, got 'bot'",
+    ),
+    "a message without content": (
+        {"prompt": [{"role": "user"}], "label": "b"},
+        {},
+        ":1: prompt[0].content must be text, got None",
+    ),
+    "content that is a number": (
+        {"prompt": [{"role": "user", "content": 5}], "label": "b"},
+        {},
+        ":1: prompt[0].content must be text, got 5",
+    ),
+    "a reply as the last message": (
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "label": "b"},
+        {},
+        ":1: prompt[1] is said by the assistant; a prompt ends where the policy is to reply",
+    ),
+    "a tool that is a number": (
+        {"prompt": "a", "label": "b", "tools": [1]},
+        {},
+        ":1: tools[0] must be an object that describes a tool, got 1",
+    ),
+    "a label that is no number": (
+        {"prompt": "a", "label": float("nan")},
+        {},
+        ":1: 'label' must be text or a number, got nan; reward = \"exact\" compares",
+    ),
+    "a label that is a list": (
+        {"prompt": "a", "label": ["b"]},
+        {},
+        ":1: 'label' must be text or a number, got ['b']",
     ),
     "an empty prompt": ({"prompt": "", "label": "b"}, {}, ":1: 'prompt' must be text or a list of messages"),
 }
@@ -307,6 +347,15 @@ def test_a_record_that_does_not_fit_is_named(tmp_path, mistake):
         ({"reward": "nowhere_at_all:rm"}, "no module 'nowhere_at_all'"),
         ({"generate": "json:loads"}, "is defined as"),
         ({"paths": "x"}, "got an unexpected keyword argument 'paths'"),
+        ({"path": 5}, "dataset: path = 5 must be a file, or a list of files; change `args`"),
+        ({"path": ["a.jsonl", 5]}, "must be a file, or a list of files"),
+        ({"path": []}, "name a file as path, or for evals as eval_path"),
+        ({"shuffle": "no"}, "dataset: shuffle = 'no' must be true or false"),
+        ({"max_prompt_tokens": "100"}, "dataset: max_prompt_tokens = '100' must be a whole number > 0"),
+        ({"max_prompt_tokens": 0}, "dataset: max_prompt_tokens = 0 must be a whole number > 0"),
+        ({"reward": 3}, "dataset: reward = 3 must be text"),
+        ({"generate": 3}, "dataset: generate = 3 must be text"),
+        ({"hook_args": "x"}, "dataset: hook_args = 'x' must be a table"),
     ],
 )
 def test_wrong_arguments_are_told(file, args, message):

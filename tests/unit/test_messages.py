@@ -171,6 +171,27 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         "orchestrator", dataset(lable_key="label"), {"rows.jsonl": ROWS},
         ["environment 'dataset'", "unexpected keyword argument 'lable_key'", "its arguments are"],
     ),
+    "a role that no prompt has": (
+        "orchestrator", dataset(), {"rows.jsonl": '{"prompt": [{"role": "bot", "content": "a"}], "label": "b"}\n'},
+        ["rows.jsonl:1: prompt[0].role must be one of system, user, assistant, tool", "'bot'"],
+    ),
+    "text where true or false belongs": (
+        "orchestrator", dataset(shuffle="no"), {"rows.jsonl": ROWS},
+        ["dataset: shuffle = 'no' must be true or false; change `args`"],
+    ),
+    "a number where files belong": (
+        "orchestrator", dataset(path=5), {}, ["dataset: path = 5 must be a file, or a list of files"],
+    ),
+    "no files at all": (
+        "orchestrator", dataset(path=[]), {}, ["dataset: name a file as path, or for evals as eval_path"],
+    ),
+    "text where a number belongs": (
+        "orchestrator", dataset(max_prompt_tokens="100"), {"rows.jsonl": ROWS},
+        ["dataset: max_prompt_tokens = '100' must be a whole number > 0"],
+    ),
+    "text where a table belongs": (
+        "orchestrator", dataset(hook_args="x"), {"rows.jsonl": ROWS}, ["dataset: hook_args = 'x' must be a table"],
+    ),
     # -- environments --
     "an environment that nobody has": (
         "orchestrator", environment("sort-leters"), {},

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
 
+import msgspec
 import numpy as np
 
 from stretto.base.errors import ConfigError, DataError, EnvError
-from stretto.data.records import from_json, read_records
+from stretto.data.messages import parse_messages, parse_tools, shown
+from stretto.data.records import read_records
 from stretto.envs.base import (
     Message,
     RolloutContext,
@@ -43,6 +46,15 @@ from stretto.records.rollout import Group, Task
 logger = logging.getLogger(__name__)
 
 REWARDS = ("exact", "math")
+KINDS = {
+    "str | list[str] | None": "a file, or a list of files",
+    "str": "text",
+    "str | None": "text",
+    "bool": "true or false",
+    "int | None": "a whole number > 0",
+    "dict[str, Any]": "a table",
+}
+"""What a message calls the kinds of arguments."""
 STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 
 
@@ -74,6 +86,22 @@ class Settings:
     """`module:function`: `generate(args, sample, sampling_params)` makes the reply."""
     hook_args: dict[str, Any] = field(default_factory=dict)
     """More attributes of `args`."""
+
+    def check(self) -> None:
+        """Raises: ConfigError for an argument of another kind."""
+        hints = get_type_hints(type(self))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            try:
+                msgspec.convert(value, hints[each.name])
+            except msgspec.ValidationError:
+                is_wrong = True
+            else:
+                is_wrong = each.name == "max_prompt_tokens" and value is not None and value < 1
+            if is_wrong:
+                raise ConfigError(
+                    f"dataset: {each.name} = {value!r} must be {KINDS[str(each.type)]}; change `args`"
+                )
 
 
 def dataset(
@@ -111,8 +139,9 @@ def dataset(
         group_reward,
         reward_key,
         generate,
-        hook_args or {},
+        {} if hook_args is None else hook_args,
     )
+    settings.check()
     is_plain = apply_chat_template and generate is None and reward in REWARDS
     source = Records(settings, run or RunInfo())
     if is_plain and not source.has_tools:
@@ -140,7 +169,7 @@ class Records:
                 "dataset: group_reward needs all samples of a group, and worker processes have one; leave out "
                 "num_workers"
             )
-        if settings.path is None and settings.eval_path is None:
+        if not settings.path and not settings.eval_path:
             raise ConfigError("dataset: name a file as path, or for evals as eval_path, in `args`")
         self.fingerprints: dict[Split, int] = {"train": 0, "eval": 0}
         self._of: dict[Split, list[dict[str, Any]] | None] = {
@@ -180,7 +209,7 @@ class Records:
         return None if self.run.prompt_ids is None else self.run.prompt_ids(prompt, tools)
 
     def _read(self, sources: str | list[str] | None, split: Split) -> list[dict[str, Any]] | None:
-        if sources is None:
+        if not sources:
             return None
         setting = "dataset: " + {"train": "path", "eval": "eval_path"}[split]
         found, num_long, limit = [], 0, self.settings.max_prompt_tokens
@@ -216,20 +245,21 @@ class Records:
         if needs_label and label is None:
             rule = f'reward = "{settings.reward}" compares replies with it'
             raise DataError(f"{where}: no {settings.label_key!r} (label_key); {rule}")
+        if needs_label and not is_comparable(label):
+            rule = f'reward = "{settings.reward}" compares replies with it'
+            raise DataError(
+                f"{where}: {settings.label_key!r} must be text or a number, got {shown(label)}; {rule}"
+            )
         metadata = {} if settings.metadata_key is None else record.get(settings.metadata_key) or {}
         if not isinstance(metadata, dict):
             raise DataError(
                 f"{where}: {settings.metadata_key!r} must be an object, got {type(metadata).__name__}"
             )
-        tools = None if settings.tool_key is None else record.get(settings.tool_key)
-        if isinstance(tools, str):
-            tools = from_json(tools, f"{where}: {settings.tool_key}")
-        if tools is not None and not isinstance(tools, list):
-            raise DataError(
-                f"{where}: {settings.tool_key!r} must be a list of tools, got {type(tools).__name__}"
-            )
+        tools = None
+        if settings.tool_key is not None:
+            tools = parse_tools(record.get(settings.tool_key), settings.tool_key, where)
         prompt = self._prompt(record[settings.input_key], where)
-        return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools or None}
+        return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
 
     def _prompt(self, prompt: Any, where: str) -> str | list[Message]:
         settings = self.settings
@@ -242,14 +272,14 @@ class Records:
             )
         if not isinstance(prompt, list) or not prompt:
             raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages")
-        for i, message in enumerate(prompt):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise DataError(f"{where}: {settings.input_key}[{i}] must be an object with role and content")
-        # Columns of a parquet file have every key in every row; masks of SFT data say nothing about prompts.
-        return [
-            {key: value for key, value in message.items() if value is not None and key != "step_loss_mask"}
-            for message in prompt
-        ]
+        messages = parse_messages(prompt, settings.input_key, where)
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: {settings.input_key}[{len(messages) - 1}] is said by the assistant; a prompt ends where the "
+                "policy is to reply, so leave it out (it may be the label)"
+            )
+        # Masks of SFT data say nothing about prompts.
+        return [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
 
 
 class Dataset:
@@ -409,6 +439,11 @@ def sampling_params(ctx: RolloutContext) -> dict[str, Any]:
         "top_k": -1 if sampling.top_k is None else sampling.top_k,
         "max_new_tokens": sampling.max_completion_tokens,
     }
+
+
+def is_comparable(label: Any) -> bool:
+    """Can a reply be equal to it? Text and finite numbers; a column with gaps has NaN in them."""
+    return isinstance(label, str | int) or (isinstance(label, float) and math.isfinite(label))
 
 
 def _as_json(row: dict[str, Any], where: str) -> bytes:

@@ -18,13 +18,12 @@ import numpy as np
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.render import Message, Renderer
 from stretto.config.sft import Data, EnvData, FileData, LossMaskSection
-from stretto.data.records import from_json, read_records
+from stretto.data.messages import parse_messages, parse_tools
+from stretto.data.records import read_records
 from stretto.envs.base import load_environment
 from stretto.records.sample import MicroBatch
 
 logger = logging.getLogger(__name__)
-
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, An
     if data.input_key not in record:
         keys = ", ".join(sorted(map(str, record))) or "nothing"
         raise DataError(f"{where}: no {data.input_key!r} (input_key); the row has {keys}.")
-    return {"messages": _messages(record[data.input_key], data.input_key, where), "tools": tools}
+    return {"messages": parse_messages(record[data.input_key], data.input_key, where), "tools": tools}
 
 
 def parse_row(row: Any, where: str) -> Row:
@@ -148,19 +147,16 @@ def parse_row(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be an object, got {type(row).__name__}.")
     if row.get("messages") is not None:
-        messages = _messages(row["messages"], "messages", where)
+        messages = parse_messages(row["messages"], "messages", where)
     elif row.get("prompt") is not None and row.get("completion") is not None:
         messages = [
-            *_messages(row["prompt"], "prompt", where, role_of_text="user"),
-            *_messages(row["completion"], "completion", where, role_of_text="assistant"),
+            *parse_messages(row["prompt"], "prompt", where, role_of_text="user"),
+            *parse_messages(row["completion"], "completion", where, role_of_text="assistant"),
         ]
     else:
         keys = ", ".join(sorted(map(str, row))) or "nothing"
         raise DataError(f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}.")
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        tools = from_json(tools, f"{where}: tools")
-    return Row(where, messages, tools or None)
+    return Row(where, messages, parse_tools(row.get("tools"), "tools", where))
 
 
 class ExampleOrder:
@@ -232,32 +228,3 @@ def _micro_batch(examples: list[Example], indices: list[int]) -> MicroBatch:
         envs=("sft",) * len(examples),
         ce_weights=np.concatenate([example.is_trained for example in examples]).astype(np.float32),
     )
-
-
-def _messages(value: Any, key: str, where: str, role_of_text: str | None = None) -> list[Message]:
-    if isinstance(value, str) and role_of_text is not None:
-        return [{"role": role_of_text, "content": value}]
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: `{key}` must be a list of messages, got {_shown(value)}.")
-    return [_message(message, f"{where}: {key}[{i}]") for i, message in enumerate(value)]
-
-
-def _message(message: Any, where: str) -> Message:
-    """A message without its empty fields, which columns of a parquet file always have."""
-    if not isinstance(message, dict):
-        raise DataError(f"{where} must be an object with role and content, got {_shown(message)}.")
-    message = {key: value for key, value in message.items() if value is not None}
-    if message.get("role") not in ROLES:
-        raise DataError(f"{where}.role must be one of {', '.join(ROLES)}, got {_shown(message.get('role'))}.")
-    if message.get("step_loss_mask", 1) not in (0, 1):
-        rule = "must be 1 or, for a turn that is not trained, 0"
-        raise DataError(f"{where}.step_loss_mask {rule}, got {_shown(message['step_loss_mask'])}.")
-    message.setdefault("content", "" if message.get("tool_calls") else None)
-    if not isinstance(message["content"], str | list):
-        raise DataError(f"{where}.content must be text, got {_shown(message['content'])}.")
-    return message
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
