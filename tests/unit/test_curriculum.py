@@ -14,10 +14,12 @@ from stretto.base.errors import ConfigError, EngineError
 from stretto.config.curriculum import DifficultySampler
 from stretto.config.roots import OrchestratorConfig
 from stretto.config.sft import OnlineEvalSection
+from stretto.envs.base import TaskSource
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
 from stretto.orchestrator.tasks import TaskMix
+from stretto.records.rollout import Task
 
 POOLS = {"sampler": {"type": "difficulty_pool"}}
 
@@ -50,6 +52,12 @@ def test_a_task_is_drawn_by_the_weight_of_its_pool():
     expected = [0.5, 2.0, 0.0, *[1.0] * 7]
     for index, weight in enumerate(expected):
         assert count[index] == pytest.approx(19_000 * weight / sum(expected), abs=150)
+
+
+def test_tasks_of_one_id_are_refused_before_anything_is_played():
+    source = TaskSource(lambda i: Task(env="echo", task_id=f"{i % 7}", data={}), 10)
+    with pytest.raises(ConfigError, match=r"'echo' gives tasks 0 and 7 the same, '0'; make task_id unique"):
+        DifficultyPools("echo", source, DifficultySampler())
 
 
 def test_the_running_reward_follows_the_latest_groups():

@@ -215,3 +215,15 @@ def test_settling_again_gives_the_same():
     once = settle(mixed, cfg)
     assert once.group.rollouts[2].status is RolloutStatus.DROPPED and once.has_signal
     assert settle(once.group, cfg) == once
+
+
+def test_a_truncated_rollout_that_a_filter_left_out_is_truncated_when_its_group_is_settled_again():
+    cut = group(0.0, 1.0, 1.0)
+    looping = rollout(2, 1.0, logprobs=(0.0, 0.0), status="truncated")
+    cut = msgspec.structs.replace(cut, rollouts=(*cut.rollouts[:2], looping))
+    once = settle(cut, config(filters=[{"type": "repetition", "window": 2, "enforce": True}]))
+    assert once.group.rollouts[2].status is RolloutStatus.DROPPED
+    again = settle(once.group, config())  # a resumed run whose filters are others
+    assert [str(r.status) for r in again.group.rollouts] == ["finished", "finished", "truncated"]
+    assert again.group.rollouts[2].error is None
+    assert unfiltered(once.group).rollouts == cut.rollouts

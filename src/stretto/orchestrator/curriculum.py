@@ -38,8 +38,7 @@ class DifficultyPools:
             )
         self.cfg = cfg
         self._source = source
-        self._index: dict[str, int] | None = None  # task id -> index, made when the first reward comes
-        self._env = env
+        self._index = _index_of(env, source)
         self.rewards: dict[str, float] = {}
         self._pool = np.full(source.num_tasks, UNSEEN, dtype=np.int8)
         self._members: list[np.ndarray] = []
@@ -57,15 +56,14 @@ class DifficultyPools:
         for task_id, reward in rewards:
             before = self.rewards.get(task_id)
             self.rewards[task_id] = reward if before is None else keep * before + (1 - keep) * reward
-            self._pool[self._indices()[task_id]] = self.pool_of(self.rewards[task_id])
+            self._pool[self._index[task_id]] = self.pool_of(self.rewards[task_id])
         self._settle()
 
     def restore(self, rewards: Mapping[str, float]) -> None:
         """Begin with these running rewards; tasks that are no longer there are forgotten."""
-        indices = self._indices()
-        self.rewards = {task_id: reward for task_id, reward in rewards.items() if task_id in indices}
+        self.rewards = {task_id: reward for task_id, reward in rewards.items() if task_id in self._index}
         for task_id, reward in self.rewards.items():
-            self._pool[indices[task_id]] = self.pool_of(reward)
+            self._pool[self._index[task_id]] = self.pool_of(reward)
         self._settle()
 
     def pool_of(self, reward: float) -> int:
@@ -87,16 +85,21 @@ class DifficultyPools:
         chances[np.flatnonzero(shares)[-1] :] = 1.0  # rounding must not leave room behind the last one
         self._chances = chances
 
-    def _indices(self) -> dict[str, int]:
-        if self._index is None:
-            ids = [self._source.task(index).task_id for index in range(self._source.num_tasks or 0)]
-            self._index = {each: index for index, each in enumerate(ids)}
-            if len(self._index) < len(ids):
-                raise ConfigError(
-                    f"environment {self._env!r} gives several tasks the same id, and difficulty_pool knows a task "
-                    "by it; make task_id unique."
-                )
-        return self._index
+
+def _index_of(env: str, source: TaskSource) -> dict[str, int]:
+    """Index by task id.
+
+    Raises: ConfigError where two tasks have one id.
+    """
+    index: dict[str, int] = {}
+    for number in range(source.num_tasks or 0):
+        task_id = source.task(number).task_id
+        if index.setdefault(task_id, number) != number:
+            raise ConfigError(
+                f"[orchestrator.env.curriculum] difficulty_pool knows a task by its id, and environment {env!r} gives "
+                f"tasks {index[task_id]} and {number} the same, {task_id!r}; make task_id unique."
+            )
+    return index
 
 
 @dataclass(eq=False)

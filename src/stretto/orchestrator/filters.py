@@ -25,6 +25,8 @@ from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 FLAG = "filter "
 """How the error of a rollout begins that a filter left out."""
+CUT = ", truncated"
+"""How it ends where the rollout was that: what it is again when a resumed run judges it anew."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,11 @@ def without(group: Group, dropped: Mapping[int, str]) -> Group:
     if not dropped:
         return group
     rollouts = tuple(
-        msgspec.structs.replace(r, status=RolloutStatus.DROPPED, error=FLAG + dropped[m])
+        msgspec.structs.replace(
+            r,
+            status=RolloutStatus.DROPPED,
+            error=FLAG + dropped[m] + (CUT if r.status is RolloutStatus.TRUNCATED else ""),
+        )
         if m in dropped
         else r
         for m, r in enumerate(group.rollouts)
@@ -214,7 +220,11 @@ def unfiltered(group: Group) -> Group:
     if not any(map(is_filtered, group.rollouts)):
         return group
     rollouts = tuple(
-        msgspec.structs.replace(r, status=RolloutStatus.FINISHED, error=None) if is_filtered(r) else r
+        msgspec.structs.replace(r, status=_status_before(r), error=None) if is_filtered(r) else r
         for r in group.rollouts
     )
     return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+def _status_before(rollout: Rollout) -> RolloutStatus:
+    return RolloutStatus.TRUNCATED if (rollout.error or "").endswith(CUT) else RolloutStatus.FINISHED
