@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
+import random
 import time
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from fakes import CharRenderer, FakeEngine, run_virtual
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
 from stretto.config.algorithm import GrpoAlgo
 from stretto.config.orchestrator import SamplingSection
@@ -166,6 +167,89 @@ def test_all_agents_share_the_limits():
 
     (rollout,) = play(Two(), hm).rollouts
     assert (rollout.status, rollout.reward, rollout.num_turns) == (RolloutStatus.TRUNCATED, 3.0, 3)
+
+
+class Crowd(OneTask):
+    """All agents speak at the same time, `rounds` times; who meets a limit is silent."""
+
+    def __init__(self, limits, agents=4, rounds=1, **sampling):
+        super().__init__()
+        self.limits, self.agents, self.rounds, self.sampling = limits, agents, rounds, sampling
+
+    async def rollout(self, task, ctx):
+        async def speak(number):
+            return await ctx.agent(f"a{number}").chat([{"role": "user", "content": "go"}], **self.sampling)
+
+        for _ in range(self.rounds):
+            replies = await asyncio.gather(*map(speak, range(self.agents)), return_exceptions=True)
+            self.refused = [str(reply) for reply in replies if isinstance(reply, LimitReached)]
+            assert all(isinstance(reply, Reply | LimitReached) for reply in replies), replies
+        return RolloutResult(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "sampling", "turns", "tokens", "takes"),
+    [
+        (Limits(max_turns=1), {}, 1, 3, 1.0),
+        (Limits(max_turns=3, max_tokens=100), {"max_tokens": 10}, 3, 9, 1.0),
+        (Limits(max_turns=1, max_tokens=5), {}, 1, 3, 1.0),
+        # What one leaves, the next may have; whoever asks for all there is, speaks alone.
+        (Limits(max_tokens=12), {}, 4, 12, 4.0),
+        (Limits(max_tokens=11), {}, 4, 11, 4.0),
+        (Limits(max_tokens=5), {}, 2, 5, 2.0),
+        (Limits(max_tokens=20), {"max_tokens": 10}, 4, 12, 3.0),
+        (Limits(max_tokens=40), {"max_tokens": 10}, 4, 12, 1.0),
+        (Limits(max_tokens=1000, timeout_s=2.5), {}, 3, 9, 3.0),
+    ],
+)
+def test_agents_who_speak_at_the_same_time_keep_the_limits(limits, sampling, turns, tokens, takes):
+    env, ended_at = Crowd(limits, **sampling), []
+
+    def delay(request):
+        ended_at.append(asyncio.get_running_loop().time() + 1.0)
+        return 1.0
+
+    (rollout,) = play(env, hm, delay=delay).rollouts
+    assert (rollout.num_turns, rollout.num_sampled_tokens, ended_at[-1]) == (turns, tokens, takes)
+    assert len(env.refused) == 4 - turns
+    assert all("the episode has had its" in text for text in env.refused)
+
+
+def test_what_agents_may_say_does_not_depend_on_who_is_faster():
+    def said(number):
+        delays = random.Random(number)
+        env = Crowd(Limits(max_tokens=31), rounds=3, max_tokens=9)
+        (rollout,) = play(
+            env, lambda prompt, rng, version: "x" * rng.randrange(12), delay=lambda request: delays.random()
+        ).rollouts
+        assert rollout.num_sampled_tokens <= 31
+        return sorted((branch.agent, text_of(branch, True)) for branch in rollout.branches)
+
+    assert all(said(number) == said(0) for number in range(1, 6))
+
+
+def test_a_turn_that_is_not_answered_gives_back_what_it_was_promised():
+    class Again(OneTask):
+        limits = Limits(max_turns=1, max_tokens=5)
+
+        async def rollout(self, task, ctx):
+            with pytest.raises(EngineError):
+                await ctx.chat([{"role": "user", "content": "go"}])
+            task = asyncio.create_task(ctx.agent("cancelled").chat([{"role": "user", "content": "go"}]))
+            await asyncio.sleep(0.5)
+            task.cancel()
+            await asyncio.wait([task])
+            await ctx.agent("other").chat([{"role": "user", "content": "go"}])
+            return RolloutResult(reward=1.0)
+
+    failures = iter(["hiccup", None, None])
+    engine = FakeEngine(hm, delay=lambda request: 1.0, fail=lambda request: next(failures))
+    player = Player(
+        engine=engine, renderer=CallRenderer(), sampling=SamplingSection(), seq_len=2000, max_retries=0
+    )
+    env = Again()
+    (rollout,) = run_virtual(player.play(env, Draw(0, env.tasks("train").task(0), 1, version=0))).rollouts
+    assert (rollout.status, rollout.num_turns) == (RolloutStatus.FINISHED, 1), rollout.error
 
 
 # -- tools --

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import DataError, EngineError, EnvError, boundary
-from stretto.envs.base import LimitReached, Limits, Message, Reply, RolloutContext
+from stretto.envs.base import Episode, LimitReached, Limits, Message, Reply, RolloutContext
 from stretto.orchestrator.branches import OpenBranch, join_routes
 from stretto.orchestrator.tasks import seed_of
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
@@ -39,33 +39,68 @@ POLICY = "policy"
 
 @dataclass
 class Budget:
-    """What an episode has used of its limits, all agents together."""
+    """What an episode has used of its limits, all agents together.
+
+    Turns under way count, with all the tokens they may have: agents who speak at the same time share what is left.
+    """
 
     limits: Limits
     started_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
-    num_turns: int = 0
+    num_turns: int = 0  # that were answered
     num_tokens: int = 0
+    _num_speaking: int = 0
+    _num_promised: int = 0  # tokens of those who speak
+    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
+    _has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # a turn
 
     @property
     def age_s(self) -> float:
         return asyncio.get_running_loop().time() - self.started_at
 
-    def next_turn(self) -> int | None:
-        """Tokens that the next reply may have; None: as many as it likes.
+    async def begin_turn(self, wanted: int) -> int:
+        """Tokens that the next reply may have: those wanted, or what is left. Every begin has an `end_turn`.
+
+        While others speak who may leave enough, it waits for them: what a reply may have does not depend on who
+        is faster.
 
         Raises: LimitReached when there is no next turn.
         """
+        granted = wanted
+        if self.limits.max_tokens is None:
+            self._check_turns()
+        else:
+            async with self._queue:
+                granted = await self._share(wanted, self.limits.max_tokens)
+        self._num_speaking += 1
+        self._num_promised += granted
+        return granted
+
+    def end_turn(self, granted: int, num_tokens: int | None) -> None:
+        """A turn had so many tokens; None: it was not answered."""
+        self._num_speaking -= 1
+        self._num_promised -= granted
+        if num_tokens is not None:
+            self.num_turns += 1
+            self.num_tokens += num_tokens
+        self._has_ended.set()
+
+    async def _share(self, wanted: int, max_tokens: int) -> int:
+        while True:
+            self._check_turns()
+            left = max_tokens - self.num_tokens
+            if left < 1:
+                raise LimitReached(f"the episode has had its {max_tokens} tokens (max_tokens)")
+            if wanted <= left - self._num_promised or not self._num_speaking:
+                return min(wanted, left)
+            self._has_ended.clear()
+            await self._has_ended.wait()
+
+    def _check_turns(self) -> None:
         limits = self.limits
-        if limits.max_turns is not None and self.num_turns >= limits.max_turns:
+        if limits.max_turns is not None and self.num_turns + self._num_speaking >= limits.max_turns:
             raise LimitReached(f"the episode has had its {limits.max_turns} turns (max_turns)")
         if limits.timeout_s is not None and self.age_s >= limits.timeout_s:
             raise LimitReached(f"the episode has had its {limits.timeout_s:g} s (timeout_s)")
-        if limits.max_tokens is None:
-            return None
-        left = limits.max_tokens - self.num_tokens
-        if left < 1:
-            raise LimitReached(f"the episode has had its {limits.max_tokens} tokens (max_tokens)")
-        return left
 
 
 class Recorder(RolloutContext):
@@ -109,6 +144,10 @@ class Recorder(RolloutContext):
         return self._player.sampling
 
     @property
+    def episode(self) -> Episode:
+        return Episode(self._draw.rollout_id(self._member), self._draw.group_id, self._member)
+
+    @property
     def num_turns(self) -> int:
         """Turns of the episode, all agents together."""
         return self.budget.num_turns
@@ -142,10 +181,6 @@ class Recorder(RolloutContext):
         player, draw = self._player, self._draw
         if self._is_busy:
             raise EnvError("two turns of one agent at once: await a reply before asking for the next")
-        room = self.budget.next_turn()
-        if room is not None:
-            wanted = sampling.get("max_tokens") or player.sampling.max_completion_tokens or room
-            sampling["max_tokens"] = min(wanted, room)
         turn = (self._attempt, self._member, self._num_turns)
         who = () if self.name == POLICY else (self.name,)
         seed = seed_of(player.seed, draw.name, draw.group_id, *turn, *who)
@@ -163,14 +198,12 @@ class Recorder(RolloutContext):
         temperature = player.behavior_temperature(sampling.get("temperature"))
         self._is_busy = True
         try:
-            completion = await self._answer(request, temperature)
+            completion = await self._within_limits(request, temperature)
         finally:
             self._is_busy = False
         weights, self._ce_weights = self._ce_weights, None
         self._branch_for(prompt_ids, temperature).add_turn(prompt_ids, completion, draw.version, weights)
         self._num_turns += 1
-        self.budget.num_turns += 1
-        self.budget.num_tokens += len(completion.token_ids)
         self.is_cut_off = completion.finish_reason == "length"
         message = player.renderer.parse(completion.token_ids, prompt_ids, tools)
         return Reply(
@@ -232,6 +265,24 @@ class Recorder(RolloutContext):
         return tuple(msgspec.structs.replace(b, is_sampled=b.is_sampled & mask) for b, mask in kept)
 
     # -- one answer --
+
+    async def _within_limits(self, request: GenerateRequest, temperature: float) -> Completion:
+        """The reply to a request, with as many tokens as the episode has left.
+
+        Raises: EngineError; LimitReached when the episode has nothing left.
+        """
+        sampling, num_tokens = request.sampling, None
+        assert sampling.max_tokens is not None, "the player always says how many tokens fit"
+        granted = await self.budget.begin_turn(sampling.max_tokens)
+        if granted < sampling.max_tokens:
+            sampling = msgspec.structs.replace(sampling, max_tokens=granted)
+            request = msgspec.structs.replace(request, sampling=sampling)
+        try:
+            completion = await self._answer(request, temperature)
+            num_tokens = len(completion.token_ids)
+            return completion
+        finally:
+            self.budget.end_turn(granted, num_tokens)
 
     async def _answer(self, request: GenerateRequest, temperature: float) -> Completion:
         """The reply to a request: as it was kept, or from the engine, or begun there and ended here.
