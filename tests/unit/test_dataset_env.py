@@ -612,6 +612,9 @@ def test_a_group_may_be_rewarded_as_a_whole(file, module):
     name = module("""
         def rm(args, samples):
             lengths = [len(s.response) for s in samples]
+            assert all(s.response_length == len(s.rollout_log_probs) == sum(s.loss_mask) > 0 for s in samples)
+            assert all(len(s.tokens) == len("Uword0.A") + s.response_length for s in samples)
+            assert all(s.weight_versions and s.metadata == {"n": 0} for s in samples)
             return [float(n == min(lengths)) for n in lengths]
     """)
     env = dataset(file, reward=f"{name}:rm", group_reward=True)
@@ -621,6 +624,69 @@ def test_a_group_may_be_rewarded_as_a_whole(file, module):
     wrong = module("def rm(args, samples):\n    return [1.0]\n")
     group, _ = play(dataset(file, reward=f"{wrong}:rm", group_reward=True), members=2)
     assert all("return a reward for each of 2 samples" in r.error for r in group.rollouts)
+
+
+def test_a_group_is_rewarded_with_the_samples_that_were_played(file, module):
+    """What `generate` left in them, every one of a call's, and rewards that it set stay as they are."""
+    name = module(
+        SPEC_GENERATE
+        + """
+    async def twice(args, sample, sampling_params):
+        import copy
+        both = []
+        for number in range(2):
+            each = await generate(args, copy.deepcopy(sample), sampling_params)
+            each.metadata["number"], each.response = number, f"mine {number}"
+            both.append(each)
+        both[0].reward = 0.75
+        return both
+
+    def rm(args, samples):
+        assert [s.response for s in samples] == ["mine 0", "mine 1"] * 3
+        assert [s.metadata for s in samples] == [{**s.metadata, "n": 0, "number": i % 2} for i, s in enumerate(samples)]
+        assert all(s.tokens and "messages" in s.metadata and isinstance(s.prompt, str) for s in samples)
+        assert [(s.index, s.group_index, s.rollout_id) for s in samples[::2]] == [(i, 0, f"g0.{i}") for i in range(3)]
+        return [0.25] * len(samples)
+    """
+    )
+    env = dataset(file, generate=f"{name}:twice", reward=f"{name}:rm", group_reward=True)
+    group, _ = play(env, members=3)
+    assert [r.reward for r in group.rollouts] == [0.5] * 3, group.rollouts[0].error
+    unasked = module(
+        SPEC_GENERATE
+        + """
+    async def paid(args, sample, sampling_params):
+        sample = await generate(args, sample, sampling_params)
+        sample.reward = 0.75
+        return sample
+
+    def rm(args, samples):
+        raise AssertionError("they have their rewards")
+    """
+    )
+    env = dataset(file, generate=f"{unasked}:paid", reward=f"{unasked}:rm", group_reward=True)
+    assert [r.reward for r in play(env, members=2)[0].rollouts] == [0.75] * 2
+
+
+def test_functions_about_one_sample_know_which_it_is(file, module):
+    name = module(
+        SPEC_GENERATE
+        + """
+    def expect(sample):
+        assert sample.rollout_id == f"g{sample.group_index}.{sample.index}", sample.rollout_id
+
+    async def knowing(args, sample, sampling_params):
+        expect(sample)
+        return await generate(args, sample, sampling_params)
+
+    def rm(args, sample):
+        expect(sample)
+        return float(sample.index + 10 * sample.group_index)
+    """
+    )
+    for more in ({}, {"generate": f"{name}:knowing"}):
+        group, _ = play(dataset(file, reward=f"{name}:rm", **more), members=3, index=2)
+        assert [r.reward for r in group.rollouts] == [20.0, 21.0, 22.0], group.rollouts[0].error
 
 
 # -- the sample itself --

@@ -57,6 +57,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     agent_rewards: dict[str, float] = {}  # by agent, where several play and are paid differently
     metrics: dict[str, float] = {}
     is_truncated: bool = False  # the environment's own limit (turns, time) ended it; the reward is valid
+    note: Any = None  # what `score_group` is to know of it; written down nowhere, None in worker processes
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +94,17 @@ class Limits:
     """Seconds; no turn begins after them."""
 
 
+@dataclass(frozen=True)
+class Episode:
+    """Which rollout of the run is played."""
+
+    rollout_id: str
+    group_id: int
+    """The draw of its task."""
+    member: int
+    """Its number in the group."""
+
+
 class RolloutContext(Protocol):
     """The policy, as an environment sees it during one episode."""
 
@@ -110,6 +122,10 @@ class RolloutContext(Protocol):
     @property
     def sampling(self) -> SamplingSection | None:
         """How the policy is sampled here, in training or in an eval; None in worker processes."""
+
+    @property
+    def episode(self) -> Episode | None:
+        """Which rollout this is; None in worker processes."""
 
     def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Train on these sequences only, each its tokens and which of them are trained (bool).
@@ -178,7 +194,9 @@ class TaskSource:
 class Environment(Protocol):
     """Anything with a name, tasks and episodes.
 
-    Optional: `sft_rows(num_rows, seed) -> [{"messages": [...]}]`, and `async close()` for what it has started.
+    Optional: `sft_rows(num_rows, seed) -> [{"messages": [...]}]`, `async close()` for what it has started, and
+    `async score_group(group, notes) -> rewards or None` for rewards that need all members that did not fail; notes are
+    those of their results.
     """
 
     name: str

@@ -26,6 +26,7 @@ from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.data.messages import parse_messages, parse_tools, shown
 from stretto.data.records import read_records
 from stretto.envs.base import (
+    Episode,
     Message,
     RolloutContext,
     RolloutResult,
@@ -323,35 +324,51 @@ class Dataset:
                     raise EnvError(f"the sample's status is {each.status.name}")
             ctx.keep([trained_tokens(each) for each in samples])
         else:
-            samples = [await self._played(task, self._sample(task), ctx)]
-        rewards = [await self._reward_of(each) for each in samples]
+            samples = [await self._played(task, self._sample(task, ctx.episode), ctx)]
         is_truncated = any(each.status is Status.TRUNCATED for each in samples)
+        if self.settings.group_reward:  # it has one when the group is there
+            return RolloutResult(reward=0.0, is_truncated=is_truncated, note=samples)
+        rewards = [await self._reward_of(each) for each in samples]
         return RolloutResult(reward=sum(rewards) / len(rewards), is_truncated=is_truncated)
 
-    async def score_group(self, group: Group, texts: Sequence[str]) -> list[float] | None:
-        """Rewards of all members at once, where a function is asked for them; None: they have theirs."""
+    async def score_group(self, group: Group, notes: Sequence[list[Sample]]) -> list[float] | None:
+        """Rewards of all members at once, where a function is asked for them; None: they have theirs.
+
+        notes: the samples of each member. Those that have a reward already keep it.
+        """
         if not self.settings.group_reward or self._reward is None:
             return None
-        samples = [sample_of(rollout, text) for rollout, text in zip(group.rollouts, texts, strict=True)]
-        returned = await self._reward.call(self.args, samples)
-        if not isinstance(returned, Sequence) or len(returned) != len(samples):
-            raise EnvError(
-                f"{self._reward.where} returned {returned!r}; return a reward for each of {len(samples)} samples"
-            )
-        for sample, reward in zip(samples, returned):
-            sample.reward = reward
-        return [sample.get_reward_value(self.args) for sample in samples]
+        if self._generate is None:  # what the run has written down; who generates says it by himself
+            for rollout, (sample,) in zip(group.rollouts, notes, strict=True):
+                known = sample_of(rollout, sample.response)
+                sample.tokens, sample.loss_mask = known.tokens, known.loss_mask
+                sample.rollout_log_probs = known.rollout_log_probs
+                sample.weight_versions = known.weight_versions
+        samples = [sample for played in notes for sample in played]
+        if any(sample.reward is None for sample in samples):
+            returned = await self._reward.call(self.args, samples)
+            if not isinstance(returned, Sequence) or len(returned) != len(samples):
+                rule = f"return a reward for each of {len(samples)} samples"
+                raise EnvError(f"{self._reward.where} returned {returned!r}; {rule}")
+            for sample, reward in zip(samples, returned):
+                sample.reward = reward if sample.reward is None else sample.reward
+        rewards = [[sample.get_reward_value(self.args) for sample in played] for played in notes]
+        return [sum(each) / len(each) for each in rewards]
 
     # -- one sample --
 
-    def _sample(self, task: Task) -> Sample:
+    def _sample(self, task: Task, episode: Episode | None) -> Sample:
         data = task.data
         metadata = dict(data["metadata"]) | ({"tools": data["tools"]} if data["tools"] else {})
-        return Sample(prompt=data["prompt"], label=data["label"], metadata=metadata)
+        sample = Sample(prompt=data["prompt"], label=data["label"], metadata=metadata)
+        if episode is not None:
+            sample.group_index, sample.index = episode.group_id, episode.member
+            sample.rollout_id = episode.rollout_id
+        return sample
 
-    def _rendered(self, task: Task) -> Sample:
+    def _rendered(self, task: Task, episode: Episode | None) -> Sample:
         """A sample whose prompt is text, as whoever generates expects it; the messages are in its metadata."""
-        sample = self._sample(task)
+        sample = self._sample(task, episode)
         if not isinstance(sample.prompt, str):
             assert self.records.run.render is not None, "checked when the environment was made"
             sample.metadata.setdefault("messages", sample.prompt)
@@ -359,7 +376,7 @@ class Dataset:
         return sample
 
     async def _called(self, hook: Hook, task: Task, ctx: RolloutContext) -> Any:
-        sample, sampling = self._rendered(task), sampling_params(ctx)
+        sample, sampling = self._rendered(task, ctx.episode), sampling_params(ctx)
         if hook.takes("evaluation"):
             is_eval = task.task_id.startswith("eval-")
             return await hook.call(self.args, sample, sampling, evaluation=is_eval)
@@ -380,8 +397,6 @@ class Dataset:
 
     async def _reward_of(self, sample: Sample) -> float:
         if sample.reward is None:
-            if self.settings.group_reward:
-                return 0.0  # until the group is there
             sample.reward = await self._judged(sample)
         return sample.get_reward_value(self.args)
 
@@ -400,7 +415,7 @@ class OneRequestDataset(Dataset, SingleTurnEnv):
         return task.data["prompt"]
 
     async def score(self, task: Task, text: str) -> RolloutResult:
-        sample = self._sample(task)
+        sample = self._sample(task, None)
         sample.response, sample.status = text, Status.COMPLETED
         return await scored(await self._reward_of(sample))
 

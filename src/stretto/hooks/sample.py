@@ -34,7 +34,7 @@ class Sample:
     group_index: int | None = None
     """Number of the group: the draw of the task in this run."""
     index: int | None = None
-    """Number of the sample in the run."""
+    """Number of the rollout in its group."""
     rollout_id: str | None = None
     """Of the episode; samples that one call of `generate` returned have the same."""
     prompt: str | list[Message] = ""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from stretto.base.errors import EngineError, EnvError, StrettoError, boundary
+from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, StrettoError, boundary
 from stretto.chat.render import Renderer
 from stretto.config.orchestrator import SamplingSection
 from stretto.envs.base import (
@@ -67,6 +67,7 @@ class Draw:
         default_factory=dict
     )  # by member: what was played before the run resumed
     name: str = "g"  # first letter of its rollout ids: `g12.3`; evals have names of their own
+    notes: dict[int, Any] = field(default_factory=dict)  # by member: of its result, for `score_group`
 
     def rollout_id(self, member: int) -> str:
         return f"{self.name}{self.group_id}.{member}"
@@ -113,9 +114,9 @@ class Player:
             for member, rollout in enumerate(outcomes)
         )
         group = Group(group_id=draw.group_id, task=draw.task, rollouts=rollouts)
-        return await self._scored_together(env, group) if hasattr(env, "score_group") else group
+        return await self._scored_together(env, draw, group) if hasattr(env, "score_group") else group
 
-    async def _scored_together(self, env: Environment, group: Group) -> Group:
+    async def _scored_together(self, env: Environment, draw: Draw, group: Group) -> Group:
         """The group with the rewards of an environment that looks at all members at once."""
         members = [m for m, r in enumerate(group.rollouts) if r.status is not RolloutStatus.FAILED]
         if not members:
@@ -124,7 +125,7 @@ class Player:
         rollouts = list(group.rollouts)
         try:
             with boundary(EnvError, f"environment {env.name}, group {group.group_id}"):
-                rewards = await env.score_group(played, [self._text_of(r) for r in played.rollouts])
+                rewards = await env.score_group(played, [draw.notes.get(m) for m in members])
             if rewards is None:
                 return group
             for member, reward in zip(members, rewards, strict=True):
@@ -137,14 +138,6 @@ class Player:
                     rollouts[member], status=RolloutStatus.FAILED, error=describe(error)
                 )
         return msgspec.structs.replace(group, rollouts=tuple(rollouts))
-
-    def _text_of(self, rollout: Rollout) -> str:
-        """What was said from the first sampled token on."""
-        if not rollout.branches:
-            return ""
-        branch = rollout.branches[0]
-        start = int(branch.is_sampled.argmax())
-        return self.renderer.parse(branch.token_ids[start:]).get("content") or ""
 
     # -- one turn: the group is one request --
 
@@ -286,6 +279,7 @@ class Player:
                     result = await self._result_of(env, draw.task, recorder)
                     if not recorder.num_turns:
                         raise EnvError(f"environment {env.name}: the episode ended before any reply")
+                draw.notes[member] = result.note
                 outcomes[member] = finished(
                     draw,
                     member,
@@ -388,3 +382,11 @@ def failed(draw: Draw, member: int, cause: str, started_at: float) -> Rollout:
 def describe(error: StrettoError) -> str:
     """An error as the ledger and the last message of a run show it."""
     return f"{type(error).__name__}: {error}"
+
+
+def kind_of(cause: str) -> type[StrettoError]:
+    """Who must act, of an error that was described: infrastructure, where it was no other's."""
+    name = cause.partition(":")[0]
+    if name in (LimitReached.__name__, OutOfContext.__name__):
+        return EnvError
+    return next((each for each in (EnvError, ConfigError, DataError) if each.__name__ == name), EngineError)
