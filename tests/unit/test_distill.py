@@ -266,9 +266,24 @@ def test_without_a_role_that_speaks_nothing_is_echoed():
     assert branch.ce_weights is None
 
 
+def test_an_environment_that_answers_in_no_role_that_is_learned_is_told_once(caplog):
+    guess, place = GuessEnv(), "orchestrator.env.2.algo"
+    for algo, told in ((EchoAlgo(), 1), (EchoAlgo(user=0.1), 0)):
+        caplog.clear()
+        echo = build_echo(algo, guess, place)
+        for _ in range(200):
+            echo.weight_of({"role": "user", "content": "again"})
+        assert len(caplog.messages) == told
+        if told:
+            expected = f"{place}: guess has answered 64 times, always as user, and only tool has a weight: "
+            assert caplog.messages[0] == expected + "nothing of it is learned"
+
+
 def test_an_environment_of_one_turn_has_nothing_to_echo(tmp_path):
     cfg = config(tmp_path, [ECHO_ENV | {"name": "echo", "algo": {"type": "echo"}}])
-    with pytest.raises(ConfigError, match="echo has one turn and never answers"):
+    with pytest.raises(
+        ConfigError, match=r"^orchestrator\.env\.0\.algo\.type.*echo has one turn and never answers"
+    ):
         train(cfg, FakeEngine(parrot(0.5)))
 
 

@@ -74,6 +74,8 @@ def test_a_role_that_nobody_plays_is_told():
         ConfigError, match="'proposer' are \\['a', 'b'\\]; name those that play several times"
     ):
         score(group({"a": 1.0, "b": 0.0}), ALGO)
+    with pytest.raises(ConfigError, match=r"^orchestrator\.env\.1\.algo\.episode_agents = "):
+        score(group({"a": 1.0, "b": 0.0}), ALGO, "orchestrator.env.1.algo")
 
 
 table = st.lists(

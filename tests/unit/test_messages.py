@@ -280,6 +280,20 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         "orchestrator", RUN + '[algo]\ntype = "custom"\nimport_path = "own:credit"\n[[env]]\nid = "sort-letters"\n', {},
         ["orchestrator.algo.import_path = 'own:credit': no module 'own'"],
     ),
+    "credit of one environment in no module": (
+        "orchestrator",
+        RUN + '[[env]]\nid = "sort-letters"\nalgo = { type = "custom", import_path = "own:credit" }\n',
+        {},
+        ["orchestrator.env.0.algo.import_path = 'own:credit': no module 'own'"],
+    ),
+    "a penalty that no reply is long enough for": (
+        "orchestrator",
+        RUN + '[train.sampling]\nmax_completion_tokens = 6\n[[env]]\nid = "sort-letters"\n'
+        'algo = { type = "grpo", overlong = { max_tokens = 40, buffer_tokens = 10 } }\n',
+        {},
+        ["orchestrator.env.0.algo.overlong.max_tokens = 40: the penalty would begin after 30 tokens",
+         "sort-letters has one reply, of at most max_completion_tokens = 6; lower"],
+    ),
 }  # fmt: skip
 
 assert len(CASES) >= 40

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from stretto.algorithms.segments import Segments
 
 LOSS_PATH = "trainer.loss.import_path"
-CREDIT_PATH = "orchestrator.algo.import_path"
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,15 @@ def custom_loss(cfg: CustomLoss, inputs: LossInputs) -> LossOutputs:
     return outputs
 
 
-def custom_credit(cfg: CustomAlgo, inputs: CreditInputs) -> np.ndarray:
+def custom_credit(cfg: CustomAlgo, inputs: CreditInputs, place: str = "orchestrator.algo") -> np.ndarray:
     """Advantages of a group by the section's function, float64 [members]; 0 for those not counted.
+
+    `place` is where the section stands.
 
     Raises: ConfigError when it raises, or returns anything but a finite number a member.
     """
-    where = f"{CREDIT_PATH} = {cfg.import_path!r}"
-    returned = call(load_credit(cfg), inputs, cfg.kwargs, where)
+    where = f"{place}.import_path = {cfg.import_path!r}"
+    returned = call(load_credit(cfg, place), inputs, cfg.kwargs, where)
     try:
         advantages = np.array(returned, dtype=np.float64)
     except (TypeError, ValueError) as cause:
@@ -108,9 +109,9 @@ def custom_credit(cfg: CustomAlgo, inputs: CreditInputs) -> np.ndarray:
     return advantages
 
 
-def load_credit(cfg: CustomAlgo) -> Any:
+def load_credit(cfg: CustomAlgo, place: str = "orchestrator.algo") -> Any:
     """The section's function; called once at the start, so that a wrong path is told before anything runs."""
-    return load_function(cfg.import_path, cfg.kwargs, CREDIT_PATH)
+    return load_function(cfg.import_path, cfg.kwargs, f"{place}.import_path")
 
 
 def load_loss(cfg: CustomLoss) -> Any:

@@ -288,6 +288,13 @@ class OrchestratorSection(Section):
         section = self.env_of(env)
         return (section and section.algo) or self.algo
 
+    def algo_path(self, env: str) -> str:
+        """Where the credit of an environment stands, for messages."""
+        for index, section in enumerate(self.env):
+            if (section.name or section.id) == env and section.algo is not None:
+                return f"orchestrator.env.{index}.algo"
+        return "orchestrator.algo"
+
     def teacher_of(self, env: str) -> TeacherSection | None:
         """The frozen teacher of an environment; None: it has none."""
         algo = self.algo_of(env)

@@ -119,7 +119,9 @@ class Draws:
                 )
         for name, env in self.mix.envs.items():
             if isinstance(algo := self.cfg.algo_of(name), EchoAlgo):
-                self._players[name] = replace(self._players[name], echo=build_echo(algo, env))
+                self._players[name] = replace(
+                    self._players[name], echo=build_echo(algo, env, self.cfg.algo_path(name))
+                )
 
     async def run(self, tasks: asyncio.TaskGroup, start: int) -> None:
         """Draw and play until no more groups are wanted; `start` is the step that the run continues after."""

@@ -88,7 +88,7 @@ def settle(
     """
     group = unfiltered(group)
     try:
-        group, has_signal = score(group, cfg.algo_of(group.task.env))
+        group, has_signal = score(group, cfg.algo_of(group.task.env), cfg.algo_path(group.task.env))
     except StrettoError as error:
         return Settled(Verdict(failed(group, f"{type(error).__name__}: {error}")), False)
     if not any(map(is_counted, group.rollouts)):

@@ -52,6 +52,7 @@ from stretto.orchestrator.packing import cost_of_model
 from stretto.orchestrator.policy import Policy
 from stretto.orchestrator.resume import first_cursor, starting_point, with_data_of
 from stretto.orchestrator.rollout import Player
+from stretto.orchestrator.scoring import check_overlong
 from stretto.orchestrator.tasks import TaskMix
 from stretto.orchestrator.teacher import Author, Teacher, TeacherEngine, Tutor, Tutors, build_hint
 from stretto.transports.control import ControlServer
@@ -105,11 +106,14 @@ def open_own(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExitStack)
     """
     about = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
     hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
-    functions = [own_rollouts_of(cfg, key) for key in ("rollout_function", "eval_function")]
-    for algo in (cfg.algo_of(env.name or env.id) for env in cfg.env):
-        if isinstance(algo, CustomAlgo):
-            load_credit(algo)
-    return Own(about, [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.env], hooks, *functions)
+    functions = [own_rollouts_of(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting)]
+    for name in (env.name or env.id for env in cfg.env):
+        if isinstance(algo := cfg.algo_of(name), CustomAlgo):
+            load_credit(algo, cfg.algo_path(name))
+    envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.env]
+    for env in envs:
+        check_overlong(env, cfg.algo_of(env.name), cfg.sampling_of(env.name), cfg.algo_path(env.name))
+    return Own(about, envs, hooks, *functions)
 
 
 @dataclass(frozen=True)
@@ -296,9 +300,9 @@ def build_evaluator(
     )
 
 
-def own_rollouts_of(cfg: OrchestratorSection, key: str) -> OwnRollouts | None:
+def own_rollouts_of(cfg: OrchestratorSection, key: str | None) -> OwnRollouts | None:
     """The function that plays whole batches or evals, where one is named."""
-    if (path := getattr(cfg.hooks, key)) is None:
+    if key is None or (path := getattr(cfg.hooks, key)) is None:
         return None
     hook = Hook.load(path, f"orchestrator.hooks.{key}", 3)
     return OwnRollouts(hook, arguments_of(cfg), cfg.train.sampling.temperature, urls_of(cfg.client))

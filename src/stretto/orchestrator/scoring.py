@@ -16,11 +16,29 @@ from stretto.algorithms.custom import CreditInputs, custom_credit
 from stretto.base.errors import ConfigError
 from stretto.config.algorithm import Algo, CreditSection, CustomAlgo, HierarchicalGrpoAlgo
 from stretto.config.distill import WITHOUT_REWARD
+from stretto.config.orchestrator import SamplingSection
+from stretto.envs.base import Environment, SingleTurnEnv
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
 SHAPING = {"type", "length_penalty", "overlong", "decay", "whiten", "tool", "user", "system", "filter"}
 """Keys of an algo that are not options of its rule."""
+
+
+def check_overlong(env: Environment, algo: Algo, sampling: SamplingSection, place: str) -> None:
+    """A penalty that the one reply of an environment can incur.
+
+    Raises: ConfigError where no reply is long enough.
+    """
+    section, longest = getattr(algo, "overlong", None), sampling.max_completion_tokens
+    if section is None or longest is None or not isinstance(env, SingleTurnEnv):
+        return
+    start = section.max_tokens - section.buffer_tokens
+    if longest <= start:
+        raise ConfigError(
+            f"{place}.overlong.max_tokens = {section.max_tokens}: the penalty would begin after {start} tokens, and "
+            f"{env.name} has one reply, of at most max_completion_tokens = {longest}; lower max_tokens."
+        )
 
 
 def is_counted(rollout: Rollout) -> bool:
@@ -37,8 +55,10 @@ def is_distilled(rollout: Rollout) -> bool:
     )
 
 
-def score(group: Group, algo: Algo) -> tuple[Group, bool]:
+def score(group: Group, algo: Algo, place: str = "orchestrator.algo") -> tuple[Group, bool]:
     """The group with its advantages (0 for failed members), and whether it has a signal.
+
+    `place` is where the algo stands, for messages.
 
     Where several agents are trained each member has one advantage an agent; the one that is largest in size is
     what gates, filters and the ledger see.
@@ -47,15 +67,15 @@ def score(group: Group, algo: Algo) -> tuple[Group, bool]:
     if algo.type in WITHOUT_REWARD:
         return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), has_lesson
     if isinstance(algo, HierarchicalGrpoAlgo):
-        table = compare_roles(group, algo)
+        table = compare_roles(group, algo, place)
         if not table:  # all members failed, or nobody who is trained spoke
             return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), False
         has_signal = any(advantages.any() for advantages in table.values())
         return msgspec.structs.replace(group, **largest(table)), has_signal
     if is_alone(group):
-        advantages, has_signal = compare(group, algo)
+        advantages, has_signal = compare(group, algo, place)
         return msgspec.structs.replace(group, advantages=tuple(advantages.tolist())), has_signal or has_lesson
-    parts = {agent: compare(played_by(group, agent), algo) for agent in speakers(group)}
+    parts = {agent: compare(played_by(group, agent), algo, place) for agent in speakers(group)}
     table = {agent: advantages for agent, (advantages, _) in parts.items()}
     has_signal = has_lesson or any(has_signal for _, has_signal in parts.values())
     return msgspec.structs.replace(group, **largest(table)), has_signal
@@ -69,21 +89,21 @@ def largest(table: dict[str, np.ndarray]) -> dict[str, Any]:
     return {"advantages": tuple(of_rollouts.tolist()), "agent_advantages": by_agent}
 
 
-def compare(group: Group, algo: Algo) -> tuple[np.ndarray, bool]:
+def compare(group: Group, algo: Algo, place: str) -> tuple[np.ndarray, bool]:
     """Advantages of the members of a group that one agent played, and whether they teach it anything."""
     rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
     counted = np.array([is_counted(rollout) for rollout in group.rollouts], dtype=bool)
     if isinstance(algo, CreditSection):
         rewards = shape(rewards, counted, group, algo)
     if isinstance(algo, CustomAlgo):
-        advantages = custom_credit(algo, CreditInputs(rewards, counted, group))
+        advantages = custom_credit(algo, CreditInputs(rewards, counted, group), place)
     else:
         options = algo.model_dump(exclude=SHAPING)
         advantages = CREDIT[algo.type](rewards, counted, **options)
     return advantages, can_teach(algo.type, rewards, counted, advantages)
 
 
-def compare_roles(group: Group, algo: HierarchicalGrpoAlgo) -> dict[str, np.ndarray]:
+def compare_roles(group: Group, algo: HierarchicalGrpoAlgo, place: str) -> dict[str, np.ndarray]:
     """Advantages of the members by player, each role compared by itself.
 
     Raises: ConfigError when nobody plays any of the roles that are compared within their episode.
@@ -93,7 +113,7 @@ def compare_roles(group: Group, algo: HierarchicalGrpoAlgo) -> dict[str, np.ndar
         players.setdefault(player.partition("/")[0], []).append(player)
     if players and not set(players) & set(algo.episode_agents):
         raise ConfigError(
-            f"orchestrator.algo.episode_agents = {list(algo.episode_agents)}: the agents of "
+            f"{place}.episode_agents = {list(algo.episode_agents)}: the agents of "
             f"{group.task.env!r} are {sorted(players)}; name those that play several times in an episode"
         )
     table = {}
