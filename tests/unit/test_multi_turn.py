@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import enum
 import json
 import random
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Literal
@@ -14,13 +19,13 @@ import numpy as np
 import pytest
 from fakes import CharRenderer, FakeEngine, run_virtual
 
-from stretto.base.errors import ConfigError, EngineError
+from stretto.base.errors import ConfigError, EngineError, EnvError
 from stretto.base.paths import RunDir
 from stretto.config.algorithm import GrpoAlgo
 from stretto.config.orchestrator import SamplingSection
 from stretto.envs.base import LimitReached, Limits, Reply, RolloutResult, TaskSource
 from stretto.envs.multi_turn import MultiTurnEnv, ToolEnv
-from stretto.envs.tools import Tool, Toolset
+from stretto.envs.tools import MAX_CALLS, MAX_STUCK, Tool, Toolset
 from stretto.ledger import Ledger, LedgerReader
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples
@@ -287,6 +292,16 @@ def boom() -> str:
     raise RuntimeError("it broke")
 
 
+def leaves() -> str:
+    """Leaves the program."""
+    sys.exit(3)
+
+
+def stops() -> str:
+    """Ends an iteration that is none."""
+    return next(iter(()))
+
+
 async def sleepy() -> str:
     """Sleeps."""
     await asyncio.sleep(1000)
@@ -362,7 +377,7 @@ async def test_sync_and_async_tools_answer_in_the_order_of_the_calls():
 @pytest.mark.parametrize(
     ("call", "content"),
     [
-        (called("subtract", {}), "Error: no tool 'subtract'; there are add, paint, boom."),
+        (called("subtract", {}), "Error: no tool 'subtract'; there are add, paint, boom, leaves, stops."),
         (
             called("add", {"a": "two"}),
             "Error: the arguments of add do not fit: a: Input should be a valid int",
@@ -377,10 +392,12 @@ async def test_sync_and_async_tools_answer_in_the_order_of_the_calls():
         ),
         (called("boom", {}), "Error: RuntimeError: it broke"),
         (called("boom", None), "Error: RuntimeError: it broke"),
+        (called("leaves", {}), "Error: SystemExit: 3"),
+        (called("stops", {}), "Error: RuntimeError: coroutine raised StopIteration"),
     ],
 )
 async def test_what_is_wrong_with_a_call_is_told_to_the_policy(call, content):
-    message = await Toolset([add, paint, boom]).call(call)
+    message = await Toolset([add, paint, boom, leaves, stops]).call(call)
     assert message["role"] == "tool" and message["content"].startswith(content)
 
 
@@ -394,6 +411,72 @@ async def test_nobody_waits_longer_for_a_tool_than_its_timeout():
     for name in ("sleepy", "blocked"):
         message = await tools.call(called(name, {}))
         assert message["content"] == f"Error: {name} was not done in time."
+
+
+@pytest.fixture
+def gate():
+    """What hangs, until the test is over."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def test_calls_that_hang_do_not_hold_up_others(gate):
+    def hang() -> str:
+        """Hangs."""
+        gate.wait()
+        return "late"
+
+    tools = Toolset([hang, add], timeout_s=0.2)
+    many = 2 * MAX_CALLS
+    hung = [asyncio.create_task(tools.call(called("hang", {}))) for _ in range(many)]
+    await asyncio.sleep(0)
+    assert (await tools.call(called("add", {"a": 1})))["content"] == "2"  # its time begins when it does
+    assert {(await each)["content"] for each in hung} == {"Error: hang was not done in time."}
+    assert await asyncio.to_thread(int, "7") == 7  # the event loop's threads are not theirs
+    # With those of an episode that was cancelled, it is as many as there may be.
+    other = Toolset([hang], timeout_s=None)
+    for _ in range((MAX_STUCK - many) // MAX_CALLS):
+        hung = [asyncio.create_task(other.call(called("hang", {}))) for _ in range(MAX_CALLS)]
+        await asyncio.sleep(0.05)
+        for each in hung:
+            each.cancel()
+        await asyncio.wait(hung)
+    with pytest.raises(EnvError, match=rf"tool add: {MAX_STUCK} calls have not ended after .* \(hang\)"):
+        await tools.call(called("add", {"a": 1}))
+    gate.set()
+    while True:
+        with contextlib.suppress(EnvError):
+            assert (await tools.call(called("add", {"a": 1})))["content"] == "2"
+            break
+        await asyncio.sleep(0.01)
+
+
+def test_a_call_that_hangs_does_not_keep_the_process_alive():
+    code = """
+import asyncio, threading
+from stretto.envs.tools import Toolset
+def hang() -> str: threading.Event().wait()
+call = {"function": {"name": "hang", "arguments": {}}}
+print(asyncio.run(Toolset([hang], timeout_s=0.1).call(call))["content"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "Error: hang was not done in time.\n"), done.stderr
+
+
+async def test_a_thread_sees_the_context_of_its_call():
+    name = contextvars.ContextVar("name")
+
+    def who() -> str:
+        """Says."""
+        return name.get()
+
+    async def ask(value):
+        name.set(value)
+        return (await Toolset([who]).call(called("who", {})))["content"]
+
+    values = [str(n) for n in range(100)]
+    assert await asyncio.gather(*map(ask, values)) == values
 
 
 class Adding(OneTask, ToolEnv):

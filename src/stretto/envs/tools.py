@@ -8,9 +8,15 @@ arguments that do not fit, exceptions and timeouts are told to the policy in the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
+import functools
 import inspect
 import json
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import pydantic
@@ -18,13 +24,21 @@ import pydantic
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import Message, Reply
 
+MAX_CALLS = 32
+"""Functions that are not `async` and run at the same time; other calls wait for one to end, or for its timeout."""
+MAX_STUCK = 256
+"""Calls that may hang in threads while nobody waits for them any more."""
+
 
 class Tool:
     """One function a policy may call. `schema` is OpenAI's description of it."""
 
+    is_blocking = False  # runs in a thread
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._function = function
+        self.is_blocking = not inspect.iscoroutinefunction(function)
         self._arguments = _arguments_of(function, self.name)
         text, described = _split_docstring(inspect.getdoc(function) or "")
         parameters = self._arguments.model_json_schema()
@@ -46,10 +60,10 @@ class Tool:
         """
         checked = self._arguments.model_validate(arguments)
         values = {name: getattr(checked, name) for name in type(checked).model_fields}
-        if inspect.iscoroutinefunction(self._function):
-            result = await self._function(**values)
+        if self.is_blocking:
+            result = await _threads.run(self.name, self._function, values)
         else:
-            result = await asyncio.to_thread(self._function, **values)
+            result = await self._function(**values)
         if isinstance(result, str):
             return result
         try:
@@ -59,9 +73,10 @@ class Tool:
 
 
 class Toolset:
-    """The tools of one environment; `timeout_s` bounds each call.
+    """The tools of one environment; `timeout_s` bounds each call, from when it begins.
 
-    A sync function runs in a thread, which cannot be ended: after its timeout nobody waits for it any more.
+    A function that is not `async` runs in a thread, which cannot be ended: after its timeout nobody waits for it any
+    more, and the next call begins. With MAX_STUCK of those no tool runs any more, and episodes fail.
     """
 
     def __init__(self, tools: Iterable[Callable[..., Any] | Tool], timeout_s: float | None = 30.0) -> None:
@@ -106,7 +121,8 @@ class Toolset:
         try:
             if isinstance(arguments, str):
                 arguments = json.loads(arguments or "{}")
-            async with asyncio.timeout(self.timeout_s):
+            slot = _threads.slot() if tool.is_blocking else contextlib.nullcontext()
+            async with slot, asyncio.timeout(self.timeout_s):
                 return await tool.run(arguments or {})
         except pydantic.ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
@@ -115,9 +131,94 @@ class Toolset:
             raise  # not the call is wrong: the episode cannot go on
         except TimeoutError:
             return f"Error: {name} was not done in time."
-        # The boundary of a tool: what it raises is for the policy to read.
-        except Exception as error:
+        # The boundary of a tool: what it raises is for the policy to read, and it may not end the run.
+        except (Exception, SystemExit) as error:
             return f"Error: {type(error).__name__}: {error}"
+
+
+@dataclass(eq=False)
+class _Call:
+    """A function under way in a thread."""
+
+    name: str
+    work: Callable[[], Any]
+    ended: asyncio.Future[tuple[Any, BaseException | None]]
+    is_running: bool = True
+
+    def end(self, result: Any, error: BaseException | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result((result, error))
+
+
+class _Threads:
+    """Threads for functions that block: one that hangs is replaced, and none of them keeps the process alive.
+
+    The event loop's own threads are a few, which calls that hang would use up for everybody.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[_Call]] = []  # an idle thread waits at each
+        self._stuck: set[_Call] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(MAX_CALLS)
+
+    def slot(self) -> asyncio.Semaphore:
+        """One of MAX_CALLS of this event loop, for as long as somebody waits for a call."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._slots = loop, asyncio.Semaphore(MAX_CALLS)
+        return self._slots
+
+    async def run(self, name: str, function: Callable[..., Any], values: dict[str, Any]) -> Any:
+        """The function's result.
+
+        Raises: what the function raises; EnvError when too many threads hang, or no other can be had.
+        """
+        self._stuck = {call for call in self._stuck if call.is_running}
+        if len(self._stuck) >= MAX_STUCK:
+            names = ", ".join(sorted({call.name for call in self._stuck}))
+            raise EnvError(
+                f"tool {name}: {len(self._stuck)} calls have not ended after their timeout ({names}); give what they "
+                "wait for a timeout of its own, or make them `async`"
+            )
+        work = functools.partial(contextvars.copy_context().run, function, **values)
+        call = _Call(name, work, asyncio.get_running_loop().create_future())
+        self._inbox().put(call)
+        try:
+            result, error = await call.ended
+        except asyncio.CancelledError:
+            self._stuck.add(call)
+            raise
+        if error is not None:
+            raise error
+        return result
+
+    def _inbox(self) -> SimpleQueue[_Call]:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        inbox: SimpleQueue[_Call] = SimpleQueue()
+        try:
+            threading.Thread(target=self._serve, args=(inbox,), name="tool", daemon=True).start()
+        except RuntimeError as cause:
+            raise EnvError(f"no thread to call a tool in: {cause}") from cause
+        return inbox
+
+    def _serve(self, inbox: SimpleQueue[_Call]) -> None:
+        while True:
+            call, result, error = inbox.get(), None, None
+            try:
+                result = call.work()
+            # Raised where the call is waited for.
+            except BaseException as cause:
+                error = cause
+            call.is_running = False
+            self._idle.append(inbox)
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+                call.ended.get_loop().call_soon_threadsafe(call.end, result, error)
+            del call, result, error
+
+
+_threads = _Threads()
 
 
 def _arguments_of(function: Callable[..., Any], name: str) -> type[pydantic.BaseModel]:
