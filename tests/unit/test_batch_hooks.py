@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import textwrap
 
@@ -376,6 +377,70 @@ def test_an_eval_function_that_raises_costs_the_eval_and_not_the_run(tmp_path, h
     assert means == {0: 0.5, 2: 0.5, 3: 0.5}
 
 
+EVALS = """
+    from stretto.hooks import RolloutFnEvalOutput
+
+    async def eval_function(args, rollout_id, data_source, evaluation=False):
+        groups = data_source.get_samples(data_source.num_tasks)
+        samples = [sample for group in groups for sample in group]
+        assert len(groups) == 3 and len(samples) == 3 * args.n_samples_per_eval_prompt
+        for i, sample in enumerate(samples):
+            sample.tokens, sample.response_length = [ord(c) for c in "Q1ok."], 3
+            sample.reward, sample.status = float(i == 1), sample.Status.COMPLETED
+        samples[0].tokens, samples[0].prompt, samples[0].response = [], "as text", "said so"
+        samples[5].status = sample.Status.ABORTED
+        data = {"a/b": {"rewards": [s.reward for s in samples], "samples": samples}}
+        sampling = args.eval_temperature, args.eval_top_p, args.eval_top_k, args.eval_max_response_len
+        return RolloutFnEvalOutput(data=data, metrics=dict(zip("tpkm", sampling)))
+"""
+
+
+def test_an_eval_function_has_the_sampling_of_evals_and_its_metrics_and_samples_are_kept(tmp_path, hooks):
+    sampling = {"temperature": 0.25, "top_p": 0.5, "top_k": 7, "max_completion_tokens": 9}
+    section = {"num_examples": 3, "interval": 1, "group_size": 2, "sampling": sampling}
+    cfg, _ = run(tmp_path, hooks(EVALS), max_steps=1, eval=section)
+    rows = [row for row in read_metrics(cfg.run_dir.metrics("orchestrator")) if "eval/t" in row]
+    assert [[row[f"eval/{name}"] for name in "tpkm"] for row in rows] == [[0.25, 0.5, 7, 9]] * 2
+    lines = (cfg.run_dir.eval(1) / "a_b-sampled.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [line["reward"] for line in found] == [0, 1, 0, 0, 0, 0]
+    assert [line["status"] for line in found] == ["finished"] * 5 + ["failed"]
+    assert [line["task_id"] for line in found] == ["eval-0"] * 2 + ["eval-1"] * 2 + ["eval-2"] * 2
+    assert found[0]["branches"] == [{"prompt": "as text", "reply": "said so"}]
+    assert found[1]["branches"] == [{"prompt": "Q1", "reply": "ok."}] and found[1]["num_tokens"] == 3
+    bare, _ = run(tmp_path / "bare", hooks(EVALS), max_steps=1, eval=section | {"save_samples": False})
+    assert [path.name for path in bare.run_dir.eval(1).iterdir()] == ["results.json"]
+
+
+def test_a_rollout_function_makes_the_evals_too_unless_another_does(tmp_path, hooks, caplog):
+    both = ROLLOUT.replace("assert not evaluation", "if evaluation: return await evals(args, data_source)")
+    both = both.replace(
+        "async def eval_function(args, rollout_id, data_source, evaluation=False):\n        assert evaluation",
+        "async def evals(args, data_source):",
+    )
+    section = {"num_examples": 4, "interval": 1}
+    means = {}
+    for name, code, more in (
+        ("both", both, {}),
+        ("environments", both, {"eval_function": "environments"}),
+        ("ignored", ROLLOUT.replace("assert not evaluation", "pass"), {}),
+    ):
+        named = {k: v for k, v in hooks(code).items() if k == "rollout_function"}
+        cfg, trainer = run(tmp_path / name, named | more, eval=section)
+        assert len(trainer.batches) == 3
+        rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
+        means[name] = {
+            key for row in rows for key in row if key.startswith("eval/") and key.endswith("/mean")
+        }
+    assert means == {
+        "both": {"eval/mine/sampled/mean"},
+        "environments": {"eval/echo/sampled/mean", "eval/echo/greedy/mean"},
+        "ignored": set(),
+    }
+    told = "returned RolloutFnTrainOutput for evaluation=True; return RolloutFnEvalOutput"
+    assert told in caplog.text and 'eval_function = "environments"' in caplog.text
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
@@ -383,8 +448,8 @@ def test_an_eval_function_that_raises_costs_the_eval_and_not_the_run(tmp_path, h
         ("{'mine': {'rewards': [1.0], 'samples': [{}]}}", "the samples of 'mine' are no list of Sample"),
         ("{'mine': {'rewards': [1.0], 'truncated': 3}}", "truncated of 'mine' is int, not a list"),
         ("{'mine': {'rewards': [float('nan')]}}", "the rewards of 'mine' are no list of finite numbers"),
-        ("{}", "returned dict; return RolloutFnEvalOutput"),
-        ("5", "returned int; return RolloutFnEvalOutput"),
+        ("{}", "returned dict for evaluation=True; return RolloutFnEvalOutput"),
+        ("5", "returned int for evaluation=True; return RolloutFnEvalOutput"),
     ],
 )
 def test_an_eval_function_that_gives_nonsense_costs_the_eval_and_not_the_run(
@@ -418,6 +483,21 @@ def test_vime_s_names_of_hooks_are_understood():
     [
         ({"hooks": {"args": {"a": 1}}}, "hooks.args is for the functions named beside it, and none is"),
         ({"hooks": {"eval_function": "json:loads"}}, "hooks.eval_function: there are no evals; add [eval]"),
+        (
+            {"hooks": {"eval_function": "environments"}, "eval": {}},
+            "hooks.eval_function = 'environments' is what happens without hooks.rollout_function",
+        ),
+        (
+            {"hooks": {"rollout_function": "json:loads"}, "eval": {"greedy": True}},
+            "eval.greedy = true does nothing: hooks.rollout_function makes the evals",
+        ),
+        (
+            {
+                "hooks": {"eval_function": "json:loads"},
+                "eval": {"env": [{"id": "sort-letters", "group_size": 2, "sampling": {"top_k": 3}}]},
+            },
+            "eval.env.0.group_size does nothing: hooks.eval_function makes the evals",
+        ),
         (
             {"hooks": {"reward_post_process": "json:loads"}, "algo": {"type": "opsd"}},
             'hooks.reward_post_process does nothing for sort-letters: its algo "opsd" learns from a teacher',

@@ -17,6 +17,7 @@ from stretto.base.rundir import CHECKPOINT
 from stretto.config import vllm_flags
 from stretto.config.algorithm_checks import check_advantages, check_algos, check_loss
 from stretto.config.distill import WITHOUT_REWARD
+from stretto.config.hooks import ENVIRONMENTS, HooksSection
 from stretto.config.memory_checks import check_memory
 from stretto.config.shared import Problem, show
 
@@ -257,6 +258,8 @@ def check_hooks(section: OrchestratorSection, prefix: str) -> list[Problem]:
     if hooks.eval_function is not None and section.eval is None:
         paths = (f"{path}.eval_function", at(prefix, "eval"))
         problems.append(Problem(paths, f"{paths[0]}: there are no evals; add [{paths[1]}]"))
+    elif section.eval is not None:
+        problems += check_eval_hook(hooks, section.eval, path, at(prefix, "eval"))
     names = [env.name or env.id for env in section.env]
     without = {
         name: section.algo_of(name).type for name in names if section.algo_of(name).type in WITHOUT_REWARD
@@ -275,6 +278,26 @@ def check_hooks(section: OrchestratorSection, prefix: str) -> list[Problem]:
                 rule = "gets groups of one size; leave it out"
                 problems.append(Problem((own,), f"{own} = {env.group_size}: {path}.rollout_function {rule}"))
     return problems
+
+
+def check_eval_hook(hooks: HooksSection, section: EvalSection, path: str, eval_path: str) -> list[Problem]:
+    """What of [eval] a function that makes the evals would never hear of."""
+    if hooks.eval_function == ENVIRONMENTS and hooks.rollout_function is None:
+        own = f"{path}.eval_function"
+        rule = f"is what happens without {path}.rollout_function; leave it out"
+        return [Problem((own,), f"{own} = {ENVIRONMENTS!r} {rule}")]
+    if (key := hooks.eval_setting) is None:
+        return []
+    unused = {}
+    if section.greedy and "greedy" in section.model_fields_set:
+        unused[f"{eval_path}.greedy"] = f"{eval_path}.greedy = true"
+    for index, env in enumerate(section.env):
+        for name in ("group_size", "sampling"):
+            if getattr(env, name) != type(env).model_fields[name].default:
+                own = f"{eval_path}.env.{index}.{name}"
+                unused[own] = own
+    rule = f"does nothing: {path}.{key} makes the evals; leave it out"
+    return [Problem((own,), f"{text} {rule}") for own, text in unused.items()]
 
 
 def check_selection(section: OrchestratorSection, prefix: str) -> list[Problem]:

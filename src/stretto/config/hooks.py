@@ -8,6 +8,9 @@ from pydantic import Field
 
 from stretto.config.section import Section
 
+ENVIRONMENTS = "environments"
+"""Instead of a function that makes the evals."""
+
 
 class HooksSection(Section):
     """Functions by import path, `module:function`; docs/data.md has what they are given and return. Those about one
@@ -29,7 +32,8 @@ class HooksSection(Section):
     """`generate_rollout(args, rollout_id, data_source, evaluation=False)`: makes whole batches, instead of the
     environments' own rollouts."""
     eval_function: str | None = None
-    """As rollout_function with evaluation=True: makes whole evals."""
+    """As rollout_function with evaluation=True: makes whole evals. None: rollout_function does, where it is named;
+    "environments": the environments' own rollouts all the same."""
     args: dict[str, Any] = Field({})
     """More attributes of `args`."""
 
@@ -42,6 +46,13 @@ class HooksSection(Section):
         "rollout_function_path": "rollout_function",
         "eval_function_path": "eval_function",
     }
+
+    @property
+    def eval_setting(self) -> str | None:
+        """The key of the function that makes the evals; None: the environments' own rollouts do."""
+        if self.eval_function == ENVIRONMENTS:
+            return None
+        return next((key for key in ("eval_function", "rollout_function") if getattr(self, key)), None)
 
     @property
     def is_empty(self) -> bool:

@@ -18,7 +18,8 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """Of an eval function: by data set `rewards`, and perhaps `truncated` and `samples`; and metrics of its own."""
+    """Of an eval function: by data set `rewards`, and perhaps `truncated` and `samples`, which are kept in RUN/evals
+    where the eval keeps samples; and metrics of its own, logged with the eval as `eval/NAME`."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, float] | None = None

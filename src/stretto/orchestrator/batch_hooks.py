@@ -203,6 +203,14 @@ def arguments_of(cfg: OrchestratorSection) -> Arguments:
         "seed": cfg.seed,
         "reward_key": None,
     }
+    if (section := cfg.eval_as_trained()) is not None:
+        known |= {
+            "n_samples_per_eval_prompt": section.group_size,
+            "eval_max_response_len": section.sampling.max_completion_tokens,
+            "eval_temperature": section.sampling.temperature,
+            "eval_top_p": section.sampling.top_p,
+            "eval_top_k": section.sampling.top_k,
+        }
     addresses = addresses_of(urls_of(cfg.client), other_models(cfg))
     return Arguments(**known | addresses | cfg.hooks.args)
 

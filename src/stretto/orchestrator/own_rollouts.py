@@ -38,8 +38,15 @@ logger = logging.getLogger(__name__)
 class DataSource:
     """What a rollout function takes tasks from. Usable from a thread."""
 
-    def __init__(self, draw: Callable[[], Slot], group_size: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        draw: Callable[[], Slot],
+        group_size: int,
+        loop: asyncio.AbstractEventLoop,
+        num_tasks: int | None = None,
+    ) -> None:
         self._draw, self._group_size, self._loop = draw, group_size, loop
+        self.num_tasks = num_tasks  # held-out ones of an eval, after which they come again; None: of training
         self.kept: dict[int, list[Sample]] = {}  # that were put back
         self.slots: dict[int, Slot] = {}  # of tasks that were given out and have not come back
 
@@ -134,6 +141,7 @@ class OwnRollouts:
 
         Raises: EnvError as `play`.
         """
+        self.metrics = {}
         with salted(self.urls, lambda: version):
             output = await self._called(version, source, evaluation=True)
         with boundary(EnvError, self.hook.where):
@@ -141,7 +149,10 @@ class OwnRollouts:
             if not isinstance(data, dict) or not data:
                 kind = type(output).__name__
                 rule = 'return RolloutFnEvalOutput(data={"name": {"rewards": [...]}})'
-                raise EnvError(f"{self.hook.where} returned {kind}; {rule}")
+                if isinstance(output, RolloutFnTrainOutput | list):
+                    rule += ', or have the environments play: eval_function = "environments"'
+                raise EnvError(f"{self.hook.where} returned {kind} for evaluation=True; {rule}")
+            self.metrics = self._numbers(getattr(output, "metrics", None), "eval")
             for name, entry in data.items():
                 self._check_entry(name, entry)
         return data
