@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_orchestrator import ECHO, config, train
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import ConfigError, DataError, EngineError, EnvError
 from stretto.base.paths import RunDir
 from stretto.config.orchestrator import EvalSection, SamplingSection
 from stretto.config.roots import EvalConfig
+from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.eval_verb import evaluate_engine
 from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.rollout import Player
-from stretto.orchestrator.scores import pass_all_k, pass_at_k, table
+from stretto.orchestrator.scores import pass_all_k, pass_at_k, score_of, table
+from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 from stretto.transports.engine.chat import ChatClient
 
 # -- estimators --
@@ -135,6 +137,53 @@ def test_a_resumed_run_does_not_repeat_an_eval_unless_it_is_told_to(tmp_path):
         assert (json.loads(result.read_text()) == rows) is expected
         if not again:
             assert sorted(loop.progress.sampled) == [0, 2, 4, 5]
+
+
+# -- evals that fail --
+
+
+def test_an_environment_that_fails_all_of_an_eval_costs_the_eval_and_not_the_run(tmp_path):
+    broken = {"id": ECHO, "name": "judged", "args": {"broken": True}}
+    cfg = config(tmp_path, eval={"env": [broken], "num_examples": 3, "interval": 2}, max_steps=4)
+    loop = train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=4))
+    assert loop.progress.step == 4 and loop.progress.sampled == {}
+    with LedgerReader(cfg.run_dir) as ledger:
+        rows = ledger.rows("SELECT data FROM events WHERE kind = 'eval_lost'")
+    lost = [row["data"] for row in rows]
+    assert sorted(each["version"] for each in lost) == [0, 2, 4]
+    assert all("judged: none of 3 rollouts succeeded" in each["error"] for each in lost)
+    lines = (cfg.run_dir.eval(2) / "judged-sampled.jsonl").read_text().splitlines()
+    assert all("the scorer is on strike" in json.loads(line)["error"] for line in lines) and len(lines) == 3
+    assert not cfg.run_dir.eval_results(2).exists()
+
+
+def test_an_engine_that_fails_all_of_an_eval_ends_the_run(tmp_path):
+    cfg = config(tmp_path, eval={"num_examples": 3}, max_steps=2)
+    engine = FakeEngine(
+        parrot(0.5), fail=lambda request: "out of memory" if "eval" in request.request_id else None
+    )
+    with pytest.raises(EngineError, match=r"eval of echo: none of 3 rollouts succeeded.*out of memory"):
+        train(cfg, engine, FakeTrainer(max_steps=2))
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        ("EnvError: no", EnvError),
+        ("OutOfContext: a prompt of 90 tokens", EnvError),
+        ("ConfigError: no", ConfigError),
+        ("DataError: no", DataError),
+        ("EngineError: not done after 3 s", EngineError),
+        ("unknown", EngineError),
+    ],
+)
+def test_who_must_act_is_told_by_the_cause_of_the_last_rollout(cause, kind):
+    task = Task(env="echo", task_id="t", data={})
+    failed = Rollout(
+        rollout_id="g0.0", group_id=0, member=0, task=task, status=RolloutStatus.FAILED, error=cause
+    )
+    with pytest.raises(kind, match="eval of echo: none of 1 rollouts succeeded"):
+        score_of("echo", "greedy", 1, [Group(group_id=0, task=task, rollouts=(failed,))], 1.0)
 
 
 # -- any server with /chat/completions --

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError
+from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.watch import Watch
 from stretto.config.algorithm import EchoAlgo
 from stretto.config.orchestrator import OrchestratorSection
@@ -24,7 +24,7 @@ from stretto.orchestrator.echo import build_echo
 from stretto.orchestrator.filters import settle
 from stretto.orchestrator.interruption import Interruption
 from stretto.orchestrator.own_rollouts import DataSource, OwnRollouts
-from stretto.orchestrator.rollout import Draw, Player
+from stretto.orchestrator.rollout import Draw, Player, kind_of
 from stretto.orchestrator.scoring import is_counted
 from stretto.orchestrator.tasks import TaskMix
 from stretto.orchestrator.teacher import Tutors
@@ -251,9 +251,7 @@ class Draws:
         cause = group.rollouts[-1].error or "unknown"
         logger.warning("group %d failed (%d of %s in a row): %s", group.group_id, count, env, cause)
         if count >= self.cfg.max_failed_groups:
-            kinds = (EnvError, ConfigError)
-            kind = next((each for each in kinds if cause.startswith(each.__name__)), EngineError)
-            raise kind(
+            raise kind_of(cause)(
                 f"{count} groups in a row failed (max_failed_groups); the last one, "
                 f"group {group.group_id} of {env}: {cause}"
             )

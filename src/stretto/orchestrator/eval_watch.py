@@ -14,14 +14,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from stretto.base import log
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.config.roots import EvalsConfig
 from stretto.monitors import build_monitors
 from stretto.orchestrator.build import build_engines, open_env, run_info
 from stretto.orchestrator.eval_verb import engine_url, renderer_of
 from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.rollout import Player
-from stretto.orchestrator.scores import table
+from stretto.orchestrator.scores import table, write_results
 from stretto.orchestrator.telemetry import eval_row
 from stretto.records.weights import WeightManifest, load_manifest
 
@@ -70,7 +70,12 @@ async def follow(cfg: EvalsConfig) -> None:
         while (manifest := await next_version(cfg)) is not None:
             version = manifest.version
             await engines.update_weights(manifest)
-            scores = await evaluator.evaluate(version, end=cfg.max_steps)
+            try:
+                scores = await evaluator.evaluate(version, end=cfg.max_steps)
+            except (EnvError, ConfigError, DataError) as error:  # an eval is lost, not those that come
+                logger.error("no eval of version %d: %s", version, error)
+                write_results(run_dir.eval_results(version), [])
+                continue
             monitors.log(version, eval_row(scores))
             logger.info("version %d\n%s", version, table(scores))
 

@@ -59,7 +59,7 @@ class Evaluator:
     async def evaluate(self, version: int, *, end: int | None = 0) -> list[Score]:
         """Scores of every environment that is due, sampled and (if asked for) greedy.
 
-        Raises: EngineError when nothing succeeded, with the cause.
+        Raises: StrettoError when nothing succeeded in an environment: the error that says who must act.
         """
         scores = [] if self._own is None else await self._played_by_hook(self._own, version)
         for plan in self._plans if self._own is None else ():
@@ -110,11 +110,11 @@ class Evaluator:
 
         started = time.perf_counter()
         groups = await asyncio.gather(*map(play, range(len(tasks))))
-        score = score_of(env.name, mode, k, groups, time.perf_counter() - started)
+        time_s = time.perf_counter() - started
         if self._run_dir is not None and self.section.save_samples:
             path = self._run_dir.eval(version) / f"{env.name.replace('/', '_')}-{mode}.jsonl"
             await write_samples(path, groups, self._player.renderer, mode, version)
-        score = dataclasses.replace(score, version=version)
+        score = dataclasses.replace(score_of(env.name, mode, k, groups, time_s), version=version)
         if score.versions not in (None, (version, version)):
             low, high = score.versions
             logger.warning(

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from stretto.algorithms.credit import WHITENED
 from stretto.base.aio import in_slices, task_group
-from stretto.base.errors import EngineError, EnvError, StrettoError, WireError
+from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, StrettoError, WireError
 from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
@@ -384,7 +384,13 @@ class Loop:
         """Held-out reward of the weights that are loaded; the next version waits until it is done."""
         assert self.evaluator is not None, "an eval is due and there is no evaluator"
         report("phase", text=f"evaluating version {version}")
-        scores = await self.evaluator.evaluate(version, end=self.cfg.max_steps)
+        try:
+            scores = await self.evaluator.evaluate(version, end=self.cfg.max_steps)
+        except (EnvError, ConfigError, DataError) as error:  # an eval is lost, not the run
+            logger.error("no eval of version %d: %s", version, error)
+            self.ledger.event("eval_lost", {"version": version, "error": str(error)})
+            report("note", text=f"no eval of version {version}: {error}")
+            return
         if not scores:  # a hook failed, and its error has been told
             return
         self.progress.sampled[version] = overall(scores, "sampled")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
 from stretto.chat.render import Renderer
+from stretto.orchestrator.rollout import kind_of
 from stretto.orchestrator.scoring import is_counted
 from stretto.records.rollout import Branch, Group, RolloutStatus
 
@@ -130,12 +130,15 @@ def recall(run_dir: RunDir, version: int) -> dict[str, float] | None:
 
 
 def score_of(env: str, mode: str, k: int, groups: Sequence[Group], time_s: float) -> Score:
+    """What these groups say.
+
+    Raises: the error that says who must act, when no rollout succeeded.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     counted = [rollout for rollout in rollouts if is_counted(rollout)]
     if rollouts and not counted:
-        raise EngineError(
-            f"eval of {env}: none of {len(rollouts)} rollouts succeeded; the last: {rollouts[-1].error}"
-        )
+        cause = rollouts[-1].error or "unknown"
+        raise kind_of(cause)(f"eval of {env}: none of {len(rollouts)} rollouts succeeded; the last: {cause}")
     if num_failed := len(rollouts) - len(counted):
         cause = next(rollout.error for rollout in rollouts if rollout.error)
         logger.warning(
