@@ -123,6 +123,17 @@ def test_math_rewards_compare_values(tmp_path):
     assert env_score.reward == 1.0
 
 
+def test_a_plain_number_is_an_answer_without_its_box(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"prompt": "2 + 3?", "label": "5"}\n{"prompt": "half?", "label": "\\\\boxed{1/2}"}\n')
+    env = dataset(path, reward="math", shuffle=False)
+    five, half = (env.tasks("train").task(i) for i in range(2))
+    scores = {"5": 1, " 5.0\n": 1, "6": 0, r"\boxed{5}": 1, "it is 5": 0, "": 0}
+    assert {text: run_virtual(env.score(five, text)).reward for text in scores} == scores
+    scores = {"0.5": 1, r"so \boxed{50\%}": 1, "2": 0}
+    assert {text: run_virtual(env.score(half, text)).reward for text in scores} == scores
+
+
 def test_every_record_comes_once_an_epoch_in_an_order_of_its_own(file):
     env = dataset(f"{file}@[1:5]")
     mix = TaskMix([env], [1.0], seed=3)

@@ -36,7 +36,7 @@ from stretto.envs.base import (
     TaskSource,
     scored,
 )
-from stretto.envs.math_reward import MathVerifier
+from stretto.envs.math_reward import MathVerifier, boxed, number
 from stretto.hooks.arguments import Arguments, addresses_of
 from stretto.hooks.calls import Hook
 from stretto.hooks.convert import sample_of, trained_tokens
@@ -78,7 +78,8 @@ class Settings:
     shuffle: bool = True
     """Every epoch anew; False: in the order of the files."""
     reward: str = "exact"
-    """`exact` (the reply is the label), `math` (equal as mathematics), or `module:function`: `rm(args, sample)`."""
+    """`exact` (the reply is the label), `math` (so is what its last box holds, as mathematics; see docs/data.md), or
+    `module:function`: `rm(args, sample)`."""
     group_reward: bool = False
     """The function is given all samples of a group at once, `rm(args, samples)`, and returns as many rewards."""
     reward_key: str | None = None
@@ -404,7 +405,10 @@ class Dataset:
         if self._reward is not None:
             return await self._reward.call(self.args, sample)
         if self.verifier is not None:
-            return float(await self.verifier.verify(sample.response, str(sample.label)))
+            gold, reply = str(sample.label), sample.response
+            if number(reply) is not None:  # all that it says is its answer
+                reply = f"\\boxed{{{reply}}}"
+            return float(await self.verifier.verify(reply, boxed(gold) or gold))
         return float(sample.response.strip() == str(sample.label).strip())
 
 
