@@ -566,6 +566,19 @@ def test_other_servers_are_asked_over_http_also_by_the_path_of_the_policy():
     asyncio.run(main())
 
 
+def test_the_address_of_a_model_is_the_one_that_the_run_was_given():
+    policy = ("https://engines.example/pool/v1", "https://other.example/v1")
+    args = Arguments(**addresses_of(policy, {"teacher": "http://127.0.0.1:9000"}))
+    assert get_model_url(args) == "https://engines.example/pool/inference/v1/generate"
+    assert get_model_url(args, "teacher", "/v1/models") == "http://127.0.0.1:9000/v1/models"
+    assert (args.vllm_router_ip, args.vllm_router_port) == ("engines.example", 443)
+    args.vllm_model_routers["judge"] = ("10.0.0.1", 8001)
+    assert get_model_url(args, "judge") == "http://10.0.0.1:8001/inference/v1/generate"
+    nowhere = Arguments(**addresses_of((), {}))
+    with pytest.raises(EnvError, match="no model 'actor' in this run; worker processes know no addresses"):
+        get_model_url(nowhere)
+
+
 def test_rewards_by_function_may_be_dictionaries_and_know_the_metadata(file, module):
     name = module("""
         async def rm(args, sample):

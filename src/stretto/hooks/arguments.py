@@ -26,12 +26,13 @@ class Arguments(SimpleNamespace):
 
 def addresses_of(urls: Sequence[str], others: Mapping[str, str]) -> dict[str, Any]:
     """Hosts and ports of the policy's engine (or of the router before it) and of other models, as `args` has them."""
+    known = ({POLICY: urls[0]} if urls else {}) | dict(others)
     ip, port = address_of(urls[0]) if urls else (None, None)
-    routers = {name: address_of(url) for name, url in others.items()}
     return {
         "vllm_router_ip": ip,
         "vllm_router_port": port,
-        "vllm_model_routers": {POLICY: (ip, port)} | routers,
+        "vllm_model_routers": {name: address_of(url) for name, url in known.items()},
+        "vllm_model_urls": {name: url.rstrip("/").removesuffix("/v1") for name, url in known.items()},
     }
 
 
@@ -46,8 +47,13 @@ def get_model_url(args: Arguments, name: str = POLICY, endpoint: str = "/inferen
 
     Raises: EnvError for a model that the run does not have.
     """
-    if name not in args.vllm_model_routers:
-        known = ", ".join(sorted(args.vllm_model_routers))
-        raise EnvError(f"no model {name!r} in this run; it has {known}")
-    ip, port = args.vllm_model_routers[name]
-    return f"http://{ip}:{port}{endpoint}"
+    if (url := args.vllm_model_urls.get(name)) is not None:
+        return url + endpoint
+    if name in args.vllm_model_routers:  # one that a user has added
+        ip, port = args.vllm_model_routers[name]
+        return f"http://{ip}:{port}{endpoint}"
+    known = sorted({*args.vllm_model_urls, *args.vllm_model_routers})
+    has = (
+        f"it has {', '.join(known)}" if known else "worker processes know no addresses; leave out num_workers"
+    )
+    raise EnvError(f"no model {name!r} in this run; {has}")
