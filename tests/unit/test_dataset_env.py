@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import json
 import textwrap
+from contextlib import AsyncExitStack
 
 import numpy as np
 import pyarrow
@@ -25,7 +26,9 @@ from stretto.hooks.arguments import addresses_of
 from stretto.hooks.engine import playing, salted
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
+from stretto.orchestrator.build import build_env, run_info
 from stretto.orchestrator.checkpoint import Progress
+from stretto.orchestrator.evaluate import eval_envs
 from stretto.orchestrator.resume import same_data
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.samples import to_samples
@@ -711,6 +714,37 @@ def test_functions_about_one_sample_know_which_it_is(file, module):
     for more in ({}, {"generate": f"{name}:knowing"}):
         group, _ = play(dataset(file, reward=f"{name}:rm", **more), members=3, index=2)
         assert [r.reward for r in group.rollouts] == [20.0, 21.0, 22.0], group.rollouts[0].error
+
+
+def test_args_have_the_sampling_and_the_group_size_of_the_section(file, tmp_path):
+    """An environment's own, else an eval's, else the run's."""
+    named = {"id": "dataset", "args": {"path": str(file), "eval_path": str(file)}}
+    cfg = config(
+        tmp_path,
+        env=[named | {"name": "plain"}, named | {"name": "own", "group_size": 2, "sampling": {"top_k": 5}}],
+        train={"sampling": {"temperature": 0.9, "max_completion_tokens": 7}},
+        eval={
+            "env": [named | {"name": "held"}, named | {"name": "cold", "sampling": {"temperature": 0.1}}],
+            "group_size": 3,
+            "sampling": {"temperature": 0.6, "max_completion_tokens": 30},
+        },
+    )
+    seen = lambda env: (
+        env.args.n_samples_per_prompt,
+        env.args.rollout_temperature,
+        env.args.rollout_top_k,
+        env.args.rollout_max_response_len,
+    )
+    run = run_info(cfg, RENDERER, cfg.train.sampling, None)
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            train = [build_env(section, run=run) for section in cfg.env]
+            assert list(map(seen, train)) == [(cfg.group_size, 0.9, None, 7), (2, 0.9, 5, 7)]
+            evals = eval_envs(cfg.eval, train, cfg.run_dir, stack, run)
+            assert list(map(seen, evals)) == [(3, 0.6, None, 30), (3, 0.1, None, 30)]
+
+    asyncio.run(main())
 
 
 # -- the sample itself --

@@ -6,8 +6,10 @@ import inspect
 import json
 import os
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +18,16 @@ from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.distill import TeacherSection
 from stretto.config.model import RendererSection, ScratchSection
-from stretto.config.orchestrator import ClientSection, EnvSection, OrchestratorSection, SamplingSection
+from stretto.config.orchestrator import (
+    ClientSection,
+    EnvSection,
+    EvalEnvSection,
+    EvalSection,
+    OrchestratorSection,
+    SamplingOverrides,
+    SamplingSection,
+    TrainEnvSection,
+)
 from stretto.config.roots import EvalConfig, OrchestratorConfig
 from stretto.envs.base import Environment, Message, RunInfo, load_environment, needs_worker
 from stretto.envs.workers import open_workers
@@ -54,11 +65,23 @@ def run_info(
         seed=cfg.seed,
         seq_len=cfg.seq_len,
         group_size=cfg.group_size if isinstance(cfg, OrchestratorConfig) else cfg.eval.group_size,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_completion_tokens=sampling.max_completion_tokens,
+        **_told(sampling),
     )
+
+
+def run_of_evals(run: RunInfo, section: EvalSection) -> RunInfo:
+    """What environments that only an eval has are told of the run."""
+    return replace(run, group_size=section.group_size, **_told(section.sampling))
+
+
+def _told(sampling: SamplingSection | SamplingOverrides) -> dict[str, Any]:
+    return sampling.model_dump(include={"temperature", "top_p", "top_k", "max_completion_tokens"})
+
+
+def _own_run(run: RunInfo, section: TrainEnvSection | EvalEnvSection) -> RunInfo:
+    """What the environment of one section is told: with its own sampling and group size, where it has them."""
+    own = _told(section.sampling) | {"group_size": section.group_size}
+    return replace(run, **{key: value for key, value in own.items() if value is not None})
 
 
 def urls_of(section: ClientSection | TeacherSection) -> tuple[str, ...]:
@@ -79,6 +102,8 @@ def build_env(section: EnvSection, logs: Path | None = None, run: RunInfo | None
     Where it is to run in worker processes they are started; their output goes to the directory `logs`.
     """
     name = section.name or section.id
+    if run is not None and isinstance(section, TrainEnvSection | EvalEnvSection):
+        run = _own_run(run, section)
     num_workers = section.num_workers or (1 if needs_worker(section.id) else None)
     if num_workers is None:
         return load_environment(section.id, section.args, name, run)

@@ -25,7 +25,7 @@ from stretto.base.watch import Watch
 from stretto.config.orchestrator import EvalSection, SamplingSection, comes
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.orchestrator.buffer import Slot
-from stretto.orchestrator.build import open_env
+from stretto.orchestrator.build import open_env, run_of_evals
 from stretto.orchestrator.own_rollouts import DataSource, OwnRollouts
 from stretto.orchestrator.rollout import Draw, Player
 from stretto.orchestrator.scores import Score, score_of, write_results, write_samples
@@ -156,7 +156,8 @@ def eval_envs(
     run: RunInfo | None = None,
 ) -> list[Environment]:
     """The environments an eval section names, or those that are trained on; `stack` closes the first."""
-    return [open_env(env, run_dir.logs / "eval", stack, run) for env in section.env] or list(train)
+    about = None if run is None else run_of_evals(run, section)
+    return [open_env(env, run_dir.logs / "eval", stack, about) for env in section.env] or list(train)
 
 
 def _held_out(env: Environment, num_examples: int | None) -> list:
