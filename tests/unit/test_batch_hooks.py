@@ -131,6 +131,9 @@ def test_a_conversion_says_what_is_trained(tmp_path, hooks):
                 "loss_masks": [[0] + sample.loss_mask[1:-1] for sample in samples],
                 "rollout_log_probs": [sample.rollout_log_probs[:-1] for sample in samples],
                 "rewards": [7.0 for sample in samples],
+                "raw_reward": [sample.get_reward_value(args) for sample in samples],
+                "truncated": [int(sample.status == sample.Status.TRUNCATED) for sample in samples],
+                "sample_indices": [sample.index for sample in samples],
             }
     """)
     _, trainer = run(tmp_path, named)
@@ -389,7 +392,7 @@ EVALS = """
             sample.reward, sample.status = float(i == 1), sample.Status.COMPLETED
         samples[0].tokens, samples[0].prompt, samples[0].response = [], "as text", "said so"
         samples[5].status = sample.Status.ABORTED
-        data = {"a/b": {"rewards": [s.reward for s in samples], "samples": samples}}
+        data = {7: {"rewards": [1.0]}, "a/b": {"rewards": [s.reward for s in samples], "samples": samples}}
         sampling = args.eval_temperature, args.eval_top_p, args.eval_top_k, args.eval_max_response_len
         return RolloutFnEvalOutput(data=data, metrics=dict(zip("tpkm", sampling)))
 """
@@ -446,6 +449,10 @@ def test_a_rollout_function_makes_the_evals_too_unless_another_does(tmp_path, ho
     [
         ("{'mine': 0.5}", "'mine' is float, not a dictionary with rewards"),
         ("{'mine': {'rewards': [1.0], 'samples': [{}]}}", "the samples of 'mine' are no list of Sample"),
+        (
+            "{'mine': {'rewards': [1.0], 'samples': [__import__('stretto.hooks').hooks.Sample(response_length=None)]}}",
+            "its samples: TypeError",
+        ),
         ("{'mine': {'rewards': [1.0], 'truncated': 3}}", "truncated of 'mine' is int, not a list"),
         ("{'mine': {'rewards': [float('nan')]}}", "the rewards of 'mine' are no list of finite numbers"),
         ("{}", "returned dict for evaluation=True; return RolloutFnEvalOutput"),

@@ -28,6 +28,8 @@ from stretto.records.sample import TrainSample
 SETTING = "orchestrator.hooks"
 COLUMNS = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
 """What a conversion may return: lists with one entry a sample. Those that are missing stay as they are."""
+RECORDS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "round_number", "prompt", "metadata")
+"""What vime's conversions return besides. The run keeps all of it itself, so it changes nothing."""
 
 
 class BatchHooks:
@@ -140,6 +142,7 @@ class BatchHooks:
             raise EnvError(
                 f"{self._convert.where} returned {type(data).__name__}; return a dictionary of lists"
             )
+        data = {name: column for name, column in data.items() if name not in RECORDS}
         if unknown := sorted(set(data) - set(COLUMNS)):
             rule = f"has {', '.join(map(str, unknown))}; known are {', '.join(COLUMNS)}"
             raise EnvError(f"{self._convert.where}: the dictionary {rule}")
