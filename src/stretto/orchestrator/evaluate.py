@@ -18,8 +18,9 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
-from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.errors import ConfigError, EnvError, StrettoError, boundary
 from stretto.base.paths import RunDir
 from stretto.base.watch import Watch
 from stretto.config.orchestrator import EvalSection, SamplingSection, comes
@@ -28,7 +29,7 @@ from stretto.orchestrator.buffer import Slot
 from stretto.orchestrator.build import open_env, run_of_evals
 from stretto.orchestrator.own_rollouts import DataSource, OwnRollouts
 from stretto.orchestrator.rollout import Draw, Player
-from stretto.orchestrator.scores import Score, score_of, write_results, write_samples
+from stretto.orchestrator.scores import Score, score_of, write_own_samples, write_results, write_samples
 from stretto.records.rollout import Group, Task
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,11 @@ class Evaluator:
             write_results(self._run_dir.eval_results(version), scores)
         return scores
 
+    @property
+    def own_metrics(self) -> dict[str, float]:
+        """What the user's eval function has measured beside rewards, in the latest eval."""
+        return {} if self._own is None else self._own.metrics
+
     async def _played_by_hook(self, own: OwnRollouts, version: int) -> list[Score]:
         """Scores by the user's eval function, which takes the held-out tasks one after the other."""
         started, tasks = time.perf_counter(), [task for plan in self._plans for task in plan.tasks]
@@ -81,14 +87,23 @@ class Evaluator:
             number = next(numbers)
             return Slot(number, tasks[number % len(tasks)], version)
 
-        source = DataSource(draw, self.section.group_size, asyncio.get_running_loop())
+        source = DataSource(draw, self.section.group_size, asyncio.get_running_loop(), len(tasks))
         try:
             data = await own.evaluate(version, source)
             time_s = time.perf_counter() - started
-            return [own.score(name, entry, version, time_s) for name, entry in data.items()]
-        except StrettoError as error:  # an eval is lost, not the run
-            logger.error("no eval of version %d: %s", version, error)
-            return []
+            with boundary(EnvError, f"{own.hook.where}: its samples"):
+                task_ids = {number: slot.task.task_id for number, slot in source.slots.items()}
+                for name, entry in data.items() if self._run_dir is not None else ():
+                    path = self._samples_path(version, name, "sampled")
+                    if self.section.save_samples and entry.get("samples"):
+                        await write_own_samples(path, name, entry, self._player.renderer, version, task_ids)
+                return [own.score(name, entry, version, time_s) for name, entry in data.items()]
+        except StrettoError as error:  # though an engine may have failed it: the eval is lost, not the run
+            raise EnvError(str(error)) from error
+
+    def _samples_path(self, version: int, name: str, mode: str) -> Path:
+        assert self._run_dir is not None
+        return self._run_dir.eval(version) / f"{name.replace('/', '_')}-{mode}.jsonl"
 
     async def _play(self, plan: Plan, version: int, mode: str, k: int) -> Score:
         env, tasks = plan.env, plan.tasks
@@ -112,7 +127,7 @@ class Evaluator:
         groups = await asyncio.gather(*map(play, range(len(tasks))))
         time_s = time.perf_counter() - started
         if self._run_dir is not None and self.section.save_samples:
-            path = self._run_dir.eval(version) / f"{env.name.replace('/', '_')}-{mode}.jsonl"
+            path = self._samples_path(version, env.name, mode)
             await write_samples(path, groups, self._player.renderer, mode, version)
         score = dataclasses.replace(score_of(env.name, mode, k, groups, time_s), version=version)
         if score.versions not in (None, (version, version)):

@@ -391,12 +391,10 @@ class Loop:
             self.ledger.event("eval_lost", {"version": version, "error": str(error)})
             report("note", text=f"no eval of version {version}: {error}")
             return
-        if not scores:  # a hook failed, and its error has been told
-            return
         self.progress.sampled[version] = overall(scores, "sampled")
         if (greedy := overall(scores, "greedy")) is not None:
             self.progress.greedy[version] = greedy
-        row = telemetry.eval_row(scores)
+        row = self.evaluator.own_metrics | telemetry.eval_row(scores)
         self.ledger.event("eval", {"version": version, **row})
         self.monitors.log(version, row)
         telemetry.report_eval(version, scores)

@@ -155,7 +155,7 @@ class OwnRollouts:
             self.metrics = self._numbers(getattr(output, "metrics", None), "eval")
             for name, entry in data.items():
                 self._check_entry(name, entry)
-        return data
+        return {str(name): entry for name, entry in data.items()}
 
     def score(self, name: str, entry: dict[str, Any], version: int, time_s: float) -> Score:
         """What an eval function says of one data set."""

@@ -6,17 +6,28 @@ import asyncio
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import comb
 from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 
 from stretto.base.paths import RunDir
 from stretto.chat.render import Renderer
+from stretto.hooks.sample import Status
 from stretto.orchestrator.rollout import kind_of
 from stretto.orchestrator.scoring import is_counted
 from stretto.records.rollout import Branch, Group, RolloutStatus
+
+STATUSES = dict.fromkeys(Status, "finished") | {
+    Status.TRUNCATED: "truncated",
+    Status.FAILED: "failed",
+    Status.ABORTED: "failed",
+}
+"""What the samples of an eval function are called beside rollouts."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +92,7 @@ async def write_samples(
 
     Rollouts of the training run go on between two groups.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
+    with _written(path) as file:
         for group in groups:
             for rollout in group.rollouts:
                 line = {
@@ -102,6 +111,55 @@ async def write_samples(
                 }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             await asyncio.sleep(0)
+
+
+async def write_own_samples(
+    path: Path,
+    name: str,
+    entry: Mapping[str, Any],
+    renderer: Renderer,
+    version: int,
+    task_ids: Mapping[int | None, str],
+) -> None:
+    """As `write_samples`, of what a user's eval function gave for a data set.
+
+    task_ids: by group_index, where the samples are of held-out tasks.
+    """
+    samples, rewards = entry["samples"], entry["rewards"]
+    members: Counter[int | None] = Counter()
+    with _written(path) as file:
+        for index, sample in enumerate(samples):
+            start = len(sample.tokens) - sample.response_length
+            texts = {"prompt": sample.prompt, "reply": sample.response}
+            if sample.tokens:
+                ids = np.asarray(sample.tokens, np.int32)
+                texts = {"prompt": renderer.decode(ids[:start]), "reply": renderer.decode(ids[start:])}
+            line = {
+                "version": version,
+                "env": name,
+                "mode": "sampled",
+                "task_id": task_ids.get(sample.group_index),
+                "member": members[sample.group_index],
+                "reward": float(rewards[index]) if len(rewards) == len(samples) else None,
+                "status": STATUSES[sample.status],
+                "error": None,
+                "metrics": {},
+                "num_turns": 1,
+                "num_tokens": sample.effective_response_length,
+                "branches": [texts],
+            }
+            members[sample.group_index] += 1
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            await asyncio.sleep(0)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[TextIO]:
+    """A file that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("w") as file:
+        yield file
     part.replace(path)
 
 
@@ -113,10 +171,8 @@ def _texts(branch: Branch, renderer: Renderer) -> dict[str, str]:
 
 
 def write_results(path: Path, scores: Sequence[Score]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps([dataclasses.asdict(score) for score in scores], indent=2) + "\n")
-    part.replace(path)
+    with _written(path) as file:
+        file.write(json.dumps([dataclasses.asdict(score) for score in scores], indent=2) + "\n")
 
 
 def recall(run_dir: RunDir, version: int) -> dict[str, float] | None:
