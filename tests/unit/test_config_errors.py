@@ -30,6 +30,92 @@ WRONG_RL = {
         "",
         ["c.toml:2: trainer.loss.type", '"gpso"', 'did you mean "gspo"?'],
     ),
+    "a loss where credit belongs": (
+        '[orchestrator.algo]\ntype = "gspo"\n' + ENV,
+        "",
+        ["c.toml:2: orchestrator.algo.type", '"gspo" belongs to trainer.loss.type'],
+    ),
+    "credit where a loss belongs": (
+        '[trainer.loss]\ntype = "rloo"\n' + ENV,
+        "",
+        ["c.toml:2: trainer.loss.type", '"rloo" belongs to orchestrator.algo.type'],
+    ),
+    "a group of one in one environment": (
+        ENV + "group_size = 1\n",
+        "",
+        ["c.toml:3: orchestrator.env.0.group_size = 1: every advantage would be zero, for grpo subtracts"],
+    ),
+    "one environment played greedily": (
+        ENV + "sampling = { temperature = 0 }\n",
+        "",
+        ["c.toml:3: orchestrator.env.0.sampling.temperature = 0 is greedy"],
+    ),
+    "a gate of advantages that are not known yet": (
+        '[orchestrator.algo]\ntype = "rae"\n'
+        + ENV
+        + 'curriculum = { gates = { g = { type = "advantage_range" } } }\n',
+        "",
+        [
+            'orchestrator.env.0.curriculum.gates.g.type = "advantage_range" sees rewards',
+            'the baseline of rae is known only when the batch is made; use "reward_range"',
+        ],
+    ),
+    "a critic that learns until the end": (
+        'max_steps = 10\n[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n'
+        "[trainer.critic]\nnum_critic_only_steps = 10\n" + ENV,
+        "",
+        [
+            "trainer.critic.num_critic_only_steps = 10 must be below",
+            "max_steps = 10, or the policy never learns",
+        ],
+    ),
+    "a critic where everything is distilled": (
+        '[orchestrator.algo]\ntype = "opsd"\n[trainer.advantages]\ntype = "gae"\n[trainer.critic]\nlr = 1e-5\n'
+        + ENV,
+        "",
+        ["trainer.advantages and trainer.critic would do nothing: opsd have no advantages", "leave them out"],
+    ),
+    "a bound on a ratio that is 1": (
+        '[trainer.loss]\ntype = "ppo"\nuse_rollout_logprobs = false\nclip_high = 0.28\n' + ENV,
+        "",
+        [
+            "c.toml:4, c.toml:3: trainer.loss.clip_high = 0.28 does nothing: trainer.loss.use_rollout_logprobs = false",
+            "raise trainer.updates_per_step, or drop",
+        ],
+    ),
+    "a bound on values that do not move": (
+        '[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n[trainer.critic]\nvalue_clip = 0.4\n'
+        + ENV,
+        "",
+        ["c.toml:6: trainer.critic.value_clip = 0.4 does nothing with one update a step", "drop it"],
+    ),
+    "a rejection of what agrees": (
+        "[trainer.loss.correction.reject]\nlow = 1.1\n" + ENV,
+        "",
+        ["c.toml:2: trainer.loss.correction.reject.low = 1.1 leaves out the ratio 1", "give 1 or less"],
+    ),
+    "a mask on what agrees": (
+        '[trainer.loss]\ntype = "reinforce"\n[trainer.loss.correction.weights]\nmode = "mask"\nhigh = 0.9\n'
+        + ENV,
+        "",
+        ["c.toml:5: trainer.loss.correction.weights.high = 0.9 leaves out the ratio 1", "give 1 or more"],
+    ),
+    "returns that are the score": (
+        '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\nwhiten = false\n'
+        + ENV,
+        "",
+        ['trainer.advantages.type = "returns" does nothing with gamma = 1, kl_coef = 0 and whiten = false'],
+    ),
+    "a control beside others": (
+        ENV + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "zero" }\n',
+        "",
+        ['orchestrator.env.1.algo.type = "zero" with trainer.loss.kl_tau = 0.001', "kl_tau = 0"],
+    ),
+    "a role with the number of a player": (
+        '[orchestrator.algo]\ntype = "hierarchical_grpo"\nepisode_agents = ["solver/0"]\n' + ENV,
+        "",
+        ['orchestrator.algo.episode_agents: "solver/0" is one player of a role; name the role, "solver"'],
+    ),
     "a key of another loss": (
         '[trainer.loss]\ntype = "ppo"\nkl_tau = 0.1\n' + ENV,
         "",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stretto.config.algorithm import Algo, CorrectionSection, CreditSection, LossSection
 from stretto.config.distill_checks import check_distillation
+from stretto.config.section import Section
 from stretto.config.shared import Problem
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ PARTNERS = {"gae": "ppo", "returns": "reinforce_plus_plus", "shaped": "reinforce
 """[trainer.advantages] by type, and the rule of credit that leaves the rest to them."""
 WITHOUT_RATIO = {"reinforce", "custom"}
 """Losses that importance weights may multiply."""
+RATIO_BOUNDS = ("clip_low", "clip_high", "clip_dual", "dppo_mask_low", "dppo_mask_high", "ipo_threshold")
+"""Settings of losses that bound how far the policy may move from the denominator of the ratio."""
 DISTILLS = {"opd", "opsd", "sft"}
 """Rules whose tokens have no advantage."""
 
@@ -70,7 +73,44 @@ def check_correction(loss: LossSection, correction: CorrectionSection, path: str
             paths = (f"{path}.{key}.low", f"{path}.{key}.high")
             rule = f"must be below {paths[1]} = {section.high:g}; lower it"
             problems.append(Problem(paths, f"{paths[0]} = {section.low:g} {rule}"))
+        elif section is not None and not section.low <= 1 <= section.high:
+            is_low = section.low > 1
+            where = f"{path}.{key}.{'low' if is_low else 'high'}"
+            value = section.low if is_low else section.high
+            rule = "leaves out the ratio 1, which tokens have where trainer and sampler agree"
+            way = "1 or less" if is_low else "1 or more"
+            problems.append(Problem((where,), f"{where} = {value:g} {rule}; give {way}"))
     return problems
+
+
+def check_updates(section: TrainerSection, path: str) -> list[Problem]:
+    """Bounds that need several updates a step: with one, policy and critic are what they were as it began."""
+
+    def at(key: str) -> str:
+        return f"{path}.{key}" if path else key
+
+    if section.updates_per_step * section.epochs_per_step > 1:
+        return []
+    problems, loss, paths = [], section.loss, (at("loss.use_rollout_logprobs"), at("updates_per_step"))
+    why = f"with one update a step ({paths[1]} = epochs_per_step = 1)"
+    given = [key for key in RATIO_BOUNDS if getattr(loss, key, None) != default_of(loss, key)]
+    if given and not loss.use_rollout_logprobs and loss.correction is None:
+        where = at(f"loss.{given[0]}")
+        rule = f"does nothing: {paths[0]} = false makes the ratio 1 {why}"
+        way = f"raise {paths[1]}, or drop {paths[0]} or the bound"
+        problems.append(Problem((where, *paths), f"{where} = {getattr(loss, given[0]):g} {rule}; {way}"))
+    critic = section.critic
+    if critic is not None and critic.value_clip not in (None, default_of(critic, "value_clip")):
+        where = at("critic.value_clip")
+        rule = f"does nothing {why}: values are what they were as the step began; raise {paths[1]} or drop it"
+        problems.append(Problem((where, paths[1]), f"{where} = {critic.value_clip:g} {rule}"))
+    return problems
+
+
+def default_of(section: Section, key: str) -> Any:
+    """A key's value where none is given; None for a key that the section has not."""
+    field = type(section).model_fields.get(key)
+    return None if field is None else field.default
 
 
 def check_advantages(section: TrainerSection, path: str) -> list[Problem]:
@@ -91,6 +131,11 @@ def check_advantages(section: TrainerSection, path: str) -> list[Problem]:
         paths = (at("critic"), at("model.impl"))
         rule = f'{paths[1]} = "hf" has no value output; use impl = "custom"'
         problems.append(Problem(paths, f"{paths[0]} needs a network of our own: {rule}"))
+    critic_only = 0 if section.critic is None else section.critic.num_critic_only_steps
+    if section.max_steps is not None and critic_only >= section.max_steps:
+        paths = (at("critic.num_critic_only_steps"), at("max_steps"))
+        rule = f"must be below {paths[1]} = {section.max_steps}, or the policy never learns; lower it"
+        problems.append(Problem(paths, f"{paths[0]} = {critic_only} {rule}"))
     if cfg is None:
         return problems
     defaults = type(cfg).model_fields
@@ -102,6 +147,16 @@ def check_advantages(section: TrainerSection, path: str) -> list[Problem]:
         paths = (at("advantages.type"), at("advantages.kl_coef"))
         rule = f"does nothing with {paths[1]} = 0; raise that, or leave [{at('advantages')}] out"
         problems.append(Problem(paths, f'{paths[0]} = "shaped" {rule}'))
+    if cfg.type == "returns" and cfg.gamma == 1 and not cfg.kl_coef and not cfg.whiten:
+        paths = (
+            at("advantages.type"),
+            at("advantages.gamma"),
+            at("advantages.kl_coef"),
+            at("advantages.whiten"),
+        )
+        rule = "does nothing with gamma = 1, kl_coef = 0 and whiten = false"
+        way = f"change one of them, or leave [{at('advantages')}] out"
+        problems.append(Problem(paths, f'{paths[0]} = "returns" {rule}; {way}'))
     if cfg.kl_coef and section.loss.reference_kl is not None:
         paths = (at("advantages.kl_coef"), at("loss.reference_kl"))
         rule = "both hold the policy to a reference, one in the reward and one in the loss; give one of them"
@@ -115,6 +170,13 @@ def check_credit_fits(trainer: TrainerSection, orchestrator: OrchestratorSection
     places = {f"orchestrator.env.{i}.algo": env.algo for i, env in enumerate(orchestrator.env) if env.algo}
     if len(places) < len(orchestrator.env) or not orchestrator.env:
         places["orchestrator.algo"] = orchestrator.algo
+    if kind is not None and all(algo.type in DISTILLS for algo in places.values()):
+        what = " and ".join(sorted({algo.type for algo in places.values()}))
+        given = ["trainer.advantages", *(["trainer.critic"] if trainer.critic is not None else [])]
+        rule = f"would do nothing: {what} have no advantages, and no environment has another algo"
+        return [
+            Problem(tuple(given), f"{' and '.join(given)} {rule}; leave {'them' if given[1:] else 'it'} out")
+        ]
     problems = []
     for place, algo in places.items():
         paths = (f"{place}.type", "trainer.advantages")
@@ -149,16 +211,7 @@ def check_algos(section: OrchestratorSection, prefix: str) -> list[Problem]:
     elif section.algo != type(section).model_fields["algo"].default:
         rule = "does nothing: every environment has an `algo` of its own; drop it or one of those"
         return [Problem((path("algo"),), f"{path('algo')} {rule}")]
-    problems = []
-    group, temperature = path("group_size"), path("train.sampling.temperature")
-    if section.group_size == 1 and any(algo.type in COMPARES for algo in algos.values()):
-        kind = next(algo.type for algo in algos.values() if algo.type in COMPARES)
-        rule = f"every advantage would be zero, for {kind} subtracts the group's mean and one is its own mean"
-        problems.append(Problem((group,), f"{group} = 1: {rule}; use 2 or more (8 is the default)"))
-    if section.train.sampling.temperature == 0 and any(a.type != "zero" for a in algos.values()):
-        rule = "the rollouts of a group would be equal and teach nothing; use more, such as 1.0"
-        problems.append(Problem((temperature,), f"{temperature} = 0 is greedy: {rule}"))
-    problems += check_distillation(section, prefix)
+    problems = check_groups(section, prefix) + check_distillation(section, prefix)
     filters = [i for i, each in enumerate(section.filters) if each.type == "zero_advantage"]
     late = [place for place, algo in algos.items() if algo.type in LATE]
     if filters and late:
@@ -166,9 +219,53 @@ def check_algos(section: OrchestratorSection, prefix: str) -> list[Problem]:
         paths = (path(f"filters.{filters[0]}.type"), f"{late[0]}.type")
         rule = f"flags rewards of 0, for the baseline of {kind} is known only when the batch is made; drop the filter"
         problems.append(Problem(paths, f'{paths[0]} = "zero_advantage" with {paths[1]} = "{kind}" {rule}'))
+    for index, env in enumerate(section.env):
+        kind = (env.algo or section.algo).type
+        gates = env.curriculum.gates.items() if kind in LATE else ()
+        for where in (
+            path(f"env.{index}.curriculum.gates.{name}.type")
+            for name, gate in gates
+            if gate.type == "advantage_range"
+        ):
+            rule = f"sees rewards, for the baseline of {kind} is known only when the batch is made"
+            problems.append(Problem((where,), f'{where} = "advantage_range" {rule}; use "reward_range"'))
     for place, algo in algos.items():
-        problems += check_shaping(algo, place, section.seq_len)
+        problems += check_shaping(algo, place, section.seq_len) + check_roles(algo, place)
     return problems
+
+
+def check_groups(section: OrchestratorSection, prefix: str) -> list[Problem]:
+    """Groups of every environment whose members are several and can differ, where they are compared."""
+
+    def path(key: str) -> str:
+        return f"{prefix}.{key}" if prefix else key
+
+    found: dict[str, str] = {}  # the message by the place of the value
+    envs = section.env or [None]
+    for index, env in enumerate(envs):
+        algo = (env and env.algo) or section.algo
+        has_own = env is not None and env.group_size is not None
+        place = path(f"env.{index}.group_size" if has_own else "group_size")
+        if (env.group_size if has_own else section.group_size) == 1 and algo.type in COMPARES:
+            rule = f"every advantage would be zero, for {algo.type} subtracts the group's mean and one is its own mean"
+            found.setdefault(place, f"{place} = 1: {rule}; use 2 or more (8 is the default)")
+        has_own = env is not None and env.sampling.temperature is not None
+        place = path(f"env.{index}.sampling.temperature" if has_own else "train.sampling.temperature")
+        temperature = env.sampling.temperature if has_own else section.train.sampling.temperature
+        if temperature == 0 and algo.type not in {"zero", *(DISTILLS if has_own else ())}:
+            rule = "the rollouts of a group would be equal and teach nothing; use more, such as 1.0"
+            found.setdefault(place, f"{place} = 0 is greedy: {rule}")
+    return [Problem((place,), message) for place, message in found.items()]
+
+
+def check_roles(algo: Algo, path: str) -> list[Problem]:
+    """Roles are named without the number of a player."""
+    numbered = [role for role in getattr(algo, "episode_agents", ()) if "/" in role]
+    if not numbered:
+        return []
+    where, role = f"{path}.episode_agents", numbered[0].partition("/")[0]
+    rule = f'"{numbered[0]}" is one player of a role; name the role, "{role}"'
+    return [Problem((where,), f"{where}: {rule}")]
 
 
 def check_shaping(algo: Algo, path: str, seq_len: int) -> list[Problem]:

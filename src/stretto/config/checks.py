@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from stretto.base.errors import ConfigError
 from stretto.base.rundir import CHECKPOINT
 from stretto.config import vllm_flags
-from stretto.config.algorithm_checks import check_advantages, check_algos, check_loss
+from stretto.config.algorithm_checks import check_advantages, check_algos, check_loss, check_updates
 from stretto.config.distill import WITHOUT_REWARD
 from stretto.config.hooks import ENVIRONMENTS, HooksSection
 from stretto.config.memory_checks import check_memory
@@ -70,6 +70,7 @@ def check_trainer(section: TrainerSection, prefix: str) -> list[Problem]:
     problems += check_model(section.model, prefix) + check_scratch_len(section, prefix)
     problems += check_adapter_export(section, prefix) + check_memory(section, prefix)
     problems += check_loss(section.loss, at(prefix, "loss")) + check_advantages(section, prefix)
+    problems += check_updates(section, prefix)
     return problems + check_control(section.control, prefix)
 
 

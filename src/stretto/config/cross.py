@@ -44,24 +44,34 @@ def check_rl(cfg: RLConfig) -> list[Problem]:
 
 
 def check_control(cfg: RLConfig) -> list[Problem]:
-    """The control that must not learn has no other gradient either."""
-    if cfg.orchestrator.algo.type != "zero":
+    """The control that must not learn has no other gradient either, be it one environment of several."""
+    envs = enumerate(cfg.orchestrator.env)
+    own = [f"orchestrator.env.{i}.algo.type" for i, env in envs if env.algo and env.algo.type == "zero"]
+    at_top = ["orchestrator.algo.type"] if cfg.orchestrator.algo.type == "zero" else []
+    zeros = at_top + own
+    if not zeros:
         return []
     for key in ("entropy_coef", "reference_kl"):
         if getattr(cfg.trainer.loss, key) is not None:
-            paths = (f"trainer.loss.{key}", "orchestrator.algo.type")
+            where = f"trainer.loss.{key}"
             return [
-                Problem(paths, f'{paths[1]} = "zero" with {paths[0]}: its gradient would be learned; drop it')
+                Problem(
+                    (where, *at_top),
+                    f'{zeros[0]} = "zero" with {where}: its gradient would be learned; drop it',
+                )
             ]
     kl_tau = getattr(cfg.trainer.loss, "kl_tau", 0.0)
     if not kl_tau:
         return []
+    why = "would be learned from its tokens"
+    if not {(env.algo or cfg.orchestrator.algo).type for env in cfg.orchestrator.env} - {"zero"}:
+        why = "would be the only gradient, and an optimizer that does not care how small a gradient is makes full "
+        why += "steps of it"
     message = (
-        f'orchestrator.algo.type = "zero" with trainer.loss.kl_tau = {kl_tau:g}: the pull towards the sampling policy '
-        "would be the only gradient, and an optimizer that does not care how small a gradient is makes full steps of "
-        "it; set trainer.loss.kl_tau = 0"
+        f'{zeros[0]} = "zero" with trainer.loss.kl_tau = {kl_tau:g}: the pull towards the sampling policy {why}; '
+        "set trainer.loss.kl_tau = 0"
     )
-    return [Problem(("trainer.loss.kl_tau", "orchestrator.algo.type"), message)]
+    return [Problem(("trainer.loss.kl_tau", *at_top), message)]
 
 
 def check_engine_fits(cfg: RLConfig, inference: InferenceSection) -> list[Problem]:

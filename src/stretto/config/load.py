@@ -220,7 +220,7 @@ class Draft:
                     result[name] = self._known(found[0], value, path)
                 else:
                     tag, tags = value.get("type"), [tag_of(section) for section in key.sections]
-                    told = f"{path_to_dotted(path)}.type = {show(tag)}: {choose(tag, tags)}"
+                    told = f"{path_to_dotted(path)}.type = {show(tag)}: {choose_tag(tag, tags)}"
                     self.complain(told, (*path, "type"))
                     self.suspects.add(path)
             elif key.sections and not (value in (None, "None") and key.is_nullable):
@@ -343,6 +343,20 @@ def choose(value: Any, choices: Any) -> str:
     near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
     hint = f"; did you mean {show(near[0])}?" if near else ""
     return f"must be {' or '.join(map(show, choices))}{hint}"
+
+
+def choose_tag(tag: Any, tags: list[str | None]) -> str:
+    """As `choose`; of a tag that another union of `rl` has, its place is told."""
+    near = difflib.get_close_matches(str(tag), [str(each) for each in tags], n=1, cutoff=0.8)
+    owners = (
+        path
+        for path, _, key in all_paths(RLConfig)
+        if ".0." not in path and tag in [tag_of(section) for section in key.sections if tag_of(section)]
+    )
+    owner = None if near else next(owners, None)
+    if owner is None:
+        return choose(tag, tags)
+    return f"must be {' or '.join(map(show, tags))}; {show(tag)} belongs to {owner}.type"
 
 
 def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:

@@ -125,7 +125,8 @@ class CriticSection(Section):
     num_critic_only_steps: int = Field(0, ge=0)
     """First steps in which the critic learns and the policy stays as it is."""
     value_clip: float | None = Field(0.2, gt=0)
-    """A value may move by so much in a step, in reward units; None: by any amount."""
+    """With several updates a step: a value may move by so much in it, in reward units; None: by any amount. The
+    first update of a step moves values freely, so that with one update it does nothing."""
 
 
 class CkptWeightsSection(Section):
