@@ -11,10 +11,12 @@ from engine_runs import build_core
 from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.model import ScratchSection
-from stretto.config.roots import InferenceConfig
+from stretto.config.roots import EvalConfig, InferenceConfig
 from stretto.inference.embedded.engine import Engine, running
 from stretto.inference.server import Server
 from stretto.models.hub import load_model, random_model, save_hf
+from stretto.monitors import read_metrics
+from stretto.orchestrator.eval_verb import evaluate_engine
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
@@ -227,6 +229,25 @@ async def test_too_many_requests_are_429_and_the_client_tries_again(site):
         assert status == 429 and "max_waiting_requests" in answer["error"]["message"]
         await client.resume()
         assert len(await asyncio.gather(*tasks)) == 12
+
+
+async def test_the_verb_eval_says_which_version_the_engine_has_and_logs_a_row(
+    site, directory, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    site.engine.core.version = 7
+    cfg = EvalConfig.model_validate(
+        {"client": {"base_url": site.url}, "tokenizer": {"name": str(directory)}, "output_dir": tmp_path}
+        | {"eval": {"env": [{"id": "sort-letters"}], "num_examples": 2, "sampling": {"max_tokens": 8}}}
+    )
+    scores = await evaluate_engine(cfg)
+    assert [(score.mode, score.version, score.versions) for score in scores] == [
+        ("sampled", 7, (7, 7)),
+        ("greedy", 7, (7, 7)),
+    ]
+    assert cfg.run_dir.eval_results(7).exists()
+    (row,) = read_metrics(cfg.run_dir.metrics("eval"))
+    assert row["step"] == 7 and row["eval/sort-letters/greedy/mean"] == scores[1].mean
 
 
 async def test_admin_routes(site):

@@ -84,6 +84,31 @@ def test_every_process_is_started_from_the_config_the_plan_writes(config) -> Non
     assert json.loads(plan.run.plan.read_text())["batch"]["rollouts"] == 32
 
 
+def test_the_eval_of_a_run_has_what_its_evals_had_but_for_their_times(tmp_path: Path) -> None:
+    own = {"id": "sort-letters", "interval": 5, "num_examples": 7, "sampling": {"temperature": 0.5}}
+    section = {
+        "env": [own],
+        "interval": 10,
+        "skip_first_step": True,
+        "group_size": 3,
+        "retrigger_on_resume": True,
+    }
+    cfg = RLConfig.model_validate(
+        {
+            "orchestrator": {"env": [{"id": "sort-letters", "ratio": 2.0}], "eval": section},
+            "output_dir": tmp_path,
+        }
+    )
+    evaluation = planned(cfg).evaluation.eval
+    assert evaluation.interval is None and evaluation.group_size == 3 and not evaluation.skip_first_step
+    (env,) = evaluation.env
+    assert (env.interval, env.num_examples, env.sampling.temperature) == (None, 7, 0.5)
+    without = RLConfig.model_validate(
+        {"orchestrator": {"env": [{"id": "sort-letters", "ratio": 2.0}]}, "output_dir": tmp_path}
+    )
+    assert [env.id for env in planned(without).evaluation.eval.env] == ["sort-letters"]
+
+
 def test_the_batch_identity_says_prompts_times_group_and_ranks_times_micro_batches(config) -> None:
     batch = planned(config("--orchestrator.num-train-workers", "2")).batch
     assert (batch.prompts, batch.group_size, batch.rollouts, batch.ranks) == (4, 8, 32, 2)

@@ -101,6 +101,18 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         "sft", "max_steps = 5\n[loss_mask]\nassistant = false\n" + SFT, {}, ["loss_mask trains no role"],
     ),
     "an eval without an environment": ("eval", "", {}, ["eval.env", "add"]),
+    "an interval of one eval": (
+        "eval", '[eval]\ninterval = 5\nskip_first_step = true\n[[eval.env]]\nid = "sort-letters"\ninterval = 2\n', {},
+        ["3 problems", "c.toml:2: eval.interval = 5 is for evals of a run that trains", "eval.skip_first_step = true",
+         "eval.env.0.interval = 2"],
+    ),
+    "a share of draws for an eval": (
+        "eval", '[[eval.env]]\nid = "sort-letters"\nratio = 2.0\n', {}, ["eval.env.0.ratio: unknown key"],
+    ),
+    "an eval of sft that is never repeated": (
+        "sft", 'max_steps = 1\n[eval]\nretrigger_on_resume = true\n[[eval.env]]\nid = "sort-letters"\n' + SFT, {},
+        ["c.toml:3: eval.retrigger_on_resume = true is for `rl`"],
+    ),
     "no model to serve": ("inference", "", {}, ["model: no model to serve; give its directory"]),
     "continuing what was never begun": (
         "rl", "[resume]\nstep = 4\n" + ENV, {}, ["resume", "run"],

@@ -502,10 +502,28 @@ def check_sft(cfg: SFTConfig) -> list[Problem]:
     if cfg.eval is not None:
         problems += check_env_names(cfg.eval.env, "eval.env") + check_eval_steps(cfg.eval, cfg.max_steps, "")
         problems += check_room(cfg.eval.sampling, cfg.seq_len, "", "eval.sampling")
+        if cfg.eval.retrigger_on_resume:
+            rule = "is for `rl`: here a version that was evaluated is not published again; leave it out"
+            problems.append(Problem(("eval.retrigger_on_resume",), f"eval.retrigger_on_resume = true {rule}"))
         if not cfg.eval.env:
             rule = 'no environment to evaluate on; add one, such as [[eval.env]] with id = "sort-letters"'
             problems.append(Problem(("eval.env",), f"eval.env: {rule}"))
     return problems
+
+
+def check_once(section: EvalSection) -> list[Problem]:
+    """The verb `eval` evaluates once, now: what says when is not for it."""
+    given: dict[str, object] = {"eval.interval": section.interval}
+    given |= {f"eval.env.{index}.interval": env.interval for index, env in enumerate(section.env)}
+    given |= {
+        f"eval.{key}": getattr(section, key) or None for key in ("skip_first_step", "retrigger_on_resume")
+    }
+    rule = "is for evals of a run that trains, and `eval` evaluates once; leave it out"
+    return [
+        Problem((path,), f"{path} = {show(value)} {rule}")
+        for path, value in given.items()
+        if value is not None
+    ]
 
 
 def check_eval(cfg: EvalConfig) -> list[Problem]:

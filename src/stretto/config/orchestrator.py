@@ -105,8 +105,6 @@ class EnvSection(Section):
     """Name in metrics; None: the id."""
     args: dict[str, Any] = Field({})
     """Keyword arguments of the environment."""
-    ratio: float = Field(1.0, gt=0)
-    """Share of tasks drawn from it, relative to the others."""
     num_workers: int | None = Field(None, gt=0)
     """Processes it runs in, killed and started anew when they hang or crash; None: the orchestrator's own, and
     one for verifiers."""
@@ -117,6 +115,8 @@ class EnvSection(Section):
 class TrainEnvSection(EnvSection):
     """One training environment."""
 
+    ratio: float = Field(1.0, gt=0)
+    """Share of tasks drawn from it, relative to the others."""
     algo: Algo | None = None
     """Credit of its groups; None: [orchestrator.algo]."""
     sampling: SamplingOverrides = SamplingOverrides()
@@ -171,7 +171,7 @@ class EvalSection(Section):
     skip_first_step: bool = False
     """No eval of the starting weights."""
     retrigger_on_resume: bool = False
-    """Evaluate the version a run resumes from once more, even if it has been."""
+    """Evaluate the version a run resumes from once more, even if it has been; of `rl`."""
     save_samples: bool = True
     """Keep prompt, reply and reward of every rollout in RUN/evals."""
     sampling: SamplingSection = SamplingSection()

@@ -318,7 +318,7 @@ class EvalConfig(RunRoot):
         return f"eval-{short_name(self.model)}" if self.model else "eval"
 
     def _problems(self) -> list[Problem]:
-        return checks.check_run(self) + checks.check_eval(self)
+        return checks.check_run(self) + checks.check_eval(self) + checks.check_once(self.eval)
 
 
 class EvalsConfig(EvalConfig):
@@ -328,6 +328,9 @@ class EvalsConfig(EvalConfig):
     """Directory of the published versions."""
     max_steps: int | None = Field(None, gt=0)
     """The version that is evaluated whatever its interval."""
+
+    def _problems(self) -> list[Problem]:
+        return checks.check_run(self) + checks.check_eval(self)
 
 
 def comma_list(value: Any) -> Any:

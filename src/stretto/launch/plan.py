@@ -295,16 +295,12 @@ def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
     """Evaluates this run's newest weights on what the run was evaluated on, with an engine of its own."""
     section = cfg.orchestrator.eval_as_trained() or EvalSection(sampling=cfg.orchestrator.train.sampling)
     engine = cfg.inference or InferenceSection()
+    trained = [env.model_dump(include=set(EnvSection.model_fields)) for env in cfg.orchestrator.env]
     return EvalConfig.model_validate(
         {
             "model": str(run.latest_weights),
-            "eval": section.model_dump()
-            | {
-                "env": [
-                    env.model_dump(include=set(EnvSection.model_fields))
-                    for env in section.env or cfg.orchestrator.env
-                ]
-            },
+            "eval": section.model_dump(exclude={"interval", "skip_first_step", "retrigger_on_resume"})
+            | {"env": [env.model_dump(exclude={"interval"}) for env in section.env] or trained},
             # The run's own port may be in use by then, by this run or another: a free one is found.
             "inference": engine.model_dump(exclude={"model": True, "api_key": True, "server": {"port"}}),
             "renderer": cfg.orchestrator.renderer,

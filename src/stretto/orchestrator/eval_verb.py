@@ -16,16 +16,25 @@ from stretto.base.errors import ConfigError, EngineError
 from stretto.base.ports import is_free
 from stretto.chat.render import Renderer
 from stretto.config.roots import EvalConfig, InferenceConfig
+from stretto.monitors import build_monitors
 from stretto.orchestrator.build import build_chat, build_engines, build_renderer_of, open_env, run_info
 from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.rollout import Player
 from stretto.orchestrator.scores import Score, table
+from stretto.orchestrator.telemetry import eval_row
+from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
+MONITOR_CLOSE_S = 10.0
+
 
 def main(cfg: EvalConfig) -> int:
-    """Evaluate running engines, or one started for `cfg.model`; prints a table, writes eval.json and samples."""
+    """Evaluate running engines, or one started for `cfg.model`.
+
+    Prints a table; writes eval.json, samples, and a row of metrics.
+    """
     cfg.run_path.mkdir(parents=True, exist_ok=True)
     log.setup("eval", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
     scores = asyncio.run(evaluate_engine(cfg))
@@ -44,6 +53,8 @@ async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
         envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.eval.env]
         url = await stack.enter_async_context(engine_url(cfg))
         section = cfg.client if url is None else cfg.client.model_copy(update={"base_url": url})
+        monitors = build_monitors(cfg.monitors, cfg.run_dir, "eval", cfg.run_name, resumed_step=None)
+        stack.callback(monitors.close, MONITOR_CLOSE_S)
         async with build_chat(section) if section.api == "chat" else build_engines(section) as engines:
             await engines.wait_ready(section.ready_timeout_s)
             player = Player(
@@ -58,7 +69,20 @@ async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
             evaluator = Evaluator(
                 envs, cfg.eval, player, max_inflight_rollouts=cfg.max_inflight_rollouts, run_dir=cfg.run_dir
             )
-            return await evaluator.evaluate(0)
+            version = 0 if section.api == "chat" else await version_of(engines, player.renderer, cfg.run_name)
+            scores = await evaluator.evaluate(version, end=version)
+            monitors.log(version, eval_row(scores))
+            return scores
+
+
+async def version_of(engines: EngineClient, renderer: Renderer, run_id: str) -> int:
+    """The version that engines sample from: that of one token which is asked of them."""
+    prompt = renderer.render_prompt([{"role": "user", "content": "?"}], None)
+    request = GenerateRequest(
+        request_id=f"{run_id}-version", prompt_ids=prompt, sampling=SamplingParams(max_tokens=1)
+    )
+    (completion,) = await engines.generate(request)
+    return completion.versions[0].version if completion.versions else 0
 
 
 def renderer_of(cfg: EvalConfig) -> Renderer:

@@ -18,7 +18,7 @@ from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.config.roots import EvalsConfig
 from stretto.monitors import build_monitors
 from stretto.orchestrator.build import build_engines, open_env, run_info
-from stretto.orchestrator.eval_verb import engine_url, renderer_of
+from stretto.orchestrator.eval_verb import MONITOR_CLOSE_S, engine_url, renderer_of
 from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.rollout import Player
 from stretto.orchestrator.scores import table, write_results
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 ROLE = "evals"
 POLL_S = 0.2
-MONITOR_CLOSE_S = 10.0
 _VERSION = re.compile(r"version_(\d+)$")
 
 
