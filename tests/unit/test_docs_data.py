@@ -46,6 +46,21 @@ def test_every_argument_and_every_hook_has_its_row():
         assert f"\n| `hooks.{name}` |" in PAGE
 
 
+VIME_FUNCTIONS = """
+    rollout-function eval-function custom-generate-function custom-rm dynamic-sampling-filter buffer-filter
+    rollout-sample-filter rollout-all-samples-process rollout-sample-hook custom-reward-post-process
+    custom-convert-samples-to-train-data rollout-data-postprocess custom-advantage-function custom-loss-function
+    custom-tis-function custom-pg-loss-reducer-function custom-rollout-log-function
+    custom-eval-rollout-log-function data-source custom-model-provider custom-megatron-init
+    custom-megatron-before-log-prob-hook custom-megatron-before-train-step-hook custom-update-weight-post-write
+"""
+
+
+def test_every_function_that_vime_takes_has_its_place_or_a_way_around():
+    for name in VIME_FUNCTIONS.split():
+        assert f"`--{name}-path`" in PAGE, name
+
+
 def test_the_functions_shown_run(tmp_path, monkeypatch):
     (tmp_path / "my_hooks.py").write_text("\n".join(CODE))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "word", "label": "word"}\n')
