@@ -165,6 +165,54 @@ async def test_at_most_so_many_run_at_a_time(backend):
         assert sum(start <= moment < end for start, end in spans) <= 2
 
 
+FORGED = """
+import os, sys
+for fd in range(3, 64):
+    for what in (b"entered", b"OSError: no room"):
+        try:
+            os.write(fd, what)
+        except OSError:
+            pass
+sys.stderr.write("sandbox: OSError: no room")
+sys.stderr.flush()
+os._exit(127)
+"""
+
+
+async def test_a_program_cannot_say_that_the_sandbox_is_broken(backend):
+    result = await run(backend, FORGED)
+    assert (result.exit_code, result.killed_for) == (127, None)
+    assert result.stderr == "sandbox: OSError: no room"
+
+
+@pytest.mark.parametrize("code", ["x = '\ud800'", "\0", ""])
+async def test_text_that_is_no_program_is_the_programs_fault(backend, code):
+    result = await run(backend, code, stdin="\udc80\0")
+    assert result.exit_code == (1 if code else 0) and result.killed_for is None
+
+
+async def test_a_sandbox_that_cannot_be_built_is_an_error_of_the_environment(backend):
+    with pytest.raises(EnvError, match=r"sandbox: it cannot be built: OSError: .*File name too long"):
+        await run(backend, "", files={"x" * 300: ""})
+
+
+async def test_bubblewrap_that_fails_is_an_error_of_the_environment():
+    if trouble := bubblewrap_trouble():
+        pytest.skip(f"bubblewrap does not work here: {trouble}")
+    with pytest.raises(EnvError, match="sandbox: it cannot be built: bwrap: "):
+        await run("bubblewrap", "", Limits(work_bytes=-1))
+
+
+async def test_a_deep_and_closed_work_directory_is_removed(backend):
+    code = (
+        "import os\nprint(os.getcwd(), flush=True)\nos.makedirs('a/b')\nos.chmod('a/b', 0)\nos.chmod('a', 0)\n"
+        "for _ in range(1100):\n    os.mkdir('d')\n    os.chdir('d')\nos.chmod('.', 0)\nprint('deep')"
+    )
+    result = await run(backend, code)
+    folder, said = result.stdout.split()
+    assert said == "deep" and not Path(folder).exists()
+
+
 async def test_file_names_stay_in_the_work_directory(backend):
     for name in ("../x", "/tmp/x"):
         with pytest.raises(EnvError, match="leaves the work directory"):

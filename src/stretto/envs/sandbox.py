@@ -26,6 +26,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path, PurePosixPath
@@ -43,6 +44,7 @@ WORK, KEEPER_INSIDE = "/sandbox", "/sandbox_keeper.py"  # names inside bubblewra
 GRACE_S = 10.0  # for the keeper, beyond the program's own time
 PROBE_TIMEOUT_S = 10.0
 _runs = count()
+_removers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="sandbox-remove")  # used by nobody who hangs
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class Sandbox:
             try:
                 return await self._keep(self._request(files, stdin, folder), folder)
             finally:
-                await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, onerror=_open_up))
+                loop = asyncio.get_running_loop()
+                await asyncio.shield(loop.run_in_executor(_removers, _remove, folder))
 
     def _free_slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
@@ -147,10 +150,10 @@ class Sandbox:
             await asyncio.shield(_end(keeper))
         if keeper.returncode != 0 or not answer:
             raise EnvError(f"sandbox: it cannot be built: {complaint.decode(errors='replace')[-500:]}")
-        result = SandboxResult(**json.loads(answer))
-        if result.exit_code == 127 and result.stderr.startswith("sandbox: "):
-            raise EnvError(result.stderr.strip())
-        return result
+        fields = json.loads(answer)
+        if trouble := fields.pop("trouble"):
+            raise EnvError(f"sandbox: it cannot be built: {trouble.strip()}")
+        return SandboxResult(**fields)
 
 
 async def _end(keeper: asyncio.subprocess.Process) -> None:
@@ -165,13 +168,15 @@ async def _end(keeper: asyncio.subprocess.Process) -> None:
         await keeper.wait()
 
 
-def _open_up(remove, path: str, _error) -> None:
-    """A directory that its program closed is opened and removed all the same."""
-    for name in (os.path.dirname(path), path):
-        with contextlib.suppress(OSError):
-            os.chmod(name, 0o700)
-    with contextlib.suppress(OSError):
-        shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+def _remove(folder: str) -> None:
+    """A work directory, however deep its program made it and whatever of it was closed. Nobody is in it any more."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.islink(folder):
+        os.unlink(folder)
+    elif os.path.exists(folder):
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, folder], stderr=subprocess.DEVNULL, check=False)
 
 
 # -- which one --

@@ -7,7 +7,8 @@ by killing every descendant, whatever session or process group it moved to (orph
 their subreaper). `enter` writes the files, gives up what it can give up and becomes the untrusted program.
 
 Run as a script, never imported by the program it guards: `python -I -S sandbox_keeper.py keep`. A request,
-one JSON object, is read from standard input; `keep` answers with another on standard output.
+one JSON object, is read from standard input; `keep` answers with another on standard output. What `enter` has to
+say goes through a pipe that is closed when it becomes the program, which can therefore not speak in its name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import struct
 import subprocess
 import sys
 import time
+from typing import NoReturn
 
 POLL_S = 0.05
 OVERHEAD_PROCESSES = 3  # ours among the descendants: bwrap twice, or `enter` twice; and the program
@@ -34,6 +36,7 @@ CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x20000000,
     0x40000000,
 )
+ENTERED = b"entered"  # all that `enter` says when nothing is wrong
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -41,7 +44,10 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def keep(request: dict) -> dict:
-    """Run request["argv"] with the request on its standard input; what became of it, nothing left alive."""
+    """Run request["argv"] with the request on its standard input; what became of it, nothing left alive.
+
+    "trouble" is why the program was never reached; None when it was, or when a limit ended it before.
+    """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # Where root may make no control group, counting its processes must go before what they do.
@@ -52,6 +58,8 @@ def keep(request: dict) -> dict:
     limits = request["limits"]
     started = time.monotonic()
     group = process_group(limits["max_processes"] + 2 * OVERHEAD_PROCESSES)
+    said, inside = os.pipe()
+    request["said"] = inside
     process = subprocess.Popen(
         request["argv"],
         stdin=subprocess.PIPE,
@@ -60,8 +68,10 @@ def keep(request: dict) -> dict:
         env={},
         cwd=request["cwd"],
         start_new_session=True,
+        pass_fds=[inside],
         preexec_fn=None if group is None else lambda: _write(f"{group}/cgroup.procs", "0"),
     )
+    os.close(inside)
     try:
         output, killed_for, peak = _watch(process, json.dumps(request).encode(), limits, started)
     finally:
@@ -70,6 +80,9 @@ def keep(request: dict) -> dict:
             with contextlib.suppress(OSError):
                 os.rmdir(group)
     code = process.returncode
+    with open(said, "rb") as file:
+        words = file.read()  # everybody who could write is dead
+    trouble = words.removeprefix(ENTERED) or (b"" if words else bytes(output[1][-500:]) or b"no reason given")
     return {
         "exit_code": None if killed_for else code if code >= 0 else 128 - code,
         "killed_for": killed_for,
@@ -77,6 +90,7 @@ def keep(request: dict) -> dict:
         "stderr": output[1].decode(errors="replace"),
         "wall_s": time.monotonic() - started,
         "peak_bytes": peak,
+        "trouble": trouble.decode(errors="replace") if trouble and not killed_for else None,
     }
 
 
@@ -209,50 +223,58 @@ def _end_descendants() -> None:
 
 def enter(request: dict) -> None:
     """Write the files, drop what can be dropped, become the program. Never returns."""
+    os.set_inheritable(request["said"], False)
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for name, text in {**request["files"], ".stdin": request["stdin"]}.items():
         if folder := os.path.dirname(name):
             os.makedirs(folder, exist_ok=True)
-        with open(name, "w", encoding="utf-8", newline="") as file:
+        with open(name, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
             file.write(text)
     os.dup2(os.open(".stdin", os.O_RDONLY), 0)
     os.unlink(".stdin")
     is_bubblewrapped = request["is_bubblewrapped"]
-    is_alone = is_bubblewrapped or _leave_namespaces()
+    is_alone = is_bubblewrapped or _leave_namespaces(request["said"])
     _drop_root(request["uid"])
     _set_limits(request["limits"], num_others=0 if is_alone else _threads_of_user())
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if not is_bubblewrapped:
         landlock(readable=request["readable"], writable=[os.getcwd()])
+    os.write(request["said"], ENTERED)
     os.execve(request["program"][0], request["program"], request["env"])
 
 
-def _leave_namespaces() -> bool:
-    """Where the kernel allows it: no network, IPC and processes of its own. Returns in the innermost process.
+def unshare() -> bool:
+    """Where the kernel allows it: no network, IPC and, for children, processes of its own."""
+    flags = CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWPID
+    is_root = os.geteuid() == 0
+    return (is_root and LIBC.unshare(flags) == 0) or LIBC.unshare(flags | CLONE_NEWUSER) == 0
+
+
+def _leave_namespaces(said: int) -> bool:
+    """Go where nobody else is, if the kernel allows it. Returns in the innermost process.
 
     The first process of the new namespace takes everything with it when it ends.
     """
-    flags = CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWPID
-    is_root = os.geteuid() == 0
-    if not (is_root and LIBC.unshare(flags) == 0) and LIBC.unshare(flags | CLONE_NEWUSER) != 0:
+    if not unshare():
         return False
     if first := os.fork():
-        os._exit(_wait_for(first))
+        _end_with(first, said)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # Number 1 of a namespace ignores the signals that limits send: the program is its child.
     if program := os.fork():
-        os._exit(_wait_for(program))
+        _end_with(program, said)
     return True
 
 
-def _wait_for(child: int) -> int:
-    """The child's exit code as a shell gives it; orphans that end meanwhile are reaped."""
+def _end_with(child: int, said: int) -> NoReturn:
+    """End with the child's exit code as a shell gives it; orphans that end meanwhile are reaped."""
+    os.close(said)  # which is the child's alone
     while True:
         pid, status = os.wait()
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+            os._exit(code if code >= 0 else 128 - code)
 
 
 def _set_limits(limits: dict, *, num_others: int) -> None:
@@ -341,7 +363,7 @@ def main() -> None:
         try:
             enter(request)
         except Exception as cause:
-            print(f"sandbox: {type(cause).__name__}: {cause}", file=sys.stderr, flush=True)
+            os.write(request["said"], f"{type(cause).__name__}: {cause}".encode(errors="replace")[:2000])
             os._exit(127)
     answer = keep(request)
     sys.stdout.write(json.dumps(answer))
