@@ -112,6 +112,7 @@ def open_own(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExitStack)
             load_credit(algo, cfg.algo_path(name))
     envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.env]
     for env in envs:
+        tasks_of(env, "train")  # as a check
         check_overlong(env, cfg.algo_of(env.name), cfg.sampling_of(env.name), cfg.algo_path(env.name))
     return Own(about, envs, hooks, *functions)
 
