@@ -176,6 +176,19 @@ def test_several_updates_are_one_step_and_equal_the_same_updates_by_hand():
         torch.testing.assert_close(ours, theirs)
 
 
+def test_more_updates_than_samples_are_told_once(caplog):
+    section = TrainerSection(loss=PpoLoss(), updates_per_step=64)
+    updates = Updates(build_learner(loss=PpoLoss()), section, alone)
+    for _ in range(2):
+        updates.train([pack(scored())])
+    (told,) = [message for message in caplog.messages if "updates_per_step" in message]
+    n = len(scored())
+    assert (
+        told.startswith(f"updates_per_step = 64, and this batch has {n} samples")
+        and f"it makes {n} updates" in told
+    )
+
+
 def test_epochs_see_the_batch_again_in_an_order_that_a_resumed_run_repeats():
     docs = documents()
 

@@ -166,7 +166,8 @@ class TrainerSection(Section):
     critic: CriticSection | None = None
     """Present: train a critic, whose values `advantages.type = "gae"` uses."""
     updates_per_step: int = Field(1, gt=0)
-    """Optimizer updates of a step, each on its share of the batch's samples."""
+    """Optimizer updates of a step, each on its share of the batch's samples; a batch of fewer samples makes fewer, and
+    a warning says so."""
     epochs_per_step: int = Field(1, gt=0)
     """Passes over the batch in a step, in another order each time."""
     ckpt: CkptSection | None = CkptSection()

@@ -8,6 +8,7 @@ Most algorithms need none of it: their batch has its advantages, and is trained 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -23,6 +24,8 @@ from stretto.trainer.critic import is_valued
 from stretto.trainer.learner import Learner
 from stretto.trainer.metrics import Reduce
 
+logger = logging.getLogger(__name__)
+
 
 class Updates:
     """Trains a learner, and its critic where it has one, on one batch a step."""
@@ -31,6 +34,7 @@ class Updates:
         self.learner, self.critic = learner, learner.critic
         self.section = section
         self._reduce = reduce
+        self._has_warned = False
         self._is_plain = (
             section.advantages is None
             and section.critic is None
@@ -86,7 +90,12 @@ class Updates:
         if self.section.updates_per_step == 1 and order is None:
             return [micro_batches]
         most = int(self._reduce({"max/samples": float(num_samples)})["max/samples"])
-        return deal(micro_batches, max(1, min(self.section.updates_per_step, most)), order)
+        num_updates = max(1, min(self.section.updates_per_step, most))
+        if num_updates < self.section.updates_per_step and not self._has_warned:
+            self._has_warned = True
+            text = "updates_per_step = %d, and this batch has %d samples on the rank that has most: it makes %d updates"
+            logger.warning(text, self.section.updates_per_step, most, num_updates)
+        return deal(micro_batches, num_updates, order)
 
 
 def estimate(
