@@ -733,3 +733,53 @@ def test_a_json_file_has_lines_too(tmp_path: Path) -> None:
     )
     (line,) = complaints(tmp_path, "", f"@ {tmp_path}/a.json")
     assert line.startswith("a.json:4: orchestrator.env.0.foo: unknown key")
+
+
+CRITIC = '[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n[trainer.critic]\n'
+OLD_POLICY = '[trainer.loss]\ntype = "ppo"\nuse_rollout_logprobs = false\nclip_high = 0.28\n'
+RIGHT_RL = {
+    "groups of one at the root and of several where they are compared": (
+        "[orchestrator]\ngroup_size = 1\n" + ENV + "group_size = 4\n"
+    ),
+    "a greedy teacher": (
+        "[orchestrator]\n"
+        + ENV
+        + 'algo = { type = "sft", teacher = { base_url = "http://127.0.0.1:9/v1" } }\nsampling = { temperature = 0 }\n'
+    ),
+    "a bound on the ratio of several updates": "[trainer]\nupdates_per_step = 4\n" + OLD_POLICY + ENV,
+    "a bound beside a correction": OLD_POLICY + "[trainer.loss.correction.weights]\nhigh = 2\n" + ENV,
+    "a bound on values of several epochs": "[trainer]\nepochs_per_step = 2\n"
+    + CRITIC
+    + "value_clip = 0.4\n"
+    + ENV,
+    "no bound on values": CRITIC + 'value_clip = "None"\n' + ENV,
+    "a critic that is ready before the end": "max_steps = 10\n"
+    + CRITIC
+    + "num_critic_only_steps = 9\n"
+    + ENV,
+    "a critic beside an environment that is distilled": (
+        CRITIC + ENV + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "opsd" }\n'
+    ),
+    "a truncation at 1": '[trainer.loss]\ntype = "reinforce"\n[trainer.loss.correction.weights]\nhigh = 1\n'
+    + ENV,
+    "returns that are whitened in the trainer": (
+        '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\n' + ENV
+    ),
+    "a control beside others": (
+        "[trainer.loss]\nkl_tau = 0\n"
+        + ENV
+        + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "zero" }\n'
+    ),
+    "a gate of rewards with a late baseline": (
+        '[orchestrator.algo]\ntype = "rae"\n'
+        + ENV
+        + 'curriculum = { gates = { g = { type = "reward_range" } } }\n'
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT_RL)
+def test_neighbours_of_mistakes_load(case: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(RIGHT_RL[case])
+    load(ROOTS["rl"], ["@", str(file)], verb="rl")
