@@ -91,7 +91,7 @@ def test_a_file_and_two_functions_train_a_policy(model, tmp_path):
     assert audit(ended.run) == []
 
 
-def test_the_documented_rollout_function_trains_what_the_engine_sampled(model, tmp_path):
+def test_the_documented_rollout_function_trains_what_the_engine_sampled_and_makes_the_evals(model, tmp_path):
     """Plain HTTP from a thread of the user's own, beside weights that change."""
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "my_rollouts.py" in code]
@@ -99,6 +99,7 @@ def test_the_documented_rollout_function_trains_what_the_engine_sampled(model, t
     (tmp_path / "rows.jsonl").write_text(
         '{"prompt": "say a", "label": ""}\n{"prompt": "say be", "label": ""}\n'
     )
+    rows = str(tmp_path / "rows.jsonl")
     settings = {
         "max_steps": 6,
         "seq_len": 256,
@@ -107,7 +108,8 @@ def test_the_documented_rollout_function_trains_what_the_engine_sampled(model, t
             "batch_size": 32,
             "group_size": 8,
             "train": {"sampling": {"max_completion_tokens": 6}},
-            "env": [{"id": "dataset", "args": {"path": str(tmp_path / "rows.jsonl")}}],
+            "env": [{"id": "dataset", "args": {"path": rows, "eval_path": rows}}],
+            "eval": {"group_size": 3},
             "hooks": {"rollout_function_path": "my_rollouts:generate_rollout"},
         },
         "trainer": {"optim": {"lr": 1e-3}},
@@ -119,6 +121,10 @@ def test_the_documented_rollout_function_trains_what_the_engine_sampled(model, t
         row["mismatch_kl/max"] < 1e-2 for row in steps
     )  # 1e-3 a step, prompts read up to 2 versions before
     assert ended.steps()[1]["mismatch_kl/max"] < 1e-6
+    for version in (0, 6):
+        samples = ended.run.eval(version) / "variety-sampled.jsonl"
+        assert samples.read_text().count("\n") == 6
+    assert ended.summary()["reward_after"] > 0
     assert audit(ended.run) == []
 
 

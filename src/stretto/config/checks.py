@@ -289,16 +289,13 @@ def check_eval_hook(hooks: HooksSection, section: EvalSection, path: str, eval_p
         return [Problem((own,), f"{own} = {ENVIRONMENTS!r} {rule}")]
     if (key := hooks.eval_setting) is None:
         return []
-    unused = {}
-    if section.greedy and "greedy" in section.model_fields_set:
-        unused[f"{eval_path}.greedy"] = f"{eval_path}.greedy = true"
+    unused = []
     for index, env in enumerate(section.env):
         for name in ("group_size", "sampling"):
             if getattr(env, name) != type(env).model_fields[name].default:
-                own = f"{eval_path}.env.{index}.{name}"
-                unused[own] = own
+                unused.append(f"{eval_path}.env.{index}.{name}")
     rule = f"does nothing: {path}.{key} makes the evals; leave it out"
-    return [Problem((own,), f"{text} {rule}") for own, text in unused.items()]
+    return [Problem((own,), f"{own} {rule}") for own in unused]
 
 
 def check_selection(section: OrchestratorSection, prefix: str) -> list[Problem]:
