@@ -67,6 +67,30 @@ def test_an_eval_that_dies_costs_no_training_and_is_told_at_the_end(tmp_path):
     assert "Traceback" not in output
 
 
+BROKEN = """
+from stretto.envs.sort_letters import SortLetters
+
+
+class Broken(SortLetters):
+    def score(self, task, text):
+        raise ValueError("the scorer is on strike")
+"""
+
+
+def test_an_environment_that_fails_costs_the_evals_and_nothing_else(tmp_path):
+    (tmp_path / "broken_env.py").write_text(BROKEN)
+    section = settings(tmp_path)["eval"]
+    broken = {"id": "broken_env:Broken", "args": {"num_letters": 3}}
+    code, output = wait(
+        sft(tmp_path, max_steps=4, eval=section | {"env": [broken], "interval": 2, "num_examples": 4})
+    )
+    assert code == 0, output
+    run = RunDir(tmp_path / "run")
+    assert json.loads(run.summary.read_text())["evals"] == {}
+    log = run.log("evals").read_text()
+    assert "no eval of version 2" in log and "no eval of version 4" in log and "on strike" in log
+
+
 def test_evals_without_an_environment_are_refused(tmp_path):
     code, output = wait(sft(tmp_path, eval={"interval": 5}))
     assert code == 2 and "eval.env: no environment to evaluate on; add one" in output

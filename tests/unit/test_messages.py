@@ -246,6 +246,11 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass", "[1, 2]")},
         ["tasks('train') returned a list; return a TaskSource(make, num_tasks)"],
     ),
+    "tasks that fail in an eval": (
+        "eval", 'client = { api = "chat" }\n[[env]]\nid = "my_env:Mine"\n',
+        {"my_env.py": mine("pass", "open('no-such-file')")},
+        ["environment 'my_env:Mine', tasks('eval'): ", "my_env.py:7 in tasks: FileNotFoundError"],
+    ),
     "no tasks at all": (
         "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass", "TaskSource(lambda i: i, 0)")},
         ["tasks('train'): num_tasks = 0; give at least 1, or None"],

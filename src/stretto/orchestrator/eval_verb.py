@@ -16,6 +16,7 @@ from stretto.base.errors import ConfigError, EngineError
 from stretto.base.ports import is_free
 from stretto.chat.render import Renderer
 from stretto.config.roots import EvalConfig, InferenceConfig
+from stretto.envs.base import tasks_of
 from stretto.monitors import build_monitors
 from stretto.orchestrator.build import build_chat, build_engines, build_renderer_of, open_env, run_info
 from stretto.orchestrator.evaluate import Evaluator
@@ -51,6 +52,8 @@ async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
         renderer = None if cfg.client.api == "chat" else renderer_of(cfg)
         about = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model)
         envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.eval.env]
+        for env in envs:
+            tasks_of(env, "eval")  # as a check
         url = await stack.enter_async_context(engine_url(cfg))
         section = cfg.client if url is None else cfg.client.model_copy(update={"base_url": url})
         monitors = build_monitors(cfg.monitors, cfg.run_dir, "eval", cfg.run_name, resumed_step=None)

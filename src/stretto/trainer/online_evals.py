@@ -162,7 +162,8 @@ def results_of(evals: Path) -> dict[int, dict[str, float]]:
     """Mean rewards by version, of every eval that was done."""
     found = {}
     for path in evals.glob("version_*/results.json"):
-        rows = json.loads(path.read_text())
+        if not (rows := json.loads(path.read_text())):  # that eval was lost
+            continue
         version = int(path.parent.name.partition("_")[2])
         found[version] = {f"{row['env']}/{row['mode']}": row["mean"] for row in rows}
     return dict(sorted(found.items()))
