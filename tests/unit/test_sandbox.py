@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import re
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +18,14 @@ import psutil
 import pytest
 
 from stretto.base.errors import ConfigError, EnvError
-from stretto.envs.sandbox import KEEPER, Limits, Sandbox, bubblewrap_trouble, choose_backend
+from stretto.envs.sandbox import (
+    KEEPER,
+    Limits,
+    Sandbox,
+    bubblewrap_trouble,
+    choose_backend,
+    subprocess_gaps,
+)
 from stretto.envs.sandbox_keeper import process_group
 
 LIMITS = Limits(wall_s=8.0, memory_bytes=256 << 20, output_bytes=64 << 10)
@@ -101,6 +113,55 @@ async def test_nobody_can_be_called(backend):
             backend, f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)\nprint('in')"
         )
     assert result.exit_code == 1 and result.stdout == ""
+
+
+SEND = "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))"
+
+
+async def test_nothing_can_be_sent(backend):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.setblocking(False)
+        if backend == "subprocess" and not has_namespaces():
+            pytest.skip("this kernel grants no network namespace; the log says so")
+        await run(backend, SEND.format(port=listener.getsockname()[1]))
+        with pytest.raises(BlockingIOError):
+            listener.recv(1)
+
+
+def has_namespaces() -> bool:
+    probe = [sys.executable, str(KEEPER), "probe"]
+    return json.loads(subprocess.run(probe, capture_output=True, check=True).stdout)["has_namespaces"]
+
+
+DENIED = """
+import asyncio, logging, socket
+from stretto.envs.sandbox import Sandbox
+logging.basicConfig()
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+    listener.bind(("127.0.0.1", 0))
+    listener.setblocking(False)
+    result = asyncio.run(Sandbox(backend="subprocess").run({send!r}.format(port=listener.getsockname()[1])))
+    try:
+        came = bool(listener.recv(1))
+    except BlockingIOError:
+        came = False
+print(result.exit_code, came)
+"""
+
+
+def test_where_the_kernel_grants_no_network_namespace_the_log_says_what_is_open():
+    deny = "echo 0 > /proc/sys/user/max_net_namespaces"  # counts in the user namespace that it is written in
+    inside = ["unshare", "--user", "--map-root-user", "sh", "-c", f'{deny} && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("no user namespace can be made here")
+    code = DENIED.format(send=SEND)
+    done = subprocess.run([*inside, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    exit_code, came = done.stdout.split()
+    is_said = re.search(r"; no network namespace: UDP (and TCP are|is) open to it", done.stderr) is not None
+    assert is_said == (came == "True") == (exit_code == "0"), done.stderr
+    if has_namespaces():
+        assert "no network namespace" not in "".join(subprocess_gaps())
 
 
 async def test_huge_output_is_cut_and_ends_the_program(backend):

@@ -3,7 +3,10 @@
 Two back ends, one behaviour. `bubblewrap` (Debian package of that name): no network, processes and IPC of its
 own, only the system's libraries and the interpreter to be seen, read-only, a work directory in memory.
 `subprocess`, where bubblewrap is missing or may not make namespaces: resource limits, an empty environment,
-and whatever of user namespaces and Landlock the kernel grants; which one it is is logged once.
+and whatever of namespaces and Landlock the kernel grants. Which one it is is logged once, and what stays open.
+
+Where the kernel grants no namespaces, as in many containers, only Landlock stands between a program and the
+network: it refuses TCP from Linux 6.7 on, UDP never.
 
 As root, `subprocess` can count processes only from outside (unless every user may read the interpreter): a fork
 bomb is ended within moments, but the machine feels it. Prefer bubblewrap there.
@@ -200,11 +203,27 @@ def choose_backend(wanted: str) -> Backend:
             "namespaces, or use `subprocess`."
         )
     logger.warning(
-        "untrusted code runs in a subprocess with resource limits, not in bubblewrap (%s); it sees the processor, "
-        "and where the kernel has no Landlock, the files of this user",
+        "untrusted code runs in a subprocess with resource limits, not in bubblewrap (%s); it sees the processor%s",
         trouble,
+        "".join(f"; {gap}" for gap in subprocess_gaps()),
     )
     return "subprocess"
+
+
+def subprocess_gaps() -> list[str]:
+    """What a program in a subprocess may do here because the kernel does not grant what would keep it from it."""
+    probe = [interpreter()[0], "-I", "-S", "-B", str(KEEPER), "probe"]
+    try:
+        done = subprocess.run(probe, capture_output=True, timeout=PROBE_TIMEOUT_S, env={}, check=True)
+    except (OSError, subprocess.SubprocessError) as cause:
+        return [f"what else it may do cannot be said: {cause}"]
+    found = json.loads(done.stdout)
+    abi, gaps = found["landlock_abi"], []
+    if abi < 1:
+        gaps.append("no Landlock: it reads the files of this user")
+    if not found["has_namespaces"]:
+        gaps.append(f"no network namespace: {'UDP is' if abi >= 4 else 'UDP and TCP are'} open to it")
+    return gaps
 
 
 @functools.cache

@@ -7,7 +7,8 @@ by killing every descendant, whatever session or process group it moved to (orph
 their subreaper). `enter` writes the files, gives up what it can give up and becomes the untrusted program.
 
 Run as a script, never imported by the program it guards: `python -I -S sandbox_keeper.py keep`. A request,
-one JSON object, is read from standard input; `keep` answers with another on standard output. What `enter` has to
+one JSON object, is read from standard input; `keep` answers with another on standard output, and `probe`, which
+needs none, with what this kernel grants to a program without bwrap. What `enter` has to
 say goes through a pipe that is closed when it becomes the program, which can therefore not speak in its name.
 """
 
@@ -325,13 +326,18 @@ def _drop_root(uid: int | None) -> None:
         LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
+def landlock_abi() -> int:
+    """What the kernel's Landlock can; below 1: it has none."""
+    return LIBC.syscall(444, None, ctypes.c_size_t(0), 1)
+
+
 def landlock(readable: list[str], writable: list[str]) -> bool:
     """Deny every file outside these directories, TCP, and signals to others. False where the kernel has none.
 
     Source: Linux, Documentation/userspace-api/landlock.rst; rights up to ABI 6.
     """
     create, add_rule, restrict = 444, 445, 446
-    abi = LIBC.syscall(create, None, ctypes.c_size_t(0), 1)
+    abi = landlock_abi()
     if abi < 1:
         return False
     execute, write, read, read_dir = 1 << 0, 1 << 1, 1 << 2, 1 << 3
@@ -358,6 +364,9 @@ def landlock(readable: list[str], writable: list[str]) -> bool:
 
 def main() -> None:
     mode = sys.argv[1]
+    if mode == "probe":
+        print(json.dumps({"landlock_abi": landlock_abi(), "has_namespaces": unshare()}))
+        return
     request = json.loads(sys.stdin.buffer.read())
     if mode == "enter":
         try:
