@@ -209,7 +209,10 @@ def test_a_demonstration_is_the_tasks_or_else_the_environments():
 
 def test_an_environment_without_demonstrations_is_refused(tmp_path):
     cfg = config(tmp_path, [ECHO_ENV | {"name": "echo", "algo": {"type": "opsd"}}])
-    with pytest.raises(ConfigError, match=r"no demonstration; its data needs the key 'demonstration'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^orchestrator\.env\.0\.algo\.type.*no demonstration; its data needs the key 'demonstration'",
+    ):
         train(cfg, Scoring(parrot(0.5)))
 
 

@@ -256,7 +256,7 @@ def build_tutors(
         if isinstance(algo, OpdAlgo):
             by_env[env.name] = Teacher(wires.teachers[env.name], max_failures=cfg.max_failed_groups)
         elif isinstance(algo, OpsdAlgo):
-            hint = build_hint(env, algo, renderer)
+            hint = build_hint(env, algo, renderer, cfg.algo_path(env.name))
             by_env[env.name] = Teacher(wires.engines, hint=hint, max_failures=cfg.max_failed_groups)
         elif isinstance(algo, SftAlgo):
             by_env[env.name] = Author(algo.min_reward)

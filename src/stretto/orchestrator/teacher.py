@@ -172,8 +172,12 @@ class Author:
         return msgspec.structs.replace(rollout, branches=tuple(branches))
 
 
-def build_hint(env: Environment, algo: OpsdAlgo, renderer: Renderer) -> Callable[[Task], np.ndarray]:
+def build_hint(
+    env: Environment, algo: OpsdAlgo, renderer: Renderer, place: str = "orchestrator.algo"
+) -> Callable[[Task], np.ndarray]:
     """What the policy is shown before a rollout of a task, as its own teacher: a system message, as tokens.
+
+    `place` is where the algo stands, for messages.
 
     Raises: ConfigError when the environment's first task has no demonstration.
     """
@@ -185,7 +189,7 @@ def build_hint(env: Environment, algo: OpsdAlgo, renderer: Renderer) -> Callable
     try:
         hint(tasks_of(env, "train").task(0))
     except EnvError as error:
-        raise ConfigError(f'[orchestrator.algo] type = "opsd": {error}') from error
+        raise ConfigError(f'{place}.type = "opsd": {error}') from error
     return hint
 
 
