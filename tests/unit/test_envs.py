@@ -190,5 +190,16 @@ def test_an_argument_of_another_kind_is_refused(env_id, args, message):
         load_environment(env_id, args)
 
 
+def test_a_constructor_that_ends_the_process_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"'test_envs:leave': .*test_envs.py:\d+ in leave: SystemExit: log in first"
+    ):
+        load_environment("test_envs:leave")
+
+
+def leave():
+    raise SystemExit("log in first")
+
+
 def test_a_whole_number_is_a_number():
     assert load_environment("arithmetic", {"timeout_s": 2}).verifier.timeout_s == 2

@@ -286,7 +286,7 @@ def load_environment(
         env.name = name or env.name
     except StrettoError:
         raise
-    except Exception as cause:  # the boundary of a foreign constructor
+    except (Exception, SystemExit) as cause:  # the boundary of a foreign constructor
         raise ConfigError(f"environment {env_id!r}: {told(cause)}") from cause
     return env
 
