@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import socket
 import textwrap
 from contextlib import AsyncExitStack
 
@@ -19,7 +20,7 @@ from test_orchestrator import config, train
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError
 from stretto.config.algorithm import GrpoAlgo
 from stretto.config.orchestrator import SamplingSection
-from stretto.config.roots import OrchestratorConfig
+from stretto.config.roots import EvalConfig, OrchestratorConfig
 from stretto.envs.base import RunInfo, SingleTurnEnv, load_environment
 from stretto.hooks import Arguments, Sample, get_model_url, post
 from stretto.hooks.arguments import addresses_of
@@ -28,6 +29,7 @@ from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.build import build_env, run_info
 from stretto.orchestrator.checkpoint import Progress
+from stretto.orchestrator.eval_verb import placed
 from stretto.orchestrator.evaluate import eval_envs
 from stretto.orchestrator.resume import same_data
 from stretto.orchestrator.rollout import Draw, Player
@@ -745,6 +747,27 @@ def test_args_have_the_sampling_and_the_group_size_of_the_section(file, tmp_path
             assert list(map(seen, evals)) == [(3, 0.6, None, 30), (3, 0.1, None, 30)]
 
     asyncio.run(main())
+
+
+def test_in_an_eval_hooks_are_told_the_address_of_the_engine_that_it_starts(tmp_path):
+    cfg = EvalConfig.model_validate(
+        {
+            "model": str(tmp_path),
+            "output_dir": tmp_path,
+            "run": {"name": "e"},
+            "eval": {"env": [{"id": "dataset"}]},
+        }
+    )
+    free = placed(cfg)
+    url = f"http://127.0.0.1:{free.inference.server.port}/v1"
+    assert run_info(free, RENDERER, cfg.eval.sampling, None).engine_urls == (free.client.base_url,) == (url,)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = {"port": taken.getsockname()[1]}
+        with pytest.raises(ConfigError, match="is taken by another process"):
+            placed(EvalConfig.model_validate(cfg.model_dump() | {"inference": {"server": server}}))
+    assert placed(cfg.model_copy(update={"model": None})).client == cfg.client
 
 
 # -- the sample itself --

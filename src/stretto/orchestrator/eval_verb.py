@@ -47,6 +47,7 @@ def main(cfg: EvalConfig) -> int:
 
 async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
     """Scores of the engines the config names."""
+    cfg = placed(cfg)
     async with AsyncExitStack() as stack:
         # Environments first: what is wrong with one is told before an engine is started or waited for.
         renderer = None if cfg.client.api == "chat" else renderer_of(cfg)
@@ -54,8 +55,8 @@ async def evaluate_engine(cfg: EvalConfig) -> list[Score]:
         envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.eval.env]
         for env in envs:
             tasks_of(env, "eval")  # as a check
-        url = await stack.enter_async_context(engine_url(cfg))
-        section = cfg.client if url is None else cfg.client.model_copy(update={"base_url": url})
+        await stack.enter_async_context(own_engine(cfg))
+        section = cfg.client
         monitors = build_monitors(cfg.monitors, cfg.run_dir, "eval", cfg.run_name, resumed_step=None)
         stack.callback(monitors.close, MONITOR_CLOSE_S)
         async with build_chat(section) if section.api == "chat" else build_engines(section) as engines:
@@ -98,15 +99,13 @@ def renderer_of(cfg: EvalConfig) -> Renderer:
     return build_renderer_of(model, cfg.tokenizer.name, cfg.renderer)
 
 
-@asynccontextmanager
-async def engine_url(cfg: EvalConfig) -> AsyncIterator[str | None]:
-    """The address of an engine of our own, for as long as it is needed.
+def placed(cfg: EvalConfig) -> EvalConfig:
+    """The config with the address at which `cfg.model` will be served, if there is one.
 
-    None where there is no model to start.
+    Raises: ConfigError for a port that is taken.
     """
     if cfg.model is None:
-        yield None
-        return
+        return cfg
     server = cfg.inference.server
     port = server.port if "port" in server.model_fields_set else _free_port()
     if not is_free(server.host, port):
@@ -115,8 +114,22 @@ async def engine_url(cfg: EvalConfig) -> AsyncIterator[str | None]:
             f"inference.server.port = {port} is taken by another process on this machine; stop it, give another "
             "port, or leave it out and a free one is found."
         )
-    server = server.model_dump() | {"port": port}
-    section = cfg.inference.model_dump() | {"model": cfg.model, "server": server}
+    client = cfg.client.model_copy(update={"base_url": f"http://{server.host}:{port}/v1"})
+    server = server.model_copy(update={"port": port})
+    inference = cfg.inference.model_copy(update={"server": server})
+    return cfg.model_copy(update={"client": client, "inference": inference})
+
+
+@asynccontextmanager
+async def own_engine(cfg: EvalConfig) -> AsyncIterator[None]:
+    """An engine of our own at the address of a placed config, for as long as it is needed; none without a model.
+
+    Raises: EngineError when it ends by itself.
+    """
+    if cfg.model is None:
+        yield
+        return
+    section = cfg.inference.model_dump() | {"model": cfg.model}
     whereabouts = {"output_dir": cfg.output_dir, "run": {"name": cfg.run_name}}
     inference = InferenceConfig.model_validate(section | whereabouts)
     path = cfg.run_dir.config("inference")
@@ -131,7 +144,7 @@ async def engine_url(cfg: EvalConfig) -> AsyncIterator[str | None]:
     working = asyncio.current_task()
     ending.add_done_callback(lambda done: None if done.cancelled() else working.cancel())
     try:
-        yield f"http://{inference.server.host}:{port}/v1"
+        yield
     except asyncio.CancelledError:
         if not ending.done() or ending.cancelled():
             raise

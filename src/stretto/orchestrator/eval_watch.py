@@ -18,7 +18,7 @@ from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.config.roots import EvalsConfig
 from stretto.monitors import build_monitors
 from stretto.orchestrator.build import build_engines, open_env, run_info
-from stretto.orchestrator.eval_verb import MONITOR_CLOSE_S, engine_url, renderer_of
+from stretto.orchestrator.eval_verb import MONITOR_CLOSE_S, own_engine, placed, renderer_of
 from stretto.orchestrator.evaluate import Evaluator
 from stretto.orchestrator.rollout import Player
 from stretto.orchestrator.scores import table, write_results
@@ -41,19 +41,19 @@ def main(cfg: EvalsConfig) -> int:
 
 async def follow(cfg: EvalsConfig) -> None:
     """Every published version, in order."""
+    if cfg.model is None:
+        raise ConfigError("evals: no model to start an engine for")
+    cfg = placed(cfg)
     run_dir = cfg.run_dir
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(engine_url(cfg))
-        if url is None:
-            raise ConfigError("evals: no model to start an engine for")
-        client = cfg.client.model_copy(update={"base_url": url})
-        engines = await stack.enter_async_context(build_engines(client))
+        await stack.enter_async_context(own_engine(cfg))
+        engines = await stack.enter_async_context(build_engines(cfg.client))
         renderer = renderer_of(cfg)
         about = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model)
         envs = [open_env(env, run_dir.logs / "eval", stack, about) for env in cfg.eval.env]
         monitors = build_monitors(cfg.monitors, run_dir, ROLE, cfg.run_name, resumed_step=None)
         stack.callback(monitors.close, MONITOR_CLOSE_S)
-        await engines.wait_ready(client.ready_timeout_s)
+        await engines.wait_ready(cfg.client.ready_timeout_s)
         player = Player(
             engine=engines,
             renderer=renderer,
