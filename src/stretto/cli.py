@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stretto.base.errors import ConfigError, StrettoError
-from stretto.base.garbage import collect_less
 
 if TYPE_CHECKING:
     from stretto.config.roots import RunRoot
@@ -80,6 +79,8 @@ def main_eval() -> int:
 
 def run_verb(verb: str, words: list[str], *, called: str | None = None) -> int:
     """Help, version, or the verb; a StrettoError becomes one message and an exit status."""
+    from stretto.base.garbage import collect_less
+
     called = called or verb
     collect_less()
     if "-V" in words or "--version" in words:
