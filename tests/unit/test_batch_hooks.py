@@ -210,6 +210,8 @@ def test_a_rollout_function_makes_whole_batches_and_an_eval_function_whole_evals
     ("body", "message"),
     [
         ("return 5", "returned int; return RolloutFnTrainOutput"),
+        ("return []", "returned no group 2 times in a row (max_failed_groups)"),
+        ("data_source.get_samples(1); return []", "returned no group 2 times in a row (max_failed_groups)"),
         ("return [[]]", "a group must be a list of samples"),
         (
             "return [[__import__('stretto.hooks').hooks.Sample(group_index=77)]]",

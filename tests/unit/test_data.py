@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.sft import EnvData, FileData, LossMaskSection
@@ -160,6 +160,8 @@ def test_missing_empty_and_unreadable_files_are_named(renderer, tmp_path):
         load(renderer, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"has no sft_rows"):
         load_examples(EnvData(id=f"{__name__}:Unsolved"), renderer, ASSISTANT, 64, 0)
+    with pytest.raises(EnvError, match=r"Mistaken': sft_rows: KeyError: 'answer'"):
+        load_examples(EnvData(id=f"{__name__}:Mistaken"), renderer, ASSISTANT, 64, 0)
 
 
 class Unsolved:
@@ -172,6 +174,11 @@ class Unsolved:
 
     async def rollout(self, task, ctx):
         raise NotImplementedError
+
+
+class Mistaken(Unsolved):
+    def sft_rows(self, num_rows, seed):
+        yield {"messages": {}["answer"]}
 
 
 def test_long_examples_are_cut_and_counted_and_those_left_without_a_reply_dropped(renderer, tmp_path):

@@ -375,7 +375,10 @@ async def test_a_random_opponent_needs_no_second_player_and_plays_the_same_by_ta
 async def test_a_random_opponent_does_not_win_before_the_policy_has_moved():
     task = Task(env="tic-tac-toe", task_id="t", data={"opening": "1425", "is_first": False})  # x wins with 3
     for seed in range(20):
-        env, table = load_environment("tic-tac-toe", {"opponent": "random", "seed": seed}), Table([], [], ["?"])
+        env, table = (
+            load_environment("tic-tac-toe", {"opponent": "random", "seed": seed}),
+            Table([], [], ["?"]),
+        )
         result = await env.rollout(task, table)
         assert result.metrics["legal"] == 0.0 and len(table.heard) == 1 and table.heard[0][2] == "."
 

@@ -361,5 +361,7 @@ def test_tasks_that_were_made_under_another_name_are_trained(tmp_path):
 
 def test_a_task_that_cannot_be_made_ends_the_run_with_one_message(tmp_path):
     env = {"id": "test_orchestrator:Listed", "name": "shout", "args": {"missing": 5}}
-    with pytest.raises(EnvError, match=r"'shout', tasks\('train'\), task 5: .*test_orchestrator.py.*KeyError: -1"):
+    with pytest.raises(
+        EnvError, match=r"'shout', tasks\('train'\), task 5: .*test_orchestrator.py.*KeyError: -1"
+    ):
         train(config(tmp_path, env=[env], max_steps=40), FakeEngine(parrot(0.5)), FakeTrainer(max_steps=40))

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from stretto.base.errors import ConfigError, StrettoError
+from stretto.base.errors import ConfigError, EnvError, StrettoError
 from stretto.base.watch import Watch
 from stretto.config.algorithm import EchoAlgo
 from stretto.config.orchestrator import OrchestratorSection
@@ -149,6 +149,7 @@ class Draws:
         source = DataSource(
             lambda: self._draw(is_extra=True), self.cfg.group_size, asyncio.get_running_loop()
         )
+        num_empty = 0  # calls in a row
         for number in itertools.count(start):
             put_back = sum(slot.state is SlotState.RUNNING for slot in source.slots.values())
             if not await self.buffer.admit(self.buffer.bounds.groups_per_batch, put_back):
@@ -163,6 +164,12 @@ class Draws:
                 source.slots.clear()
                 if not played:
                     raise  # it did not even take a task
+            num_empty = 0 if played else num_empty + 1
+            if num_empty >= self.cfg.max_failed_groups:
+                times = f"{num_empty} times in a row (max_failed_groups)"
+                raise EnvError(
+                    f"{own.hook.where} returned no group {times}; it must return groups of data_source.get_samples"
+                )
             for slot, group in played:
                 if slot.state is SlotState.RUNNING:  # it may have become too old meanwhile, or the run ends
                     self._take_in(slot, group)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import ConfigError, DataError, EnvError, boundary
 from stretto.chat.render import Message, Renderer
 from stretto.config.sft import Data, EnvData, FileData, LossMaskSection
 from stretto.data.messages import parse_messages, parse_tools
@@ -124,7 +124,9 @@ def read_rows(data: Data, seed: int) -> Iterator[Row]:
                 raise ConfigError(
                     f"[data] environment {data.id!r} has no sft_rows: it cannot solve its own tasks."
                 )
-            for i, row in enumerate(env.sft_rows(data.num_rows, seed)):
+            with boundary(EnvError, f"[data] environment {data.id!r}: sft_rows"):
+                rows = list(env.sft_rows(data.num_rows, seed))
+            for i, row in enumerate(rows):
                 yield parse_row(row, f"environment {data.id}, row {i}")
 
 
