@@ -10,7 +10,7 @@ from stretto.config.section import Section
 from stretto.config.shared import Problem
 
 if TYPE_CHECKING:
-    from stretto.config.orchestrator import OrchestratorSection
+    from stretto.config.orchestrator import OrchestratorSection, TrainEnvSection
     from stretto.config.trainer import TrainerSection
 
 COMPARES = {"grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline", "echo"}
@@ -148,15 +148,10 @@ def check_advantages(section: TrainerSection, path: str) -> list[Problem]:
         rule = f"does nothing with {paths[1]} = 0; raise that, or leave [{at('advantages')}] out"
         problems.append(Problem(paths, f'{paths[0]} = "shaped" {rule}'))
     if cfg.type == "returns" and cfg.gamma == 1 and not cfg.kl_coef and not cfg.whiten:
-        paths = (
-            at("advantages.type"),
-            at("advantages.gamma"),
-            at("advantages.kl_coef"),
-            at("advantages.whiten"),
-        )
+        all_of_them = tuple(at(f"advantages.{key}") for key in ("type", "gamma", "kl_coef", "whiten"))
         rule = "does nothing with gamma = 1, kl_coef = 0 and whiten = false"
         way = f"change one of them, or leave [{at('advantages')}] out"
-        problems.append(Problem(paths, f'{paths[0]} = "returns" {rule}; {way}'))
+        problems.append(Problem(all_of_them, f'{all_of_them[0]} = "returns" {rule}; {way}'))
     if cfg.kl_coef and section.loss.reference_kl is not None:
         paths = (at("advantages.kl_coef"), at("loss.reference_kl"))
         rule = "both hold the policy to a reference, one in the reward and one in the loss; give one of them"
@@ -241,18 +236,18 @@ def check_groups(section: OrchestratorSection, prefix: str) -> list[Problem]:
         return f"{prefix}.{key}" if prefix else key
 
     found: dict[str, str] = {}  # the message by the place of the value
-    envs = section.env or [None]
+    envs: list[TrainEnvSection | None] = [*section.env] or [None]
     for index, env in enumerate(envs):
         algo = (env and env.algo) or section.algo
-        has_own = env is not None and env.group_size is not None
-        place = path(f"env.{index}.group_size" if has_own else "group_size")
-        if (env.group_size if has_own else section.group_size) == 1 and algo.type in COMPARES:
+        own_size = env.group_size if env is not None else None
+        place = path("group_size" if own_size is None else f"env.{index}.group_size")
+        if (own_size or section.group_size) == 1 and algo.type in COMPARES:
             rule = f"every advantage would be zero, for {algo.type} subtracts the group's mean and one is its own mean"
             found.setdefault(place, f"{place} = 1: {rule}; use 2 or more (8 is the default)")
-        has_own = env is not None and env.sampling.temperature is not None
-        place = path(f"env.{index}.sampling.temperature" if has_own else "train.sampling.temperature")
-        temperature = env.sampling.temperature if has_own else section.train.sampling.temperature
-        if temperature == 0 and algo.type not in {"zero", *(DISTILLS if has_own else ())}:
+        own = env.sampling.temperature if env is not None else None
+        place = path("train.sampling.temperature" if own is None else f"env.{index}.sampling.temperature")
+        temperature = section.train.sampling.temperature if own is None else own
+        if temperature == 0 and algo.type not in {"zero", *(() if own is None else DISTILLS)}:
             rule = "the rollouts of a group would be equal and teach nothing; use more, such as 1.0"
             found.setdefault(place, f"{place} = 0 is greedy: {rule}")
     return [Problem((place,), message) for place, message in found.items()]
