@@ -1,7 +1,7 @@
 """Every algorithm learns: each credit with each loss on two tasks, then losses on stale rollouts.
 
-    python benchmarks/algorithms.py [--quick] [--pairs WHICH] [--task TASK] [--only PART] [--seed N] [--rows FILE]
-                                    [--picture FILE]
+    python benchmarks/algorithms.py [--quick] [--pairs WHICH] [--credit NAME ...] [--lr RATE] [--task TASK]
+                                    [--only PART] [--seed N] [--rows FILE] [--picture FILE]
 
 A network of 0.13M parameters is warmed up on solved tasks (`sft`), then trained by `rl` with the embedded engine, once
 for every row of the table: the credits of `CREDITS` with the losses of `LOSSES` (as far as the configuration allows the
@@ -224,10 +224,15 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=11, help="of the warm-up's network, of tasks and of sampling"
     )
+    parser.add_argument(
+        "--credit", action="append", choices=list(CREDITS), help="of the pairs, only this one's"
+    )
+    parser.add_argument("--lr", help="instead of the example's 1e-3")
     parser.add_argument("--rows", type=Path, help="a file of JSON lines, one a run that is done")
     parser.add_argument("--picture", type=Path, help="where to write the curves")
     args = parser.parse_args()
     done = Done(args.rows)
+    rate = f"--trainer.optim.lr {args.lr}" if args.lr else ""
     results: list[dict] = []
     stale: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +242,9 @@ def main() -> None:
             run = done.once(work, task, warm_up(work, task, args.seed), steps=steps, seed=args.seed)
             if args.only != "stale":
                 for name, flags in combinations("quick" if args.quick else args.pairs).items():
-                    results.append(run(name, flags))
+                    if args.credit and name.partition(" x ")[0] not in args.credit:
+                        continue
+                    results.append(run(name, f"{flags} {rate}"))
                     show(results[-1:], "")
                     if args.picture is not None:
                         draw(results, stale, args.picture)
@@ -245,7 +252,7 @@ def main() -> None:
                 continue
             old = f"--orchestrator.max-async-level {STALE} --orchestrator.max-off-policy-steps {STALE}"
             for name, flags in OFF_POLICY.items():
-                stale.append(run(name, f"{flags} {old}"))
+                stale.append(run(name, f"{flags} {old} {rate}"))
                 show(stale[-1:], f"up to {STALE} steps old")
     show(results, f"all, seed {args.seed}")
     show(stale, f"up to {STALE} steps old, seed {args.seed}")
