@@ -33,10 +33,8 @@ test: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	status=0; \
-	$(PYTEST) -n 2 --dist loadfile tests/unit tests/wires tests/contract || status=1; \
-	$(PYTEST) tests/e2e tests/dist tests/gpu || status=1; \
-	exit $$status
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder \
+		tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/unit
 endif
 
 lint: $(VENV)/installed-dev
