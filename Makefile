@@ -28,7 +28,7 @@ vllm: $(VENV)/installed-vllm
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Two files at a time; then what starts several busy processes, one after the other. ARGS: those tests alone.
+# Two files at a time, those that take longest first. ARGS: those tests alone.
 test: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
 ifdef ARGS
 	$(PYTEST) $(ARGS)
