@@ -28,13 +28,15 @@ vllm: $(VENV)/installed-vllm
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Two files at a time, those that take longest first. ARGS: those tests alone.
+# Two files at a time; first the tests of parts and wires, then whole runs. ARGS: those tests alone.
 test: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder \
-		tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/unit
+	status=0; \
+	$(PYTEST) -n 2 --dist loadfile tests/unit tests/wires tests/contract || status=1; \
+	$(PYTEST) -n 2 --dist loadfile tests/e2e tests/dist tests/gpu || status=1; \
+	exit $$status
 endif
 
 lint: $(VENV)/installed-dev
