@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from stretto.base.errors import ConfigError, EnvError, StrettoError
+from stretto.base.errors import ConfigError, EnvError
 from stretto.base.imports import load_module
 from stretto.envs import find
-from stretto.envs.foreign import check_kinds, signature_of, told
+from stretto.envs.foreign import calling, check_kinds, signature_of
 from stretto.records.rollout import Task
 
 if TYPE_CHECKING:
@@ -279,15 +279,11 @@ def load_environment(
         raise ConfigError(
             f"environment {env_id!r}: {cause}; its arguments are {known}. Change `args`."
         ) from cause
-    try:
+    with calling(ConfigError, f"environment {env_id!r}"):
         env = factory(**args)
         if not isinstance(env, Environment):
             raise ConfigError(f"{env_id!r} made a {type(env).__name__}, which lacks name, tasks or rollout.")
         env.name = name or env.name
-    except StrettoError:
-        raise
-    except (Exception, SystemExit) as cause:  # the boundary of a foreign constructor
-        raise ConfigError(f"environment {env_id!r}: {told(cause)}") from cause
     return env
 
 
@@ -297,12 +293,8 @@ def tasks_of(env: Environment, split: Split) -> TaskSource:
     Making one raises EnvError with file and line. Raises: ConfigError for what is no source of tasks.
     """
     where = f"environment {env.name!r}, tasks({split!r})"
-    try:
+    with calling(ConfigError, where):
         source = env.tasks(split)
-    except StrettoError:
-        raise
-    except Exception as cause:
-        raise ConfigError(f"{where}: {told(cause)}") from cause
     if not isinstance(source, TaskSource):
         raise ConfigError(
             f"{where} returned a {type(source).__name__}; return a TaskSource(make, num_tasks), where make(i) is the "
@@ -315,12 +307,8 @@ def tasks_of(env: Environment, split: Split) -> TaskSource:
         )
 
     def make(index: int) -> Task:
-        try:
+        with calling(EnvError, f"{where}, task {index}"):
             task = source.make(index)
-        except StrettoError:
-            raise
-        except Exception as cause:
-            raise EnvError(f"{where}, task {index}: {told(cause)}") from cause
         if not isinstance(task, Task):
             raise EnvError(f"{where}, task {index} is a {type(task).__name__}, not a Task")
         return task if task.env == env.name else msgspec.structs.replace(task, env=env.name)

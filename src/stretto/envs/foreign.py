@@ -5,18 +5,33 @@ from __future__ import annotations
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_type_hints
 
 import msgspec
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, StrettoError
 
 
-def told(error: BaseException) -> str:
-    """What was raised, and where, as far inside as code is the environment's own; the catcher's frame is no place."""
+@contextmanager
+def calling(kind: type[StrettoError], where: str) -> Iterator[None]:
+    """Turn whatever somebody else's code raises, a SystemExit too, into `kind` with its place."""
+    try:
+        yield
+    except StrettoError:
+        raise
+    except (Exception, SystemExit) as cause:
+        raise kind(f"{where}: {told(cause, num_ours=2)}") from cause
+
+
+def told(error: BaseException, num_ours: int = 1) -> str:
+    """What was raised, and where, as far inside as code is the environment's own.
+
+    num_ours: outermost frames that are the catcher's, and no place.
+    """
     what = f"{type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = traceback.extract_tb(error.__traceback__)[num_ours:]
     return f"{nearest(frames)}: {what}" if frames else what
 
 
