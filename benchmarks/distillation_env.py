@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.envs.sort_letters import SortLetters
+from stretto.envs.bundled.sort_letters import SortLetters
 
 
 class ShownLetters(SortLetters):

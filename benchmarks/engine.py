@@ -28,8 +28,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 
-from stretto.base.memory import keep_freed_memory
-from stretto.config.model import ScratchSection
+from stretto.base.runtime import keep_freed_memory
+from stretto.config.sections.model import ScratchSection
 from stretto.inference.embedded import runner as runner_module
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import Engine, running
@@ -122,15 +122,17 @@ def price_of_equal_bits(rounds: int) -> dict[str, float]:
     """What padding rows to a multiple of 16 costs, by decode batch: CPU with it relative to CPU without."""
     scratch, vocab = MODELS["0.1M"]
     core = EngineCore(random_model(scratch, vocab), CoreSettings(enable_prefix_caching=False))
-    padding, out = runner_module._ROWS, {}
+    padding, out = runner_module._ROW_MULTIPLE, {}
     for batch in (1, 8, 17, 64):
         cost: dict[int, list[float]] = {padding: [], 1: []}
         for i in range(2 * rounds):
-            runner_module._ROWS = (padding, 1)[i % 2]
+            runner_module._ROW_MULTIPLE = (padding, 1)[i % 2]
             ids = prompts(batch, vocab, i // 2)
-            cost[runner_module._ROWS].append(measure(lambda i=i, ids=ids: run_core(core, str(i), ids, 32))[1])
+            cost[runner_module._ROW_MULTIPLE].append(
+                measure(lambda i=i, ids=ids: run_core(core, str(i), ids, 32))[1]
+            )
         out[str(batch)] = round(statistics.median(cost[padding]) / statistics.median(cost[1]), 3)
-    runner_module._ROWS = padding
+    runner_module._ROW_MULTIPLE = padding
     return out
 
 

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from stretto.config.model import ScratchSection
+from stretto.config.sections.model import ScratchSection
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models.hub import random_model, save_hf
 from stretto.records.generate import GenerateRequest, SamplingParams

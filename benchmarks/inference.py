@@ -1,4 +1,4 @@
-"""The embedded engine and vLLM on the same model, as servers: start, memory, tokens a second, the router's price.
+"""The embedded engine and vLLM on the same model, as servers: start, memory, tokens per second, the router's price.
 
     python benchmarks/inference.py [--quick]
 
@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 
 from stretto.chat.tokenizer import build_letters_tokenizer
-from stretto.config.model import ScratchSection
+from stretto.config.sections.model import ScratchSection
 from stretto.models.hub import export_tensors, random_model, save_hf
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
@@ -109,7 +109,7 @@ def request(name: str, tokens: int, seed: int) -> GenerateRequest:
 
 
 async def rounds(client: EngineClient, label: str, width: int, tokens: int, repeats: int) -> float:
-    """Median tokens a second over repeats of `width` requests at once."""
+    """Median tokens per second over repeats of `width` requests at once."""
     speeds = []
     for again in range(repeats + 1):
         asked = [request(f"{label}-{again}-{i}", tokens, again * width + i) for i in range(width)]

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import rollout_cost
 
-from stretto.config.roots import OrchestratorConfig
+from stretto.config.root import OrchestratorConfig
 from stretto.envs.base import RolloutResult, TaskSource
 from stretto.records.rollout import Task
 
@@ -94,17 +94,17 @@ async def probe(lags: list[tuple[float, float, float]]) -> None:
 
 
 async def measure(cfg: OrchestratorConfig) -> dict:
-    from stretto.base.garbage import collecting_seldom
+    from stretto.base.runtime import collect_on_growth
     from stretto.orchestrator.build import build_scratch_renderer
-    from stretto.orchestrator.checkpoint import Progress
     from stretto.orchestrator.main import build_loop, open_wires
+    from stretto.orchestrator.state.checkpoint import Progress
 
     renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
     lags: list[tuple[float, float, float]] = []
     peak = {"rollouts": 0, "rss": 0, "tasks": 0}
     async with AsyncExitStack() as stack:
         loop = build_loop(cfg, await open_wires(cfg, 0, stack), renderer, Progress(), stack)
-        await stack.enter_async_context(collecting_seldom())
+        await stack.enter_async_context(collect_on_growth())
         before = rss_bytes()
 
         async def watch() -> None:

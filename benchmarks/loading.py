@@ -24,18 +24,18 @@ from pathlib import Path
 import torch
 
 from stretto.base.paths import RunDir
-from stretto.config.model import ModelSection
-from stretto.config.trainer import AdamWOptim, ConstantScheduler
+from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models import hub
-from stretto.models.config import ModelConfig, Rope, to_hf
+from stretto.models.config import to_hf
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
-from stretto.models.safetensors_file import Entry, StreamWriter
-from stretto.trainer import checkpoint
-from stretto.trainer.export import export_weights
+from stretto.models.safetensors_file import StreamWriter, TensorEntry
+from stretto.models.shape import ModelConfig, Rope
 from stretto.trainer.learner import Learner
-from stretto.trainer.mesh import Mesh, find_degrees, process_group, training_device
-from stretto.transports.weights import ONE_RANK
+from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.trainer.state import checkpoint
+from stretto.trainer.state.export import export_weights
 from stretto.transports.weights.collective import CollectivePublisher
 
 HIDDEN, MIB = 1024, 1 << 20
@@ -63,7 +63,7 @@ def write_model(directory: Path, num_bytes: int) -> int:
     (directory / "config.json").write_text(json.dumps(to_hf(cfg, dtype="float32")))
     with torch.device("meta"):
         shapes = Decoder(cfg).tensor_map.their_shapes
-    entries = [Entry(name, torch.float32, shape) for name, shape in shapes.items()]
+    entries = [TensorEntry(name, torch.float32, shape) for name, shape in shapes.items()]
     writer = StreamWriter(directory / "model.safetensors", entries)
     for entry in entries:
         writer.add(torch.randn(entry.shape) * 0.02)
@@ -93,20 +93,20 @@ def measure(directory: Path, out: Path) -> dict:
     if world == 1:
         policy, mesh = hub.load_model(directory, dtype=torch.float32), None
     else:
-        policy = hub.outline(directory, torch.float32)
+        policy = hub.build_meta_model(directory, torch.float32)
         mesh = Mesh(find_degrees(section, world, policy.config), training_device())
     learner = Learner(
         policy, model=section, optim=AdamWOptim(), scheduler=ConstantScheduler(), max_steps=None, mesh=mesh
     )
     load_s = time.perf_counter() - start
     shard = sum(
-        part.tensor.nbytes for name, part in learner.state().parts.items() if name.startswith("model.")
+        part.tensor.nbytes for name, part in learner.state().slices.items() if name.startswith("model.")
     )
     found = {"shard_mib": shard / MIB, "load_s": load_s}
     found["load_peak_mib"] = (resident("VmHWM") - before) / MIB
     loaded, start = forget_peak(), time.perf_counter()
     run = RunDir(out)
-    export_weights(run, policy, 1, directory)
+    export_weights(run, learner.network.weights, 1, directory)
     found["export_s"] = time.perf_counter() - start
     found["export_peak_mib"] = (resident("VmHWM") - loaded) / MIB
     found |= publish(learner)
@@ -125,7 +125,7 @@ def publish(learner: Learner) -> dict[str, float]:
     """What one rank sees of publishing: the first time buckets are made, which the second one uses again."""
     found: dict[str, float] = {}
     port = int(os.environ["WEIGHTS_PORT"])
-    ranks = learner.mesh or ONE_RANK
+    ranks = learner.mesh
     publisher = CollectivePublisher("127.0.0.1", port, bucket_bytes=64_000_000, timeout_s=60.0, ranks=ranks)
     before = forget_peak()
     for version, name in enumerate(("publish_first_s", "publish_s")):

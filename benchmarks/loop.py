@@ -1,15 +1,17 @@
 """The whole system: completion tokens per second against TRL's GRPOTrainer, and what asynchrony buys.
 
-    python benchmarks/loop.py [--quick] [--trl-python PATH]
+    python benchmarks/loop.py [--quick] [--shapes 16x16 64x32 256x64] [--rounds N] [--trl-python PATH]
 
-1. Side by side: a random Qwen3 (2 layers, hidden 64, 64 tokens), 64 completions of exactly 32 tokens a step in groups
-   of 8, AdamW, float32 on the CPU, one thread a process. Ours is inference server, orchestrator and trainer as `rl`
-   starts them; TRL is its GRPOTrainer in a virtual environment of its own (`--trl-python`, else build/trl, which is
-   made when it is missing). They run in turns, and the ratio is taken round by round.
+1. Side by side: a random Qwen3 (2 layers, hidden 64, 64 tokens), so many completions of exactly so many tokens per step
+   (16 x 16, 64 x 32, 256 x 64) in groups of 8, AdamW, float32 on the CPU, one thread per process. Ours is inference
+   server, orchestrator and trainer as `rl` starts them; TRL is its GRPOTrainer in a virtual environment of its own
+   (`--trl-python`, else build/trl, which is made when it is missing). They run in turns, and the ratio is taken round
+   by round.
 2. Asynchrony: the same work with an environment whose latency is log-normal (sigma 1), synchronous
    (max_async_level = 0) and asynchronous, and how close the latter comes to the longer of generation and training.
 
-The last line is one JSON object.
+The last line is one JSON object. `ratio_tokens_per_s` and what stands beside it are of 64 x 32; `ratios` has the median
+of every shape, `shapes` everything that was measured of it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,14 +32,32 @@ import loop_env
 
 HERE = Path(__file__).resolve().parent
 CHARACTERS = loop_env.LETTERS + loop_env.LETTERS[:12].upper() + "0123456789\n"
-COMPLETIONS, GROUP, NEW_TOKENS, WARMUP = 64, 8, 32, 5
+GROUP, WARMUP = 8, 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Completions a step, tokens of each, steps of a turn, and the ratio that is aimed at."""
+
+    completions: int
+    new_tokens: int
+    steps: int
+    goal: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.completions}x{self.new_tokens}"
+
+
+SHAPES = {s.name: s for s in (Shape(16, 16, 300, 2.0), Shape(64, 32, 150, 3.0), Shape(256, 64, 40, 3.0))}
+MAIN = SHAPES["64x32"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def build_model(directory: Path) -> None:
     """A random model in Hugging Face form with a tokenizer of exactly 64 tokens."""
     from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
-    from stretto.config.model import ScratchSection
+    from stretto.config.sections.model import ScratchSection
     from stretto.models.hub import random_model, save_hf
 
     build_letters_tokenizer(directory, CHARACTERS)
@@ -59,9 +80,10 @@ def trl_python(work: Path) -> Path:
     return python
 
 
-def run_trl(python: Path, model: Path, work: Path, steps: int) -> list[dict]:
-    """TRL's step times; one dict a step with wall_s and cpu_s."""
-    command = [python, HERE / "loop_trl.py", model, str(steps), work]
+def run_trl(python: Path, model: Path, work: Path, shape: Shape, steps: int) -> list[dict]:
+    """TRL's step times; one dict per step with wall_s and cpu_s."""
+    sizes = [str(shape.completions), str(GROUP), str(shape.new_tokens)]
+    command = [python, HERE / "loop_trl.py", model, str(steps), work, *sizes]
     out = subprocess.run(command, check=True, env=ENV, capture_output=True, text=True).stdout
     times = json.loads(out.splitlines()[-1])
     wall, cpu = times["wall"], times["cpu"]
@@ -71,15 +93,15 @@ def run_trl(python: Path, model: Path, work: Path, steps: int) -> list[dict]:
     ]
 
 
-def run_ours(model: Path, work: Path, steps: int, name: str, *overrides: str) -> dict:
+def run_ours(model: Path, work: Path, shape: Shape, steps: int, name: str, *overrides: str) -> dict:
     """One `rl` run. Step rows after the warm-up, and the CPU seconds of all its processes per step."""
     command = [
         sys.executable, "-m", "stretto", "rl",
         "--output-dir", str(work), "--run.name", name, "--clean",
         "--model.name", str(model), "--max-steps", str(steps), "--seq-len", "4096",
         "--orchestrator.env", '[{"id": "loop_env:DistinctLetters"}]',
-        "--orchestrator.batch-size", str(COMPLETIONS), "--orchestrator.group-size", str(GROUP),
-        "--orchestrator.train.sampling.max-completion-tokens", str(NEW_TOKENS),
+        "--orchestrator.batch-size", str(shape.completions), "--orchestrator.group-size", str(GROUP),
+        "--orchestrator.train.sampling.max-completion-tokens", str(shape.new_tokens),
         "--orchestrator.train.sampling.ignore-eos", "--no-orchestrator.filter-zero-advantages",
         "--trainer.optim.lr", "1e-4",
         *overrides,
@@ -111,35 +133,36 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-def tokens_per_s(walls: list[float]) -> float:
-    return len(walls) * COMPLETIONS * NEW_TOKENS / sum(walls)
+def tokens_per_s(walls: list[float], shape: Shape) -> float:
+    return len(walls) * shape.completions * shape.new_tokens / sum(walls)
 
 
-def side_by_side(python: Path, model: Path, work: Path, steps: int, rounds: int) -> dict:
+def side_by_side(python: Path, model: Path, work: Path, shape: Shape, steps: int, rounds: int) -> dict:
     """Completion tokens per second of both, in turns."""
     ratios, ours, theirs = [], [], []
-    cpu: dict[int, float] = {}
+    cpu: list[float] = []
     for i in range(rounds):
-        trl = run_trl(python, model, work, steps)
-        run = run_ours(model, work, steps, f"side-{i}")
+        trl = run_trl(python, model, work, shape, steps)
+        run = run_ours(model, work, shape, steps, f"side-{shape.name}-{i}")
         walls = [row["time/step"] for row in run["rows"]]
-        ratios.append(tokens_per_s(walls) / tokens_per_s([step["wall_s"] for step in trl]))
+        ratios.append(tokens_per_s(walls, shape) / tokens_per_s([step["wall_s"] for step in trl], shape))
         ours += run["rows"]
         theirs += trl
-        cpu[steps] = run["cpu_s"]
-    # Start-up is paid once: CPU time a step is the difference between a long and a short run.
-    short = run_ours(model, work, steps // 2, "side-short")
-    cpu_step = (cpu[steps] - short["cpu_s"]) / (steps - steps // 2)
+        # Start-up is paid once: CPU time a step is the difference between a long and a short run.
+        short = run_ours(model, work, shape, steps // 2, f"side-{shape.name}-short")
+        cpu.append((run["cpu_s"] - short["cpu_s"]) / (steps - steps // 2))
     walls = [row["time/step"] for row in ours]
     trl_walls = [step["wall_s"] for step in theirs]
     return {
         "ratio_tokens_per_s": statistics.median(ratios),
         "ratio_tokens_per_s_rounds": [round(r, 3) for r in ratios],
-        "tokens_per_s": tokens_per_s(walls),
+        "goal": shape.goal,
+        "steps": steps,
+        "tokens_per_s": tokens_per_s(walls, shape),
         "step_wall_ms_p50": 1e3 * percentile(walls, 0.5),
         "step_wall_ms_p10": 1e3 * percentile(walls, 0.1),
-        "step_cpu_ms": 1e3 * cpu_step,
-        "trl_tokens_per_s": tokens_per_s(trl_walls),
+        "step_cpu_ms": 1e3 * statistics.median(cpu),
+        "trl_tokens_per_s": tokens_per_s(trl_walls, shape),
         "trl_step_wall_ms_p50": 1e3 * percentile(trl_walls, 0.5),
         "trl_step_wall_ms_p10": 1e3 * percentile(trl_walls, 0.1),
         "trl_step_cpu_ms_p50": 1e3 * percentile([step["cpu_s"] for step in theirs], 0.5),
@@ -155,7 +178,7 @@ def asynchrony(model: Path, work: Path, steps: int, latency_s: float) -> dict:
         "--orchestrator.env",
         json.dumps([{"id": "loop_env:SlowLetters", "args": {"latency_s": latency_s}}]),
     )
-    sync = run_ours(model, work, steps, "sync", *env, "--orchestrator.max-async-level", "0")["rows"]
+    sync = run_ours(model, work, MAIN, steps, "sync", *env, "--orchestrator.max-async-level", "0")["rows"]
     step = statistics.mean(r["time/step"] for r in sync)
     train = statistics.mean(r["trainer/step_s"] - r["trainer/wait_s"] for r in sync)
     generate = step - train  # until the slowest of 64 rollouts is done
@@ -164,6 +187,7 @@ def asynchrony(model: Path, work: Path, steps: int, latency_s: float) -> dict:
         run = run_ours(
             model,
             work,
+            MAIN,
             steps,
             f"async-{level}",
             *env,
@@ -183,6 +207,10 @@ def asynchrony(model: Path, work: Path, steps: int, latency_s: float) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps and rounds; under a minute")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="completions x tokens"
+    )
+    parser.add_argument("--rounds", type=int, help="turns of each system; 3, with --quick 1")
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment with TRL 1.16")
     args = parser.parse_args()
     work = HERE.parent / "build" / "bench-loop"
@@ -191,10 +219,18 @@ def main() -> None:
     build_model(model)
     (work / "prompts.json").write_text(json.dumps([loop_env.prompt_text(i) for i in range(4096)]))
     python = args.trl_python or trl_python(HERE.parent / "build" / "trl")
-    steps, rounds = (25, 1) if args.quick else (150, 3)
-    result = {"benchmark": "loop", "quick": args.quick, "steps": steps}
-    result |= side_by_side(python, model, work, steps, rounds)
-    if not args.quick:
+    rounds = args.rounds or (1 if args.quick else 3)
+    shapes = {}
+    for name in [MAIN.name] if args.quick else args.shapes:
+        shape = SHAPES[name]
+        steps = 25 if args.quick else shape.steps
+        shapes[name] = side_by_side(python, model, work, shape, steps, rounds)
+        print(name, json.dumps(shapes[name]), flush=True)
+    result = {"benchmark": "loop", "quick": args.quick} | shapes.get(MAIN.name, {})
+    result["ratios"] = {name: figures["ratio_tokens_per_s"] for name, figures in shapes.items()}
+    result["goals"] = {name: SHAPES[name].goal for name in shapes}
+    result["shapes"] = shapes
+    if not args.quick and MAIN.name in shapes:
         result["asynchrony"] = asynchrony(model, work, 40, 0.1)
     print(json.dumps(result))
 

@@ -1,9 +1,10 @@
 """TRL's GRPOTrainer on the loop benchmark's work; run by benchmarks/loop.py in TRL's own virtual environment.
 
-    python loop_trl.py MODEL_DIR STEPS WORK_DIR        prints one JSON object on its last line
+    python loop_trl.py MODEL_DIR STEPS WORK_DIR [COMPLETIONS GROUP NEW_TOKENS]
 
-One thread, one process, CPU. The same random Qwen3, the same prompts, 64 completions of exactly 32 tokens a step in
-groups of 8, AdamW, no KL to a reference model. A reward that differs within every group keeps the gradient non-zero.
+One thread, one process, CPU. The same random Qwen3, the same prompts, COMPLETIONS of exactly NEW_TOKENS a step in
+groups of GROUP (64 of 32 in groups of 8), AdamW, no KL to a reference model. A reward that differs within every group
+keeps the gradient non-zero. The last line is one JSON object.
 """
 
 import json
@@ -15,8 +16,6 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-COMPLETIONS, GROUP, NEW_TOKENS = 64, 8, 32
 
 
 class StepTimes(TrainerCallback):
@@ -37,7 +36,9 @@ def reward(completions: list, **kwargs) -> list[float]:
     return [len(set(text)) / max(len(text), 1) for text in texts]
 
 
-def main(model_dir: str, steps: int, work_dir: str) -> None:
+def main(
+    model_dir: str, steps: int, work_dir: str, completions: int = 64, group: int = 8, new_tokens: int = 32
+) -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -48,10 +49,10 @@ def main(model_dir: str, steps: int, work_dir: str) -> None:
         output_dir=f"{work_dir}/trl",
         use_cpu=True,
         max_steps=steps,
-        per_device_train_batch_size=COMPLETIONS,
-        num_generations=GROUP,
-        max_completion_length=NEW_TOKENS,
-        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        per_device_train_batch_size=completions,
+        num_generations=group,
+        max_completion_length=new_tokens,
+        generation_kwargs={"min_new_tokens": new_tokens},
         learning_rate=1e-4,
         beta=0.0,
         temperature=1.0,
@@ -72,8 +73,8 @@ def main(model_dir: str, steps: int, work_dir: str) -> None:
         callbacks=[times],
     )
     trainer.train()
-    print(json.dumps({"wall": times.wall, "cpu": times.cpu, "tokens_per_step": COMPLETIONS * NEW_TOKENS}))
+    print(json.dumps({"wall": times.wall, "cpu": times.cpu, "tokens_per_step": completions * new_tokens}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *(int(word) for word in sys.argv[4:]))

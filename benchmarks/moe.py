@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from stretto.models.config import ModelConfig, Rope
-from stretto.models.moe import MoE, MoEShape, Routing
+from stretto.models.moe import MoE, Routing
+from stretto.models.shape import ModelConfig, MoEShape, Rope
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from stretto.config.roots import OrchestratorConfig
+from stretto.config.root import OrchestratorConfig
 
 
 def config(directory: str, ports: dict[str, int], args: argparse.Namespace) -> OrchestratorConfig:
@@ -104,14 +104,15 @@ async def play_engine(port: int, delay: Callable[[random.Random], float] | None 
 
 
 def play_trainer(cfg: OrchestratorConfig) -> None:
+    from stretto.base.secret import load_secret
     from stretto.records.control import Bye, Register, StepDone, VersionReady
     from stretto.records.weights import WeightManifest
     from stretto.transports.control import ControlClient
     from stretto.transports.rollouts import build_receiver
 
-    control = ControlClient(cfg.control, cfg.run_name)
-    receiver = build_receiver(cfg.rollout_transport, cfg.run_dir, 0)
+    control = ControlClient(cfg.control, cfg.run_name, load_secret(cfg.run_dir))
     control.register(Register())
+    receiver = build_receiver(cfg.rollout_transport, cfg.run_dir, 0, control.session)
 
     def publish(version: int) -> None:
         empty = WeightManifest(
@@ -150,20 +151,20 @@ async def measure(cfg: OrchestratorConfig) -> tuple[list[float], list[float]]:
     from contextlib import AsyncExitStack
 
     from stretto.orchestrator.build import build_scratch_renderer
-    from stretto.orchestrator.checkpoint import Progress
     from stretto.orchestrator.main import build_loop, open_wires
+    from stretto.orchestrator.state.checkpoint import Progress
 
     renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
     marks: list[tuple[float, float]] = []
     async with AsyncExitStack() as stack:
         loop = build_loop(cfg, await open_wires(cfg, 0, stack), renderer, Progress(), stack)
-        log = loop.monitors.log
+        log = loop.parts.monitors.log
 
         def mark(step: int, metrics: dict[str, float]) -> None:
             log(step, metrics)
             marks.append((cpu_s(), time.perf_counter()))
 
-        loop.monitors.log = mark
+        loop.parts.monitors.log = mark
         await loop.run()
     pairs = list(itertools.pairwise(marks[2:]))
     return [b[0] - a[0] for a, b in pairs], [b[1] - a[1] for a, b in pairs]
@@ -212,7 +213,7 @@ def main() -> None:
     assert not broken, broken
     cpu_ms, wall_ms = ([1e3 * s for s in times] for times in (cpu, wall))
     num_rollouts = args.batch_size * args.steps
-    print(f"{args.batch_size} rollouts a step in groups of {args.group_size}, {len(cpu)} steps measured")
+    print(f"{args.batch_size} rollouts per step in groups of {args.group_size}, {len(cpu)} steps measured")
     print(
         json.dumps(
             {

@@ -33,9 +33,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from stretto.base.memory import keep_freed_memory
-from stretto.config.model import ModelSection, ScratchSection
-from stretto.config.trainer import AdamWOptim, ConstantScheduler, MuonOptim, SgdOptim
+from stretto.base.runtime import keep_freed_memory
+from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, MuonOptim, SgdOptim
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.lm_head import token_logprobs
@@ -185,7 +185,7 @@ def stretto_steps(spec: dict[str, Any]) -> dict[str, Any]:
     optim = OPTIMS[settings.pop("optim", "adamw")](lr=1e-4)
     section = ModelSection(**settings)
     vocab = shape_of(spec["shape"])[1]
-    policy = hub.load_model(spec["model"], dtype=hub.DTYPES[section.dtype], device=device)
+    policy = hub.load_model(spec["model"], dtype=hub.dtype_of(section.dtype, device), device=device)
     rows = packed(documents(spec["kind"], spec, vocab), spec["row_tokens"])
     memory = Memory(device)
     learner = Learner(policy, model=section, optim=optim, scheduler=ConstantScheduler(), max_steps=None)
@@ -231,9 +231,8 @@ def transformers_steps(spec: dict[str, Any]) -> dict[str, Any]:
     vocab = shape_of(spec["shape"])[1]
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype).to(device)
     docs = documents(spec["kind"], spec, vocab)
-    size = max(
-        1, spec["row_tokens"] * len(docs) // sum(map(len, docs))
-    )  # as many real tokens as a packed row has
+    # As many real tokens as a packed row has.
+    size = max(1, spec["row_tokens"] * len(docs) // sum(map(len, docs)))
     batches = [_padded(docs[start : start + size], device) for start in range(0, len(docs), size)]
     num_tokens = sum(len(doc) - 1 for doc in docs)
     memory = Memory(device)
@@ -291,19 +290,19 @@ def head(spec: dict[str, Any]) -> dict[str, Any]:
 
 def gemm(spec: dict[str, Any]) -> dict[str, Any]:
     """TFLOP/s of one product: bfloat16, 8 bits, and 8 bits with the rounding of both operands."""
-    from stretto.models.fp8 import Groups
-    from stretto.models.fp8_kernels import find_kernels
+    from stretto.models.fp8.kernels import find_kernels
+    from stretto.models.fp8.reference import RowGroups
 
     rows, dim, out = spec["gemm"]
     device = torch.device("cuda")
     x, weight = (torch.randn(n, dim, device=device, dtype=torch.bfloat16) for n in (rows, out))
-    kernels, groups = find_kernels(device), Groups.one(rows, device)
-    x8, w8 = kernels.round_rows(x), kernels.round_blocks(weight[None])
+    kernels, groups = find_kernels(device), RowGroups.one(rows, device)
+    x8, w8 = kernels.quantize_rows(x), kernels.quantize_blocks(weight[None])
     ways = {
         "bf16": lambda: x @ weight.T,
         "fp8": lambda: kernels.product(x8, w8, groups, torch.bfloat16),
         "fp8 with rounding": lambda: kernels.product(
-            kernels.round_rows(x), kernels.round_blocks(weight[None]), groups, torch.bfloat16
+            kernels.quantize_rows(x), kernels.quantize_blocks(weight[None]), groups, torch.bfloat16
         ),
     }
     found: dict[str, Any] = {"kernels": kernels.name}

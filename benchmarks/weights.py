@@ -1,13 +1,13 @@
 """A weight update, publisher to tensors in another process: milliseconds by transport and size.
 
-    python benchmarks/weights.py [--quick]
+    python benchmarks/weights.py [--quick] [--size SIZE] [--transport TYPE]
 
 The publisher is this process; the receiver is another one, as trainer and engine are, told of a version
 through a pipe. `publish_ms`: model to shared memory, disk or buckets, checksum included where files have one: what
 the trainer waits for. `receive_ms`: map or receive, verify, copy into the engine's tensors: what an engine stands still
-for. `update_ms`: both, and the message. `copies`: update_ms over the time of one plain copy of the same bytes in the
-same run; `GBps` and `memcpy_GBps` say both as rates. A first update pays for fresh memory; figures are of the later
-ones.
+for. `update_ms`: both, and the message. `publish_times_one_copy` and `receive_times_one_copy`: over the time of one
+plain copy of the same bytes, which is taken after every update; `copies`: likewise update_ms. `GBps` and
+`memcpy_GBps` say both as rates. A first update pays for fresh memory; figures are of the later ones.
 
 `beside` (of the big models): how fast the publisher's process computes, products of matrices, while the receiver
 receives, over how fast it does alone: a trainer goes on with its next step. Every other update is for that.
@@ -40,7 +40,7 @@ import msgspec
 import torch
 
 from stretto.base.paths import RunDir
-from stretto.config.transport import (
+from stretto.config.sections.transport import (
     CollectiveWeights,
     DeltaSection,
     FilesystemWeights,
@@ -78,16 +78,17 @@ def receiver() -> None:
         print((time.perf_counter() - started) * 1e3, flush=True)
 
 
-def copy_ms(tensors: list[tuple[str, torch.Tensor]]) -> float:
+class Copy:
     """One copy of all bytes into memory that is there."""
-    held = [torch.empty_like(tensor) for _, tensor in tensors]
-    times = []
-    for _ in range(5):
+
+    def __init__(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self._pairs = [(tensor.clone(), tensor) for _, tensor in tensors]
+
+    def ms(self) -> float:
         started = time.perf_counter()
-        for (_, tensor), target in zip(tensors, held):
+        for target, tensor in self._pairs:
             target.copy_(tensor)
-        times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times[1:])
+        return (time.perf_counter() - started) * 1e3
 
 
 class Work:
@@ -135,6 +136,7 @@ def measure(
     ):
         publisher = build_publisher(cfg, RunDir(Path(work)), "benchmark")
         meanwhile, rates = Work(engine), []
+        copy, copies_ms = Copy(tensors), []
         for version in range(rounds + 3):
             if dtype == torch.bfloat16:
                 change(tensors)
@@ -148,6 +150,7 @@ def measure(
             receive_ms = float(engine.stdout.readline())
             done = time.perf_counter()
             publisher.release(version - 1)
+            copies_ms.append(copy.ms())
             if version >= 3 and is_working:
                 rates.append(beside / meanwhile.alone(min(receive_ms / 1e3, 0.5)))
             elif version >= 3:
@@ -157,11 +160,13 @@ def measure(
         publisher.close()
         engine.stdin.close()
     found = {name: round(statistics.median(values), 3) for name, values in taken.items()}
-    size, memcpy_ms = sum(tensor.nbytes for _, tensor in tensors), copy_ms(tensors)
+    size, memcpy_ms = sum(tensor.nbytes for _, tensor in tensors), statistics.median(copies_ms[1:])
     return (
         found
         | {
             "wire_MB": round(manifest.sent_bytes / 1e6, 3),
+            "publish_times_one_copy": round(found["publish_ms"] / memcpy_ms, 2),
+            "receive_times_one_copy": round(found["receive_ms"] / memcpy_ms, 2),
             "copies": round(found["update_ms"] / memcpy_ms, 2),
             "GBps": round(size / found["update_ms"] / 1e6, 3),
             "memcpy_GBps": round(size / memcpy_ms / 1e6, 3),
@@ -186,6 +191,10 @@ def compare_changes(cfg: WeightBroadcast, num_parameters: int, rounds: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no big model")
+    parser.add_argument("--size", choices=["1MB", "4MB", "400MB", "2GB"], help="one size")
+    parser.add_argument(
+        "--transport", choices=["shm", "filesystem", "collective"], help="one way, all weights"
+    )
     parser.add_argument("--receiver", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -194,13 +203,17 @@ def main() -> None:
     sizes = {"1MB": (262_144, 20 if args.quick else 200)}
     if not args.quick:
         sizes |= {"4MB": (1_000_000, 200), "400MB": (100_000_000, 6), "2GB": (500_000_000, 6)}
+    if args.size is not None:
+        sizes = {args.size: sizes[args.size]}
     figures: dict[str, float | None] = {}
     for size, (num_parameters, rounds) in sizes.items():
         for cfg in (ShmWeights(), FilesystemWeights(), CollectiveWeights(port=free_port())):
+            if args.transport not in (None, cfg.type):
+                continue
             found = measure(cfg, num_parameters, rounds)
             print(f"{size} of float32, {cfg.type}: {found}", flush=True)
             figures.update({f"{cfg.type}_{size}_{name}": value for name, value in found.items()})
-        for cfg in (FilesystemWeights(), CollectiveWeights(port=free_port())):
+        for cfg in () if args.transport else (FilesystemWeights(), CollectiveWeights(port=free_port())):
             found = compare_changes(cfg, num_parameters, rounds)
             print(f"the same in bfloat16, {cfg.type}: {found}", flush=True)
             figures.update({f"{cfg.type}_{size}_{name}": value for name, value in found.items()})

@@ -25,8 +25,14 @@ from pathlib import Path
 import numpy as np
 
 from stretto.base.paths import RunDir
-from stretto.config.monitors import MonitorsSection
-from stretto.config.transport import ControlSection, FilesystemRollouts, RolloutTransport, ZmqRollouts
+from stretto.base.secret import MIN_CHARS, Secret
+from stretto.config.sections.monitors import MonitorsSection
+from stretto.config.sections.transport import (
+    ControlSection,
+    FilesystemRollouts,
+    RolloutTransport,
+    ZmqRollouts,
+)
 from stretto.ledger import Ledger, audit
 from stretto.monitors import build_monitors
 from stretto.records.codec import decode, encode
@@ -74,9 +80,9 @@ async def rollout_ms(cfg: RolloutTransport, rounds: int, num_rows: int, row_toke
     """Milliseconds from send to acknowledgement."""
     with tempfile.TemporaryDirectory() as work:
         run_dir = RunDir(Path(work))
-        sender = build_sender(cfg, run_dir, 1)
+        sender = build_sender(cfg, run_dir, 1, {0: "session"})
         await sender.open()
-        receiver = build_receiver(cfg, run_dir, 0)
+        receiver = build_receiver(cfg, run_dir, 0, "session")
         thread = threading.Thread(target=lambda: [receiver.receive(60) for _ in range(rounds + 1)])
         thread.start()
         taken = []
@@ -93,12 +99,12 @@ async def rollout_ms(cfg: RolloutTransport, rounds: int, num_rows: int, row_toke
 
 async def control_us(rounds: int) -> float:
     """Microseconds from send to acknowledgement."""
-    cfg = ControlSection(port=free_port())
-    server = ControlServer(cfg, "run")
+    cfg, secret = ControlSection(port=free_port()), Secret("s" * MIN_CHARS)
+    server = ControlServer(cfg, "run", secret)
     await server.open()
 
     def trainer() -> float:
-        client = ControlClient(cfg, "run")
+        client = ControlClient(cfg, "run", secret)
         client.register(Register())
         started = time.perf_counter()
         for step in range(rounds):

@@ -3,7 +3,7 @@
     python benchmarks/workers.py [--quick]
 
 Rollouts of bundled environments of one turn and of several are played against an engine that answers at once, in
-this process; figures are CPU milliseconds a rollout of this process and of the workers, medians of rounds that
+this process; figures are CPU milliseconds per rollout of this process and of the workers, medians of rounds that
 take turns. Then a worker is killed: the time until a rollout that was lost with it has been played again. With the
 extra verifiers, a taskset of one turn is played too. The last line is one JSON object.
 """
@@ -28,12 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import numpy as np
 
-from stretto.config.model import RendererSection, ScratchSection
-from stretto.config.orchestrator import SamplingSection
+from stretto.config.sections.model import RendererSection, ScratchSection
+from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import Environment, load_environment
-from stretto.envs.workers import WorkerEnv, open_workers
+from stretto.envs.workers.pool import WorkerEnv, open_workers
 from stretto.orchestrator.build import build_scratch_renderer
-from stretto.orchestrator.rollout import Draw, Player
+from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.player import Player
 from stretto.records.generate import Completion, GenerateRequest
 
 SEQ_LEN = 4096

@@ -1,13 +1,18 @@
-"""What all tests share: few threads, and a package that is found without being installed."""
+"""What all tests share: few threads, a package that is found without being installed, and nothing left behind."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 # Early: pytest compiles it at its very end otherwise, where CPython 3.11's parser now and then fails.
-import hypothesis
+try:
+    import hypothesis
+except ImportError:  # a machine with a GPU and little else: python -m tests.gpu
+    hypothesis = None
 
 # Before anything imports torch: threads that spin slow down everything else on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,7 +27,22 @@ if str(SOURCE) not in sys.path:
 # Tests start processes, which must find the package too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 
+# Where beartype is not installed nothing is checked: python -m tests.gpu needs little else than torch.
+if find_spec("beartype") and find_spec("jaxtyping"):
+    sys.path.insert(0, str(Path(__file__).parent))
+    from shapes import check_shapes
+
+    check_shapes("stretto.algorithms", "stretto.models", "stretto.trainer")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start too, which is sent it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A session that leaves something behind fails.
+from leftovers import pytest_configure, pytest_sessionfinish  # noqa: E402, F401  (hooks; they need the package)
+
 # The same examples every time where a run must not depend on luck; new ones at a developer's desk.
-hypothesis.settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("ci")
+if hypothesis is not None:
+    hypothesis.settings.register_profile("ci", derandomize=True)
+    if os.environ.get("CI"):
+        hypothesis.settings.load_profile("ci")

@@ -1,6 +1,6 @@
-"""Stand-ins that keep the real protocols: an engine, a renderer, environments, a trainer, and a clock.
+"""Fakes of the real protocols: an engine, a renderer, environments, a trainer, and a clock.
 
-None of them records calls to be asserted on; tests look at what comes out of the code under test.
+None of them records calls to be asserted on; tests check the results of the code under test.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from stretto.transports.control import Event
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose sleeps cost nothing: when nobody can run, the clock jumps to the next timer.
+    """An event loop whose sleeps take no time: if no task can run, the clock jumps to the next timer.
 
-    When there is no timer either, everybody waits for somebody: that is a deadlock, and raises.
+    If there is no timer either, all tasks wait for each other: that is a deadlock, and raises.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
+        self._num_jobs = 0  # in threads, which take no time here
 
     def time(self) -> float:
         return self._now
@@ -53,15 +54,29 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             # As the base class does before it looks at the first timer.
             self._timer_cancelled_count -= 1
             heapq.heappop(self._scheduled)._scheduled = False
-        if not self._ready and not self._stopping:
+        if not self._ready and not self._stopping and not self._num_jobs:
             if not self._scheduled:
                 raise RuntimeError("deadlock: every task waits and no timer is set")
             self._now = max(self._now, self._scheduled[0]._when)
         super()._run_once()
 
+    def run_in_executor(self, executor, function, *arguments):
+        self._num_jobs += 1
+        job = super().run_in_executor(executor, function, *arguments)
+        job.add_done_callback(self._end_job)
+        return job
+
+    def _end_job(self, job: asyncio.Future) -> None:
+        self._num_jobs -= 1
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        self._num_jobs += 1
+        await super().shutdown_default_executor()
+        self._num_jobs -= 1
+
 
 def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
-    """asyncio.run in virtual time."""
+    """Run a coroutine like asyncio.run, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
 
@@ -70,7 +85,7 @@ def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 class CharRenderer:
-    """One token a character; a message is its role's first letter, its content and a full stop."""
+    """One token per character; a message is its role's first letter, its content and a full stop."""
 
     END = ord(".")
     stop_ids = (END,)
@@ -108,11 +123,11 @@ class CharRenderer:
 # -- an engine --
 
 Answer = Callable[[str, random.Random, int], str]
-"""(prompt text, randomness of this sample, policy version) -> what the policy says."""
+"""(prompt text, random numbers of this sample, policy version) -> the policy's reply."""
 
 
 def parrot(skill: float) -> Answer:
-    """Repeats the last message with probability `skill`, else says something wrong."""
+    """A policy that repeats the last message with probability `skill`, else adds a wrong letter."""
 
     def answer(prompt: str, rng: random.Random, version: int) -> str:
         text = prompt.rsplit("U", 1)[-1].removesuffix(".A")
@@ -122,9 +137,9 @@ def parrot(skill: float) -> Answer:
 
 
 class FakeEngine:
-    """An engine client and its engine in one; what it says depends on seed, sample and version alone.
+    """An engine client and its engine in one; replies depend on seed, sample and version alone.
 
-    `delay(request)` is how long a request takes; after a change of weights tokens carry the newer version.
+    `delay(request)` is the time a request takes; tokens after an update have the newer version.
     """
 
     def __init__(
@@ -139,9 +154,12 @@ class FakeEngine:
         self.version = 0
         self.num_running = 0
         self.num_requests = 0
-        self._ends: dict[str, asyncio.Event] = {}  # by request under way; set, it is answered as it is
+        self._ends: dict[
+            str, asyncio.Event
+        ] = {}  # by open request; when set, the request returns what it has
 
     num_ready = 1
+    generation = 0
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -160,7 +178,7 @@ class FakeEngine:
             self.num_running -= 1
 
     async def _wait(self, request_id: str, delay_s: float) -> float:
-        """Wait for the end of a request; the share of it that is done."""
+        """Wait for the end of a request or its abort; the completed share of it."""
         now = asyncio.get_running_loop().time
         started, end = now(), self._ends.setdefault(request_id, asyncio.Event())
         try:
@@ -173,20 +191,20 @@ class FakeEngine:
             del self._ends[request_id]
 
     async def abort(self, request_ids: Any = None) -> None:
-        """End requests with what they have: as much of the reply as of its time has passed."""
+        """End requests early: each returns the share of its reply for which time has passed."""
         await asyncio.sleep(0)
         for request_id in list(self._ends) if request_ids is None else request_ids:
             if request_id in self._ends:
                 self._ends[request_id].set()
 
     def _sample(self, request: GenerateRequest, index: int, first_version: int, share: float) -> Completion:
-        """A reply depends on prompt, seed and version; one that was begun in the prompt goes on."""
+        """Sample a reply from prompt, seed and version; a reply that begins in the prompt is continued."""
         head, turn, begun = "".join(map(chr, request.prompt_ids)).rpartition(".A")
         seed = request.sampling.seed
         rng = random.Random(f"{None if seed is None else member_seed(seed, index)}/{first_version}")
-        whole = self.answer(head + turn, rng, first_version) + "."
-        logprobs = [-rng.random() for _ in whole][len(begun) :]
-        text = whole[len(begun) :][: request.sampling.max_tokens]
+        reply = self.answer(head + turn, rng, first_version) + "."
+        logprobs = [-rng.random() for _ in reply][len(begun) :]
+        text = reply[len(begun) :][: request.sampling.max_tokens]
         is_cut = share < 1 and int(share * len(text)) < len(text)
         text = text[: int(share * len(text))] if is_cut else text
         split = 1 if self.version != first_version else len(text)
@@ -214,7 +232,7 @@ class FakeEngine:
 
 
 class EchoEnv(SingleTurnEnv):
-    """Say the word again. `broken` makes every score fail, `num_tasks` bounds the tasks."""
+    """The task is to repeat a word. `broken` makes every score fail, `num_tasks` limits the tasks."""
 
     def __init__(self, broken: bool = False, num_tasks: int | None = None) -> None:
         self.name = "echo"
@@ -237,7 +255,7 @@ class EchoEnv(SingleTurnEnv):
 
 
 class GuessEnv:
-    """Several turns: repeat three words, one after the other; reward is the share that was right."""
+    """Several turns: repeat three words, one per turn; the reward is the share of correct ones."""
 
     def __init__(self, num_turns: int = 3, rewrite_history: bool = False) -> None:
         self.name = "guess"
@@ -265,7 +283,7 @@ class GuessEnv:
 class FakeTrainer:
     """All ranks, the control wire and the rollout wire in one: trains by sleeping `step_delay(step)`.
 
-    Satisfies what the orchestrator asks of `ControlServer` and of a rollout sender.
+    Has the methods of `ControlServer` and of a rollout sender that the orchestrator calls.
     """
 
     def __init__(
@@ -287,7 +305,7 @@ class FakeTrainer:
         self._completed: asyncio.Queue[int] = asyncio.Queue()
         self._training: asyncio.Task | None = None
 
-    # -- what the orchestrator calls --
+    # -- called by the orchestrator --
 
     async def wait_registered(self, timeout_s: float | None = None) -> list[Register]:
         self._training = asyncio.create_task(self._train())
@@ -307,10 +325,10 @@ class FakeTrainer:
             self._completed.put_nowait(message.step)
         await asyncio.sleep(0)
 
-    # -- what goes on in the other process --
+    # -- the trainer's side --
 
     async def _train(self) -> None:
-        self._say(VersionReady(manifest=manifest(self.start)))
+        self._emit(VersionReady(manifest=manifest(self.start)))
         while self.max_steps is None or self.step < self.max_steps:
             order = await self._inbox.get()
             if isinstance(order, Stop):
@@ -322,8 +340,8 @@ class FakeTrainer:
             await asyncio.sleep(self.step_delay(self.step + 1))
             self.step += 1
             self.batches.append(order)
-            self._say(StepDone(step=self.step, metrics={"loss/mean": 0.5, "mismatch_kl/mean": 1e-7}))
-            self._say(VersionReady(manifest=manifest(self.step)))
+            self._emit(StepDone(step=self.step, metrics={"loss/mean": 0.5, "mismatch_kl/mean": 1e-7}))
+            self._emit(VersionReady(manifest=manifest(self.step)))
             if self.die_after == self.step:
                 self._events.put_nowait(Event(0, Failed(reason="killed")))
                 return
@@ -333,16 +351,16 @@ class FakeTrainer:
             self._events.put_nowait(Event(rank, Bye()))
 
     async def _save(self) -> None:
-        self._say(CheckpointBegun(step=self.step))
-        self._say(CheckpointSaved(step=self.step))
+        self._emit(CheckpointBegun(step=self.step))
+        self._emit(CheckpointSaved(step=self.step))
         assert await self._completed.get() == self.step
 
-    def _say(self, message: Any) -> None:
+    def _emit(self, message: Any) -> None:
         self._events.put_nowait(Event(0, message))
 
 
 def manifest(version: int) -> WeightManifest:
-    """A manifest of nothing."""
+    """A manifest without tensors."""
     return WeightManifest(
         version=version, transport="filesystem", location="nowhere", shards=(), tensors=(), checksum=0
     )

@@ -1,23 +1,29 @@
-"""The command line: verbs, and what a user sees when something is wrong.
+"""The command line: the verbs, their error messages, and their exit status.
 
-Every verb loads its root config and calls its process's `main(cfg) -> exit status`. Nothing heavy is imported
-before the verb needs it: a dry run imports neither torch nor transformers. Exit status: 0 done, 1 failed, 2
-wrong configuration or command, 130 interrupted.
+Every verb loads its root config and calls the `main(cfg) -> exit status` of its process. Heavy libraries are imported
+only when a verb needs them: a dry run imports neither torch nor transformers. Exit status: 0 done, 1 failed, 2 wrong
+configuration or command, 130 interrupted, 143 terminated.
+
+Before a verb has something to finish, Ctrl-C and SIGTERM end the command at once, with one line: Python's own
+KeyboardInterrupt would become other errors inside imports of native code. A running verb may handle them itself.
+After it has ended they cannot change its exit status.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
+import atexit
 import os
+import signal
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from stretto.base.errors import ConfigError, StrettoError
 
+TYPE_CHECKING = False  # typing is not imported: `_start_command` must run early
 if TYPE_CHECKING:
-    from stretto.config.roots import RunRoot
+    from collections.abc import Callable
+    from types import FrameType
+
+    from stretto.config.root import RunRoot
 
 SUMMARIES = {
     "rl": "reinforcement learning: inference, orchestrator and trainer together",
@@ -27,12 +33,17 @@ SUMMARIES = {
     "inference": "the inference server alone",
     "eval": "evaluate a model on environments",
     "evals": "the process beside an sft run that evaluates its versions",
+    "show": "print rollouts of a run: stretto show RUN --worst 3",
+    "init": "write a small project of your own: stretto init DIR",
+    "plot": "draw metrics of runs: stretto plot RUN [RUN ...] --key entropy/mean",
 }
 
 
 def main(words: list[str] | None = None) -> int:
-    """`stretto <verb> ...`."""
-    words = sys.argv[1:] if words is None else words
+    """Run `stretto <verb> ...`; words is None if this process is the command, with words of its own."""
+    if words is None:
+        _start_command()
+        return _end_command(main(sys.argv[1:]))
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
@@ -40,55 +51,68 @@ def main(words: list[str] | None = None) -> int:
         return _print_version()
     verb, rest = words[0], words[1:]
     if verb not in SUMMARIES:
+        import difflib
+
         near = difflib.get_close_matches(verb, SUMMARIES, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"the verbs are {', '.join(SUMMARIES)}"
-        print(f"error: stretto has no verb `{verb}`; {hint}", file=sys.stderr)
+        suggestion = f"did you mean `{near[0]}`?" if near else f"the verbs are {', '.join(SUMMARIES)}"
+        print(f"error: stretto has no verb `{verb}`; {suggestion}", file=sys.stderr)
         return 2
-    return run_verb(verb, rest, called=f"stretto {verb}")
+    return run_verb(verb, rest, command=f"stretto {verb}")
 
 
 def main_rl() -> int:
     """Console script `rl`."""
-    return run_verb("rl", sys.argv[1:])
+    return _run_command("rl")
 
 
 def main_sft() -> int:
     """Console script `sft`."""
-    return run_verb("sft", sys.argv[1:])
+    return _run_command("sft")
 
 
 def main_trainer() -> int:
     """Console script `trainer`."""
-    return run_verb("trainer", sys.argv[1:])
+    return _run_command("trainer")
 
 
 def main_orchestrator() -> int:
     """Console script `orchestrator`."""
-    return run_verb("orchestrator", sys.argv[1:])
+    return _run_command("orchestrator")
 
 
 def main_inference() -> int:
     """Console script `inference`."""
-    return run_verb("inference", sys.argv[1:])
+    return _run_command("inference")
 
 
 def main_eval() -> int:
     """Console script `eval`."""
-    return run_verb("eval", sys.argv[1:])
+    return _run_command("eval")
 
 
-def run_verb(verb: str, words: list[str], *, called: str | None = None) -> int:
-    """Help, version, or the verb; a StrettoError becomes one message and an exit status."""
-    from stretto.base.garbage import collect_less
+def _run_command(verb: str) -> int:
+    _start_command()
+    return _end_command(run_verb(verb, sys.argv[1:]))
 
-    called = called or verb
+
+def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
+    """Run a verb, or print help or version; an error becomes one message and an exit status."""
+    from stretto.base import keeper
+    from stretto.base.runtime import collect_less
+
+    command = command or verb
     collect_less()
+    is_child = keeper.VARIABLE in os.environ
     if "-V" in words or "--version" in words:
         return _print_version()
     try:
+        if verb in _PLAIN_VERBS:
+            return _PLAIN_VERBS[verb](words)
         if wanted := [index for index, word in enumerate(words) if word in ("-h", "--help")]:
-            return _print_help(verb, called, " ".join(words[wanted[0] + 1 : wanted[0] + 2]).lstrip("-"))
-        return _VERBS[verb](words, called)
+            return _print_help(verb, command, " ".join(words[wanted[0] + 1 : wanted[0] + 2]).lstrip("-"))
+        code = _VERBS[verb](words, command)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -99,30 +123,61 @@ def run_verb(verb: str, words: list[str], *, called: str | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) went away; a second write at exit must not complain again.
+        # The reader of a pipe (`| head`) has gone; without this, the flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if is_child:  # its output is a log
+            raise
+        print(f"error: {_unexpected(error)}", file=sys.stderr)
         return 1
 
 
-def _rl(words: list[str], called: str) -> int:
+def _unexpected(error: Exception) -> str:
+    """An unexpected error as one line; the traceback is in a file."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="stretto-error-", suffix=".txt", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:200]
+    return (
+        f"{type(error).__name__}: {text} ({place.filename}:{place.lineno}). This is a bug; please report "
+        f"it with {file.name}, which has the whole traceback."
+    )
+
+
+def _rl(words: list[str], command: str) -> int:
+    from stretto.config.flags.router import take_router_flags
     from stretto.config.load import load
-    from stretto.config.roots import RLConfig
-    from stretto.config.router_flags import take_router_flags
+    from stretto.config.root import RLConfig
 
-    cfg = load(RLConfig, take_router_flags(words, "inference."), verb=called)
-    from stretto.launch.local import main as run
+    cfg = load(RLConfig, take_router_flags(words, "inference."), verb=command)
+    from stretto.launch.run.rl import main as run
 
-    return run(cfg)
+    if not cfg.dry_run:
+        return run(cfg)
+    from stretto.orchestrator.dry_run import check_user_code, preview
+
+    check_user_code(cfg.orchestrator)
+    code, first_tasks = run(cfg), preview(cfg.orchestrator_config())
+    print(f"\n{first_tasks}")
+    return code
 
 
-def _sft(words: list[str], called: str) -> int:
+def _sft(words: list[str], command: str) -> int:
+    _let_waiting_threads_sleep()
     from stretto.config.load import load
-    from stretto.config.roots import SFTConfig
+    from stretto.config.root import SFTConfig
 
-    cfg = load(SFTConfig, words, verb=called)
+    cfg = load(SFTConfig, words, verb=command)
     if cfg.dry_run:
+        from stretto.orchestrator.dry_run import check_sft_records
+
+        check_sft_records(cfg)
         return _print_config(cfg)
-    from stretto.launch.ranks import start_ranks
+    from stretto.launch.run.ranks import start_ranks
 
     if (code := start_ranks(cfg, words)) is not None:
         return code
@@ -131,43 +186,55 @@ def _sft(words: list[str], called: str) -> int:
     return run(cfg)
 
 
-def _trainer(words: list[str], called: str) -> int:
+def _trainer(words: list[str], command: str) -> int:
+    _let_waiting_threads_sleep()
     from stretto.config.load import load
-    from stretto.config.roots import TrainerConfig
+    from stretto.config.root import TrainerConfig
 
-    cfg = load(TrainerConfig, words, verb=called)
+    cfg = load(TrainerConfig, words, verb=command)
     if cfg.dry_run:
         return _print_config(cfg)
     from stretto.trainer.rl import main as run
 
+    _restore_python_signals()
     return run(cfg)
 
 
-def _orchestrator(words: list[str], called: str) -> int:
+def _orchestrator(words: list[str], command: str) -> int:
     from stretto.config.load import load
-    from stretto.config.roots import OrchestratorConfig
+    from stretto.config.root import OrchestratorConfig
 
-    cfg = load(OrchestratorConfig, words, verb=called)
+    cfg = load(OrchestratorConfig, words, verb=command)
     if cfg.dry_run:
+        from stretto.orchestrator.dry_run import check_user_code, preview
+
+        check_user_code(cfg)
+        preview(cfg)  # as a check: what is printed is a config that can be read again
         return _print_config(cfg)
     from stretto.orchestrator.main import main as run
 
+    _restore_python_signals()
     return run(cfg)
 
 
-def _inference(words: list[str], called: str) -> int:
+def _inference(words: list[str], command: str) -> int:
+    _let_waiting_threads_sleep()
+    from stretto.config.flags.router import take_router_flags
+    from stretto.config.flags.vllm import take_flags
     from stretto.config.load import load
-    from stretto.config.roots import InferenceConfig
-    from stretto.config.router_flags import take_router_flags
-    from stretto.config.schema import has_key
-    from stretto.config.vllm_flags import take_flags
+    from stretto.config.root import InferenceConfig
+    from stretto.config.section import has_key
 
     words, extra = take_flags(take_router_flags(words, ""), lambda option: has_key(InferenceConfig, option))
     if extra:
+        import json
+
         words = [*words, "--vllm-extra", json.dumps(extra)]
-    cfg = load(InferenceConfig, words, verb=called)
-    if cfg.deployment.num_processes > 1 or cfg.kv_cache_offload is not None:
-        from stretto.launch.serve import main as serve
+    cfg = load(InferenceConfig, words, verb=command)
+    from stretto.launch.plan.engines import has_router
+
+    if cfg.deployment.num_processes > 1 or cfg.kv_cache_offload is not None or has_router(cfg):
+        from stretto.launch.run.serve import main as serve
 
         served = serve(cfg, dry_run=cfg.dry_run)
         if isinstance(served, int):
@@ -177,28 +244,37 @@ def _inference(words: list[str], called: str) -> int:
         return _print_config(cfg)
     from stretto.inference.server import main as run
 
+    _restore_python_signals()
     return run(cfg)
 
 
-def _eval(words: list[str], called: str) -> int:
-    from stretto.config.load import load
-    from stretto.config.roots import EvalConfig
+def _let_waiting_threads_sleep() -> None:
+    """Let OpenMP threads sleep while they wait: spinning slows every process down. Call it before importing torch."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
 
-    cfg = load(EvalConfig, words, verb=called)
+
+def _eval(words: list[str], command: str) -> int:
+    from stretto.config.load import load
+    from stretto.config.root import EvalConfig
+
+    cfg = load(EvalConfig, words, verb=command)
     if cfg.dry_run:
         return _print_config(cfg)
-    from stretto.orchestrator.eval_verb import main as run
+    from stretto.orchestrator.eval.verb import main as run
 
+    _restore_python_signals()
     return run(cfg)
 
 
-def _evals(words: list[str], called: str) -> int:
+def _evals(words: list[str], command: str) -> int:
     from stretto.config.load import load
-    from stretto.config.roots import EvalsConfig
+    from stretto.config.root import EvalsConfig
 
-    cfg = load(EvalsConfig, words, verb=called)
-    from stretto.orchestrator.eval_watch import main as run
+    cfg = load(EvalsConfig, words, verb=command)
+    from stretto.orchestrator.eval.follow import main as run
 
+    _restore_python_signals()
     return run(cfg)
 
 
@@ -213,17 +289,39 @@ _VERBS: dict[str, Callable[[list[str], str], int]] = {
 }
 
 
-def _print_config(cfg: RunRoot) -> int:
-    from stretto.config.load import dump_text
+def _show(words: list[str]) -> int:
+    from stretto.view.show import show
 
-    print(dump_text(cfg), end="")
+    return show(words)
+
+
+def _plot(words: list[str]) -> int:
+    from stretto.view.show import plot
+
+    return plot(words)
+
+
+def _init(words: list[str]) -> int:
+    from stretto.launch.project import init
+
+    return init(words)
+
+
+_PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {"init": _init, "show": _show, "plot": _plot}
+"""Verbs that take their own words, and no configuration."""
+
+
+def _print_config(cfg: RunRoot) -> int:
+    from stretto.config.load import shown_text
+
+    print(shown_text(cfg), end="")
     return 0
 
 
-def _print_help(verb: str, called: str, wanted: str) -> int:
-    from stretto.config.docs import ROOTS, help_text
+def _print_help(verb: str, command: str, wanted: str) -> int:
+    from stretto.config.describe import ROOTS, help_text
 
-    print(help_text(called, ROOTS[verb], wanted), end="")
+    print(help_text(command, ROOTS[verb], wanted), end="")
     return 0
 
 
@@ -243,3 +341,43 @@ def _overview() -> str:
         "Each verb is also a command of its own: `rl @ rl.toml`. `stretto VERB --help` lists every key; "
         "`--dry-run` starts nothing."
     )
+
+
+# -- signals --
+
+_SIGNAL_LINES = {signal.SIGINT: b"interrupted\n", signal.SIGTERM: b"terminated\n"}
+_signals: list[signal.Signals] = []  # those that this module handles; none unless this process is a command
+
+
+def _start_command() -> None:
+    """Handle signals from now on: this process is a command."""
+    # Registered first, so it runs last. Then Python sets handled signals to their default action, which kills.
+    atexit.register(_ignore_signals)
+    # A signal that is ignored stays ignored: shells do that for commands in the background.
+    _signals[:] = [number for number in _SIGNAL_LINES if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in _signals:
+        signal.signal(number, _end_at_once)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    _ignore_signals()  # a second one would write a second line
+    os.write(2, _SIGNAL_LINES[signal.Signals(number)])
+    os._exit(128 + number)
+
+
+def _restore_python_signals() -> None:
+    """Let SIGINT raise KeyboardInterrupt, and SIGTERM end the process without a message."""
+    for number in _signals:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _end_command(code: int) -> int:
+    """Let signals end the process with this exit status from now on; returns it."""
+    for number in _signals:
+        signal.signal(number, lambda *_: os._exit(code))
+    return code
+
+
+def _ignore_signals() -> None:
+    for number in _signals:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Engine servers as child processes, for tests of the contract that they share."""
+"""Engine servers as child processes, for the contract tests."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from stretto.chat.tokenizer import build_letters_tokenizer
-from stretto.config.model import ScratchSection
+from stretto.config.sections.model import ScratchSection
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import random_model, save_hf
 
 VOCAB = 112
+STOP_S = 60.0
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`")
 
 
@@ -31,7 +33,7 @@ def free_port() -> int:
 
 
 def free_ports_in_a_row(count: int) -> int:
-    """The first of some neighbouring ports nobody listens on."""
+    """The first of `count` consecutive free ports."""
     for first in range(20_000 + 16 * os.getpid() % 10_000, 32_000):
         sockets = [socket.socket() for _ in range(count)]
         try:
@@ -47,7 +49,7 @@ def free_ports_in_a_row(count: int) -> int:
 
 
 def scratch(seed: int, *, is_tied: bool = True):
-    """A small model that vLLM's CPU attention takes: heads of 32 dimensions."""
+    """A small model that vLLM's CPU attention supports: heads of 32 dimensions."""
     section = ScratchSection(
         seed=seed,
         num_heads=2,
@@ -66,7 +68,9 @@ def save(model, path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serve(engine: str, model: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
+def serve(
+    engine: str, model: Path, log: Path, *flags: str, env: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[str, subprocess.Popen]]:
     """`stretto inference --engine ...` in a process group of its own; its address."""
     port = free_port()
     words = ["--model", str(model), "--server.port", str(port), "--output-dir", str(log.parent)]
@@ -77,13 +81,24 @@ def serve(engine: str, model: Path, log: Path, *flags: str) -> Iterator[tuple[st
             stdout=out,
             stderr=out,
             start_new_session=True,
+            env={**os.environ, **env},
         )
     try:
         yield f"http://127.0.0.1:{port}", child
     finally:
+        stop(child)
+
+
+def stop(child: subprocess.Popen) -> None:
+    """Stop it by SIGTERM, as a user does; kill it after STOP_S."""
+    child.terminate()
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+        raise
 
 
 def logprobs_of(model, token_ids, temperature: float = 1.0):

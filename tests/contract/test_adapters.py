@@ -1,4 +1,4 @@
-"""What every engine promises about LoRA adapters: loaded, replaced and unloaded while it serves, several in a batch."""
+"""LoRA adapters on every engine: loaded, replaced and unloaded while it serves, several in a batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from servers import VOCAB, free_port, logprobs_of, needs_vllm, save, scratch, serve
 
 from stretto.base.errors import EngineError
-from stretto.config.model import LoRASection, ScratchSection
-from stretto.config.transport import DeltaSection
+from stretto.config.sections.model import LoRASection, ScratchSection
+from stretto.config.sections.transport import DeltaSection
 from stretto.models.hub import export_tensors, random_model
-from stretto.models.lora import Adapter, attach, save_adapter
+from stretto.models.lora import Adapter, attach_adapters, save_adapter
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weights import AdapterInfo
 from stretto.transports.engine import api
@@ -43,7 +43,7 @@ def moe(seed: int):
 def adapted(seed: int, base=scratch, lora: LoRASection = LORA):
     """The served model with a random adapter beside it."""
     model = base(0)
-    attach(model, lora)
+    attach_adapters(model, lora)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -98,13 +98,13 @@ class Served:
             return (await answer.json())["data"]
 
     async def check(self, name: str | None, model, **settings) -> list:
-        """Sample, and compare with this model; the completions."""
-        asked = ask(name, **settings)
-        done = await self.client.generate(asked)
+        """Sample and compare with this model; returns the completions."""
+        spec = ask(name, **settings)
+        done = await self.client.generate(spec)
         for completion in done:
             expected = logprobs_of(model, np.concatenate([PROMPT, completion.token_ids]))
             np.testing.assert_allclose(completion.logprobs, expected[len(PROMPT) - 1 :], **CLOSE)
-            if asked.prompt_logprobs:
+            if spec.prompt_logprobs:
                 scores = completion.prompt_logprobs[1:]
                 np.testing.assert_allclose(scores, expected[: len(PROMPT) - 1], **CLOSE)
         return done
@@ -115,8 +115,8 @@ async def served(url, tmp_path):
     async with aiohttp.ClientSession() as http, EngineClient([url], timeout_s=120) as client:
         served = Served(url, tmp_path, http, client)
         yield served
-        for name in served.loaded:
-            await served.client.unload_adapter(name)
+        for name in set(served.loaded):
+            assert (await served.unload(name))[0] == 200
 
 
 def ask(
@@ -148,11 +148,9 @@ async def test_all_adapters_and_the_base_model_in_one_batch(served):
 async def test_prompts_of_several_adapters_are_scored_in_one_batch(served):
     models = {"one": adapted(1), "two": adapted(2)}
     for name, model in models.items():
-        save_adapter(model, served.directory / name, LORA)
-        await served.client.load_adapter(name, str(served.directory / name))
-        served.loaded.add(name)
-    with pytest.raises(EngineError, match="already"):
-        await served.client.load_adapter("one", str(served.directory / "one"))
+        assert (await served.load(name, model))[0] == 200
+    status, text = await served.load("one", models["one"])
+    assert status == 400 and "already" in text
     calls = [served.check(name, model, scored=True) for name, model in models.items() for _ in range(3)]
     await asyncio.gather(*calls, served.check(None, scratch(0), scored=True))
 
@@ -206,7 +204,7 @@ async def test_what_is_no_adapter_of_this_model_is_refused_with_the_reason(serve
         (await served.load("x", adapted(1), LoRASection(rank=3, alpha=6)), "rank 3"),
     ]
     other = random_model(ScratchSection(num_heads=2, num_kv_heads=1, head_dim=32, hidden_size=32), VOCAB)
-    attach(other, LORA)
+    attach_adapters(other, LORA)
     cases.append((await served.load("x", other), "do not fit"))
     for (status, text), word in cases:
         assert status == 400 and word in text, text

@@ -1,4 +1,4 @@
-"""Caches that leave the engine that made them: prefill and decode apart, and a store that engines share."""
+"""Caches that move between engines: separate prefill and decode, and a store that engines share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.filesystem import FilesystemPublisher
 
-pytestmark = needs_vllm
+pytestmark = [pytest.mark.slow, needs_vllm]
 PROMPT = np.random.default_rng(0).integers(10, 110, 300).astype(np.int32)
 needs_router = pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm-router is not installed")
-needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: `make vllm`")
 needs_mooncake = pytest.mark.skipif(
-    find_spec("mooncake") is None, reason="mooncake-transfer-engine-non-cuda is not installed"
+    find_spec("mooncake") is None, reason="Mooncake is not installed: `make vllm`"
 )
 
 
@@ -44,7 +44,7 @@ async def total(url: str, name: str) -> float:
 
 
 async def until(url: str, name: str, least: float) -> None:
-    """Wait for what an engine counts in its own time."""
+    """Wait for a counter that an engine updates late."""
     async with asyncio.timeout(60):
         while await total(url, name) < least:
             await asyncio.sleep(0.2)

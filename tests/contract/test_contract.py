@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 
 import aiohttp
 import numpy as np
@@ -16,7 +17,7 @@ from servers import free_port, logprobs_of, scratch
 
 from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
-from stretto.config.transport import CollectiveWeights, DeltaSection, FilesystemWeights
+from stretto.config.sections.transport import CollectiveWeights, DeltaSection, FilesystemWeights
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
@@ -38,7 +39,7 @@ async def client(engine):
 
 @pytest.fixture
 async def weights(client, tmp_path):
-    """Loads scratch(seed) as a version; the first weights come back at the end."""
+    """Loads scratch(seed) as a version; the first weights are loaded again at the end."""
     publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
 
     async def load(version: int, seed: int) -> None:
@@ -209,12 +210,21 @@ async def test_a_request_under_way_goes_on_under_the_new_weights(client, weights
     np.testing.assert_allclose(completion.logprobs[:changed], expected[len(PROMPT) - 1 :][:changed], **CLOSE)
 
 
+async def started(client, name: str, **settings) -> tuple[asyncio.Task, str]:
+    """A running request and its id; if one ends before it is observed, another one is sent."""
+    for attempt in range(100):
+        running = asyncio.create_task(client.generate(ask(f"{name}-{attempt}", **settings)))
+        while not running.done():
+            if (await client.metrics())["vllm:num_requests_running"]:
+                return running, f"{name}-{attempt}"
+            await asyncio.sleep(0.002)
+    raise AssertionError(f"{name}: no request was observed while it ran")
+
+
 async def test_pause_keeps_waits_or_aborts(client):
     for mode in ("keep", "wait", "abort"):
-        running = asyncio.create_task(client.generate(ask(f"paused-{mode}", max_tokens=300)))
-        while (await client.metrics())["vllm:num_requests_running"] == 0:
-            await asyncio.sleep(0.002)
-        await client.pause(mode)
+        running, _ = await started(client, f"paused-{mode}", max_tokens=300)
+        await client._all("POST", f"{api.PAUSE}?mode={mode}")
         queued = asyncio.create_task(client.generate(ask(f"queued-{mode}")))
         if mode == "wait":
             assert len((await running)[0].token_ids) == 300
@@ -223,26 +233,63 @@ async def test_pause_keeps_waits_or_aborts(client):
             assert partial.finish_reason == "abort" and 0 < len(partial.token_ids) < 300
         await asyncio.sleep(0.1)
         assert not queued.done()
-        await client.resume()
+        await client._all("POST", api.RESUME)
         assert len((await queued)[0].token_ids) == 8
         if mode == "keep":
             assert len((await running)[0].token_ids) == 300
 
 
+async def test_an_update_has_its_order_and_nothing_is_computed_before_its_end(
+    engine, client, weights, tmp_path
+):
+    """Calls out of order are refused with 409, and requests sent meanwhile wait for the new weights."""
+    publisher = FilesystemPublisher(tmp_path / "in-order", keep_versions=2)
+    whole, lost = (
+        api.encode_update(publisher.publish(number, export_tensors(scratch(1)))) for number in (7, 8)
+    )
+    shutil.rmtree(tmp_path / "in-order" / "version_8")
+
+    async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
+
+        async def post(path: str, body: bytes = b"") -> int:
+            async with http.post(engine[1] + path, data=body) as answer:
+                text = await answer.text()
+                assert answer.status == 200 or json.loads(text)["error"]["message"], text
+                return answer.status
+
+        assert await post(api.START_UPDATE) == 409  # the engine computes
+        running, _ = await started(client, "over-an-update", max_tokens=400)
+        assert await post(f"{api.PAUSE}?mode=keep") == 200
+        assert await post(api.START_UPDATE) == 200
+        waiting = asyncio.create_task(client.generate(ask("in-an-update", salt="7")))
+        assert await post(api.RESUME) == 409
+        assert await post(api.FINISH_UPDATE, api.encode_finish(7)) == 409
+        assert await post(api.UPDATE_WEIGHTS, lost) == 409
+        assert await post(api.FINISH_UPDATE, api.encode_finish(8)) == 409
+        assert await post(api.RESUME) == 409
+        assert await post(api.START_UPDATE) == 200  # after a failure, all of it again
+        assert await post(api.UPDATE_WEIGHTS, whole) == 200
+        assert await post(api.RESUME) == 409
+        assert not waiting.done() and not running.done()
+        assert await post(api.FINISH_UPDATE, api.encode_finish(7)) == 200
+        assert await post(api.RESUME) == 200
+        [completion] = await waiting
+        assert [span.version for span in completion.versions] == [7]
+        expected = logprobs_of(scratch(1), np.concatenate([PROMPT, completion.token_ids]))[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(completion.logprobs, expected, **CLOSE)
+        assert [span.version for span in (await running)[0].versions][1:] == [7]
+
+
 async def test_an_aborted_request_gives_what_it_has(client):
-    running = asyncio.create_task(client.generate(ask("to-abort", max_tokens=450)))
-    while (await client.metrics())["vllm:num_requests_running"] == 0:
-        await asyncio.sleep(0.002)
-    await client.abort(["to-abort"])
+    running, name = await started(client, "to-abort", max_tokens=450)
+    await client.abort([name])
     [partial] = await running
     assert partial.finish_reason == "abort" and len(partial.token_ids) < 450
     assert len(partial.logprobs) == len(partial.token_ids)
 
 
 async def test_a_client_that_goes_away_frees_its_place(client):
-    running = asyncio.create_task(client.generate(ask("to-leave", max_tokens=480)))
-    while (await client.metrics())["vllm:num_requests_running"] == 0:
-        await asyncio.sleep(0.002)
+    running, _ = await started(client, "to-leave", max_tokens=480)
     running.cancel()
     async with asyncio.timeout(10):
         while (await client.metrics())["vllm:num_requests_running"]:

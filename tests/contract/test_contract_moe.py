@@ -1,4 +1,4 @@
-"""Mixtures of experts on every engine: weights change there and back, and expert choices are the model's."""
+"""Mixtures of experts on every engine: weights are updated and restored, and expert choices are the model's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from servers import VOCAB, logprobs_of, needs_vllm, save, serve
 
-from stretto.config.model import ScratchSection
+from stretto.config.sections.model import ScratchSection
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model
 from stretto.models.moe import Routing

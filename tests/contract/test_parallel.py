@@ -1,10 +1,11 @@
-"""vLLM over two processes on a CPU: tensor parallel workers, replicas of data parallelism, prefill and decode apart."""
+"""vLLM over two processes on a CPU: tensor parallel workers, stages of a pipeline, replicas of data parallelism."""
 
 from __future__ import annotations
 
 import asyncio
 
 import numpy as np
+import pytest
 from servers import free_port, logprobs_of, needs_vllm, save, scratch, serve
 
 from stretto.models.hub import export_tensors
@@ -13,12 +14,12 @@ from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 
-pytestmark = needs_vllm
+pytestmark = [pytest.mark.slow, needs_vllm]
 PROMPT = np.arange(20, 90, dtype=np.int32)
 
 
 def two_headed(seed: int):
-    from stretto.config.model import ScratchSection
+    from stretto.config.sections.model import ScratchSection
     from stretto.models.hub import random_model
 
     section = ScratchSection(
@@ -59,8 +60,15 @@ def test_tensor_parallel_workers_load_an_untied_head_from_files(tmp_path):
         asyncio.run(check_updates(url, two_headed, publisher))
 
 
+def test_stages_of_a_pipeline_load_what_is_theirs_and_both_a_tied_head(tmp_path):
+    publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+    model = save(scratch(0), tmp_path / "model")
+    with serve("vllm", model, tmp_path / "log", "--parallel.pp", "2") as (url, _):
+        asyncio.run(check_updates(url, scratch, publisher))
+
+
 def test_data_parallel_engines_all_receive_a_broadcast(tmp_path):
     publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=50_000, timeout_s=60)
     model = save(scratch(0), tmp_path / "model")
-    with serve("vllm", model, tmp_path / "log", "--parallel.dp", "2", "--api-server-count", "1") as (url, _):
+    with serve("vllm", model, tmp_path / "log", "--parallel.dp", "2") as (url, _):
         asyncio.run(check_updates(url, scratch, publisher))

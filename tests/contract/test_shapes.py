@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 from importlib.util import find_spec
 
+import aiohttp
 import numpy as np
 import pytest
 from servers import free_port, free_ports_in_a_row, logprobs_of, needs_vllm, save, scratch, serve
 
 from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 
 PROMPT = np.arange(20, 50, dtype=np.int32)
@@ -21,7 +24,7 @@ needs_router = pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm
 
 
 async def check(url: str, engines: list[str]) -> None:
-    """Rollouts go to the address, are right, and stay with an engine; both engines have some."""
+    """Rollouts go to one address, are correct, and stay with one engine; both engines get some."""
     async with EngineClient([url], engines, timeout_s=120, max_retries=20) as client:
         await client.wait_ready(240)
         for turn in range(2):
@@ -58,6 +61,39 @@ def test_replicas_by_hand_are_behind_a_router_and_end_with_it(tmp_path):
     assert "router" in (tmp_path / "log").read_text()
 
 
+@needs_router
+def test_text_routes_answer_behind_a_router_with_a_key(tmp_path):
+    port, backend = free_port(), free_ports_in_a_row(2)
+    words = ("--deployment.num-replicas", "2", "--deployment.router-port", str(port))
+    words += ("--deployment.backend-port", str(backend), "--num-threads", "1")
+    bodies = {
+        "/v1/completions": {"prompt": "abc", "max_tokens": 3, "ignore_eos": True},
+        "/v1/chat/completions": {
+            "model": str(tmp_path / "model"),
+            "messages": [{"role": "user", "content": "abc"}],
+            "max_tokens": 3,
+        },
+        api.GENERATE: {"token_ids": [20, 21], "sampling_params": {"max_tokens": 3, "ignore_eos": True}},
+    }
+
+    async def ask() -> None:
+        url = f"http://127.0.0.1:{port}"
+        async with EngineClient([url], api_key="k") as client:
+            await client.wait_ready(120)
+        async with aiohttp.ClientSession() as http:
+            for path, body in bodies.items():
+                async with http.post(url + path, json=body, headers={"Authorization": "Bearer k"}) as answer:
+                    text = await answer.text()
+                    assert answer.status == 200 and json.loads(text)["choices"], (path, text)
+                async with http.post(url + path, json=body) as answer:
+                    assert answer.status == 401, path
+
+    model = save(scratch(0), tmp_path / "model")
+    with serve("embedded", model, tmp_path / "log", *words, env={"VLLM_API_KEY": "k"}):
+        asyncio.run(ask())
+
+
+@pytest.mark.slow
 @needs_router
 @needs_vllm
 def test_each_node_runs_its_own_engine_and_the_first_the_router(tmp_path):

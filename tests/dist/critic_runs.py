@@ -1,6 +1,6 @@
-"""A critic that is read from a model directory and trained beside a policy; run by every rank.
+"""Loads a critic from a model directory and trains it with a policy; run by every rank.
 
-`python critic_runs.py FOLDER`: models lie in FOLDER/<kind>, results go to FOLDER/<kind>.pt.
+`python critic_runs.py FOLDER`: models are in FOLDER/<kind>, results are written to FOLDER/<kind>.pt.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from pathlib import Path
 import torch
 from mesh_runs import optim_of, policy_of, section_of, train
 
-from stretto.config.trainer import ConstantScheduler, CriticSection
+from stretto.config.sections.trainer import ConstantScheduler, CriticSection
 from stretto.trainer.critic import Critic, load_critic
 from stretto.trainer.learner import Learner
-from stretto.trainer.mesh import Mesh, find_degrees, num_ranks, process_group, training_device
+from stretto.trainer.parallel.mesh import Mesh, find_degrees, num_ranks, process_group, training_device
 
 KINDS = ("language_model", "reward_model")
 
 
 def play(directory: Path) -> dict:
-    """Three steps of PPO with the critic of a directory."""
+    """Three steps of PPO with a critic from a directory."""
     torch.manual_seed(0)
     section, optim, policy = section_of("ppo"), optim_of("ppo"), policy_of("ppo")
     mesh = None
     if num_ranks() > 1:
         mesh = Mesh(find_degrees(section, num_ranks(), policy.config), training_device())
-    network = load_critic(directory, dtype=torch.float32, may_be_outline=True)
-    is_outline = all(parameter.is_meta for parameter in network.parameters())
+    network = load_critic(directory, dtype=torch.float32, may_be_meta=True)
+    is_on_meta = all(parameter.is_meta for parameter in network.parameters())
     critic = Critic(network, section=CriticSection(), model=section, optim=optim, mesh=mesh)
     learner = Learner(
         policy,
@@ -39,8 +39,8 @@ def play(directory: Path) -> dict:
         max_steps=None,
         mesh=mesh,
     )
-    result = train(learner, "ppo", mesh)
-    return {"metrics": result["metrics"], "tensors": result["tensors"], "is_outline": is_outline}
+    result = train(learner, "ppo")
+    return {"metrics": result["metrics"], "tensors": result["tensors"], "is_on_meta": is_on_meta}
 
 
 def main(folder: Path) -> None:

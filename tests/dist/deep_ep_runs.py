@@ -1,4 +1,4 @@
-"""A mixture over two ranks by DeepEPWire, whose library is played by gloo; run by every rank.
+"""A mixture over two ranks with DeepEPDispatcher and a gloo stand-in for deep_ep; run by every rank.
 
 `python deep_ep_runs.py OUT`. deep_ep itself needs GPUs; `Buffer` here keeps its documented interface:
 rows come in no order of experts, a dispatch leaves a handle, a combine adds up, and both are called alike on
@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mesh_runs import MOE, section_of, train
 from tiny import build_policy
 
-from stretto.config.trainer import AdamWOptim, ConstantScheduler
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.trainer.learner import Learner
-from stretto.trainer.mesh import Mesh, find_degrees, process_group, training_device
-from stretto.trainer.parallel import shard, token_wire
+from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.trainer.parallel import shard, token_dispatcher
 
 
 class Config:
@@ -33,7 +33,7 @@ class Config:
 
 
 class Buffer:
-    """deep_ep.Buffer over gloo; rows that arrive are turned round, so that nobody counts on their order."""
+    """deep_ep.Buffer over gloo; it reverses the rows received, so that no code can rely on their order."""
 
     num_sms = 0
     num_dispatches = 0
@@ -90,8 +90,8 @@ def main(out: Path) -> None:
         for chunk in (None, 5):
             section = section_of("replay", ep=2)
             mesh = Mesh(find_degrees(section, 2, build_policy(**MOE).config), training_device())
-            wire = token_wire.DeepEPWire(mesh, 24, chunk)
-            shard.build_token_wire = lambda section, mesh, wire=wire: wire
+            wire = token_dispatcher.DeepEPDispatcher(mesh, 24, chunk)
+            shard.build_token_dispatcher = lambda section, mesh, wire=wire: wire
             learner = Learner(
                 build_policy(**MOE),
                 model=section,
@@ -101,7 +101,7 @@ def main(out: Path) -> None:
                 enable_router_replay=True,
                 mesh=mesh,
             )
-            metrics = train(learner, "replay", mesh)["metrics"]
+            metrics = train(learner, "replay")["metrics"]
             results[chunk] = metrics, Buffer.num_dispatches, Buffer.num_sms
     if mesh.is_lead:
         torch.save(results, out)

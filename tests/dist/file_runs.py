@@ -1,4 +1,4 @@
-"""Ranks that load, train, save, export and resume; run by every rank.
+"""Loads, trains, saves, exports and resumes; run by every rank.
 
 `python file_runs.py FOLDER STAGE`: models lie in FOLDER/models, results go to FOLDER/results.
 """
@@ -13,12 +13,12 @@ import torch
 from mesh_runs import batches, optim_of, section_of
 
 from stretto.base.paths import RunDir
-from stretto.config.trainer import ConstantScheduler
+from stretto.config.sections.trainer import ConstantScheduler
 from stretto.models import hub
-from stretto.trainer import checkpoint
-from stretto.trainer.export import export_weights
+from stretto.trainer.state import checkpoint
+from stretto.trainer.state.export import export_weights
 from stretto.trainer.learner import Learner
-from stretto.trainer.mesh import Mesh, find_degrees, process_group, training_device
+from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
 
 STEP = 2  # checkpoints are of it
 KINDS = ("dense", "untied", "moe", "lora", "muon")
@@ -49,7 +49,7 @@ def build(kind: str, model: dict, folder: Path, world_size: int) -> Learner:
     if world_size == 1:
         policy, mesh = hub.load_model(directory, dtype=torch.float32), None
     else:
-        policy = hub.outline(directory, torch.float32)
+        policy = hub.build_meta_model(directory, torch.float32)
         mesh = Mesh(find_degrees(section, world_size, policy.config), training_device())
     return Learner(
         policy, model=section, optim=optim_of(kind), scheduler=ConstantScheduler(), max_steps=None, mesh=mesh
@@ -62,12 +62,12 @@ def run_of(folder: Path, stage: str, kind: str) -> RunDir:
 
 def step(learner: Learner, kind: str) -> dict[str, float]:
     micro_batches = batches(kind)[learner.step]
-    learner.forward_backward(micro_batches if learner.mesh is None else learner.mesh.deal(micro_batches))
+    learner.forward_backward(learner.mesh.local_items(micro_batches))
     return learner.optim_step()
 
 
 def play(kind: str, folder: Path, stage: str) -> list[dict[str, float]]:
-    """Metrics of the steps of a stage: to STEP or from a checkpoint of it, saved and exported, and one more."""
+    """Metrics of a stage: train to STEP or load its checkpoint, save and export, then one more step."""
     world_size, meshes, before = STAGES[stage]
     learner, metrics = build(kind, meshes[kind], folder, world_size), []
     if before is None:
@@ -78,7 +78,11 @@ def play(kind: str, folder: Path, stage: str) -> list[dict[str, float]]:
     saver = checkpoint.Saver(run, is_async=True, on_written=lambda step: None)
     saver.save(learner)
     export_weights(
-        run, learner.policy, STEP, folder / "models" / kind, section_of(kind) if "lora" in kind else None
+        run,
+        learner.network.weights,
+        STEP,
+        folder / "models" / kind,
+        section_of(kind) if "lora" in kind else None,
     )
     metrics.append(step(learner, kind))  # beside the writing
     saver.wait()

@@ -1,4 +1,4 @@
-"""Models of transformers' that load, train, save, export and resume; run by every rank.
+"""Loads, trains, saves, exports and resumes transformers models; run by every rank.
 
 `python hf_runs.py FOLDER STAGE`: models lie in FOLDER/models, results go to FOLDER/results.
 """
@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 from mesh_runs import batches, optim_of, whole_tensors
 from safetensors.torch import load_file, save_file
+from tiny import save_checkpoint
 
 from stretto.base.paths import RunDir
-from stretto.config.model import LoRASection, ModelSection
-from stretto.config.trainer import ConstantScheduler
-from stretto.trainer import checkpoint
-from stretto.trainer.export import export_weights
+from stretto.config.sections.model import LoRASection, ModelSection
+from stretto.config.sections.trainer import ConstantScheduler
+from stretto.trainer.state import checkpoint
+from stretto.trainer.state.export import export_weights
 from stretto.trainer.learner import Learner, load_policy
-from stretto.trainer.mesh import build_mesh, process_group
+from stretto.trainer.parallel.mesh import build_mesh, process_group
 
 STEP = 2  # checkpoints are of it
 SHAPE = {
@@ -67,7 +68,7 @@ def section_of(kind: str, folder: Path, **model) -> ModelSection:
 def build(kind: str, folder: Path, model: dict) -> Learner:
     torch.manual_seed(0)
     section = section_of(kind, folder, **model)
-    policy = load_policy(section, may_be_outline=True)
+    policy = load_policy(section, may_be_meta=True)
     return Learner(
         policy,
         model=section,
@@ -84,38 +85,40 @@ def run_of(folder: Path, stage: str, kind: str) -> RunDir:
 
 def step(learner: Learner) -> dict[str, float]:
     micro_batches = batches("dense")[learner.step]
-    learner.forward_backward(micro_batches if learner.mesh is None else learner.mesh.deal(micro_batches))
+    learner.forward_backward(learner.mesh.local_items(micro_batches))
     return learner.optim_step()
 
 
 def play(kind: str, folder: Path, stage: str) -> dict:
-    """To STEP or from a checkpoint of it, saved and exported, and one step more."""
+    """Train to STEP or load its checkpoint, save and export, then train one more step."""
     _, model, before = STAGES[stage]
     learner, metrics = build(kind, folder, model), []
-    is_outline = hasattr(learner.policy, "origin")
+    is_on_meta = hasattr(learner.policy, "checkpoint_reader")
     if before is None:
         metrics = [step(learner) for _ in range(STEP)]
     else:
         checkpoint.load(run_of(folder, before, kind), learner, STEP)
     run = run_of(folder, stage, kind)
-    checkpoint.save(run, learner)
+    save_checkpoint(run, learner)
     section = section_of(kind, folder, **model)
-    export_weights(run, learner.policy, STEP, folder / "models" / kind, section if section.lora else None)
+    export_weights(
+        run, learner.network.weights, STEP, folder / "models" / kind, section if section.lora else None
+    )
     metrics.append(step(learner))
     owned = {name: tensor.clone() for name, tensor in learner.export_tensors()}
-    parts = [owned] if learner.mesh is None else learner.mesh.gather(owned)
+    parts = learner.mesh.gather(owned)
     return {
         "metrics": metrics,
-        "tensors": whole_tensors(learner, learner.mesh),
+        "tensors": whole_tensors(learner),
         "published": {name: tensor for part in parts for name, tensor in part.items()},
         "num_published": sum(map(len, parts)),
-        "is_outline": is_outline,
+        "is_on_meta": is_on_meta,
         "logprobs": learner.logprobs(batches("dense")[0][1])[0],
     }
 
 
 def make_models(folder: Path) -> None:
-    """Random models in the files that transformers writes."""
+    """Write random models with transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for kind, (family, settings) in FAMILIES.items():
@@ -124,9 +127,8 @@ def make_models(folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(folder / "models" / kind)
         (folder / "models" / kind / "tokenizer.json").write_text("{}")
-        if (
-            kind == "other_names"
-        ):  # as files of the bare model have them, which transformers knows how to load
+        # As files of the bare model have them, which transformers knows how to load.
+        if kind == "other_names":
             path = folder / "models" / kind / "model.safetensors"
             tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
             save_file(tensors, path, metadata={"format": "pt"})

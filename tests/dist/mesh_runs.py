@@ -14,24 +14,30 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from msgspec.structs import replace
 from tiny import build_policy, documents, pack
 
-from stretto.config.algorithm import GaeAdvantages
-from stretto.config.model import LoRASection, ModelSection
-from stretto.config.trainer import AdamWOptim, ConstantScheduler, CriticSection, MuonOptim, TrainerSection
+from stretto.config.sections.algorithm import GaeAdvantages
+from stretto.config.sections.model import LoRASection, ModelSection
+from stretto.config.sections.trainer import (
+    AdamWOptim,
+    ConstantScheduler,
+    CriticSection,
+    MuonOptim,
+    TrainerSection,
+)
+from stretto.records.support import Support
 from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
-from stretto.trainer.mesh import Mesh, find_degrees, process_group, training_device
-from stretto.trainer.metrics import alone
+from stretto.trainer.parallel.mesh import Mesh, find_degrees, process_group, training_device
 from stretto.trainer.updates import Updates
 
 NUM_STEPS = 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-KINDS = ("dense", "untied", "bias", "moe", "replay", "ppo", "lora", "lora_moe")
+KINDS = ("dense", "cut", "untied", "bias", "moe", "replay", "ppo", "lora", "lora_moe")
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,10 @@ def _cases() -> list[Case]:
         Case(4, "ep2", "muon_moe", {"ep": 2}),
         Case(4, "fsdp", "muon_odd"),
         Case(2, "fsdp", "untied"),
+        Case(2, "fsdp", "cut"),
+        Case(2, "tp", "cut", {"tp": 2}),
+        Case(2, "ulysses", "cut", {"cp": 2}),
+        Case(2, "ring", "cut", {"cp": 2, "cp_style": "ring"}),
         Case(4, "tp_ulysses", "untied", {"tp": 2, "cp": 2}),
         Case(2, "fsdp", "ppo"),
         Case(2, "ring", "ppo", {"cp": 2, "cp_style": "ring"}),
@@ -114,7 +124,7 @@ def _cases() -> list[Case]:
 
 
 def _memory_cases() -> list[Case]:
-    """Blocks that are computed again, beside everything that exchanges tokens in them."""
+    """Recomputed blocks, on meshes that exchange tokens inside of them."""
     full, experts = (
         {"ac": {}},
         {"ac": {"mode": "selective", "targets": ("norm", "attn_proj", "routed_experts")}},
@@ -134,7 +144,7 @@ def _memory_cases() -> list[Case]:
 
 
 def _lora_cases() -> list[Case]:
-    """An adapter beside weights that are cut, and the meshes that cut it too."""
+    """LoRA on meshes that cut the weights, and on meshes that cut the adapter too."""
     return [
         Case(2, "fsdp", "lora"),
         Case(2, "tp", "lora", {"tp": 2}),
@@ -151,7 +161,7 @@ CASES = _cases()
 
 
 def batches(kind: str) -> list[list]:
-    """Micro batches of every step: few and of different sizes, so that ranks have unequal shares."""
+    """Micro batches of every step: few and of different sizes, so that ranks get unequal shares."""
     steps = []
     for step in range(NUM_STEPS):
         docs = documents(seed=step, num_groups=2, group_size=3)
@@ -161,12 +171,21 @@ def batches(kind: str) -> list[list]:
             micro_batches = [
                 replace(mb, routed_experts=_choices(rng, len(mb.token_ids))) for mb in micro_batches
             ]
+        if kind == "cut":
+            rng = np.random.default_rng(step)
+            micro_batches = [replace(mb, support=_support(rng, mb)) for mb in micro_batches]
         steps.append(micro_batches)
     return steps
 
 
+def _support(rng: np.random.Generator, mb) -> Support:
+    """A support of a third of the vocabulary for trained tokens; for some tokens all of it."""
+    is_cut = mb.loss_mask & (rng.random(len(mb.token_ids)) < 0.8)
+    return Support.of([rng.permutation(40)[:13] if cut else [] for cut in is_cut])
+
+
 def _choices(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
-    """Experts to use; the first ones only, so that some ranks get no token, and none for some tokens."""
+    """Experts to replay: only the first ones, so that some ranks get no token; some tokens have none."""
     choices = np.stack(
         [rng.permuted(np.arange(3)[None].repeat(num_tokens, 0), axis=1)[:, :2] for _ in range(2)], 1
     )
@@ -177,7 +196,7 @@ def _choices(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
 
 def policy_of(kind: str):
     match kind:
-        case "dense" | "ppo" | "muon" | "fp8" | "lora":
+        case "dense" | "cut" | "ppo" | "muon" | "fp8" | "lora":
             return build_policy(**SHAPE)
         case "muon_odd":
             return build_policy(**SHAPE | {"intermediate_size": 70})
@@ -219,35 +238,34 @@ def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
     )
 
 
-def train(learner: Learner, kind: str, mesh: Mesh | None = None) -> dict:
-    """Metrics of each step, log-probabilities before and after, and everything that decides the next step."""
-    share = (lambda items: items) if mesh is None else mesh.deal
+def train(learner: Learner, kind: str) -> dict:
+    """Metrics of each step, log-probabilities before and after, and the whole state of the learner."""
     scored = batches(kind)[0][1]
     out = {"before": learner.logprobs(scored)[0]}
     section = TrainerSection()
     if learner.critic is not None:
         advantages = GaeAdvantages(gamma=0.9, lambd=0.9)
         section = TrainerSection(advantages=advantages, critic=learner.critic.section)
-    updates = Updates(learner, section, alone if mesh is None else mesh.reduce)
-    out["metrics"] = [updates.train(share(micro_batches)) for micro_batches in batches(kind)]
+    updates = Updates(learner, section)
+    out["metrics"] = [
+        updates.train(learner.mesh.local_items(micro_batches)) for micro_batches in batches(kind)
+    ]
     out["after"] = learner.logprobs(scored)[0]
-    out["state"], out["tensors"] = learner.state(), whole_tensors(learner, mesh)
+    out["state"], out["tensors"] = learner.state(), whole_tensors(learner)
     owned = {name: tensor.clone() for name, tensor in learner.export_tensors()}
-    everybodys = [owned] if mesh is None else mesh.gather(owned)
+    everybodys = learner.mesh.gather(owned)
     out["owned"] = [sorted(mine) for mine in everybodys]
     out["exported"] = {name: tensor for mine in everybodys for name, tensor in mine.items()}
     return out
 
 
-def whole_tensors(learner: Learner, mesh: Mesh | None = None) -> dict[str, torch.Tensor]:
-    """The learner's state, put together from the rectangles of all ranks."""
-    mine = learner.state().parts
+def whole_tensors(learner: Learner) -> dict[str, torch.Tensor]:
+    """The learner's state as whole tensors, assembled from the slices of all ranks."""
     found = {}
-    for parts in [mine] if mesh is None else mesh.gather(mine):
+    for parts in learner.mesh.gather(learner.state().slices):
         for name, part in parts.items():
             tensor = found.setdefault(name, torch.full(part.shape, 99, dtype=part.tensor.dtype))
-            region = tuple(slice(a, a + n) for a, n in zip(part.start, part.tensor.shape))
-            tensor[region] = part.tensor
+            tensor[part.region] = part.tensor
     return found
 
 
@@ -263,10 +281,10 @@ def main(out: Path, world_size: int) -> None:
             )
             mesh = Mesh(degrees, training_device())
             learner = build(case.kind, case.model, mesh)
-            result = train(learner, case.kind, mesh)
+            result = train(learner, case.kind)
             again = build(case.kind, case.model, mesh)
             again.load_state(result.pop("state"))
-            result["reloaded"] = whole_tensors(again, mesh)
+            result["reloaded"] = whole_tensors(again)
             if mesh.is_lead:
                 torch.save(result, out / f"{case}.pt")
                 print(f"{case} {time.perf_counter() - start:.2f}s", flush=True)

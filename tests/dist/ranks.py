@@ -1,4 +1,4 @@
-"""Starts the ranks of a script beside these tests."""
+"""Starts a script of this folder on several ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def free_port() -> int:
 
 
 def run_ranks(script: str, *args: str | Path, world_size: int, log: Path, deadline_s: float = 200.0) -> None:
-    """Run a script of this folder on so many ranks and wait for their end; what they say is in `log`.
+    """Run a script of this folder on several ranks and wait for them; their output is in `log`.
 
     Fails with the end of the log unless all of them end well and in time.
     """

@@ -1,4 +1,4 @@
-"""DeepEP: trains like one rank in whatever order its rows come, whole and in parts; refused where it cannot be had."""
+"""DeepEP trains like one rank for any order of rows, with and without chunks; without the library it is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ranks import run_ranks
 from test_meshes import alone
 
 from stretto.base.errors import ConfigError
-from stretto.config.model import ModelSection
-from stretto.trainer.parallel.token_wire import DeepEPWire, build_token_wire
+from stretto.config.sections.model import ModelSection
+from stretto.trainer.parallel.token_dispatcher import DeepEPDispatcher, build_token_dispatcher
 
 
 def test_rows_that_come_in_another_order_train_like_one_rank(tmp_path):
@@ -36,6 +36,6 @@ class _Mesh:
 def test_it_is_refused_without_gpus_and_without_the_package():
     section = ModelSection(ep_comm_backend="deepep", dtype="bfloat16")
     with pytest.raises(ConfigError, match='needs GPUs, and this rank is on the cpu; use "torch"'):
-        build_token_wire(section, _Mesh())
+        build_token_dispatcher(section, _Mesh())
     with pytest.raises(ConfigError, match=r"DeepEP cannot be imported .*; build it for this CUDA"):
-        DeepEPWire(_Mesh(), 20, None)
+        DeepEPDispatcher(_Mesh(), 20, None)

@@ -1,4 +1,4 @@
-"""Models load, checkpoints resume and weights are exported alike on every mesh, shard by shard."""
+"""Models load, checkpoints resume and weights are exported in the same way on every mesh, shard by shard."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from ranks import run_ranks
 from stretto.base.errors import DataError
 from stretto.models import hub
 from stretto.models.lora import load_adapter
-from stretto.trainer import checkpoint
-
+from stretto.trainer.state import checkpoint
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """All stages, in order; their folder."""
+    """Run all stages in order; their folder."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("files")
     (folder / "results").mkdir()
@@ -58,7 +57,7 @@ def test_a_run_resumed_on_another_mesh_has_the_same_next_loss(played, kind, stag
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rank_writes_the_whole_state(played, kind):
-    """The control of what the tests above read: every rank's file has its share."""
+    """The control of the tests above: every rank's file has its share."""
     files = {
         p.name: p.stat().st_size
         for p in run_of(played, "two", kind).checkpoint(STEP).glob("trainer/*.distcp")
@@ -105,7 +104,7 @@ def test_a_checkpoint_without_one_ranks_file_is_refused(played):
     [path] = run.checkpoint(STEP).glob("trainer/__1_0.distcp")
     kept = path.read_bytes()
     path.unlink()
-    with pytest.raises(DataError, match=r"__1_0.distcp: has 0 of \d+ bytes.*--resume.step"):
+    with pytest.raises(DataError, match=r"__1_0.distcp: has 0 of \d+ bytes.*start over with --clean"):
         checkpoint.load(run, learner, STEP)
     path.write_bytes(kept)
     checkpoint.load(run, learner, STEP)

@@ -1,4 +1,4 @@
-"""A model of transformers' on two ranks loads, trains, is published, exported and resumed like on one."""
+"""A transformers model on two ranks loads, trains, publishes, exports and resumes as on one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ON_RANKS = ("two", "hsdp")
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """Results of all stages, in order, and their folder."""
+    """Run all stages in order; their results and folder."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hf")
     (folder / "results").mkdir()
@@ -40,7 +40,7 @@ def played(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_like_one(played, kind, stage):
     want, got = played[0]["one", kind], played[0][stage, kind]
-    assert got["is_outline"] == (kind != "other_names") and not want["is_outline"], (
+    assert got["is_on_meta"] == (kind != "other_names") and not want["is_on_meta"], (
         "each rank reads its shards"
     )
     assert len(got["metrics"]) == STEP + 1

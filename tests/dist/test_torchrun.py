@@ -1,4 +1,4 @@
-"""Programs as torchrun starts them: a preemption ends all ranks after a step that is saved."""
+"""Programs started by torchrun: after a preemption all ranks stop after the same step, which is saved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def torchrun(directory: Path, *words: str, max_steps: int, model: str = "", num_
     toml = directory / "sft.toml"
     toml.write_text(TOML.format(directory=directory, max_steps=max_steps, model=model))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", str(SFT), "@", str(toml), *words]
+    # torchrun itself never removes its logs; by default they are in the directory of temporary files.
+    command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--log-dir", str(directory / "torchrun")]
+    command += [str(SFT), "@", str(toml), *words]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 from zlib import crc32
 
 from stretto.envs.base import RolloutContext, RolloutResult, SingleTurnEnv, TaskSource
-from stretto.envs.sort_letters import SortLetters
+from stretto.envs.bundled.sort_letters import SortLetters
 from stretto.records.rollout import Task
 
 
@@ -21,6 +23,26 @@ class SlowSort(SortLetters):
         if int(task.task_id.rpartition("-")[2]) % 2:
             await asyncio.sleep(self.latency_s)
         return super().score(task, text)
+
+
+class Gated(SortLetters):
+    """sort-letters whose tasks and rows wait for a file: until it is there, a run is still starting."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate = Path(gate)
+
+    def _wait(self) -> None:
+        while not self.gate.exists():
+            time.sleep(0.01)
+
+    def tasks(self, split: str) -> TaskSource:
+        self._wait()
+        return super().tasks(split)
+
+    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
+        self._wait()
+        return super().sft_rows(num_rows, seed)
 
 
 class Vowels(SingleTurnEnv):
@@ -81,14 +103,24 @@ class Dialogue:
 
     name = "dialogue"
 
+    def __init__(self, max_tokens: int | None = None) -> None:
+        """max_tokens: of a reply; each has a length of its own, from half of that, so that few turns end together."""
+        self.max_tokens = max_tokens
+
     def tasks(self, split: str) -> TaskSource:
         return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"word": f"{i:x}"}))
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         messages = Vowels().prompt(task)
-        texts = []
+        texts: list[str] = []
         for _ in range(3):
-            reply = await ctx.chat(messages)
+            reply = await ctx.chat(messages, **self._length("".join(texts)))
             texts.append(reply.text)
             messages = [*messages, reply.message, {"role": "user", "content": "and then"}]
         return RolloutResult(reward=Vowels().score(task, "".join(texts)))
+
+    def _length(self, said: str) -> dict[str, int]:
+        if self.max_tokens is None:
+            return {}
+        shortest = self.max_tokens // 2
+        return {"max_tokens": shortest + crc32(said.encode()) % (self.max_tokens - shortest)}

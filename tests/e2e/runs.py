@@ -146,10 +146,12 @@ def free_ports(number: int) -> list[int]:
             each.close()
 
 
-def until(is_so: Callable[[], bool], popen: subprocess.Popen[str], what: str) -> None:
+def until(
+    is_so: Callable[[], bool], popen: subprocess.Popen[str], what: str, *, every_s: float = 0.01
+) -> None:
     """Wait for something a running process does; its end before that is a failure."""
     deadline = time.monotonic() + DEADLINE_S
     while not is_so():
         assert popen.poll() is None, f"ended before {what}:\n{popen.communicate()[0]}"
         assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S} s"
-        time.sleep(0.01)
+        time.sleep(every_s)

@@ -10,7 +10,7 @@ import torch
 from runs import Ended, free_ports, merged, rl
 
 from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
-from stretto.config.model import ScratchSection
+from stretto.config.sections.model import ScratchSection
 from stretto.models import hub
 
 SETTINGS = {

@@ -68,7 +68,7 @@ def test_an_eval_that_dies_costs_no_training_and_is_told_at_the_end(tmp_path):
 
 
 BROKEN = """
-from stretto.envs.sort_letters import SortLetters
+from stretto.envs.bundled.sort_letters import SortLetters
 
 
 class Broken(SortLetters):
@@ -93,7 +93,7 @@ def test_an_environment_that_fails_costs_the_evals_and_nothing_else(tmp_path):
 
 def test_evals_without_an_environment_are_refused(tmp_path):
     code, output = wait(sft(tmp_path, eval={"interval": 5}))
-    assert code == 2 and "eval.env: no environment to evaluate on; add one" in output
+    assert code == 2 and "eval.env: no environment to evaluate; add one" in output
 
 
 @pytest.mark.parametrize("interval", [200])

@@ -34,13 +34,12 @@ def start_sft(directory: Path, *words: str, name: str = "run", **settings) -> su
 
 def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
     """Process ids of the ranks, in their order."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    environments = {
-        int(pid): Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0") for pid in children
-    }
-    return sorted(
-        environments, key=lambda pid: [line for line in environments[pid] if line.startswith("RANK=")]
-    )
+    ranks = {}
+    for pid in map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()):
+        for line in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0"):
+            if line.startswith("RANK="):
+                ranks[int(line.removeprefix("RANK="))] = pid
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def test_two_ranks_train_like_one(tmp_path):

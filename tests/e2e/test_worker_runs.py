@@ -39,7 +39,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            if "stretto.envs.worker" in " ".join(child.cmdline()):
+            if "stretto.envs.workers.child" in " ".join(child.cmdline()):
                 found.append(child)
         except psutil.Error:
             continue

@@ -1,4 +1,4 @@
-"""Tests on a GPU share the models and cases of tests/unit; without a CUDA device they are skipped."""
+"""Tests on a GPU share the models and cases of the others; without a CUDA device they are skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+for room in ("wires", "e2e"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / room))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,9 +9,9 @@ import torch
 from fp8_cases import assert_kernels_agree
 from tiny import build_policy, documents, pack
 
-from stretto.config.model import ModelSection
-from stretto.config.trainer import AdamWOptim, ConstantScheduler
-from stretto.models.fp8 import Groups, Reference, multiply
+from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
+from stretto.models.fp8.reference import Reference, RowGroups, multiply
 from stretto.trainer.learner import Learner
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def kernels():
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
     pytest.importorskip("triton")
-    from stretto.models import fp8_kernels
+    from stretto.models.fp8 import kernels as fp8_kernels
 
     return fp8_kernels
 
@@ -54,7 +54,7 @@ def test_product_and_both_gradients_are_off_by_about_0_037(kernels, counts):
             parts = [part @ one.T for part, one in zip(ours.split(counts), w)]
             y = torch.cat(parts)
         else:
-            y = multiply(ours, w, Groups.of(torch.tensor(counts, device="cuda"), rows), way)
+            y = multiply(ours, w, RowGroups.of(torch.tensor(counts, device="cuda"), rows), way)
         y.backward(grad)
         results.append((y, ours.grad, w.grad))
     for fast, slow, exact in zip(*results):
@@ -75,5 +75,5 @@ def test_a_learner_in_8_bits_has_the_gradients_of_the_reference(kernels, family)
             max_steps=None,
         )
         learner.forward_backward([pack(documents())])
-        grads.append(torch.cat([p.grad.flatten() for p in learner._masters.parameters]))
+        grads.append(torch.cat([p.grad.flatten() for p in learner.network.weights.parameters]))
     assert torch.cosine_similarity(*grads, dim=0) > 0.98

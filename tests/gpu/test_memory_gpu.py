@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny import build_policy, documents, pack
 
-from stretto.config.model import ModelSection
-from stretto.config.trainer import AdamWOptim, ConstantScheduler, MuonOptim
+from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, MuonOptim
 from stretto.models.attention import PackedLayout
-from stretto.trainer import offload
 from stretto.trainer.learner import Learner
+from stretto.trainer.optim import offload
 from stretto.trainer.parallel import memory
 from stretto.trainer.parallel.memory import prepare_blocks
 
@@ -77,7 +77,7 @@ def test_streamed_optimizer_state_gives_the_same_weights_and_leaves_the_gpu(opti
     want, got = weights_after(plain), weights_after(streamed)
     for name, weight in want.items():
         torch.testing.assert_close(got[name], weight, rtol=1e-6, atol=1e-6)
-    state = streamed._optimizer.state
+    state = streamed.network.optimizer.state
     tensors = [t for kept in state.values() for t in kept.values() if t.dim()]
     assert tensors and all(t.device.type == "cpu" and t.is_pinned() for t in tensors)
 

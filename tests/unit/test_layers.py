@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "stretto"
@@ -19,8 +20,8 @@ BELOW = {
     "models": {"base", "records", "config"},
     "transports": {"base", "records", "config"},
     "data": {"base"},
-    "hooks": {"base", "records"},
-    "envs": {"base", "records", "config", "data", "hooks"},
+    "vime": {"base", "records"},
+    "envs": {"base", "records", "config", "data", "vime"},
     "orchestrator": {
         "base",
         "records",
@@ -31,7 +32,7 @@ BELOW = {
         "chat",
         "transports",
         "data",
-        "hooks",
+        "vime",
         "envs",
     },
     "trainer": {
@@ -47,22 +48,20 @@ BELOW = {
         "envs",
     },
     "inference": {"base", "records", "config", "monitors", "chat", "models", "transports"},
-    "dashboard": {"base", "records", "config", "ledger", "monitors"},
     "launch": {"base", "records", "config", "ledger", "monitors"},
-    "cli": {"base", "config", "launch", "orchestrator", "trainer", "inference", "dashboard"},
+    "view": {"base", "records", "config", "ledger", "monitors", "chat"},
+    "cli": {"base", "config", "launch", "orchestrator", "trainer", "inference", "view"},
     "__main__": {"cli"},
     "__init__": set(),
 }
 """What a package may import of ours, besides itself."""
 
 HOMES = {
-    "torch": ("algorithms", "models", "trainer", "inference", "transports/weights", "transports/rollouts"),
+    "torch": ("algorithms", "models", "trainer", "inference", "transports/weights"),
     "transformers": ("models", "trainer", "inference"),
     "vllm": ("inference/vllm",),
-    "ray": ("launch/ray.py",),
-    "megatron": ("trainer/megatron",),
     "verifiers": ("envs/verifiers",),
-    "reasoning_gym": ("envs/reasoning_gym.py",),
+    "reasoning_gym": ("envs/bundled/reasoning_gym.py",),
     "wandb": ("monitors/wandb.py",),
     "tensorboard": ("monitors/tensorboard.py",),
     "trackio": ("monitors/trackio.py",),
@@ -71,25 +70,36 @@ HOMES = {
 
 EXCEPT = {"torch": ("algorithms/credit.py", "algorithms/custom.py")}
 
+OWNED = {"shards": "trainer"}
+"""Attributes that one room alone gives to an object: who asks for them by name reaches into that room."""
 
-def imports(file: Path) -> Iterator[tuple[str, int]]:
-    """Every module that a file imports anywhere, with its line, less what only type checkers import."""
-    tree = ast.parse(file.read_text())
-    for_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for child in node.body
-        for inner in ast.walk(child)
-    }
-    for node in ast.walk(tree):
-        if node in for_types:
+MAX_FILES = 15
+"""Python files per folder, __init__.py aside."""
+
+
+@cache
+def tree_of(file: Path) -> list[ast.AST]:
+    """All nodes of a file."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
+@cache
+def imports(file: Path, *, for_types: bool = True) -> list[tuple[str, int]]:
+    """Every module that a file imports anywhere, with its line; without for_types, less what type checkers import."""
+    left_out: set[ast.AST] = set()
+    for node in tree_of(file):
+        if not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            left_out.update(inner for child in node.body for inner in ast.walk(child))
+    found = []
+    for node in tree_of(file):
+        if node in left_out:
             continue
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: write imports in full"
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
 
 
 def own_imports(file: Path) -> Iterator[tuple[str, int]]:
@@ -105,6 +115,15 @@ def files() -> Iterator[tuple[Path, str]]:
         yield file, file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+def test_every_room_that_is_spoken_of_here_exists() -> None:
+    rooms = {
+        path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert set(BELOW) == rooms and set().union(*BELOW.values()) <= rooms
+    places = {place for homes in (*HOMES.values(), *EXCEPT.values()) for place in homes}
+    assert not [place for place in sorted(places) if not (SOURCE / place).exists()]
+
+
 def test_packages_import_only_what_is_below_them() -> None:
     wrong = []
     for file, package in files():
@@ -115,11 +134,71 @@ def test_packages_import_only_what_is_below_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_room_asks_for_what_another_has_put_on_an_object() -> None:
+    wrong = []
+    for file, package in files():
+        for node in tree_of(file):
+            match node:
+                case ast.Call(
+                    func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value), *_]
+                ):
+                    if OWNED.get(value, package) != package:
+                        wrong.append(f"{file}:{node.lineno}: {value} is {OWNED[value]}'s; have it handed in")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Strongly connected components of all imports, by Tarjan's algorithm."""
+    modules = {}
+    for file, _ in files():
+        parts = file.relative_to(SOURCE).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    circles: list[set[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        path.append(module)
+        for imported, _ in imports(modules[module]):
+            name = imported.removeprefix("stretto.")
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if not name or name == module or not imported.startswith("stretto."):
+                continue
+            if name not in order:
+                visit(name)
+            if name in path:
+                lowest[module] = min(lowest[module], lowest[name])
+        if lowest[module] == order[module]:
+            start = path.index(module)
+            circles.append(set(path[start:]))
+            del path[start:]
+
+    for module in modules:
+        if module and module not in order:
+            visit(module)
+    wrong = [sorted(circle) for circle in circles if len(circle) > 1]
+    assert not wrong, "\n".join(" <-> ".join(circle) for circle in wrong)
+
+
+def test_no_folder_is_several_rooms() -> None:
+    """A folder with more files than this is several subjects, and each gets a folder of its own."""
+    wrong = []
+    for top in (SOURCE, SOURCE.parents[1] / "tests"):
+        for folder in (top, *(path for path in top.rglob("*") if path.is_dir())):
+            num_files = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+            if num_files > MAX_FILES:
+                wrong.append(f"{folder}: {num_files} files, more than {MAX_FILES}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_heavy_libraries_are_imported_only_at_home() -> None:
     wrong = []
     for file, _ in files():
         place = file.relative_to(SOURCE).as_posix()
-        for module, line in imports(file):
+        for module, line in imports(file, for_types=False):
             library = module.split(".")[0]
             homes = HOMES.get(library)
             if homes is None:

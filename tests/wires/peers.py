@@ -1,4 +1,4 @@
-"""The other process of a wire's test: a script that is started, spoken to over pipes, and killed."""
+"""The other process in a test of a wire: a script that is started, driven over pipes, and killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Peer:
             raise AssertionError(f"the other process ended:\n{self.process.stderr.read()}")
         return got.strip()
 
-    def tell(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
 
@@ -39,14 +39,14 @@ class Peer:
         self.process.wait()
 
     def end(self) -> None:
-        """It must end by itself, in good order."""
+        """Wait for its end; its exit code must be 0."""
         _, errors = self.process.communicate(timeout=60)
         assert self.process.returncode == 0, errors
 
 
 @contextmanager
 def peer(code: str, *args: object) -> Iterator[Peer]:
-    """A script as a process, killed at the latest when the test is done."""
+    """Run a script as a process, which is killed at the end of the test if it still runs."""
     started = Peer(code, *args)
     try:
         yield started

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -13,10 +15,11 @@ import pytest
 import torch
 from peers import Peer, free_port, peer
 from pydantic import TypeAdapter
+from torch.distributed import TCPStore
 
 from stretto.base.errors import WireError
 from stretto.base.paths import RunDir
-from stretto.config.transport import (
+from stretto.config.sections.transport import (
     CollectiveWeights,
     DeltaSection,
     FilesystemWeights,
@@ -25,7 +28,7 @@ from stretto.config.transport import (
 )
 from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights import host_copy, receive
-from stretto.transports.weights.collective import CollectivePublisher, buckets_of, forget
+from stretto.transports.weights.collective import Board, CollectivePublisher, buckets_of, close_all
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -47,7 +50,7 @@ def publisher(request):
     publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=request.param, timeout_s=20)
     yield publisher
     publisher.close()
-    forget()
+    close_all()
 
 
 def group(request: str, rank: int = 0, world_size: int = 1, epoch: str = "0") -> WeightGroup:
@@ -121,9 +124,10 @@ import msgspec, torch
 import torch.distributed as dist
 from pathlib import Path
 from stretto.base.paths import RunDir
-from stretto.config.transport import WeightBroadcast
+from stretto.config.sections.transport import WeightBroadcast
 from stretto.transports.weights import build_publisher
 from pydantic import TypeAdapter
+from torch.distributed import TCPStore
 torch.set_num_threads(1)
 rank, count, meeting, settings, place = sys.argv[1:]
 
@@ -158,27 +162,27 @@ for publisher in publishers:
 
 @contextlib.contextmanager
 def senders(cfgs: list[WeightBroadcast], place: Path, count: int = 2) -> Iterator[list[Peer]]:
-    """Trainer ranks, which publish t0 ... t11 of a version together, as each of these says."""
+    """Trainer ranks that publish t0 ... t11 of a version together, by any of these transports."""
     meeting, settings = free_port(), TypeAdapter(list[WeightBroadcast]).dump_json(cfgs).decode()
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(peer(SEND, rank, count, meeting, settings, place)) for rank in range(count)
         ]
-    forget()
-    host_copy.forget()
+    close_all()
+    host_copy.close_all()
 
 
 def published(ranks: list[Peer], version: int, owned: list[list[int]], which: int = 0) -> WeightManifest:
-    """What every rank says is published."""
+    """The manifest that every rank returns."""
     for process, mine in zip(ranks, owned, strict=True):
-        process.tell(msgspec.json.encode((which, version, mine, version - 2)).decode())
-    said = [process.line() for process in ranks]
-    assert len(set(said)) == 1
-    return msgspec.json.decode(said[0], type=WeightManifest)
+        process.write_line(msgspec.json.encode((which, version, mine, version - 2)).decode())
+    lines = [process.line() for process in ranks]
+    assert len(set(lines)) == 1
+    return msgspec.json.decode(lines[0], type=WeightManifest)
 
 
 def the_tensors(version: int) -> dict[str, torch.Tensor]:
-    """What the senders publish, made anew."""
+    """The tensors that the senders publish."""
     gen = torch.Generator().manual_seed(5)
     tensors = {f"t{i}": torch.randn(40 + i, 30, generator=gen).bfloat16() for i in range(12)}
     for tensor in tensors.values():
@@ -186,7 +190,7 @@ def the_tensors(version: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def told(manifest: WeightManifest, who: WeightGroup) -> str:
+def encoded(manifest: WeightManifest, who: WeightGroup) -> str:
     return msgspec.json.encode((manifest, who)).decode()
 
 
@@ -197,15 +201,15 @@ def test_processes_receive_together_and_one_that_dies_fails_the_rest():
             for version in (1, 2):
                 manifest = publisher.publish(version, weights(version))
                 for rank, process in enumerate((first, second)):
-                    process.tell(told(manifest, group(f"r{version}", rank, 2)))
+                    process.write_line(encoded(manifest, group(f"r{version}", rank, 2)))
                 crcs = {first.line(), second.line()}
                 assert len(crcs) == 1
             second.kill()
-            first.tell(told(manifest, group("r3", 0, 2)))
+            first.write_line(encoded(manifest, group("r3", 0, 2)))
             with pytest.raises(AssertionError, match="WireError: weights of version 2: receiver 1 of 2"):
                 first.line()
         with peer(RECEIVE) as alone:  # the next epoch is without the dead one
-            alone.tell(told(manifest, group("r4", 0, 1, epoch="1")))
+            alone.write_line(encoded(manifest, group("r4", 0, 1, epoch="1")))
             assert alone.line() in crcs
     finally:
         publisher.close()
@@ -250,7 +254,7 @@ def test_what_several_ranks_publish_together_is_what_one_publishes(which, three_
         assert not list(folder.glob(".*"))
 
 
-def test_a_rank_that_owns_more_than_before_begins_the_chain_of_changes_anew(tmp_path):
+def test_a_rank_that_owns_more_than_before_starts_a_new_chain_of_changes(tmp_path):
     cfg = FilesystemWeights(delta=DeltaSection())
     with senders([cfg], tmp_path) as ranks:
         for version, first in enumerate((6, 6, 5, 5)):
@@ -291,14 +295,14 @@ def test_ranks_that_publish_with_one_that_died_end_with_an_error(tmp_path):
         owned = [list(range(6)), list(range(6, 12))]
         published(ranks, 0, owned)
         ranks[1].kill()
-        ranks[0].tell(msgspec.json.encode((0, 1, owned[0], -1)).decode())
+        ranks[0].write_line(msgspec.json.encode((0, 1, owned[0], -1)).decode())
         with pytest.raises(AssertionError, match="RuntimeError"):
             ranks[0].line()
 
 
-def test_a_port_that_is_taken_is_said(publisher):
+def test_a_taken_port_is_named(publisher):
     port = msgspec.json.decode(publisher.publish(0, []).location)["port"]
-    with pytest.raises(WireError, match=f"cannot hold the store at 127.0.0.1:{port}"):
+    with pytest.raises(WireError, match=f"cannot listen at 127.0.0.1:{port}"):
         CollectivePublisher("127.0.0.1", port, bucket_bytes=10, timeout_s=5)
 
 
@@ -315,3 +319,65 @@ def test_buckets_hold_whole_tensors_in_order():
 def test_a_publisher_is_closed_while_nobody_asks(publisher):
     publisher.close()
     assert not any(thread.name == "weights" and thread.is_alive() for thread in threading.enumerate())
+
+
+def store_of(manifest: WeightManifest) -> TCPStore:
+    """The store, as an outsider who knows address and port reaches it."""
+    location = msgspec.json.decode(manifest.location)
+    return TCPStore(location["host"], location["port"], wait_for_workers=False, timeout=timedelta(seconds=5))
+
+
+def test_what_an_outsider_writes_to_the_store_is_not_trusted(publisher):
+    """Not even a message that was signed under another name."""
+    sent = weights()
+    manifest = publisher.publish(1, sent)
+    store = store_of(manifest)
+    store.set("request/0/0", "close")
+    assert_same(received(manifest, group("r1")), sent)
+    store.set("request/0/1", f"{'0' * 64} close")
+    assert_same(received(manifest, group("r2")), sent)
+    board = Board(store, msgspec.json.decode(manifest.location)["key"])
+    board.set("request/0/9", "close")
+    store.set("request/0/2", store.get("request/0/9"))
+    assert_same(received(manifest, group("r3")), sent)
+    store.set("answer/0/r4", "go")
+    with pytest.raises(WireError, match="sender: a message with a wrong signature"):
+        board.wait("answer/0/r4", 5, "sender")
+
+
+def test_a_forged_message_stays_so_that_the_real_one_that_replaces_it_is_not_deleted(publisher):
+    manifest = publisher.publish(1, [])
+    board = Board(store_of(manifest), msgspec.json.decode(manifest.location)["key"])
+    board.store.set("request/7/0", "close")
+    with pytest.raises(WireError, match="request/7/0: a message with a wrong signature"):
+        board.pop("request/7/0")
+    assert board.store.check(["request/7/0"])
+    board.set("request/7/0", "close")
+    assert board.pop("request/7/0") == "close" and not board.store.check(["request/7/0"])
+
+
+def test_the_store_listens_at_its_host_only(publisher):
+    """Not at the other addresses of the machine, of which 127.0.0.2 is one."""
+    port = msgspec.json.decode(publisher.publish(0, []).location)["port"]
+    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+def test_messages_at_the_store_do_not_pile_up():
+    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1000, timeout_s=20)
+    store = None
+    try:
+        with peer(RECEIVE) as first, peer(RECEIVE) as second:
+            counts = []
+            for version in range(6):
+                manifest = publisher.publish(version, weights(version))
+                for rank, process in enumerate((first, second)):
+                    process.write_line(encoded(manifest, group(f"r{version}", rank, 2)))
+                assert first.line() == second.line()
+                publisher.release(version - 1)
+                store = store or store_of(manifest)
+                counts.append(store.num_keys())
+        assert counts[1:] == counts[:1] * 5
+    finally:
+        publisher.close()

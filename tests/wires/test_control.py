@@ -1,4 +1,4 @@
-"""Trainer and orchestrator know of each other, miss no message, and notice when the other one is gone."""
+"""The control wire: ranks register, no message is lost, and a dead peer is noticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import zmq
 from peers import free_port, peer
 
 from stretto.base.errors import EngineError, WireError
-from stretto.config.transport import ControlSection
+from stretto.base.secret import Secret
+from stretto.config.sections.transport import ControlSection
 from stretto.records import codec
 from stretto.records.codec import encode
 from stretto.records.control import (
@@ -28,16 +29,11 @@ from stretto.records.control import (
     VersionReady,
 )
 from stretto.records.weights import TensorEntry, WeightManifest
-from stretto.transports.control import (
-    MESSAGE,
-    REGISTER,
-    RESEND_AFTER_S,
-    ControlClient,
-    ControlServer,
-    Event,
-    Link,
-)
+from stretto.transports.control import MAX_POSTED, WIRE, ControlClient, ControlServer, Event
+from stretto.transports.guard import guard_client
+from stretto.transports.link import MESSAGE, REGISTER, RESEND_AFTER_S, Link
 
+SECRET = Secret("s" * 32)
 MANIFEST = WeightManifest(
     version=3,
     transport="shm",
@@ -63,8 +59,8 @@ def cfg() -> ControlSection:
 
 
 @contextlib.asynccontextmanager
-async def opened(cfg: ControlSection, run_id: str = "run", resume_step: int | None = None) -> AsyncIterator:
-    server = ControlServer(cfg, run_id, resume_step=resume_step)
+async def opened(cfg: ControlSection, world_size: int = 1, resume_step: int | None = None) -> AsyncIterator:
+    server = ControlServer(cfg, "run", SECRET, world_size=world_size, resume_step=resume_step)
     await server.open()
     try:
         yield server
@@ -73,10 +69,10 @@ async def opened(cfg: ControlSection, run_id: str = "run", resume_step: int | No
 
 
 @contextlib.asynccontextmanager
-async def joined(
+async def registered_client(
     cfg: ControlSection, server: ControlServer, rank: int = 0, world_size: int = 1
 ) -> AsyncIterator:
-    client = ControlClient(cfg, "run")
+    client = ControlClient(cfg, "run", SECRET)
     await asyncio.to_thread(client.register, Register(rank=rank, world_size=world_size))
     try:
         yield client
@@ -84,11 +80,13 @@ async def joined(
         await asyncio.to_thread(client.close)
 
 
-async def test_a_rank_is_told_where_to_resume_and_the_server_who_it_is(cfg: ControlSection) -> None:
+async def test_registration_gives_the_resume_step_to_the_rank_and_its_identity_to_the_server(
+    cfg: ControlSection,
+) -> None:
     async with opened(cfg, resume_step=40) as server:
-        client = ControlClient(cfg, "run")
-        told = await asyncio.to_thread(client.register, Register(rank=0, resumed_step=40, version=40))
-        assert (told.run_id, told.resume_step) == ("run", 40) and told.pid and told.host
+        client = ControlClient(cfg, "run", SECRET)
+        answer = await asyncio.to_thread(client.register, Register(rank=0, resumed_step=40, version=40))
+        assert (answer.run_id, answer.resume_step) == ("run", 40) and answer.pid and answer.host
         (info,) = await server.wait_registered()
         assert (info.rank, info.resumed_step, info.version, info.run_id) == (0, 40, 40, "run")
         assert info.pid and info.host
@@ -97,7 +95,7 @@ async def test_a_rank_is_told_where_to_resume_and_the_server_who_it_is(cfg: Cont
 
 
 async def test_every_message_arrives_once_and_in_order_both_ways(cfg: ControlSection) -> None:
-    async with opened(cfg) as server, joined(cfg, server) as client:
+    async with opened(cfg) as server, registered_client(cfg, server) as client:
         await server.wait_registered()
         got = []
         for message in EVERY_MESSAGE:
@@ -112,16 +110,44 @@ async def test_every_message_arrives_once_and_in_order_both_ways(cfg: ControlSec
 
 
 async def test_sends_from_many_threads_all_arrive(cfg: ControlSection) -> None:
-    async with opened(cfg) as server, joined(cfg, server) as client:
+    async with opened(cfg) as server, registered_client(cfg, server) as client:
         sends = [asyncio.to_thread(client.send, CheckpointSaved(step=step)) for step in range(100)]
         await asyncio.gather(*sends)
         assert sorted([(await server.next_event()).message.step for _ in range(100)]) == list(range(100))
         await asyncio.to_thread(client.send, Bye())
 
 
-async def test_several_ranks_register_and_are_told_apart(cfg: ControlSection) -> None:
-    async with opened(cfg) as server, contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(joined(cfg, server, rank, 3)) for rank in (2, 0, 1)]
+async def test_posted_messages_arrive_in_order_and_before_what_is_sent_after_them(
+    cfg: ControlSection,
+) -> None:
+    patient = cfg.model_copy(update={"dead_after_s": 20.0})
+    posted = [CheckpointSaved(step=step) for step in range(MAX_POSTED + 1)]
+    async with opened(cfg) as server, registered_client(patient, server) as client:
+        await server.wait_registered()
+        for message in posted[:-1]:
+            client.post(message)  # blocks the loop that would acknowledge it
+        assert len(client._link.unacked) == MAX_POSTED
+        await asyncio.to_thread(client.post, posted[-1])
+        await asyncio.to_thread(client.send, Bye())
+        assert not client._link.unacked
+        assert [event.message async for event in server.events()] == [*posted, Bye()]
+
+
+async def test_a_rank_does_not_post_for_ever_to_an_orchestrator_that_takes_nothing(
+    cfg: ControlSection,
+) -> None:
+    async with opened(cfg) as server, registered_client(cfg, server) as client:
+        await server.wait_registered()
+        with pytest.raises(EngineError, match=r"orchestrator .* (acknowledged none of 8 messages|silent)"):
+            for step in range(MAX_POSTED + 1):
+                client.post(CheckpointSaved(step=step))
+
+
+async def test_several_ranks_register_and_are_distinguished(cfg: ControlSection) -> None:
+    async with opened(cfg, 3) as server, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(registered_client(cfg, server, rank, 3)) for rank in (2, 0, 1)
+        ]
         assert [info.rank for info in await server.wait_registered()] == [0, 1, 2]
         await server.send(Stop(reason="all"))
         assert all(client.wait(1) == [Stop(reason="all")] for client in clients)
@@ -133,23 +159,23 @@ async def test_several_ranks_register_and_are_told_apart(cfg: ControlSection) ->
 
 
 async def test_the_ranks_that_are_missing_are_named(cfg: ControlSection) -> None:
-    async with opened(cfg) as server:
+    async with opened(cfg, 4) as server:
         with pytest.raises(EngineError, match=r"no trainer rank registered at tcp://.* within 0\.1 s"):
             await server.wait_registered(0.1)
-        async with joined(cfg, server, rank=1, world_size=4):
+        async with registered_client(cfg, server, rank=1, world_size=4):
             with pytest.raises(EngineError, match=r"ranks \[0, 2, 3\] did not register"):
                 await server.wait_registered(0.1)
 
 
 def test_an_orchestrator_that_never_comes_is_named(cfg: ControlSection) -> None:
-    client = ControlClient(cfg.model_copy(update={"register_timeout_s": 0.2}), "run")
+    client = ControlClient(cfg.model_copy(update={"register_timeout_s": 0.2}), "run", SECRET)
     with pytest.raises(EngineError, match=rf"no orchestrator answered at tcp://.*{cfg.port}"):
         client.register(Register())
     client.close()
 
 
 async def test_a_rank_may_come_before_the_orchestrator(cfg: ControlSection) -> None:
-    client = ControlClient(cfg, "run")
+    client = ControlClient(cfg, "run", SECRET)
     registering = asyncio.create_task(asyncio.to_thread(client.register, Register()))
     await asyncio.sleep(0.3)
     async with opened(cfg):
@@ -158,20 +184,104 @@ async def test_a_rank_may_come_before_the_orchestrator(cfg: ControlSection) -> N
 
 
 async def refusal(cfg: ControlSection, info: Register, run_id: str = "run") -> str:
-    client = ControlClient(cfg, run_id)
+    client = ControlClient(cfg, run_id, SECRET)
     with pytest.raises(WireError) as error:
         await asyncio.to_thread(client.register, info)
     client.close()
     return str(error.value)
 
 
-async def test_who_does_not_belong_is_refused_with_the_reason(cfg: ControlSection) -> None:
-    async with opened(cfg) as server, joined(cfg, server, 0, 2):
+async def test_a_rank_that_does_not_belong_is_refused_with_the_reason(cfg: ControlSection) -> None:
+    async with opened(cfg, 2) as server, registered_client(cfg, server, 0, 2):
         reason = await refusal(cfg, Register(rank=1, world_size=2), run_id="other")
         assert "of run 'other', the orchestrator of run 'run'" in reason
         assert "rank 0 is taken by trainer rank 0 (pid" in await refusal(cfg, Register(rank=0, world_size=2))
-        assert "world_size 5, trainer rank 0" in await refusal(cfg, Register(rank=1, world_size=5))
+        for many in (5, 1, 2**62):
+            reason = await refusal(cfg, Register(rank=1, world_size=many))
+            assert f"world_size {many}, the orchestrator packs for 2" in reason
         assert "rank 2 is not below" in await refusal(cfg, Register(rank=2, world_size=2))
+
+
+async def test_a_client_without_the_secret_reaches_nothing_and_gets_no_answer(cfg: ControlSection) -> None:
+    """Neither a client with another secret, nor plain sockets, whatever else they know about the run."""
+    async with opened(cfg) as server, registered_client(cfg, server) as client:
+        outsider = ControlClient(cfg, "run", Secret("x" * 32))
+        with pytest.raises(
+            WireError, match=r"rejects this process.*`secret` in its run directory.*STRETTO_RUN_SECRET"
+        ):
+            await asyncio.to_thread(outsider.register, Register())
+        await asyncio.to_thread(outsider.close)
+        context = zmq.asyncio.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{cfg.port}")
+        await dealer.send_multipart([REGISTER, b"", *encode(Register(run_id="other"))])
+        assert await dealer.poll(500) == 0
+        dealer.close(linger=0)
+        context.term()
+        await asyncio.to_thread(client.send, CheckpointSaved(step=1))
+        assert await server.next_event() == Event(0, CheckpointSaved(step=1))
+        await asyncio.to_thread(client.send, Bye())
+
+
+async def test_recorded_traffic_cannot_be_replayed(cfg: ControlSection) -> None:
+    """The bytes of a whole connection, sent again, are no message."""
+    recorded = bytearray()
+    async with opened(cfg) as server:
+        async with relay(cfg.port, recorded) as port:
+            near = cfg.model_copy(update={"port": port})
+            async with registered_client(near, server) as client:
+                await asyncio.to_thread(client.send, CheckpointSaved(step=1))
+                assert await server.next_event() == Event(0, CheckpointSaved(step=1))
+                await asyncio.to_thread(client.send, Bye())
+        assert (await server.next_event()).message == Bye()
+        reader, writer = await asyncio.open_connection("127.0.0.1", cfg.port)
+        writer.write(recorded)
+        async with asyncio.timeout(10):
+            while await reader.read(4096):
+                pass  # until it hangs up
+        writer.close()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(server.next_event(), 0.3)
+
+
+@contextlib.asynccontextmanager
+async def relay(port: int, recorded: bytearray) -> AsyncIterator[int]:
+    """A port in front of another one, which records what clients send."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: bytearray) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(4096):
+                record += data
+                writer.write(data)
+        writer.close()
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, far_writer, recorded), pump(far_reader, writer, bytearray()))
+
+    server = await asyncio.start_server(meet, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def test_refusals_are_logged_once_in_a_while(
+    cfg: ControlSection, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(cfg) as server, registered_client(cfg, server) as client:
+        context = zmq.asyncio.Context()
+        dealer = context.socket(zmq.DEALER)
+        guard_client(dealer, SECRET, WIRE)
+        dealer.connect(f"tcp://127.0.0.1:{cfg.port}")
+        for _ in range(200):
+            await dealer.send_multipart([REGISTER, b"", b"garbage"])
+        for _ in range(200):
+            await dealer.recv_multipart()
+        assert len([line for line in caplog.messages if "refused a trainer" in line]) == 1
+        dealer.close(linger=0)
+        context.term()
+        await asyncio.to_thread(client.send, Bye())
 
 
 async def test_another_schema_is_refused_with_both_numbers(
@@ -180,6 +290,7 @@ async def test_another_schema_is_refused_with_both_numbers(
     async with opened(cfg):
         context = zmq.asyncio.Context()
         dealer = context.socket(zmq.DEALER)
+        guard_client(dealer, SECRET, WIRE)
         dealer.connect(f"tcp://127.0.0.1:{cfg.port}")
         monkeypatch.setattr(codec, "SCHEMA", codec.SCHEMA + 1)
         frames = encode(Register(run_id="run"))
@@ -192,37 +303,38 @@ async def test_another_schema_is_refused_with_both_numbers(
         context.term()
 
 
-async def test_a_rank_that_said_bye_may_be_silent(cfg: ControlSection) -> None:
+async def test_a_rank_that_sent_bye_may_be_silent(cfg: ControlSection) -> None:
     async with opened(cfg) as server:
-        async with joined(cfg, server) as client:
+        async with registered_client(cfg, server) as client:
             await asyncio.to_thread(client.send, Bye())
         assert (await server.next_event()).message == Bye()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(server.next_event(), 3 * cfg.dead_after_s)
 
 
-@pytest.mark.parametrize("last_word", [Bye(), Failed(reason="out of memory")])
-async def test_nobody_waits_for_an_answer_of_a_rank_that_has_said_its_last_word(
-    cfg: ControlSection, last_word: Bye | Failed
+@pytest.mark.parametrize("last_message", [Bye(), Failed(reason="out of memory")])
+async def test_nobody_waits_for_a_rank_that_has_sent_its_last_message(
+    cfg: ControlSection, last_message: Bye | Failed
 ) -> None:
     async with opened(cfg.model_copy(update={"dead_after_s": 20.0})) as server:
         context = zmq.asyncio.Context()
         dealer = context.socket(zmq.DEALER)
+        guard_client(dealer, SECRET, WIRE)
         dealer.connect(f"tcp://127.0.0.1:{cfg.port}")
         await dealer.send_multipart([REGISTER, b"", *encode(Register(run_id="run"))])
         await server.wait_registered()
         sending = asyncio.create_task(server.send(VersionLoaded(version=1)))
         await asyncio.sleep(2 * cfg.heartbeat_s)
         assert not sending.done()
-        await dealer.send_multipart([MESSAGE, (1).to_bytes(8, "little"), *encode(last_word)])
+        await dealer.send_multipart([MESSAGE, (1).to_bytes(8, "little"), *encode(last_message)])
         await asyncio.wait_for(sending, 2)
-        assert (await server.next_event()).message == last_word
+        assert (await server.next_event()).message == last_message
         dealer.close(linger=0)
         context.term()
 
 
 async def test_an_orchestrator_that_ends_early_ends_every_call_of_the_rank(cfg: ControlSection) -> None:
-    async with opened(cfg) as server, joined(cfg, server) as client:
+    async with opened(cfg) as server, registered_client(cfg, server) as client:
         await server.wait_registered()
         waiting = asyncio.create_task(asyncio.to_thread(client.wait, 30))
         await server.close()
@@ -233,9 +345,9 @@ async def test_an_orchestrator_that_ends_early_ends_every_call_of_the_rank(cfg: 
                 call()
 
 
-async def test_a_loop_that_was_held_up_does_not_take_the_rank_for_dead(cfg: ControlSection) -> None:
-    patient = cfg.model_copy(update={"dead_after_s": 20.0})  # the rank, which hears nothing meanwhile
-    async with opened(cfg) as server, joined(patient, server) as client:
+async def test_a_blocked_event_loop_does_not_make_the_rank_count_as_dead(cfg: ControlSection) -> None:
+    patient = cfg.model_copy(update={"dead_after_s": 20.0})  # the rank, which receives nothing meanwhile
+    async with opened(cfg) as server, registered_client(patient, server) as client:
         await server.wait_registered()
         time.sleep(2 * cfg.dead_after_s)  # blocks the orchestrator's event loop, as a long computation would
         await asyncio.sleep(4 * cfg.heartbeat_s)
@@ -247,13 +359,14 @@ async def test_a_loop_that_was_held_up_does_not_take_the_rank_for_dead(cfg: Cont
 async def test_a_taken_port_is_named(cfg: ControlSection) -> None:
     async with opened(cfg):
         with pytest.raises(EngineError, match=f"cannot bind.*{cfg.port}.*control.port"):
-            await ControlServer(cfg, "run").open()
+            await ControlServer(cfg, "run", SECRET).open()
 
 
 async def test_garbage_on_the_port_does_no_harm(cfg: ControlSection) -> None:
     async with opened(cfg) as server:
         context = zmq.asyncio.Context()
         dealer = context.socket(zmq.DEALER)
+        guard_client(dealer, SECRET, WIRE)
         dealer.connect(f"tcp://127.0.0.1:{cfg.port}")
         for frames in (
             [b""],
@@ -263,7 +376,7 @@ async def test_garbage_on_the_port_does_no_harm(cfg: ControlSection) -> None:
             [REGISTER, b""],
         ):
             await dealer.send_multipart(frames)
-        async with joined(cfg, server) as client:
+        async with registered_client(cfg, server) as client:
             await asyncio.to_thread(client.send, CheckpointSaved(step=1))
             assert await server.next_event() == Event(0, CheckpointSaved(step=1))
             await asyncio.to_thread(client.send, Bye())
@@ -282,8 +395,8 @@ def test_a_link_over_a_lossy_wire_delivers_once_and_in_order(seed: int) -> None:
         now += RESEND_AFTER_S / 3
         if to_send and rng.random() < 0.7:
             to_send.pop(0)
-            wire.append(("message", sender.outgoing(Bye(), now)[0]))
-        wire += [("message", int.from_bytes(frames[1], "little")) for frames in sender.due(now)]
+            wire.append(("message", sender.add_message(encode(Bye()), now)[0]))
+        wire += [("message", int.from_bytes(frames[1], "little")) for frames in sender.due_resends(now)]
         rng.shuffle(wire)
         arriving, wire = wire, []
         for kind, number in arriving:
@@ -291,9 +404,9 @@ def test_a_link_over_a_lossy_wire_delivers_once_and_in_order(seed: int) -> None:
                 continue  # lost
             for _ in range(rng.choice((1, 1, 2))):
                 if kind == "ack":
-                    sender.acknowledged(number)
+                    sender.mark_acknowledged(number)
                     continue
-                deliver, ack = receiver.incoming(number)
+                deliver, ack = receiver.accept(number)
                 if deliver:
                     got.append(number)
                 if ack:
@@ -301,15 +414,26 @@ def test_a_link_over_a_lossy_wire_delivers_once_and_in_order(seed: int) -> None:
     assert got == list(range(1, 21))
 
 
+def test_what_one_process_did_not_acknowledge_goes_to_the_next_from_number_1_on() -> None:
+    link = Link(0.0)
+    for body in (b"a", b"b", b"c"):
+        link.add_message([body], 0.0)
+    link.mark_acknowledged(1)
+    assert [(int.from_bytes(f[1], "little"), f[2]) for f in link.restart(1.0)] == [(1, b"b"), (2, b"c")]
+    assert link.add_message([b"d"], 1.0)[0] == 3 and list(link.unacked) == [1, 2, 3]
+
+
 # -- two processes --
 
 TRAINER = """
 import sys, time
-from stretto.config.transport import ControlSection
+from stretto.base.secret import Secret
+from stretto.config.sections.transport import ControlSection
 from stretto.records.control import Bye, Register, StepDone
 from stretto.transports.control import ControlClient
+SECRET = Secret("s" * 32)
 cfg = ControlSection(port=int(sys.argv[1]), heartbeat_s=0.05, dead_after_s=0.6, register_timeout_s=20)
-client = ControlClient(cfg, "run")
+client = ControlClient(cfg, "run", SECRET)
 client.register(Register())
 print("registered", flush=True)
 try:
@@ -329,11 +453,13 @@ except Exception as error:
 
 ORCHESTRATOR = """
 import asyncio, sys
-from stretto.config.transport import ControlSection
+from stretto.base.secret import Secret
+from stretto.config.sections.transport import ControlSection
 from stretto.transports.control import ControlServer
+SECRET = Secret("s" * 32)
 async def main():
     cfg = ControlSection(port=int(sys.argv[1]), heartbeat_s=0.05, dead_after_s=0.6)
-    server = ControlServer(cfg, "run")
+    server = ControlServer(cfg, "run", SECRET)
     await server.open()
     print("open", flush=True)
     async for event in server.events():
@@ -384,7 +510,7 @@ async def test_a_killed_orchestrator_is_noticed_and_named(cfg: ControlSection) -
 
 async def test_an_orchestrator_that_was_restarted_refuses_the_old_rank(cfg: ControlSection) -> None:
     patient = cfg.model_copy(update={"dead_after_s": 20.0})
-    client = ControlClient(patient, "run")
+    client = ControlClient(patient, "run", SECRET)
     with peer(ORCHESTRATOR, cfg.port) as orchestrator:
         await asyncio.to_thread(orchestrator.line)
         await asyncio.to_thread(client.register, Register())

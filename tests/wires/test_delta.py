@@ -1,10 +1,9 @@
-"""Sent as changes, weights arrive bit for bit, whatever an engine held before; what is not so is found and mended."""
+"""Weights sent as changes arrive bit for bit, whatever an engine held before; wrong copies are found and repaired."""
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -15,9 +14,10 @@ import torch
 from hypothesis import given
 from peers import free_port, peer
 
+from stretto.base import locked
 from stretto.base.errors import EngineError, WireError
 from stretto.base.paths import RunDir
-from stretto.config.transport import (
+from stretto.config.sections.transport import (
     CollectiveWeights,
     DeltaSection,
     FilesystemWeights,
@@ -27,6 +27,7 @@ from stretto.config.transport import (
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.weights import build_publisher, collective, host_copy, receive
 from stretto.transports.weights.delta import Chain, decode_gaps, encode_gaps, find_changes
+from stretto.transports.weights.layout import HEAD_BYTES
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -83,8 +84,17 @@ def configs(**fields) -> list[WeightBroadcast]:
     ]
 
 
+def memory(tmp_path: Path) -> Path:
+    """Where a test's copies are; in /dev/shm other tests remove what dead processes have left."""
+    directory = tmp_path / "memory"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
 @contextlib.contextmanager
 def publisher(cfg: WeightBroadcast, tmp_path: Path, run: str = "a run"):
+    if "directory" not in cfg.delta.model_fields_set:
+        cfg = cfg.model_copy(update={"delta": cfg.delta.model_copy(update={"directory": memory(tmp_path)})})
     if isinstance(cfg, CollectiveWeights):
         cfg = cfg.model_copy(update={"port": free_port()})
     source = build_publisher(cfg, RunDir(tmp_path / "run"), run)
@@ -92,8 +102,8 @@ def publisher(cfg: WeightBroadcast, tmp_path: Path, run: str = "a run"):
         yield source
     finally:
         source.close()
-        host_copy.forget()
-        collective.forget()
+        host_copy.close_all()
+        collective.close_all()
 
 
 def group(manifest: WeightManifest, request: str, rank: int = 0, world_size: int = 1) -> WeightGroup | None:
@@ -102,24 +112,8 @@ def group(manifest: WeightManifest, request: str, rank: int = 0, world_size: int
     return WeightGroup(epoch=f"{world_size}", request=request, world_size=world_size, rank=rank)
 
 
-def all_copies() -> set[Path]:
-    return {p for p in Path("/dev/shm").glob(host_copy.PREFIX + "*") if not p.suffix}
-
-
-@pytest.fixture(autouse=True)
-def others() -> Iterator[None]:
-    """Engines of other tests, which may still run, have copies of their own; those of dead ones are gone first."""
-    host_copy.remove_stale(Path("/dev/shm"))
-    OTHERS.update(all_copies())
-    yield
-    OTHERS.clear()
-
-
-OTHERS: set[Path] = set()
-
-
-def copies() -> list[Path]:
-    return sorted(all_copies() - OTHERS)
+def copies(tmp_path: Path) -> list[Path]:
+    return [path for path in memory(tmp_path).glob(locked.COPY + "*") if not path.suffix]
 
 
 OVER = pytest.mark.parametrize("cfg", configs(), ids=lambda cfg: cfg.type)
@@ -136,7 +130,7 @@ def test_versions_that_differ_little_travel_as_changes_and_arrive_bit_for_bit(cf
             assert_received(manifest, sent, group(manifest, f"r{version}"))
             source.release(version - 1)
             sent = step(sent, version)
-    assert not copies()
+    assert not copies(tmp_path)
 
 
 @OVER
@@ -149,7 +143,7 @@ def test_an_engine_that_missed_versions_or_has_none_gets_all_it_lacks(cfg, tmp_p
                 assert_received(manifest, sent, group(manifest, f"r{version}"))
                 source.release(version - 1)
             if version == 5:
-                host_copy.forget()  # as in an engine that is started anew
+                host_copy.close_all()  # as in a restarted engine
             sent = step(sent, version)
 
 
@@ -162,7 +156,7 @@ def test_the_same_version_is_loaded_twice_without_reading_anything(tmp_path):
         assert_received(manifest, weights())
 
 
-def test_other_weights_are_a_snapshot_and_begin_the_chain_anew(tmp_path):
+def test_other_weights_are_a_snapshot_and_start_a_new_chain(tmp_path):
     with publisher(configs()[1], tmp_path) as source:
         a, b = weights(0), weights(1)
         found = []
@@ -195,7 +189,7 @@ def test_links_are_kept_as_long_as_a_chain_that_may_be_read_begins_with_them(tmp
         sent = weights()
         for version in range(5):
             manifest = source.publish(version, sent)
-            host_copy.forget()
+            host_copy.close_all()
             assert_received(manifest, sent)
             source.release(version - 1)
             sent = step(sent, version)
@@ -221,26 +215,26 @@ def test_other_tensors_of_the_same_number_are_a_snapshot(tmp_path):
             assert_received(manifest, sent)
 
 
-def test_a_copy_that_is_not_what_it_should_be_is_written_anew(tmp_path, caplog):
+def test_a_copy_with_wrong_content_is_written_again(tmp_path, caplog):
     with publisher(configs()[1], tmp_path) as source:
         sent = weights()
         assert_received(source.publish(0, sent), sent)
-        [path] = copies()
+        [path] = copies(tmp_path)
         with path.open("r+b") as file:
-            file.seek(3000)
+            file.seek(HEAD_BYTES + 2936)
             file.write(b"\1\2\3")
         sent = step(sent, 1)
         assert_received(source.publish(1, sent), sent)
     assert "bf16 has the checksum" in caplog.text and "Starting from the snapshot" in caplog.text
 
 
-def test_in_a_broadcast_a_copy_that_is_spoilt_is_written_anew_for_all(tmp_path):
+def test_in_a_broadcast_a_damaged_copy_is_written_again_for_all(tmp_path):
     with publisher(configs()[2], tmp_path) as source:
         sent = weights()
         manifest = source.publish(0, sent)
         assert_received(manifest, sent, group(manifest, "r0"))
-        with copies()[0].open("r+b") as file:
-            file.seek(3000)
+        with copies(tmp_path)[0].open("r+b") as file:
+            file.seek(HEAD_BYTES + 2936)
             file.write(b"\1\2\3")
         sent = step(sent, 1)
         manifest = source.publish(1, sent)
@@ -262,13 +256,14 @@ def test_a_damaged_link_is_refused_and_the_next_snapshot_is_good(tmp_path):
         assert_received(source.publish(2, sent), sent)
 
 
-def test_a_trainer_that_is_started_anew_begins_a_chain_of_its_own(tmp_path):
+def test_a_restarted_trainer_starts_a_chain_of_its_own(tmp_path):
     with publisher(configs()[1], tmp_path) as source:
         assert_received(source.publish(7, weights()), weights())
-        second = build_publisher(configs()[1], RunDir(tmp_path / "run"), "a run")
+        cfg = configs(directory=memory(tmp_path))[1]
+        second = build_publisher(cfg, RunDir(tmp_path / "run"), "a run")
         manifest = second.publish(7, weights(1))
         assert_received(manifest, weights(1))
-        assert len(copies()) == 1
+        assert len(copies(tmp_path)) == 1
         second.close()
 
 
@@ -294,12 +289,12 @@ def crc_of(sent) -> int:
     return zlib.crc32(b"".join(bits(tensor) for _, tensor in sent))
 
 
-def told(manifest: WeightManifest, who: WeightGroup | None = None, *, does_hold: bool = False) -> str:
+def encoded(manifest: WeightManifest, who: WeightGroup | None = None, *, does_hold: bool = False) -> str:
     return msgspec.json.encode((manifest, who, does_hold)).decode()
 
 
 @OVER
-def test_processes_share_a_copy_and_one_that_is_started_anew_reads_on(cfg, tmp_path):
+def test_processes_share_a_copy_and_a_restarted_one_continues(cfg, tmp_path):
     with publisher(cfg, tmp_path) as source, peer(FOLLOW) as first:
         sent = weights()
         a, b = sent, step(sent, 1)
@@ -307,19 +302,19 @@ def test_processes_share_a_copy_and_one_that_is_started_anew_reads_on(cfg, tmp_p
             for version, sent in enumerate([a, b, a, b]):
                 manifest = source.publish(version, sent)
                 for rank, process in enumerate((first, second)):
-                    process.tell(told(manifest, group(manifest, f"r{version}", rank, 2)))
+                    process.write_line(encoded(manifest, group(manifest, f"r{version}", rank, 2)))
                 assert [first.line(), second.line()] == [str(crc_of(sent))] * 2
-                assert len(copies()) == 1
+                assert len(copies(tmp_path)) == 1
                 source.release(version - 1)
             second.kill()
         with peer(FOLLOW) as third:
             sent = step(b, 4)
             manifest = source.publish(4, sent)
-            third.tell(told(manifest, group(manifest, "r4")))
+            third.write_line(encoded(manifest, group(manifest, "r4")))
             assert third.line() == str(crc_of(sent))
             third.end()
         first.end()
-    assert not copies()
+    assert not copies(tmp_path)
 
 
 def test_a_process_that_holds_on_to_a_version_does_not_stop_the_others(tmp_path, monkeypatch):
@@ -327,7 +322,7 @@ def test_a_process_that_holds_on_to_a_version_does_not_stop_the_others(tmp_path,
     with publisher(configs()[1], tmp_path) as source, peer(FOLLOW) as stuck:
         sent = weights()
         manifest = source.publish(0, sent)
-        stuck.tell(told(manifest, does_hold=True))
+        stuck.write_line(encoded(manifest, does_hold=True))
         assert stuck.line() == str(crc_of(sent))
         sent = step(sent, 1)
         assert_received(source.publish(1, sent), sent)
@@ -338,16 +333,16 @@ def test_copies_of_dead_processes_are_removed(tmp_path):
     with publisher(configs()[1], tmp_path) as source:
         manifest = source.publish(0, weights())
         with peer(FOLLOW) as engine:
-            engine.tell(told(manifest))
+            engine.write_line(encoded(manifest))
             engine.line()
-            assert host_copy.remove_stale(Path("/dev/shm")) == 0
+            assert locked.remove_unowned(memory(tmp_path)) == 0
             engine.kill()
-        assert len(copies()) == 1
-        assert host_copy.remove_stale(Path("/dev/shm")) == 1
-    assert not copies()
+        assert len(copies(tmp_path)) == 1
+        assert locked.remove_unowned(memory(tmp_path)) == 1
+    assert not copies(tmp_path)
 
 
-def test_a_directory_without_room_or_that_is_not_there_is_said(tmp_path):
+def test_a_directory_that_is_full_or_missing_is_named(tmp_path):
     cfg = FilesystemWeights(delta=DeltaSection(directory=tmp_path / "none"))
     with (
         publisher(cfg, tmp_path) as source,

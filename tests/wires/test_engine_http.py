@@ -16,10 +16,12 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
-from stretto.config.model import ScratchSection
+from stretto.config.sections.model import ScratchSection
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model, save_hf
 from stretto.records.generate import GenerateRequest, SamplingParams
@@ -127,9 +129,9 @@ async def test_a_killed_engine_is_an_engine_error_for_everybody_who_waits(model_
             [f"http://127.0.0.1:{port}"], api_key="k", timeout_s=60, max_retries=1
         ) as client:
             await client.wait_ready(60)
-            async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=60) as stranger:
+            async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=60) as outsider:
                 with pytest.raises(EngineError, match="API key"):
-                    await stranger.generate(ask("stranger"))
+                    await outsider.generate(ask("outsider"))
             tasks = [asyncio.create_task(client.generate(ask(f"r{i}", max_tokens=400))) for i in range(3)]
             while (await client.metrics())["vllm:num_requests_running"] == 0:
                 await asyncio.sleep(0)
@@ -142,7 +144,7 @@ async def test_a_failed_engine_says_so_and_ends_its_process(model_dir, tmp_path)
     port = free_port()
     breaking = """
 import sys
-from stretto.config.roots import InferenceConfig
+from stretto.config.root import InferenceConfig
 from stretto.inference import server
 from stretto.inference.embedded.core import EngineCore
 def step(self):
@@ -195,3 +197,27 @@ async def test_health_answers_while_a_request_is_long(model_dir, tmp_path):
                 answers += 1
             assert answers > 5
             await task
+
+
+async def test_a_request_carries_its_rollout_in_the_headers_that_the_config_names():
+    seen = []
+
+    async def refuse(request: web.Request) -> web.Response:
+        seen.append(dict(request.headers))
+        return web.json_response({"error": {"message": "enough"}}, status=400)
+
+    app = web.Application()
+    app.router.add_post(api.GENERATE, refuse)
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        for names in (("X-Session-ID",), ("X-Session-ID", "X-User-ID"), ()):
+            async with EngineClient([url], session_headers=names) as client:
+                request = GenerateRequest(
+                    request_id="r",
+                    prompt_ids=np.arange(3, dtype=np.int32),
+                    sampling=SamplingParams(max_tokens=1),
+                    session_id="rollout-7",
+                )
+                with pytest.raises(EngineError, match="enough"):
+                    await client.generate(request)
+            assert {name for name, value in seen[-1].items() if value == "rollout-7"} == set(names)

@@ -12,8 +12,8 @@ from peers import peer
 from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.paths import RunDir
 from stretto.config.load import load
-from stretto.config.roots import RLConfig
-from stretto.config.transport import IpcWeights
+from stretto.config.root import RLConfig
+from stretto.config.sections.transport import IpcWeights
 from stretto.records.weights import TensorEntry, WeightManifest
 from stretto.transports.weights import build_publisher, receive
 from stretto.transports.weights.ipc import Location
@@ -25,7 +25,7 @@ ENV = ["--orchestrator.env", '[{"id": "sort-letters"}]', "--weight-broadcast.typ
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_both_ends_say_so(tmp_path):
-    with pytest.raises(EngineError, match="maps the memory of a GPU, and this process has none"):
+    with pytest.raises(EngineError, match="maps the memory of a GPU, but this process has none"):
         build_publisher(IpcWeights(), RunDir(tmp_path), "run")
     location = msgspec.json.encode(Location("GPU-7", 100, ())).decode()
     manifest = WeightManifest(
@@ -36,7 +36,7 @@ def test_without_a_gpu_both_ends_say_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         (["--inference.device", "cpu"], "the engine has no GPU"),
         (["--inference.deployment.num-replicas", "2"], "one process can map the memory"),
@@ -45,9 +45,9 @@ def test_without_a_gpu_both_ends_say_so(tmp_path):
         (["--weight-broadcast.delta"], "go through the memory of the host"),
     ],
 )
-def test_what_cannot_share_a_gpu_is_refused(words, message):
+def test_what_cannot_share_a_gpu_is_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
-        load(RLConfig, [*ENV, *words])
+        load(RLConfig, [*ENV, *flags])
 
 
 def test_buckets_give_their_tensors_back():
@@ -90,7 +90,7 @@ def test_another_process_reads_the_trainers_memory(tmp_path):
                 ("b", torch.randn(9).bfloat16()),
                 ("c", torch.tensor(version)),
             ]
-            engine.tell(msgspec.json.encode(publisher.publish(version, sent)).decode())
+            engine.write_line(msgspec.json.encode(publisher.publish(version, sent)).decode())
             crc = 0
             for _, tensor in sent:
                 crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), crc)

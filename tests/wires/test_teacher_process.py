@@ -1,4 +1,4 @@
-"""A teacher in a process of its own gives each token of a rollout what its weights say."""
+"""A teacher in a process of its own scores each token of a rollout by its own weights."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from test_engine_http import free_port, model_dir, scratch, serve
 
-from stretto.config.distill import TeacherSection
+from stretto.config.sections.distill import TeacherSection
 from stretto.models.attention import PackedLayout
-from stretto.orchestrator.build import build_teacher_client
-from stretto.orchestrator.teacher import Teacher
+from stretto.orchestrator.clients import build_teacher_client
+from stretto.orchestrator.rollout.teacher import ScoringTeacher
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
@@ -33,7 +33,9 @@ async def test_a_teacher_process_scores_rollouts_of_many_lengths(model_dir, tmp_
     with serve(model_dir, port, tmp_path / "log"):
         async with build_teacher_client(TeacherSection(base_url=f"http://127.0.0.1:{port}/v1")) as client:
             await client.wait_ready(60)
-            group = await Teacher(client).finish(Group(group_id=0, task=task, rollouts=tuple(rollouts)))
+            group = await ScoringTeacher(client).annotate(
+                Group(group_id=0, task=task, rollouts=tuple(rollouts))
+            )
     model = scratch(0)
     for rollout in group.rollouts:
         [branch] = rollout.branches

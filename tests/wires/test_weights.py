@@ -1,8 +1,9 @@
-"""Published weights arrive bit for bit, or not at all, whoever dies on the way."""
+"""Published weights arrive bit for bit, or not at all, even if a process dies."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -12,12 +13,13 @@ from peers import peer
 from safetensors.torch import load_file
 
 from stretto.base.errors import DataError, EngineError, WireError
+from stretto.base.locked import remove_unowned
 from stretto.base.paths import RunDir
-from stretto.config.transport import FilesystemWeights, ShmWeights, WeightBroadcast
+from stretto.config.sections.transport import FilesystemWeights, ShmWeights, WeightBroadcast
 from stretto.records.weights import WeightManifest, load_manifest
 from stretto.transports.weights import Publisher, build_publisher, receive
 from stretto.transports.weights.filesystem import FilesystemPublisher
-from stretto.transports.weights.shm import ShmPublisher, remove_stale_segments
+from stretto.transports.weights.shm import SHM_DIR, ShmPublisher
 
 BOTH = pytest.mark.parametrize("cfg", [ShmWeights(), FilesystemWeights()], ids=lambda cfg: cfg.type)
 
@@ -53,11 +55,11 @@ def assert_received(manifest: WeightManifest, sent: list[tuple[str, torch.Tensor
 
 
 def publisher(cfg: WeightBroadcast, tmp_path: Path) -> Publisher:
-    return build_publisher(cfg, RunDir(tmp_path / "run"), "a run/of tests")
+    return build_publisher(cfg, RunDir(tmp_path / "run"), f"{os.getpid()}/of tests")
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("stretto-weights-*")}
+def shm_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("stretto-weights-*_of_tests-*")}
 
 
 @BOTH
@@ -105,7 +107,51 @@ def test_a_damaged_byte_is_noticed(cfg: WeightBroadcast, tmp_path: Path) -> None
 
 
 @BOTH
-def test_a_manifest_that_lies_is_refused(cfg: WeightBroadcast, tmp_path: Path) -> None:
+def test_what_was_published_with_crc32_is_read_and_an_unknown_checksum_refused(
+    cfg: WeightBroadcast, tmp_path: Path
+) -> None:
+    source = publisher(cfg, tmp_path)
+    manifest = source.publish(0, weights())
+    shards = [zlib.crc32(Path(manifest.location, shard).read_bytes()) for shard in manifest.shards]
+    crc = zlib.crc32(b"".join(shard.to_bytes(4, "little") for shard in shards))
+    plain = msgspec.to_builtins(msgspec.structs.replace(manifest, checksum=crc))
+    del plain["checksum_kind"]  # as in manifests of older versions
+    assert_received(msgspec.convert(plain, WeightManifest), weights())
+    with pytest.raises(
+        WireError, match=r"kind 'sum128'.*knows 'sum64' or 'crc32'; start trainer and engines"
+    ):
+        receive(msgspec.structs.replace(manifest, checksum_kind="sum128"))
+    source.close()
+
+
+@BOTH
+def test_pages_of_the_version_before_are_noticed(cfg: WeightBroadcast, tmp_path: Path) -> None:
+    """What a writer leaves behind that dies, or that is not waited for: whole pages of what was there."""
+    source = publisher(cfg, tmp_path)
+    old, new = ([("w", torch.randn(40_000)), ("b", torch.randn(10))] for _ in range(2))
+    before = source.publish(0, old)
+    bytes_before = Path(before.location, before.shards[0]).read_bytes()
+    manifest = source.publish(1, new)
+    path = Path(manifest.location, manifest.shards[0])
+    now = path.read_bytes()
+    page = slice(16 * 4096, 17 * 4096)
+    other = slice(20 * 4096, 21 * 4096)
+    for damaged in (
+        now[: page.start] + bytes_before[page] + now[page.stop :],
+        now[: page.start] + bytes_before[page.start :],
+        now[: page.start] + now[other] + now[page.stop : other.start] + now[page] + now[other.stop :],
+    ):
+        assert len(damaged) == len(now)
+        path.write_bytes(damaged)
+        with pytest.raises(WireError, match="checksum"):
+            receive(manifest)
+    path.write_bytes(now)
+    assert_received(manifest, new)
+    source.close()
+
+
+@BOTH
+def test_a_wrong_manifest_is_refused(cfg: WeightBroadcast, tmp_path: Path) -> None:
     source = publisher(cfg, tmp_path)
     manifest = source.publish(0, weights())
     first = manifest.tensors[0]
@@ -130,9 +176,9 @@ def test_what_was_received_is_not_changed_by_the_receiver(cfg: WeightBroadcast, 
 def test_tensors_may_outlive_the_context(cfg: WeightBroadcast, tmp_path: Path) -> None:
     source = publisher(cfg, tmp_path)
     with receive(source.publish(0, weights())) as tensors:
-        kept = dict(tensors)
+        copied = dict(tensors)
     source.close()
-    assert kept["fp32"].equal(weights()[0][1])
+    assert copied["fp32"].equal(weights()[0][1])
 
 
 def test_shared_memory_is_used_again_only_after_release(tmp_path: Path) -> None:
@@ -175,28 +221,28 @@ def test_a_version_that_was_not_finished_is_refused(tmp_path: Path) -> None:
     source.release(0)
     with pytest.raises(RuntimeError):
         source.publish(1, fails())
-    with pytest.raises(WireError, match="unfinished"):
+    with pytest.raises(WireError, match="incomplete"):
         receive(manifest)
     assert_received(source.publish(1, weights(1)), weights(1))
     source.close()
 
 
 def test_closing_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
-    before = segments()
+    before = shm_files()
     source = publisher(ShmWeights(), tmp_path)
     for version in range(3):
         source.publish(version, weights())
-    assert len(segments() - before) == 3
+    assert len(shm_files() - before) == 3
     source.close()
-    assert segments() <= before
+    assert shm_files() <= before
 
 
 def test_a_full_shared_memory_is_an_error_that_says_so(tmp_path: Path) -> None:
     source = ShmPublisher("run")
     source.publish(0, weights())
-    segment = source._segments[0]
-    os.close(segment.fd)
-    segment.fd = os.open("/dev/full", os.O_RDWR)
+    file = source._files[0]
+    os.close(file.fd)
+    file.fd = os.open("/dev/full", os.O_RDWR)
     source.release(0)
     with pytest.raises(EngineError, match=r"No space left.*--shm-size"):
         source.publish(1, weights())
@@ -208,25 +254,25 @@ import sys, time
 from pathlib import Path
 import torch
 from stretto.base.paths import RunDir
-from stretto.config.transport import ShmWeights
+from stretto.config.sections.transport import ShmWeights
 from stretto.transports.weights import build_publisher
-publisher = build_publisher(ShmWeights(), RunDir(Path(sys.argv[1])), "killed")
+publisher = build_publisher(ShmWeights(), RunDir(Path(sys.argv[1])), "killed/of tests")
 manifest = publisher.publish(0, [("w", torch.arange(10.0))])
 print(manifest.shards[0], flush=True)
 time.sleep(100)
 """
 
 
-def test_segments_of_a_killed_publisher_are_removed_and_those_of_a_live_one_are_not(tmp_path: Path) -> None:
+def test_files_of_a_killed_publisher_are_removed_and_those_of_a_live_one_are_not(tmp_path: Path) -> None:
     alive = publisher(ShmWeights(), tmp_path)
-    live_segment = alive.publish(0, weights()).shards[0]
+    live_file = alive.publish(0, weights()).shards[0]
     with peer(PUBLISH_AND_HANG, tmp_path) as dead:
-        dead_segment = dead.line()
-        remove_stale_segments()
-        assert {dead_segment, live_segment} <= segments()
+        dead_file = dead.line()
+        remove_unowned(SHM_DIR)
+        assert {dead_file, live_file} <= shm_files()
         dead.kill()
         publisher(ShmWeights(), tmp_path).close()
-        assert dead_segment not in segments() and live_segment in segments()
+        assert dead_file not in shm_files() and live_file in shm_files()
     alive.close()
 
 
@@ -252,7 +298,7 @@ def test_another_process_reads_every_version_and_its_death_takes_nothing_away(tm
                 tensor += 1
             manifests = [source.publish(version, tensors) for source in sources]
             for manifest in manifests:
-                reader.tell(msgspec.json.encode(manifest).decode())
+                reader.write_line(msgspec.json.encode(manifest).decode())
                 assert float(reader.line()) == sum(float(t.double().sum()) for _, t in tensors)
             for source in sources:
                 source.release(version - 1)
@@ -280,7 +326,7 @@ def test_shards_are_split_by_size_and_any_safetensors_reader_loads_them(tmp_path
 
 
 def test_the_newest_versions_and_those_in_use_are_kept(tmp_path: Path) -> None:
-    def kept() -> list[int]:
+    def versions() -> list[int]:
         return sorted(int(path.name.split("_")[1]) for path in (tmp_path / "b").glob("version_*"))
 
     source = FilesystemPublisher(tmp_path / "b", keep_versions=2)
@@ -288,15 +334,15 @@ def test_the_newest_versions_and_those_in_use_are_kept(tmp_path: Path) -> None:
         source.publish(version, weights())
         if version >= 1:
             source.release(version - 1)
-    assert kept() == [3, 4]
+    assert versions() == [3, 4]
     source.publish(5, weights())
     source.publish(6, weights())
-    assert kept() == [4, 5, 6]
+    assert versions() == [4, 5, 6]
     source.close()
 
     resumed = FilesystemPublisher(tmp_path / "b", keep_versions=2)
     resumed.publish(4, weights(4))  # the run went back to step 4: what came after never was
-    assert kept() == [4]
+    assert versions() == [4]
     assert_received(load_manifest(tmp_path / "b" / "version_4"), weights(4))
     resumed.close()
 

@@ -1,9 +1,9 @@
-"""One score a sample becomes an advantage a token: rewards with a KL price, discounted returns, GAE, whitening.
+"""Advantages per token from one reward per sample: KL penalty, discounted returns, GAE.
 
-Used where a batch is trained with [trainer.advantages]; without it every token of a sample has the sample's
-own number (credit.py). Values stand for the trained tokens only, sample after sample, `lengths[s]` of them in
-sample s: prompt, tool and environment tokens are no steps, so neither discount nor value passes through them,
-and the score arrives at the last trained token. A sample of length 0 is allowed. Pure numpy, float64.
+Used with [trainer.advantages]; without it every token of a sample gets the sample's advantage (credit.py). Arrays
+have the trained tokens only, sample after sample, `lengths[s]` of them in sample s. Prompt, tool and environment
+tokens are no time steps: they are neither discounted nor valued, and the score is the reward of the last trained
+token. A sample of length 0 is allowed. Pure numpy, float64.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-WHITEN_EPS = 1e-8
-
 
 def token_rewards(
     scores: Float[np.ndarray, " samples"],
@@ -24,9 +22,9 @@ def token_rewards(
     lengths: Int[np.ndarray, " samples"],
     kl_coef: float,
 ) -> Float[np.ndarray, " tokens"]:
-    """r_t = -kl_coef * KL_t, and the sample's score on top at its last token.
+    """r_t = -kl_coef * KL_t, plus the sample's score at its last token.
 
-    kl: an estimate of the divergence from the reference at each token; None: no price.
+    kl: estimated divergence from the reference at each token; None if there is no penalty.
 
     Source: InstructGPT, arXiv:2203.02155, section 3.4, as in PPO for language models, arXiv:1909.08593, eq. 2.
     """
@@ -54,10 +52,9 @@ def gae(
     gamma: float,
     lambd: float,
 ) -> tuple[Float[np.ndarray, " tokens"], Float[np.ndarray, " tokens"]]:
-    """Advantages A_t = delta_t + gamma * lambd * A_{t+1} and the returns A_t + V_t that a critic learns.
+    """Advantages A_t = delta_t + gamma * lambd * A_{t+1}, and returns A_t + V_t for the critic.
 
-    delta_t = r_t + gamma * V_{t+1} - V_t; V is 0 behind the last trained token of a sample, where the episode
-    is over, also for a sample that a limit cut short.
+    delta_t = r_t + gamma * V_{t+1} - V_t. V is 0 after the last trained token of a sample, also of a truncated one.
 
     Source: generalised advantage estimation, arXiv:1506.02438, eq. 16; returns as in PPO, arXiv:1707.06347.
     """
@@ -69,22 +66,10 @@ def gae(
     return advantages, advantages + values
 
 
-def whitened(
-    values: Float[np.ndarray, " tokens"], *, mean: float, squares: float, count: float
-) -> Float[np.ndarray, " tokens"]:
-    """(A - mean) / sqrt(var + 1e-8), var = squares / (count - 1) with squares the sum of (A - mean)^2.
-
-    Mean, squares and count are those of the whole batch, over all ranks. One token has no deviation and gets 0.
-    """
-    if count < 2:
-        return np.zeros(len(values))
-    return (values - mean) / np.sqrt(squares / (count - 1) + WHITEN_EPS)
-
-
 def _scan(
     values: Float[np.ndarray, " tokens"], lengths: Int[np.ndarray, " samples"], decay: float
 ) -> Float[np.ndarray, " tokens"]:
-    """y_t = x_t + decay * y_{t+1} within each sample: one pass over positions, all samples at once."""
+    """y_t = x_t + decay * y_{t+1} within each sample; loops over positions, not samples."""
     longest = int(lengths.max()) if len(lengths) else 0
     is_token = np.arange(longest) >= longest - lengths[:, None]
     table = np.zeros(is_token.shape)

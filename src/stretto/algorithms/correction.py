@@ -1,14 +1,14 @@
-"""Off-policy correction: the weight of each token in the rl loss, by how far trainer and sampler are apart.
+"""Off-policy correction: weights rl tokens by how far trainer and sampler differ.
 
-With r = p / q of a token, p the trained policy and q the sampler, a correction looks at one of
+With r = p / q of a token, p the trained policy and q the sampler, a correction uses one of
 
     token      r
-    sequence   the product of r over a sample's member tokens
+    sequence   the product of r over a sample's tokens in the rl component
     geometric  their geometric mean
 
-and multiplies the weights of the loss by it, bounded (TIS) or zeroed outside bounds (IcePop, masked IS), or
-by 0 or 1 (rejection, veto). Nothing here carries a gradient, and the counts that the loss is divided by stay
-those of the uncorrected weights, so that dropping tokens does not push the others harder.
+and multiplies the loss weights by it, clamped (TIS) or zeroed outside its bounds (IcePop, masked IS), or by 0 or 1
+(rejection, veto). Corrections have no gradient. The loss is divided by the counts of the uncorrected weights, so that
+dropping tokens does not increase the weight of the others.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.kl import MAX_LOG_RATIO
-from stretto.algorithms.segments import Segments
-from stretto.config.algorithm import CorrectionSection
+from stretto.algorithms.sample_index import SampleIndex
+from stretto.config.sections.algorithm import CorrectionSection
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 Level = Literal["token", "sequence", "geometric"]
 
 
-def looks_at_samples(cfg: CorrectionSection) -> bool:
-    """Does the correction look at more than one token at a time?"""
+def needs_sample_index(cfg: CorrectionSection) -> bool:
+    """Does the correction use more than one token at a time?"""
     levels = [section.level for section in (cfg.weights, cfg.reject) if section is not None]
     return cfg.veto is not None or any(level != "token" for level in levels)
 
 
 @torch.no_grad()
-def corrected(
+def correct_weights(
     logprobs: Float[Tensor, " tokens"],
     behavior_logprobs: Float[Tensor, " tokens"],
     weights: Float[Tensor, " tokens"],
-    segments: Segments | None,
+    sample_index: SampleIndex | None,
     cfg: CorrectionSection,
 ) -> tuple[Float[Tensor, " tokens"], dict[str, Tensor]]:
-    """The weights after correction, and sums over member tokens for metrics (`rl/` names).
+    """The weights after correction, and sums over tokens for metrics (`rl/` names).
 
-    Tokens of weight 0 are no members and count in no ratio.
+    Tokens of weight 0 are not in the component and count in no ratio.
     """
     log_ratio, is_member = logprobs.detach() - behavior_logprobs, weights != 0
     sums: dict[str, Tensor] = {}
     if cfg.weights is not None:
-        ratio = ratios(log_ratio, is_member, segments, cfg.weights.level)
+        ratio = ratios(log_ratio, is_member, sample_index, cfg.weights.level)
         factor, is_outside = importance_weights(
             ratio, mode=cfg.weights.mode, low=cfg.weights.low, high=cfg.weights.high
         )
@@ -57,13 +57,13 @@ def corrected(
         sums["rl/correction/weight"] = factor[is_member].sum()
         sums["rl/correction/is_outside"] = (is_outside & is_member).sum()
     if cfg.reject is not None:
-        ratio = ratios(log_ratio, is_member, segments, cfg.reject.level)
+        ratio = ratios(log_ratio, is_member, sample_index, cfg.reject.level)
         is_rejected = (ratio < cfg.reject.low) | (ratio > cfg.reject.high)
         weights = weights.masked_fill(is_rejected, 0.0)
         sums["rl/correction/is_rejected"] = (is_rejected & is_member).sum()
     if cfg.veto is not None:
-        assert segments is not None
-        is_vetoed = vetoed(log_ratio, is_member, segments, threshold=cfg.veto)
+        assert sample_index is not None
+        is_vetoed = veto_mask(log_ratio, is_member, sample_index, threshold=cfg.veto)
         weights = weights.masked_fill(is_vetoed, 0.0)
         sums["rl/correction/is_vetoed"] = (is_vetoed & is_member).sum()
     return weights, sums
@@ -72,32 +72,32 @@ def corrected(
 def ratios(
     log_ratio: Float[Tensor, " tokens"],
     is_member: Bool[Tensor, " tokens"],
-    segments: Segments | None,
+    sample_index: SampleIndex | None,
     level: Level,
 ) -> Float[Tensor, " tokens"]:
-    """Every token's ratio at a level; a sample's is the same for all its tokens.
+    """The ratio of each token at a level; at a sample level it is the same for all its tokens.
 
-    Log ratios (and their sum) are cut at 20 either way, far beyond every sensible bound, to stay finite.
+    Log ratios (and their sum) are clamped to [-20, 20], far beyond any sensible bound, to stay finite.
 
     Source: levels of "When Speed Kills Stability", J. Liu et al., 2025; geometric as in GSPO,
     arXiv:2507.18071.
     """
     if level != "token":
-        assert segments is not None
+        assert sample_index is not None
         if level == "geometric":
-            of_sample = segments.mean(log_ratio, is_member)
+            of_sample = sample_index.mean(log_ratio, is_member)
         else:
-            of_sample = segments.sum(log_ratio.masked_fill(~is_member, 0.0))
-        log_ratio = segments.spread(of_sample)
+            of_sample = sample_index.sum(log_ratio.masked_fill(~is_member, 0.0))
+        log_ratio = sample_index.spread(of_sample)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def importance_weights(
     ratio: Float[Tensor, " tokens"], *, mode: Literal["truncate", "mask"], low: float, high: float
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-    """The ratio as a weight, and which ratios lie outside [low, high].
+    """Ratios as weights, and which ratios are outside [low, high].
 
-    Outside, truncate gives the bound and mask gives 0. Weights inside are not rescaled to make up for it.
+    Outside, `truncate` gives the bound and `mask` gives 0. Weights inside are not rescaled.
 
     Source: truncate, TIS, F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training", 2025; mask, IcePop, arXiv:2510.18855.
@@ -106,16 +106,16 @@ def importance_weights(
     return ratio.clamp(low, high) if mode == "truncate" else ratio.masked_fill(is_outside, 0.0), is_outside
 
 
-def vetoed(
+def veto_mask(
     log_ratio: Float[Tensor, " tokens"],
     is_member: Bool[Tensor, " tokens"],
-    segments: Segments,
+    sample_index: SampleIndex,
     *,
     threshold: float,
 ) -> Bool[Tensor, " tokens"]:
-    """All tokens of a sample of which any member token has a ratio below the threshold.
+    """Mask of all tokens of those samples that have a ratio below the threshold at any member.
 
     Source: the veto of masked importance sampling in slime's train-infer mismatch helper.
     """
     is_catastrophic = is_member & (log_ratio.exp() < threshold)
-    return segments.spread(segments.count(is_catastrophic) > 0)
+    return sample_index.spread(sample_index.count(is_catastrophic) > 0)

@@ -1,10 +1,11 @@
-"""Rewards of a group become advantages: one number per rollout, in reward units. Pure numpy.
+"""Advantage estimators: rewards of a group to one advantage per rollout. Pure numpy.
 
-First rewards are shaped (`length_penalty`, `overlong`), then compared (`CREDIT`, by `algo.type`), and where
-the rule is in `WHITENED` the advantages of a whole batch are whitened at last. A member with
-is_counted=False (failed, or without a sampled token) belongs to no baseline and gets exactly 0; a group is
-normalised by its own counted members, however many they are. Rewards that are all equal give exactly 0,
-never the rounding error of their mean. Advantages of tokens (discounting, GAE, KL shaping) are advantages.py's.
+First rewards are shaped (`length_penalty`, `overlong`), then compared (`ADVANTAGE_ESTIMATORS`, by `algo.type`). Last,
+if the estimator is in `WHITENED_OVER_BATCH`, the advantages of the whole batch are whitened.
+
+Advantages are in reward units. A member with is_counted=False (failed, or without a sampled token) is in no baseline
+and gets exactly 0. A group is normalised by its counted members. Equal rewards give exactly 0, not the rounding error
+of their mean. Advantages per token (discounting, GAE, KL penalty) are in advantages.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-Credit = Callable[..., np.ndarray]
+AdvantageEstimator = Callable[..., np.ndarray]
+Reduce = Callable[[dict[str, float]], dict[str, float]]
 
 STD_EPS = 1e-6
 WHITEN_EPS = 1e-8
@@ -26,7 +28,7 @@ def grpo(rewards: np.ndarray, is_counted: np.ndarray, *, normalize_std: bool = F
     arXiv:2503.20783. Differs: with normalize_std the deviation is the population's and 1e-6 is added to it.
     """
     advantages = np.zeros(len(rewards))
-    if has_signal(rewards, is_counted):
+    if has_distinct_rewards(rewards, is_counted):
         counted = rewards[is_counted]
         advantages[is_counted] = counted - counted.mean()
         if normalize_std:
@@ -35,10 +37,10 @@ def grpo(rewards: np.ndarray, is_counted: np.ndarray, *, normalize_std: bool = F
 
 
 def dr_grpo(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
-    """A_i = R_i - mean(R), float64 [members]: grpo that no setting can divide by a deviation.
+    """A_i = R_i - mean(R), float64 [members]: grpo, never divided by the standard deviation.
 
-    Source: Dr. GRPO, arXiv:2503.20783, section 3.1. Its other half, no division by a reply's length, is the
-    loss's reduction = "constant".
+    Source: Dr. GRPO, arXiv:2503.20783, section 3.1. Its other half, no division by the reply's length, is
+    reduction = "constant" of the loss.
     """
     return grpo(rewards, is_counted)
 
@@ -53,7 +55,7 @@ def rloo(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
 
 
 def max_rl(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
-    """A_i = (R_i - mean(R)) / mean(R), float64 [members]; 0 for all where the mean is not positive.
+    """A_i = (R_i - mean(R)) / mean(R), float64 [members]; all 0 if the mean is not positive.
 
     For rewards of 0 and 1 the mean is the pass rate.
 
@@ -65,40 +67,41 @@ def max_rl(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
 
 
 def ppo(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
-    """A_i = R_i, float64 [members]: a score that the trainer turns into advantages with its critic's values."""
+    """A_i = R_i, float64 [members]; the trainer subtracts its critic's values."""
     return np.where(is_counted, rewards, 0.0)
 
 
 def reinforce_plus_plus(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
-    """A_i = R_i, float64 [members]; the batch's mean is its baseline (`whiten`).
+    """A_i = R_i, float64 [members]; the batch's mean is the baseline (`whiten`).
 
-    Source: REINFORCE++, arXiv:2501.03262, section 3.1. Discount and KL in the reward are advantages.py's.
+    Source: REINFORCE++, arXiv:2501.03262, section 3.1. Discount and KL penalty are in advantages.py.
     """
     return np.where(is_counted, rewards, 0.0)
 
 
 def reinforce_plus_plus_baseline(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
-    """A_i = R_i - mean(R), float64 [members], to be whitened over the batch.
+    """A_i = R_i - mean(R), float64 [members]; whitened over the batch afterwards.
 
-    Source: REINFORCE++-baseline, arXiv:2501.03262, section 3.2. KL in the reward is advantages.py's.
+    Source: REINFORCE++-baseline, arXiv:2501.03262, section 3.2. The KL penalty is in advantages.py.
     """
     return grpo(rewards, is_counted)
 
 
 def rae(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
-    """A_i = R_i, float64 [members], until the batch is made: then `role_conditioned` takes off the baseline."""
+    """A_i = R_i, float64 [members]; `role_conditioned` subtracts the baseline in the batch."""
     return np.where(is_counted, rewards, 0.0)
 
 
 def role_conditioned(
     rewards: np.ndarray, is_counted: np.ndarray, *, baseline: float, decay: float
 ) -> tuple[np.ndarray, float]:
-    """A_i = R_i - b, float64 [members], and b after b <- decay * b + (1 - decay) * R_i over the counted members.
+    """A_i = R_i - b, float64 [members], and the updated baseline b of one agent.
 
-    b belongs to one agent of one environment and begins at 0.
+    b <- decay * b + (1 - decay) * R_i for each counted member in turn. It begins at 0; each agent of each environment
+    has its own.
 
     Source: role-conditioned advantage estimation of SPIRAL, arXiv:2506.24119. Differs: all members of a group are
-    compared with b as it was before the group; in the paper a reward moves b before it is compared.
+    compared with b as it was before the group; in the paper a reward updates b before it is compared.
     """
     advantages = np.where(is_counted, rewards - baseline, 0.0)
     for reward in rewards[is_counted].tolist():
@@ -107,10 +110,10 @@ def role_conditioned(
 
 
 def hierarchical_grpo(rewards: np.ndarray, is_counted: np.ndarray, *, is_within_episode: bool) -> np.ndarray:
-    """A_ij = R_ij - mean, float64 [members, players]: of players of one role, of whom an episode has several.
+    """A_ij = R_ij - mean, float64 [members, agents], for several agents of one role per episode.
 
-    The mean is over the counted players of the same episode (row), or over those of the whole group. Alone in
-    what it is compared with, a player gets 0.
+    The mean is over the counted agents of the same episode (row), or of the whole group. An agent without another to
+    compare with gets 0.
 
     Source: the rule of that name in prime-rl 0.8, for one proposer and several solvers.
     """
@@ -120,18 +123,18 @@ def hierarchical_grpo(rewards: np.ndarray, is_counted: np.ndarray, *, is_within_
 
 
 def zero(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
-    """All advantages 0: the control that must not learn."""
+    """All advantages 0: a control run that must not learn."""
     return np.zeros(len(rewards))
 
 
-def has_signal(rewards: np.ndarray, is_counted: np.ndarray) -> bool:
-    """Do the counted members differ in reward? If not, no baseline among them can tell one from another."""
+def has_distinct_rewards(rewards: np.ndarray, is_counted: np.ndarray) -> bool:
+    """Do the counted members differ in reward?"""
     counted = rewards[is_counted]
     return len(counted) > 1 and bool(counted.max() > counted.min())
 
 
-CREDIT: dict[str, Credit] = {
-    "echo": grpo,  # and a cross-entropy, which is no matter of credit
+ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
+    "echo": grpo,  # beside a cross-entropy loss
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
@@ -143,34 +146,40 @@ CREDIT: dict[str, Credit] = {
     "zero": zero,
 }
 
-WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Rules whose advantages are whitened over the batch, here or in the trainer."""
-NOT_COMPARED = frozenset({"ppo", "reinforce_plus_plus", "rae"})
-"""Rules that do not compare a group with itself; the baseline comes with the batch."""
+WHITENED_OVER_BATCH = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Estimators whose advantages are whitened over the batch, by the orchestrator or by the trainer."""
+WITHOUT_GROUP_BASELINE = frozenset({"ppo", "reinforce_plus_plus", "rae"})
+"""Estimators whose baseline is not the group's; it comes with the batch."""
 
 
-def can_teach(kind: str, rewards: np.ndarray, is_counted: np.ndarray, advantages: np.ndarray) -> bool:
-    """Has this group a signal under the rule `kind`?
+def has_group_signal(kind: str, rewards: np.ndarray, is_counted: np.ndarray, advantages: np.ndarray) -> bool:
+    """Does a group have a signal under the estimator `kind`?
 
-    Groups compared with more than themselves always have; the control is told by rewards, so that it
-    draws what grpo would; all others are told by their advantages.
+    Estimators with a batch-level baseline: if any rollout is counted. `zero`: if rewards differ, so that it draws the
+    same tasks as grpo. Others: if an advantage is not 0.
     """
-    if kind in NOT_COMPARED:
+    if kind in WITHOUT_GROUP_BASELINE:
         return bool(is_counted.any())
-    return has_signal(rewards, is_counted) if kind == "zero" else bool(advantages.any())
+    return has_distinct_rewards(rewards, is_counted) if kind == "zero" else bool(advantages.any())
 
 
-def whiten(advantages: np.ndarray) -> np.ndarray:
-    """(A - mean) / sqrt(var + 1e-8) of the trained tokens of a batch; 0 where all are equal.
+def whiten(advantages: np.ndarray, reduce: Reduce = lambda sums: sums) -> np.ndarray:
+    """(A - mean) / sqrt(var + 1e-8) over the trained tokens of a batch, float64 [tokens].
 
-    The variance is unbiased.
+    0 if all advantages are equal. The variance is unbiased. reduce adds up the sums of several ranks (`max/` entries
+    by maximum).
 
     Source: REINFORCE++, arXiv:2501.03262, section 3.1, global advantage normalisation.
     """
-    if len(advantages) < 2 or advantages.max() == advantages.min():
-        return np.zeros(len(advantages))
     values = advantages.astype(np.float64)
-    return (values - values.mean()) / np.sqrt(values.var(ddof=1) + WHITEN_EPS)
+    bounds = {"max/high": float(values.max(initial=-np.inf)), "max/low": float(-values.min(initial=np.inf))}
+    sums = reduce(bounds | {"total": float(values.sum()), "count": float(len(values))})
+    count = sums["count"]
+    values = values - sums["total"] / max(count, 1.0)
+    squares = reduce({"squares": float(np.square(values).sum())})["squares"]
+    if count < 2 or sums["max/high"] == -sums["max/low"]:
+        return np.zeros(len(values))
+    return values / np.sqrt(squares / (count - 1) + WHITEN_EPS)
 
 
 def length_penalty(
@@ -178,7 +187,7 @@ def length_penalty(
 ) -> np.ndarray:
     """R_i - mean(R) * sum over kinds of weight * length_i / max length, float64 [members].
 
-    lengths: by kind (output, input, turns) one number a member. Only counted members make mean and maxima.
+    lengths: by kind (output, input, turns), one number per member. Mean and maxima are over counted members only.
 
     Source: the linear length penalty of prime-rl 0.8.
     """
@@ -191,7 +200,7 @@ def length_penalty(
 def overlong(
     rewards: np.ndarray, num_output_tokens: np.ndarray, *, max_tokens: int, buffer_tokens: int, penalty: float
 ) -> np.ndarray:
-    """R_i - penalty * the share of the buffer that the output has used up, float64 [members].
+    """R_i - penalty * the used share of the buffer, float64 [members].
 
     Source: soft overlong punishment of DAPO, arXiv:2503.14476, eq. 13. Differs: the penalty has a weight.
     """

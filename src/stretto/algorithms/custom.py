@@ -1,11 +1,10 @@
-"""A loss or a rule of credit that a user wrote: what it is given, what it must return.
+"""A user's own loss or advantage estimator: what it gets and what it must return.
 
     def my_loss(inputs: LossInputs, **kwargs) -> Tensor | LossOutputs        # [trainer.loss] type = "custom"
     def my_credit(inputs: CreditInputs, **kwargs) -> Sequence[float]         # [orchestrator.algo], as well
 
-Both are called with the keyword arguments `kwargs` of their section. What they return is checked, and what
-they raise is reported with its file and line. No torch is imported here: credit belongs to a process
-without it.
+Both are called with the keyword arguments `kwargs` of their section. What they return is checked, and an exception
+is reported with its file and line. This module does not import torch: the orchestrator has none.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stretto.base.errors import ConfigError
-from stretto.base.imports import call, load_function
-from stretto.config.algorithm import CustomAlgo, CustomLoss
+from stretto.base.foreign import call, load_function
+from stretto.config.sections.algorithm import CustomAlgo, CustomLoss
 from stretto.records.rollout import Group
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
     from torch import Tensor
 
-    from stretto.algorithms.segments import Segments
+    from stretto.algorithms.sample_index import SampleIndex
 
 LOSS_PATH = "trainer.loss.import_path"
 
@@ -33,23 +32,23 @@ LOSS_PATH = "trainer.loss.import_path"
 class LossInputs:
     """The trained tokens of one micro batch, sample after sample.
 
-    `is_member` marks those of the rl component; the others' losses do not count. The weights, the correction
-    and the reduction are applied to what the loss returns.
+    `is_member` marks the tokens of the rl component; the losses of others are ignored. Weights, correction and
+    reduction are applied to the returned loss.
     """
 
     logprobs: Float[Tensor, " tokens"]
     """Of the trained policy, with gradient."""
     behavior_logprobs: Float[Tensor, " tokens"]
-    """Of the policy that sampled; of the policy as the step began with use_rollout_logprobs = false."""
+    """Of the policy that sampled; with use_rollout_logprobs = false of the policy before the step."""
     advantages: Float[Tensor, " tokens"]
     is_member: Bool[Tensor, " tokens"]
-    samples: Segments
-    """`samples.mean(values, is_member)` is one number a sample, `samples.spread(...)` brings it back."""
+    samples: SampleIndex
+    """`samples.mean(values, is_member)` gives one number per sample, `samples.spread(...)` one per token."""
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """A loss a token, and values a token whose means over the trained tokens become metrics."""
+    """A loss per token, and values per token whose means over the trained tokens become metrics."""
 
     loss: Float[Tensor, " tokens"]
     metrics: dict[str, Float[Tensor, " tokens"]] = field(default_factory=dict)
@@ -57,7 +56,7 @@ class LossOutputs:
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """One finished group, in member order. Members that are not counted have failed, and get 0."""
+    """One played group, in member order. Members that are not counted have failed and get 0."""
 
     rewards: np.ndarray
     """float64 [members], after length penalties."""
@@ -68,9 +67,9 @@ class CreditInputs:
 
 
 def custom_loss(cfg: CustomLoss, inputs: LossInputs) -> LossOutputs:
-    """What the loss of the section says about these tokens.
+    """Call the section's loss on these tokens.
 
-    Raises: ConfigError when it raises, or returns anything but a loss a token.
+    Raises: ConfigError if it raises, or returns anything but a loss per token with a gradient.
     """
     where = f"{LOSS_PATH} = {cfg.import_path!r}"
     function = load_function(cfg.import_path, cfg.kwargs, LOSS_PATH)
@@ -80,19 +79,19 @@ def custom_loss(cfg: CustomLoss, inputs: LossInputs) -> LossOutputs:
     for name, values in {"loss": outputs.loss, **outputs.metrics}.items():
         if getattr(values, "shape", None) != expected:
             got = f"shape {tuple(values.shape)}" if hasattr(values, "shape") else type(values).__name__
-            rule = f"return a tensor of shape {tuple(expected)}, one value a token"
-            raise ConfigError(f"{where}: {name} is of {got}; {rule}; sums and means are taken outside")
+            rule = f"return a tensor of shape {tuple(expected)}, one value per token"
+            raise ConfigError(f"{where}: {name} is of {got}; {rule}, not a sum or mean")
     if not outputs.loss.requires_grad:
-        raise ConfigError(f"{where}: the loss carries no gradient; make it of inputs.logprobs")
+        raise ConfigError(f"{where}: the loss has no gradient; compute it from inputs.logprobs")
     return outputs
 
 
 def custom_credit(cfg: CustomAlgo, inputs: CreditInputs, place: str = "orchestrator.algo") -> np.ndarray:
-    """Advantages of a group by the section's function, float64 [members]; 0 for those not counted.
+    """Advantages of a group by the section's function, float64 [members]; 0 if not counted.
 
-    `place` is where the section stands.
+    `place` is the config path of the section.
 
-    Raises: ConfigError when it raises, or returns anything but a finite number a member.
+    Raises: ConfigError if it raises, or returns anything but a finite number per member.
     """
     where = f"{place}.import_path = {cfg.import_path!r}"
     returned = call(load_credit(cfg, place), inputs, cfg.kwargs, where)
@@ -104,16 +103,18 @@ def custom_credit(cfg: CustomAlgo, inputs: CreditInputs, place: str = "orchestra
         rule = f"return one number for each of the {len(inputs.rewards)} members"
         raise ConfigError(f"{where} returned shape {advantages.shape}; {rule}")
     advantages[~inputs.is_counted] = 0.0
-    if not np.isfinite(advantages).all():
-        raise ConfigError(f"{where} returned {advantages.tolist()}; advantages must be finite")
+    if not (np.abs(advantages) <= np.finfo(np.float32).max).all():
+        raise ConfigError(
+            f"{where} returned {advantages.tolist()}; advantages must be finite, as float32 too"
+        )
     return advantages
 
 
 def load_credit(cfg: CustomAlgo, place: str = "orchestrator.algo") -> Any:
-    """The section's function; called once at the start, so that a wrong path is told before anything runs."""
+    """Import the section's function; also called at the start, to report a wrong path early."""
     return load_function(cfg.import_path, cfg.kwargs, f"{place}.import_path")
 
 
 def load_loss(cfg: CustomLoss) -> Any:
-    """As load_credit, of a loss."""
+    """Import the section's loss."""
     return load_function(cfg.import_path, cfg.kwargs, LOSS_PATH)

@@ -1,11 +1,11 @@
-"""The loss of a step: a sum of components over tokens, each divided by its own global token count.
+"""The loss of a step: a sum of components, each divided by its own global token count.
 
     L = sum_rl l*w / N_rl  +  sum_ce l*w / N_ce  +  sum_ref_kl l*w / N_ref_kl
 
-N counts the tokens of non-zero weight over all ranks and micro batches (at least 1), so a step does not
-depend on how the batch was cut, and weights scale the numerator only. Components may overlap on a token.
-The rl component can be reduced otherwise: by sample, or by a constant (`reduce_rl`). Here are membership,
-counts, and the sum for one micro batch; the losses of single tokens stand in policy_loss.py.
+N is the number of tokens of non-zero weight over all ranks and micro batches (at least 1). So a step does not depend
+on how the batch was split, and weights scale the numerator only. A token may be in several components. The rl
+component can also be reduced per sample or by a constant (`reduce_rl`). This module has component masks, counts, and
+the sum over one micro batch; per-token losses are in policy_loss.py.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms import kl
-from stretto.algorithms.correction import corrected, looks_at_samples
+from stretto.algorithms.correction import correct_weights, needs_sample_index
 from stretto.algorithms.custom import LossInputs, custom_loss
 from stretto.algorithms.policy_loss import PolicyLoss, cispo, dppo_kl, gspo, ipo, ppo, ref_kl, reinforce
-from stretto.algorithms.segments import Segments
-from stretto.config.algorithm import CustomLoss, LossSection
+from stretto.algorithms.sample_index import SampleIndex
+from stretto.config.sections.algorithm import CustomLoss, LossSection
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
 class TokenCounts(NamedTuple):
-    """Tokens of non-zero weight in each component, and samples that have such tokens in rl."""
+    """Number of tokens of non-zero weight in each component, and of samples with such rl tokens."""
 
     rl: float
     ce: float
@@ -39,10 +39,9 @@ class TokenCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenStreams:
-    """What is known about each trained token besides its log-probability; None: no such component.
+    """Data of each trained token, one value per token; None if no token has that component.
 
-    A component's weight is 0 on tokens outside it. `is_sampled` marks the tokens that behavior_logprobs
-    hold for.
+    A component's weight is 0 on tokens outside it. `is_sampled` marks the tokens with valid behavior_logprobs.
     """
 
     is_sampled: Bool[Tensor, " tokens"]
@@ -53,18 +52,18 @@ class TokenStreams:
     ref_kl_weights: Float[Tensor, " tokens"] | None = None
     ref_logprobs: Float[Tensor, " tokens"] | None = None
     old_logprobs: Float[Tensor, " tokens"] | None = None
-    """Of the policy as the step began; None: that is the policy of this pass."""
-    segments: Segments | None = None
-    """Which sample a token belongs to; needed where `needs_samples` says so."""
+    """Of the policy before the step; None if that is the policy of this pass."""
+    sample_index: SampleIndex | None = None
+    """The sample of each token; required if `needs_samples`."""
 
     @property
-    def samples(self) -> Segments:
-        assert self.segments is not None, "this loss looks at whole samples; build rows with their segments"
-        return self.segments
+    def samples(self) -> SampleIndex:
+        assert self.sample_index is not None, "this loss uses whole samples; build rows with a sample_index"
+        return self.sample_index
 
 
 TokenLoss = Callable[[Tensor, TokenStreams, Any], PolicyLoss]
-"""(logprobs, streams with rl weights, section of its type) -> losses of single tokens."""
+"""(logprobs, streams with rl weights, section of its type) -> losses per token."""
 
 POLICY_LOSSES: dict[str, TokenLoss] = {
     "default": lambda logprobs, s, cfg: dppo_kl(
@@ -109,8 +108,8 @@ POLICY_LOSSES: dict[str, TokenLoss] = {
 
 
 def needs_samples(cfg: LossSection) -> bool:
-    """Does the loss look at more than one token at a time?"""
-    is_corrected = cfg.correction is not None and looks_at_samples(cfg.correction)
+    """Does the loss use more than one token at a time?"""
+    is_corrected = cfg.correction is not None and needs_sample_index(cfg.correction)
     return cfg.type in ("gspo", "custom") or cfg.reduction == "sample" or is_corrected
 
 
@@ -125,14 +124,14 @@ def total_loss(
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """This micro batch's share of the step's loss, and detached sums for metrics.
 
-    Shares of all micro batches (and ranks) add up to L. The sums are unweighted counts or totals over
-    tokens; `max/` entries are maxima, `rl/` entries are over the tokens of the rl component.
-    entropy (with gradient) and reference_logprobs are needed where cfg has a coefficient for them.
+    The shares of all micro batches and ranks add up to L. The sums are unweighted counts or totals over tokens;
+    `max/` entries are maxima, `rl/` entries are over the tokens of the rl component. entropy (with gradient) and
+    reference_logprobs are required if cfg has a coefficient for them.
     """
     loss = logprobs.new_zeros(())
     sums: dict[str, Tensor] = {}
     if streams.rl_weights is not None:
-        loss, sums = _rl(logprobs, streams, counts, cfg, entropy, reference_logprobs)
+        loss, sums = _rl_component(logprobs, streams, counts, cfg, entropy, reference_logprobs)
     if streams.ce_weights is not None:
         loss = loss - weighted_sum(logprobs, streams.ce_weights) / max(counts.ce, 1)
         is_member = streams.ce_weights != 0
@@ -154,7 +153,7 @@ def total_loss(
     return loss, sums
 
 
-def _rl(
+def _rl_component(
     logprobs: Tensor,
     streams: TokenStreams,
     counts: TokenCounts,
@@ -162,21 +161,23 @@ def _rl(
     entropy: Tensor | None,
     reference_logprobs: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy loss with its correction, entropy bonus and reference KL, and its sums for metrics."""
+    """The policy loss with correction, entropy bonus and reference KL, and sums for metrics."""
     assert streams.rl_weights is not None
     sums: dict[str, Tensor] = {}
-    compared, judged = streams, logprobs
+    # Without use_rollout_logprobs the loss compares with the policy before the step, not with the sampler,
+    # and the correction compares that policy with the sampler.
+    loss_streams, numerator = streams, logprobs
     if not cfg.use_rollout_logprobs:
-        judged = logprobs.detach() if streams.old_logprobs is None else streams.old_logprobs
-        compared = replace(streams, behavior_logprobs=judged)
+        numerator = logprobs.detach() if streams.old_logprobs is None else streams.old_logprobs
+        loss_streams = replace(streams, behavior_logprobs=numerator)
     if isinstance(cfg, CustomLoss):
-        policy = _custom(logprobs, compared, cfg, sums)
+        policy = _custom_policy_loss(logprobs, loss_streams, cfg, sums)
     else:
-        policy = POLICY_LOSSES[cfg.type](logprobs, compared, cfg)
+        policy = POLICY_LOSSES[cfg.type](logprobs, loss_streams, cfg)
     weights = streams.rl_weights
     if cfg.correction is not None:
-        weights, extra = corrected(
-            judged, streams.behavior_logprobs, weights, streams.segments, cfg.correction
+        weights, extra = correct_weights(
+            numerator, streams.behavior_logprobs, weights, streams.sample_index, cfg.correction
         )
         sums |= extra
     loss = reduce_rl(policy.loss, weights, streams, counts, cfg)
@@ -201,7 +202,9 @@ def _rl(
     return loss, sums
 
 
-def _custom(logprobs: Tensor, streams: TokenStreams, cfg: CustomLoss, sums: dict[str, Tensor]) -> PolicyLoss:
+def _custom_policy_loss(
+    logprobs: Tensor, streams: TokenStreams, cfg: CustomLoss, sums: dict[str, Tensor]
+) -> PolicyLoss:
     assert streams.rl_weights is not None
     is_member = streams.rl_weights != 0
     inputs = LossInputs(logprobs, streams.behavior_logprobs, streams.advantages, is_member, streams.samples)
@@ -219,11 +222,11 @@ def reduce_rl(
     counts: TokenCounts,
     cfg: LossSection,
 ) -> Float[Tensor, ""]:
-    """This micro batch's share of the rl component of one value a token.
+    """Reduce one value per token to this micro batch's share of the rl component.
 
     token: sum / N_rl. sample: sum over samples of (sum / the sample's members) / samples. constant: sum /
-    (samples * reduction_tokens). A sample's members are its tokens of non-zero rl weight in `streams`,
-    whatever `weights` makes of them.
+    (samples * reduction_tokens). A sample's members are its tokens of non-zero rl weight in `streams`, even if
+    `weights` is 0.
 
     Source: token, DAPO, arXiv:2503.14476, eq. 8; sample, GRPO, arXiv:2402.03300, eq. 3; constant, Dr. GRPO,
     arXiv:2503.20783, section 3.1.
@@ -240,5 +243,5 @@ def reduce_rl(
 
 
 def weighted_sum(values: Float[Tensor, " tokens"], weights: Float[Tensor, " tokens"]) -> Float[Tensor, ""]:
-    """sum of values * weights; every value must be finite, also where the weight is 0."""
+    """Sum of values * weights; every value must be finite, even if its weight is 0."""
     return (values * weights).sum()

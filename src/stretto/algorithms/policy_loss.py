@@ -1,13 +1,12 @@
-"""Losses of one token under the policy gradient, before weights and normalisation (losses.py).
+"""Policy losses per token, before weights and normalisation (losses.py).
 
-In: log-probabilities of the sampled tokens under the trained policy (with gradient) and under the policy
-that sampled them, both at the sampling temperature, and advantages. Out: a loss a token, and which tokens
-were dropped.
+In: log-probabilities of the sampled tokens under the trained policy (with gradient) and under the policy that sampled
+them, both at the sampling temperature, and advantages. Out: a loss per token, and which tokens were dropped.
 
-With r = p / q, p the trained policy and q the sampler, the losses are `dppo_kl` and `ipo` (drop tokens that
-moved too far), `ppo` (bound r), `gspo` (bound one r a sample), `cispo` (bound r as a mere weight) and
-`reinforce` (no r). Where a step makes several updates q may also be the policy as the step began: the caller
-decides what it hands over as behavior_logprobs (losses.py).
+With r = p / q, p the trained policy and q the sampler, the losses are `dppo_kl` and `ipo` (drop tokens that moved too
+far), `ppo` (clip r), `gspo` (clip one r per sample), `cispo` (clip r as a constant weight) and `reinforce` (no r). If
+a step makes several updates, q may also be the policy before the step: losses.py decides what it passes as
+behavior_logprobs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.kl import MAX_LOG_RATIO
-from stretto.algorithms.segments import Segments
+from stretto.algorithms.sample_index import SampleIndex
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -29,7 +28,7 @@ REF_KL_TAU = 1e-3
 
 
 class PolicyLoss(NamedTuple):
-    """A loss a token, and the tokens dropped (in cispo: bounded) for having moved too far down or up."""
+    """A loss per token, and the tokens dropped (cispo: clipped) as too far down or up."""
 
     loss: Float[Tensor, " tokens"]
     is_dropped_low: Bool[Tensor, " tokens"]
@@ -46,15 +45,16 @@ def dppo_kl(
     adv_tau: float = 1.0,
     kl_tau: float = 1e-3,
 ) -> PolicyLoss:
-    """Importance-weighted REINFORCE inside a trust region, plus a squared log ratio to the sampler.
+    """Importance-weighted REINFORCE in a trust region, plus a squared log ratio to the sampler.
 
     -keep * adv_tau * A * r + kl_tau * (log r)^2 with r = p / q, p the trained policy, q the sampler.
-    A token is dropped (keep = 0) when its probability has already moved by more than a bound the way its
-    advantage pushes it: p - q > mask_high for A > 0, p - q < -mask_low for A <= 0. The squared log ratio
-    holds dropped tokens too. r is neither clamped nor detached: the gradient is A * r * grad log p.
+    A token is dropped (keep = 0) if its probability has already moved too far in the direction of its advantage:
+    p - q > mask_high for A > 0, p - q < -mask_low for A <= 0. The squared log ratio applies to dropped tokens too.
+    r is not detached: the gradient is A * r * grad log p.
 
     Source: DPPO with binary total variation, arXiv:2602.04879; KL term of Kimi K2.5, arXiv:2602.02276.
-    Differs: the KL term is to the sampler, not to a reference policy.
+    Differs: the KL term is to the sampler, not to a reference policy; in r, log r is clamped at 20 (also in `ipo` and
+    `ref_kl`).
     """
     log_ratio = logprobs - behavior_logprobs
     moved = logprobs.detach().exp() - behavior_logprobs.exp()
@@ -62,7 +62,7 @@ def dppo_kl(
     dropped_high = is_positive & (moved > mask_high)
     dropped_low = ~is_positive & (moved < -mask_low)
     pushed = (adv_tau * advantages).masked_fill(dropped_high | dropped_low, 0.0)
-    loss = kl_tau * log_ratio.square() - pushed * log_ratio.exp()
+    loss = kl_tau * log_ratio.square() - pushed * _ratio(log_ratio)
     return PolicyLoss(loss, dropped_low, dropped_high)
 
 
@@ -79,13 +79,13 @@ def ipo(
 
     -keep * adv_tau * A * r + kl_tau * (log r)^2
 
-    Source: the `ipo` loss of prime-rl 0.8. Differs: nothing; what fell and what rose are counted apart.
+    Source: the `ipo` loss of prime-rl 0.8. Differs: nothing; tokens that fell and that rose are counted separately.
     """
     log_ratio = logprobs - behavior_logprobs
     moved = logprobs.detach().exp() - behavior_logprobs.exp()
     dropped_high, dropped_low = moved > threshold, moved < -threshold
     pushed = (adv_tau * advantages).masked_fill(dropped_high | dropped_low, 0.0)
-    loss = kl_tau * log_ratio.square() - pushed * log_ratio.exp()
+    loss = kl_tau * log_ratio.square() - pushed * _ratio(log_ratio)
     return PolicyLoss(loss, dropped_low, dropped_high)
 
 
@@ -98,9 +98,9 @@ def ppo(
     clip_high: float,
     clip_dual: float | None = None,
 ) -> PolicyLoss:
-    """Clipped surrogate: max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) a token.
+    """Clipped surrogate per token: max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    With clip_dual = c and A < 0 it is at most -c A. A bounded token has no gradient.
+    With clip_dual = c and A < 0 it is at most -c A. A clipped token has no gradient.
 
     Source: PPO, arXiv:1707.06347, eq. 7; clip-higher of DAPO, arXiv:2503.14476, eq. 8; dual clip,
     arXiv:1912.09729, eq. 5. Differs: r is to the sampler unless use_rollout_logprobs is false.
@@ -112,20 +112,20 @@ def gspo(
     logprobs: Float[Tensor, " tokens"],
     behavior_logprobs: Float[Tensor, " tokens"],
     advantages: Float[Tensor, " tokens"],
-    segments: Segments,
+    sample_index: SampleIndex,
     is_member: Bool[Tensor, " tokens"],
     *,
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """PPO's surrogate on s = exp(mean log r over a sample's member tokens), the same for all its tokens.
+    """PPO's surrogate on s = exp(mean log r over a sample's members), one s per sample.
 
-    The gradient runs through the mean. With the `sample` reduction a sample adds its surrogate once.
+    The gradient goes through the mean. With the `sample` reduction each sample counts once.
 
     Source: GSPO, arXiv:2507.18071, eq. 5-7. Differs: a sample is one branch of a rollout.
     """
-    mean = segments.mean(logprobs - behavior_logprobs, is_member)
-    return _clipped(segments.spread(_ratio(mean)), advantages, clip_low, clip_high, None)
+    mean = sample_index.mean(logprobs - behavior_logprobs, is_member)
+    return _clipped(sample_index.spread(_ratio(mean)), advantages, clip_low, clip_high, None)
 
 
 def cispo(
@@ -147,7 +147,7 @@ def cispo(
 
 
 def reinforce(logprobs: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]) -> PolicyLoss:
-    """-A log p: the policy gradient of on-policy tokens; correction.py has the weights for others.
+    """-A log p: the policy gradient of on-policy tokens; correction.py weights others.
 
     Source: Williams, Machine Learning 8, 1992, eq. 4.
     """
@@ -162,7 +162,7 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 def _clipped(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_dual: float | None
 ) -> PolicyLoss:
-    """PPO's surrogate: r is bounded above where A > 0, below (and by the dual clip) where A < 0."""
+    """PPO's surrogate: r is clipped above for A > 0, below (and by the dual clip) for A < 0."""
     is_positive = advantages > 0
     highest = torch.full_like(ratio, clip_dual or math.inf).masked_fill(is_positive, 1 + clip_high)
     lowest = torch.full_like(ratio, 1 - clip_low).masked_fill(is_positive, 0.0)
@@ -179,7 +179,7 @@ def ref_kl(
     behavior_logprobs: Float[Tensor, " tokens"],
     ref_logprobs: Float[Tensor, " tokens"],
 ) -> PolicyLoss:
-    """Distillation towards a reference: its log ratio to the policy is the advantage; one-sided mask.
+    """Distillation: the log ratio of reference to policy is the advantage; one-sided mask.
 
     -keep * sg(log p_ref - log p) * r + 1e-3 * (log r)^2, keep = (p - q >= -0.2).
 
@@ -191,5 +191,5 @@ def ref_kl(
     moved = logprobs.detach().exp() - behavior_logprobs.exp()
     dropped_low = moved < -REF_KL_MASK_LOW
     pushed = (ref_logprobs - logprobs.detach()).masked_fill(dropped_low, 0.0)
-    loss = REF_KL_TAU * log_ratio.square() - pushed * log_ratio.exp()
+    loss = REF_KL_TAU * log_ratio.square() - pushed * _ratio(log_ratio)
     return PolicyLoss(loss, dropped_low, dropped_low.new_zeros(dropped_low.shape))

@@ -1,4 +1,4 @@
-"""What a critic learns: the returns of the tokens that were trained."""
+"""The critic's loss: regression of values on the returns of trained tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ValueLoss(NamedTuple):
-    """A loss a token, and the tokens whose value may move no further."""
+    """A loss per token, and the tokens whose loss is clipped."""
 
     loss: Float[Tensor, " tokens"]
     is_clipped: Bool[Tensor, " tokens"]
@@ -27,8 +27,8 @@ def value_loss(
 ) -> ValueLoss:
     """max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2); without a clip (V - R)^2.
 
-    V_old is the critic's value when the step began. The clipped term has no gradient once V has moved by more
-    than `clip`, so a value that moved that far towards its return stops there.
+    V_old is the critic's value before the step. The clipped term has no gradient once V has moved by more than
+    `clip`, so a value stops after it has moved that far towards its return.
 
     Source: the value loss of PPO's authors, described in arXiv:2005.12729, section 3. Differs: no factor 1/2.
     """

@@ -1,30 +1,32 @@
-"""Waiting with a deadline and a name, trying again within one, long work in slices, a task group that fails fast."""
+"""asyncio helpers: waits with a deadline and a name, long work in slices, task groups that fail fast."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Generator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from stretto.base.errors import EngineError, StrettoError
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FIRST_DELAY_S = 0.1
-LONGEST_DELAY_S = 10.0
 SLICE_S = 0.004
 
 
-async def wait_for(awaitable: Awaitable[T], timeout_s: float | None, what: str) -> T:
-    """The awaitable's result; a deadline that passes is an error that names what was waited for.
+def is_cancelled() -> bool:
+    """Whether the running task itself was cancelled (not only something it waits for)."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
-    Raises: EngineError after timeout_s. None waits for ever and is only for waits that a stall watchdog
-    covers.
+
+async def wait_for(awaitable: Awaitable[T], timeout_s: float | None, what: str) -> T:
+    """Await and return a result; a timeout raises an error that says what was waited for.
+
+    timeout_s: None waits for ever; use it only where a stall watchdog covers the wait.
+
+    Raises: EngineError after timeout_s.
     """
     deadline = asyncio.timeout(timeout_s)
     try:
@@ -33,68 +35,19 @@ async def wait_for(awaitable: Awaitable[T], timeout_s: float | None, what: str) 
     except TimeoutError as cause:
         if not deadline.expired():
             raise
-        raise EngineError(f"waited {timeout_s:g}s for {what}, in vain") from cause
+        raise EngineError(f"waited {timeout_s:g}s for {what}") from cause
 
 
-async def retry(
-    call: Callable[[], Awaitable[T]],
-    *,
-    what: str,
-    attempts: int,
-    deadline_s: float | None = None,
-    is_retryable: Callable[[Exception], bool] = lambda error: isinstance(error, (OSError, EngineError)),
-    first_delay_s: float = FIRST_DELAY_S,
-) -> T:
-    """Call until it succeeds; waits double from first_delay_s, with jitter, and end before the deadline.
+async def run_in_slices(work: Generator[None, None, T]) -> T:
+    """Run `work` to its end and return its result; every SLICE_S seconds other tasks get a turn.
 
-    Raises: the last error when it is not retryable; EngineError with that error as cause when attempts or
-    time run out.
-    """
-    assert attempts >= 1, f"{what}: {attempts} attempts"
-    started = time.monotonic()
-    for attempt in range(1, attempts + 1):
-        spent_s = time.monotonic() - started
-        try:
-            if deadline_s is None:
-                return await call()
-            return await wait_for(call(), max(deadline_s - spent_s, 0.001), what)
-        except (
-            Exception
-        ) as error:  # the boundary of a retried call: anything may be transient, the caller decides
-            if not is_retryable(error):
-                raise
-            spent_s = time.monotonic() - started
-            delay_s = min(first_delay_s * 2 ** (attempt - 1), LONGEST_DELAY_S) * random.uniform(0.8, 1.2)
-            is_too_late = deadline_s is not None and spent_s + delay_s >= deadline_s
-            if attempt == attempts or is_too_late:
-                raise EngineError(
-                    f"{what} failed {attempt} times in {spent_s:.1f}s; last: {error}"
-                ) from error
-            logger.debug(
-                "%s failed (attempt %d of %d): %s; again in %.1fs", what, attempt, attempts, error, delay_s
-            )
-        await asyncio.sleep(delay_s)
-    raise AssertionError("unreachable")
-
-
-def at_once(work: Generator[None, None, T]) -> T:
-    """What `work` returns, without a pause."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return end.value
-
-
-async def in_slices(work: Generator[None, None, T]) -> T:
-    """What `work` returns; whenever it yields after SLICE_S of its own, everybody else has a turn.
-
-    A thread would be no help: it holds the interpreter for 5 ms each time that the event loop touches a socket.
+    `work` yields often, wherever it may be paused. A thread would not help: it would hold the interpreter lock for
+    5 ms each time the event loop touches a socket.
     """
     while True:
-        until = time.perf_counter() + SLICE_S
+        slice_end = time.perf_counter() + SLICE_S
         try:
-            while time.perf_counter() < until:
+            while time.perf_counter() < slice_end:
                 next(work)
         except StopIteration as end:
             return end.value
@@ -103,9 +56,9 @@ async def in_slices(work: Generator[None, None, T]) -> T:
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """An asyncio.TaskGroup whose first failure cancels the others and is raised as itself, not in a group.
+    """An asyncio.TaskGroup that raises the first failure itself instead of an exception group.
 
-    When several tasks failed, a StrettoError wins over other exceptions: it says who must act.
+    If several tasks failed, a StrettoError is preferred over other exceptions: it says who must act.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -115,7 +68,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 def first_error(errors: BaseExceptionGroup) -> BaseException:
-    """The most telling exception of a (nested) group: the first StrettoError, else the first of any kind."""
+    """The first StrettoError of a (nested) exception group, else its first exception."""
     leaves: list[BaseException] = []
     pending: list[BaseException] = [errors]
     while pending:

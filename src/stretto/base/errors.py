@@ -1,4 +1,4 @@
-"""Every error a user can meet, sorted by who has to act.
+"""Every error that a user can meet, one class per person who must act.
 
 A message says where (TOML path, file:line, record id), the value got, the rule, and what to do.
 """
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class StrettoError(Exception):
-    """Something that is wrong outside our own code; the command line prints it without a traceback."""
+    """Something is wrong outside our own code; the command line prints it without a traceback."""
 
 
 class ConfigError(StrettoError):
@@ -18,7 +18,7 @@ class ConfigError(StrettoError):
 
 
 class DataError(StrettoError):
-    """Whoever wrote the data, the checkpoint or the model directory must mend it."""
+    """The data, the checkpoint or the model directory is bad; who wrote it must fix it."""
 
 
 class EnvError(StrettoError):
@@ -35,9 +35,9 @@ class WireError(StrettoError):
 
 @contextmanager
 def boundary(kind: type[StrettoError], where: str) -> Iterator[None]:
-    """Turn any exception but a StrettoError into `kind`, saying where and keeping the cause.
+    """Turn any exception except a StrettoError into `kind`, with `where` in its message.
 
-    Stands only at the named boundaries: a rollout, a server request, a monitor, the launcher.
+    Use it only at the named boundaries: a rollout, a server request, a monitor, the launcher.
     """
     try:
         yield

@@ -1,8 +1,7 @@
 """One logging set-up for every process: text or JSON lines that begin with the process's role.
 
 Lines go to standard error. Under the launcher that is already RUN/logs/<role>.log; a process started alone
-writes to its terminal and to the same file. Modules take `logging.getLogger(__name__)` and know nothing of
-this.
+writes to its terminal and to the same file. Modules just use `logging.getLogger(__name__)`.
 """
 
 from __future__ import annotations
@@ -17,19 +16,23 @@ import time
 from pathlib import Path
 
 from stretto.base.paths import RunDir
+from stretto.base.status import adopt_pipe, report
 
 _NOISY = ("asyncio", "aiohttp.access", "matplotlib", "PIL", "urllib3", "filelock", "httpx")
 
 
+_MOST_ECHOED = 600  # characters
+
+
 class _TextFormatter(logging.Formatter):
-    """`12:03:04.120 INFO    trainer | message`, tracebacks below it."""
+    """`12:03:04.120 INFO    trainer | message`, with a traceback below it."""
 
     def __init__(self, role: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {role} | %(message)s", datefmt="%H:%M:%S")
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -49,6 +52,20 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class _ConsoleEcho(logging.Handler):
+    """Shows warnings at the run's console, too; each kind (its text before values) once."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(logging.WARNING)
+        self._role, self._echoed = role, set[tuple[str, str]]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = (record.name, str(record.msg))
+        if kind not in self._echoed:
+            self._echoed.add(kind)
+            report("warning", role=self._role, text=record.getMessage().partition("\n")[0][:_MOST_ECHOED])
+
+
 def setup(
     role: str,
     run_dir: RunDir | None,
@@ -59,8 +76,8 @@ def setup(
 ) -> None:
     """Send log lines to standard error and RUN/logs/<role>.log; call once, first thing in main.
 
-    A quiet process writes to the file alone. Also: a crash in native code prints every thread's stack, and
-    so does `kill -USR1 <pid>`, without ending the process.
+    is_quiet: write to the file only. A crash in native code prints every thread's stack; `kill -USR1 <pid>` does
+    the same without ending the process.
     """
     formatter = _JsonFormatter(role) if json_logging else _TextFormatter(role)
     handlers: list[logging.Handler] = [] if is_quiet else [logging.StreamHandler(sys.stderr)]
@@ -71,6 +88,8 @@ def setup(
     for old in root.handlers[:]:
         root.removeHandler(old)
         old.close()
+    if adopt_pipe():
+        handlers.append(_ConsoleEcho(role))
     for handler in handlers:
         handler.setFormatter(formatter)
         root.addHandler(handler)
@@ -81,7 +100,7 @@ def setup(
     try:
         faulthandler.enable(file=2)
         faulthandler.register(signal.SIGUSR1, file=2)
-    except (OSError, ValueError):  # standard error has no file descriptor: an embedding program replaced it
+    except (OSError, ValueError):  # standard error has no file descriptor: the embedding program replaced it
         logging.getLogger(__name__).debug("no native stack dumps: standard error is not a file")
 
 
@@ -90,3 +109,25 @@ def _is_stderr(path: Path) -> bool:
         return os.path.samestat(os.fstat(2), path.stat())
     except OSError:
         return False
+
+
+class RateLimitedLogger:
+    """Logs at most one warning per period, with the number dropped before it.
+
+    For warnings that an outsider can cause.
+    """
+
+    def __init__(self, logger: logging.Logger, period_s: float = 60.0) -> None:
+        self._logger, self._period_s = logger, period_s
+        self._next_at = 0.0
+        self._num_dropped = 0
+
+    def warning(self, text: str, *values: object) -> None:
+        """Log `text % values`, or only count it if the last one is too recent."""
+        if (now := time.monotonic()) < self._next_at:
+            self._num_dropped += 1
+            return
+        if self._num_dropped:
+            text += f" ({self._num_dropped} more like it in between)"
+        self._next_at, self._num_dropped = now + self._period_s, 0
+        self._logger.warning(text, *values)

@@ -1,7 +1,7 @@
-"""Every file name of a run directory, named once.
+"""The path of every file in a run directory, in one place.
 
-A run directory is `<output_dir>/<run.name>`. Everybody who reads or writes a file of a run asks a `RunDir`
-for its path; nothing is created here: whoever writes a file makes its parent.
+A run directory is `<output_dir>/<run.name>`. All code that reads or writes a file of a run gets its path from
+`RunDir`. Nothing is created here: the code that writes a file creates its parent directory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from stretto.base.files import atomic_path
 
 _STEP = re.compile(r"step_(\d+)$")
 
@@ -37,7 +39,7 @@ class RunDir:
         return self.path / "configs"
 
     def config(self, verb: str) -> Path:
-        """The resolved config of one verb; what its process is started with."""
+        """The resolved config of one verb, from which its process is started."""
         return self.configs / f"{verb}.json"
 
     @property
@@ -47,20 +49,32 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Locked (flock) by the launcher, or a process started alone, for as long as the run is live."""
+        """Locked (flock) by the launcher while the run is live.
+
+        Processes that were started alone hold a shared lock on it.
+        """
         return self.path / "run.lock"
+
+    def part_lock(self, role: str) -> Path:
+        """Locked by an orchestrator or trainer that was started alone."""
+        return self.path / f"run.{role}.lock"
+
+    @property
+    def secret(self) -> Path:
+        """The secret by which the run's processes recognise each other; mode 0600 (base/secret.py)."""
+        return self.path / "secret"
 
     @property
     def logs(self) -> Path:
         return self.path / "logs"
 
     def log(self, role: str) -> Path:
-        """What a process wrote to its standard output and error."""
+        """Standard output and error of a process."""
         return self.logs / f"{role}.log"
 
     @property
     def dumps(self) -> Path:
-        """Stacks and queue depths of stalled processes."""
+        """Directory of the stacks and queue depths of stalled processes."""
         return self.path / "dumps"
 
     @property
@@ -76,7 +90,7 @@ class RunDir:
 
     @property
     def tokens(self) -> Path:
-        """Directory of the token payload segments."""
+        """Directory of the segments: append-only files of rollout tokens."""
         return self.path / "tokens"
 
     def segment(self, index: int) -> Path:
@@ -84,7 +98,7 @@ class RunDir:
 
     @property
     def trained_tokens(self) -> Path:
-        """Directory of the debugging export, one file a step."""
+        """Directory of the debugging export, one file per step."""
         return self.path / "tokens_trained"
 
     def metrics(self, role: str) -> Path:
@@ -92,21 +106,21 @@ class RunDir:
 
     @property
     def evals(self) -> Path:
-        """Directory of eval results and samples, one a version."""
+        """Directory of eval results and samples, one per version."""
         return self.path / "evals"
 
     @property
     def evals_end(self) -> Path:
-        """Written by `sft` when no more versions come: the evaluating process ends after those that are there."""
+        """Written by `sft` after its last version; the evaluating process then finishes."""
         return self.evals / "END"
 
     @property
     def eval_model(self) -> Path:
-        """What the evaluating engine of an `sft` run starts from, where that is made from scratch."""
+        """Start model of the evaluating engine of `sft`, if the model is made from scratch."""
         return self.evals / "model"
 
     def eval_results(self, version: int) -> Path:
-        """Written last: the eval of a version is done."""
+        """Results of the eval of a version; written last, when the eval is complete."""
         return self.eval(version) / "results.json"
 
     def eval(self, version: int) -> Path:
@@ -131,11 +145,11 @@ class RunDir:
         return self.checkpoints / f"step_{step}"
 
     def complete_marker(self, step: int) -> Path:
-        """Written last; a checkpoint without it does not exist."""
+        """Marker of a complete checkpoint, written last; without it the checkpoint does not count."""
         return self.checkpoint(step) / "COMPLETE"
 
     def complete_checkpoints(self) -> list[int]:
-        """Steps whose checkpoint is complete, in rising order."""
+        """Steps whose checkpoint is complete, in ascending order."""
         return [step for step in _steps_in(self.checkpoints) if self.complete_marker(step).exists()]
 
     def latest_complete_checkpoint(self) -> int | None:
@@ -157,14 +171,12 @@ class RunDir:
 
     def link_latest_weights(self, step: int) -> None:
         """Point `latest` at the export of `step`, atomically."""
-        link = self.weights / f".latest.{os.getpid()}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(self.weights_step(step).name)
-        link.replace(self.latest_weights)
+        with atomic_path(self.latest_weights) as link:
+            link.symlink_to(self.weights_step(step).name)
 
     @property
     def critic(self) -> Path:
-        """Directory of the exports of the critic, one `step_N` each."""
+        """Directory of the critic's exports, one `step_N` per export."""
         return self.path / "critic"
 
     # -- wires that are files --

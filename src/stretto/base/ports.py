@@ -1,53 +1,54 @@
-"""TCP ports between choosing and listening: two runs that start together must not choose the same ones.
+"""Reserve TCP ports, so that two runs that start at the same time do not choose the same ones.
 
-A launcher knows a port is free long before the process that will listen on it has started. `PortClaims`
-holds a lock per port for as long as the run lives; other launchers of this user take another port
-meanwhile.
+A launcher chooses a port long before the process that will listen on it has started. `PortClaims` reserves
+the port as long as the run lives, and other launchers of this user choose another one. A reservation is an
+abstract socket: it is no file, and it disappears with its process.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
-import tempfile
-from pathlib import Path
+import sys
 
 from stretto.base.errors import ConfigError
 
+SCOPE = f"stretto-port-{os.getuid()}"
+"""Prefix of the sockets' names: reservations are shared by the launchers of one user."""
+
 
 class PortClaims:
-    """Ports this process has set aside. They are given back by close(), or when the process ends."""
+    """Ports that this process has reserved, until close() or the end of the process."""
 
-    def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory or Path(tempfile.gettempdir()) / f"stretto-ports-{os.getuid()}"
-        self._fds: dict[int, int] = {}
+    def __init__(self, scope: str | None = None) -> None:
+        self._scope = SCOPE if scope is None else scope
+        self._names: dict[int, socket.socket] = {}
 
     def claim(self, host: str, port: int) -> bool:
-        """Set a port aside; False when somebody listens on it or has set it aside, this object included."""
-        if port in self._fds or not is_free(host, port):
+        """Reserve a port; False if it is in use or already reserved, also by this object."""
+        if port in self._names or not is_free(host, port):
             return False
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._directory / str(port), os.O_RDWR | os.O_CREAT, 0o600)
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if sys.platform == "linux":  # other systems have no abstract sockets and no launcher
+                name.bind(f"\0{self._scope}-{port}")
         except OSError:
-            os.close(fd)
+            name.close()
             return False
-        self._fds[port] = fd
+        self._names[port] = name
         return True
 
     def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        for name in self._names.values():
+            name.close()
+        self._names.clear()
 
 
 def is_free(host: str, port: int) -> bool:
     """Whether this machine can listen on a port now.
 
-    Raises: ConfigError when the host is no address of this machine.
+    Raises: ConfigError if the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -65,7 +66,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether this machine has this address: whether one could listen on it."""
+    """Whether `host` is an address of this machine, that is, one can listen on it."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:

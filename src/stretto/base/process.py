@@ -1,9 +1,9 @@
-"""Child processes that cannot outlive their parent, and what they may use of this machine.
+"""Child processes that cannot outlive their parent, and the cores and GPUs that this machine has for them.
 
-A child runs in a process group of its own (the terminal's Ctrl-C does not reach it), writes to a log file,
-and is killed by the kernel when its parent dies, even by SIGKILL. States of a child: RUNNING -> EXITED;
-`stop` moves several at once: SIGTERM, then SIGKILL after a grace time, then whatever is left of their
-groups. Linux only (pidfd, prctl).
+A child runs in a process group of its own (Ctrl-C in the terminal does not reach it) and writes to a log file. The
+kernel kills it when its parent dies, even by SIGKILL; its own children are then killed by a keeper (keeper.py).
+States of a child: RUNNING -> EXITED. `stop` ends several at once: SIGTERM, SIGKILL after a grace time, then all
+remaining descendants, in any process group. Linux only (pidfd, prctl).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stretto.base import keeper
 from stretto.base.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-# Runs before the child's program, in the same process: the kernel shall send SIGKILL when the parent's
-# thread ends (1 is PR_SET_PDEATHSIG, kept across exec). A program of its own rather than preexec_fn, which
-# is unsafe beside threads.
+# Runs in the child's process before its program: it asks the kernel to send SIGKILL when the parent's thread ends
+# (1 is PR_SET_PDEATHSIG, which survives exec). A separate program, because preexec_fn is unsafe with threads.
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -38,11 +38,11 @@ os.execvp(sys.argv[2], sys.argv[2:])
 _LEFTOVER_GRACE_S = 1.0
 
 
-# -- what this machine has --
+# -- resources of this machine --
 
 
 def num_cores() -> int:
-    """CPU cores this process may use: its affinity, lowered by a container's quota."""
+    """CPU cores that this process may use: its affinity, limited by a container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -52,10 +52,10 @@ def num_cores() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """Names under which CUDA finds this machine's GPUs, without loading CUDA."""
+    """CUDA's names of the GPUs that this process may use, found without loading CUDA."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = [name.strip() for name in chosen.split(",")]
-        # CUDA itself stops at the first invalid entry; "-1" and "NoDevFiles" are the usual ways to say none.
+        # CUDA stops at the first invalid entry, too; "-1" and "NoDevFiles" are the usual values for no GPU.
         return list(itertools.takewhile(lambda name: name and name[0] != "-" and name != "NoDevFiles", names))
     driver = Path("/proc/driver/nvidia/gpus")
     if driver.is_dir():
@@ -72,9 +72,9 @@ def visible_gpus() -> list[str]:
 
 
 def thread_env(num_threads: int) -> dict[str, str]:
-    """Environment that keeps a process to its CPU threads.
+    """Environment variables that limit a process to `num_threads` CPU threads.
 
-    Waiting OpenMP threads sleep: two processes whose threads spin on two cores were measured 30 times slower.
+    Waiting OpenMP threads sleep: with spinning ones, two processes on two cores were measured 30 times slower.
     """
     count = str(num_threads)
     return {
@@ -89,7 +89,7 @@ def thread_env(num_threads: int) -> dict[str, str]:
 
 
 def device_env(gpus: Sequence[str]) -> dict[str, str]:
-    """Environment that shows a process only these GPUs; none hides them all."""
+    """Environment variables that show a process only these GPUs; an empty list hides all."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
@@ -98,15 +98,18 @@ def device_env(gpus: Sequence[str]) -> dict[str, str]:
 
 @dataclass
 class Child:
-    """One running process and where its output goes."""
+    """One child process and its log file."""
 
     name: str
     popen: subprocess.Popen[bytes]
     log: Path
-    log_start: int  # size of the log file when this process began to write to it
+    log_start: int  # size of the log file when this process was started, in bytes
     pidfd: int
+    mark: str  # identifies its descendants (keeper.py)
     started_at: float = field(default_factory=time.monotonic)
-    has_leftovers: bool = False  # it ended, and processes it started live on in its group
+    has_leftovers: bool = False  # it has ended, and other processes of its group still run
+    # Names of the shared memory that it and its descendants used when they were asked to end.
+    _shared: set[str] = field(default_factory=set)
 
     @property
     def pid(self) -> int:
@@ -114,17 +117,17 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
+        """Exit code, or minus the signal's number; None while it runs."""
         if self.popen.returncode is None and self.popen.poll() is not None:
             self.has_leftovers = self._signal_group(0)
         return self.popen.returncode
 
     async def wait(self) -> int:
-        """Wait for the exit; any number of tasks may wait."""
+        """Wait for the exit and return the exit code; any number of tasks may wait."""
         if (returncode := self.returncode) is not None:
             return returncode
         loop = asyncio.get_running_loop()
-        # A file descriptor has one reader in a loop; every waiter watches a duplicate of its own.
+        # An event loop allows one reader per file descriptor, so every waiter watches its own duplicate.
         fd = os.dup(self.pidfd)
         exited = asyncio.Event()
         loop.add_reader(fd, exited.set)
@@ -143,7 +146,9 @@ class Child:
             self.popen.send_signal(number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the child and its descendants."""
+        """Send a signal to the child's process group."""
+        if number in (signal.SIGTERM, signal.SIGKILL):
+            self._shared |= keeper.removable_shared_memory(keeper.marked_processes(self.mark))
         if self.returncode is None or self.has_leftovers:
             self.has_leftovers = self._signal_group(number) and self.returncode is not None
 
@@ -155,14 +160,30 @@ class Child:
         return True
 
     async def end_leftovers(self, deadline: float) -> None:
-        """What the child left running gets until the deadline (a monotonic time) to end by itself."""
+        """Wait for the rest of the group to end, then kill all descendants.
+
+        deadline: monotonic time until which to wait.
+        """
         while self.has_leftovers and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
             self.has_leftovers = self._signal_group(0)
+        await asyncio.to_thread(self._sweep)
+
+    def kill(self) -> None:
+        """Kill the child and all its descendants at once; for code that cannot await."""
         self.signal_group(signal.SIGKILL)
+        self.popen.wait()
+        self._sweep()
+        self.close()
+
+    def _sweep(self) -> None:
+        """Kill all descendants, in any process group, and remove their shared memory."""
+        if alive := keeper.kill_marked(self.mark, self._shared):
+            logger.error("%s: processes %s survive SIGKILL: they hang in the kernel", self.name, alive)
+        self.has_leftovers = False
 
     def tail(self, num_lines: int = 15) -> list[str]:
-        """Last lines this process wrote to its log."""
+        """The last lines that this process wrote to its log."""
         try:
             with self.log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -188,19 +209,21 @@ def start(
     cwd: Path | None = None,
     is_shown: bool = False,
 ) -> Child:
-    """Start a child with `env` on top of this process's environment, appending its output to `log`.
+    """Start a child; `env` extends this process's environment, `log` gets its output.
 
-    is_shown: its output goes where this process's goes, and it writes `log` itself.
-    Call from the main thread: the kernel ties the child's life to the thread that started it.
+    is_shown: its output goes to this process's output instead, and the child writes `log` itself.
+    Call it from the main thread: the kernel kills the child when the thread that started it ends.
     """
     if sys.platform != "linux":
         raise EngineError(f"stretto starts processes on Linux only, not on {sys.platform}")
     log.parent.mkdir(parents=True, exist_ok=True)
+    parent_keeper = keeper.start()
+    mark = parent_keeper.mark()
     with log.open("ab") as output:
         log_start = output.seek(0, os.SEEK_END)
         popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv],
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **env, **parent_keeper.env(mark)},
             stdin=subprocess.DEVNULL,
             stdout=None if is_shown else output,
             stderr=None if is_shown else subprocess.STDOUT,
@@ -209,11 +232,14 @@ def start(
             cwd=cwd,
         )
     logger.info("started %s pid=%d threads=%s", name, popen.pid, env.get("OMP_NUM_THREADS", "-"))
-    return Child(name, popen, log, log_start, os.pidfd_open(popen.pid))
+    return Child(name, popen, log, log_start, os.pidfd_open(popen.pid), mark)
 
 
 async def stop(children: Iterable[Child], *, grace_s: float) -> None:
-    """Stop children together: SIGTERM, SIGKILL after grace_s, then what they left. At most grace_s + 3 s."""
+    """Stop children together: SIGTERM, SIGKILL after grace_s, then their descendants.
+
+    Takes at most grace_s + 3 s.
+    """
     children = list(children)
     running = [child for child in children if child.returncode is None]
     for child in running:
@@ -230,7 +256,7 @@ async def stop(children: Iterable[Child], *, grace_s: float) -> None:
 
 
 async def _still_running(children: Iterable[Child], timeout_s: float) -> list[Child]:
-    """Wait for the children together; those that run after timeout_s."""
+    """Wait for all children, up to timeout_s; returns those that still run."""
     waits = {asyncio.create_task(child.wait()): child for child in children if child.returncode is None}
     if not waits:
         return []
@@ -241,7 +267,7 @@ async def _still_running(children: Iterable[Child], timeout_s: float) -> list[Ch
 
 
 def describe_exit(returncode: int) -> str:
-    """An exit code in words: `exit code 3`, `killed by SIGKILL (9)`."""
+    """An exit code as text: `exit code 3` or `killed by SIGKILL (9)`."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:

@@ -1,40 +1,53 @@
 """Who may write into a run directory: a new run into an empty one, a resumed run into its own, one at a time.
 
-`claim` is called by whoever starts a run (the launcher, `sft`). It refuses what would mix two runs, deletes
-only on `--clean` and only what is a run directory, and holds a lock until the last process that inherited
-it has ended. A new run may begin at a checkpoint of another one (`origin`), which is only ever read.
+`claim` is called by the process that starts a run (the launcher, `sft`). It refuses what would mix two runs, deletes
+only with `--clean` and only run directories, and holds a lock until the last process that inherited it has ended.
+A new run may start from a checkpoint of another run (`origin`), which is only read.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
+from stretto.base.locked import try_lock
 from stretto.base.paths import RunDir
 
-# A dry run leaves these; they are no reason to refuse a run.
-_HARMLESS = frozenset({"configs", "plan.json", "run.lock", "dry_run"})
+# These are left by a dry run, by another node that started earlier, or by a run that was stopped before its first
+# step; they are no reason to refuse a new run.
+_HARMLESS = frozenset(
+    {"configs", "plan.json", "run.lock", "run.orchestrator.lock", "run.trainer.lock", "dry_run", "secret"}
+    | {"logs", "tokenizer"}
+)
+# What else a run that trained no step may have left: it is deleted when a new run takes its name.
+_UNTRAINED = frozenset(
+    {"ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "metrics", "tokens", "evals", "dumps"}
+    | {"broadcasts", "rollouts", "summary.json"}
+)
 CHECKPOINT = re.compile(r"/checkpoints/step_(\d+)$")
-"""How the path of a checkpoint ends."""
-_LOCK_WAIT_S = 10.0  # for the children of a launcher that was killed to be gone
+"""The end of a checkpoint's path."""
+_LOCK_WAIT_S = 10.0  # the children of a killed launcher have ended by then
 
 
 @dataclass
 class Claim:
-    """The right to write into a run directory; ends with close() or the process."""
+    """The right to write into a run directory, until close() or the end of the process."""
 
     run: RunDir
     resume_step: int | None
-    """Step to resume from, in this run or its origin; None: a run from the start."""
+    """Step to resume from, in this run or its origin; None if it starts from the beginning."""
+    is_new: bool
+    """Whether the run is new, even if it starts from another run's checkpoint."""
     lock_fd: int
-    """Pass it to child processes: the directory stays claimed while one of them lives."""
+    """Pass it to child processes: the directory stays claimed as long as one of them lives."""
 
     def close(self) -> None:
         if self.lock_fd >= 0:
@@ -43,32 +56,88 @@ class Claim:
 
 
 def claim(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None) -> Claim:
-    """Make, check and lock the directory, emptied first with `clean`.
+    """Create, check and lock the run directory; empty it first if `clean`.
 
-    origin: with `resume`, the run or checkpoint directory that a new run begins at.
+    origin: with `resume`, the run or checkpoint directory from which a new run starts.
 
-    Raises: ConfigError when the directory holds another run, has nothing to resume from, or is in use.
+    Raises: ConfigError if the directory holds another run, has nothing to resume from, or is in use.
     """
     check(run, resume=resume, step=step, clean=clean, origin=origin)
-    run.path.mkdir(parents=True, exist_ok=True)
-    fd = _lock(run)
+    _make(run)
+    fd = _lock(run, run.lock)
     try:
         # Again, now that nobody else can change it.
         resume_step = check(run, resume=resume, step=step, clean=clean, origin=origin)
         if clean:
             _empty(run)
+        elif resume:
+            drop_unfinished(run)
+        if not resume or origin is not None:
+            discard(run)
     except BaseException:
         os.close(fd)
         raise
-    return Claim(run, resume_step, fd)
+    return Claim(run, resume_step, is_new=not resume or origin is not None, lock_fd=fd)
+
+
+@contextmanager
+def claim_part(run: RunDir, role: str, *, is_new: bool, clean: bool) -> Iterator[None]:
+    """Context of an orchestrator or trainer that is started alone, without a launcher.
+
+    is_new: the run is new; otherwise it is resumed.
+
+    Raises: ConfigError if a new run already exists, or another process has this part or the whole run.
+    """
+    if clean:
+        raise ConfigError(
+            f"--clean: a {role} started alone shares {run} with the other processes; delete the directory yourself "
+            "before you start the first of them, or start all with `rl`."
+        )
+    _contents(run.path)
+    _make(run)
+    with ExitStack() as stack:
+        stack.callback(os.close, _lock(run, run.lock, is_shared=True))
+        stack.callback(os.close, _lock(run, run.part_lock(role)))
+        complete = run.complete_checkpoints()
+        found = [f"checkpoints of steps {_steps(complete)}"] if complete else []
+        if role == "orchestrator" and run.ledger.exists():
+            found.append("a ledger")
+        if is_new and found:
+            raise ConfigError(
+                f"run {run.path.name!r} exists in {run} ({', '.join(found)}). Continue it with --resume, or give this "
+                "run another name with --run.name (the same for all its processes)."
+            )
+        if role == "trainer":  # only the trainer writes checkpoints
+            drop_unfinished(run)
+        yield
+
+
+def drop_unfinished(run: RunDir) -> None:
+    """Delete incomplete checkpoints and exports of a killed run.
+
+    Nobody may be writing any now.
+    """
+    complete = {run.checkpoint(step) for step in run.complete_checkpoints()}
+    _delete(path for path in run.checkpoints.glob("step_*") if path not in complete)
+    for exports in (run.weights, run.critic):
+        _delete([*exports.glob("*.part"), *exports.glob(".*")])
+
+
+def discard(run: RunDir) -> None:
+    """Delete a new run that trained no step, except its logs; its name can then be used again."""
+    _delete(entry for entry in run.path.iterdir() if entry.name not in _HARMLESS)
+
+
+def _steps(steps: list[int]) -> str:
+    return _listing([str(step) for step in steps])
 
 
 def check(
     run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None
 ) -> int | None:
-    """The step to resume from, None for a run from the start; changes nothing.
+    """The step to resume from, None to start from the beginning; changes nothing on disk.
 
-    Raises: ConfigError with the ways out.
+    Raises: ConfigError if the directory cannot be used; it says what the user can do.
     """
     contents = _contents(run.path)
     start = None
@@ -82,24 +151,24 @@ def check(
             f"it holds {_listing(contents)}), so nothing was deleted; give another run.name or output_dir."
         )
     if artefacts := _artefacts(contents):
-        if clean:
+        if clean or _has_trained_nothing(run, artefacts):
             return start
         newest = run.latest_complete_checkpoint()
         can_resume = f" from step {newest}" if newest else " (once it has a complete checkpoint; it has none)"
         raise ConfigError(
             f"run {run.path.name!r} exists in {run} ({_listing(artefacts)}). Continue it with "
             f"--resume{can_resume}{' without resume.dir' if origin else ''}, start over and delete it with "
-            f"--clean, or give this run a name of its own with --run.name."
+            f"--clean, or give this run another name with --run.name."
         )
     return start
 
 
 def find_checkpoint(run: RunDir, step: int | None, origin: Path | None) -> tuple[RunDir, int]:
-    """The checkpoint that [resume] means, and the run it is of: `run` itself, or the one at `origin`.
+    """The run and step of the checkpoint that [resume] names.
 
-    origin is a run directory, or one of its checkpoints, `RUN/checkpoints/step_N`; step None is the newest.
+    origin: a run directory or one of its checkpoints, `RUN/checkpoints/step_N`. step: None is the newest.
 
-    Raises: ConfigError when it is not there, not complete, or no other run's.
+    Raises: ConfigError if the checkpoint does not exist or is incomplete, or if `origin` is this run itself.
     """
     if origin is None:
         return run, _resume_step(run, _contents(run.path), step)
@@ -129,16 +198,24 @@ def find_checkpoint(run: RunDir, step: int | None, origin: Path | None) -> tuple
 
 
 def check_max_steps(max_steps: int | None, step: int) -> None:
-    """Raises: ConfigError when a run that goes on after `step` is beyond its end."""
+    """Raises: ConfigError if a run that continues after `step` is already past max_steps."""
     if max_steps is not None and step > max_steps:
         raise ConfigError(
-            f"max_steps = {max_steps}, but the run goes on after step {step}; steps are counted from the first one, "
+            f"max_steps = {max_steps}, but the run continues after step {step}; steps are counted from the first one, "
             f"so raise max_steps above {step}, or resume from an earlier step."
         )
 
 
+def recovery_advice(run: RunDir, step: int) -> str:
+    """What the user can do if the checkpoint of `step` is damaged, for error messages."""
+    earlier = [complete for complete in run.complete_checkpoints() if complete < step]
+    if earlier:
+        return f"resume from the one before it with --resume.step {earlier[-1]}"
+    return "there is no checkpoint before it: start over with --clean"
+
+
 def is_used(run: RunDir) -> bool:
-    """Whether a run has begun there; the leavings of a dry run do not count."""
+    """Whether the directory holds a run; files left by a dry run do not count."""
     return bool(_artefacts(_contents(run.path)))
 
 
@@ -146,10 +223,16 @@ def _artefacts(contents: list[str]) -> list[str]:
     return [name for name in contents if name not in _HARMLESS]
 
 
+def _has_trained_nothing(run: RunDir, artefacts: list[str]) -> bool:
+    """Whether a run was here that failed before its first step, and nothing else."""
+    num_steps = sum(_num_steps(run.metrics(role)) for role in ("orchestrator", "trainer", "sft"))
+    return _is_run(run) and _UNTRAINED.issuperset(artefacts) and num_steps == 0
+
+
 def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:
     if not _artefacts(contents):
-        there = [] if not run.path.parent.is_dir() else _runs_in(run.path.parent)
-        known = f"; runs there: {', '.join(there)}" if there else ""
+        others = _runs_in(run.path.parent) if run.path.parent.is_dir() else []
+        known = f"; runs there: {', '.join(others)}" if others else ""
         raise ConfigError(
             f"--resume: there is no run {run.path.name!r} in {run.path.parent}{known}. Check run.name and "
             f"output_dir, or leave --resume out to start it."
@@ -163,14 +246,14 @@ def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:
     if not complete:
         raise ConfigError(
             f"--resume: {run} has no complete checkpoint to resume from. There is: "
-            f"{_describe(run, contents)}. Nothing was changed or deleted. Start over with --clean; to have a "
+            f"{_describe(run, contents)}. Nothing was changed or deleted. Start over with --clean; to get a "
             f"checkpoint sooner next time, lower ckpt.interval."
         )
     return step if step is not None else complete[-1]
 
 
 def _describe(run: RunDir, contents: list[str]) -> str:
-    """What an unfinished run left behind, in words."""
+    """What a run without a checkpoint left behind, for the message."""
     parts = []
     if steps := _num_steps(run.metrics("orchestrator")):
         parts.append(f"{steps} trained step{'s' * (steps != 1)}")
@@ -195,24 +278,39 @@ def _num_steps(metrics: Path) -> int:
     return len(steps - {None, 0})
 
 
-def _lock(run: RunDir) -> int:
-    fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
+def _make(run: RunDir) -> None:
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise _unusable(run.path, cause) from cause
+
+
+def _unusable(path: Path, cause: OSError) -> ConfigError:
+    return ConfigError(f"cannot use {path} as a run directory: {cause}; give another output_dir.")
+
+
+def _lock(run: RunDir, path: Path, *, is_shared: bool = False) -> int:
+    """Open and lock a file; it contains the pid of the process that locked it last.
+
+    Raises: ConfigError if another process holds the lock.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as cause:
+        raise _unusable(run.path, cause) from cause
     deadline = time.monotonic() + _LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            # Its launcher was killed and the children are on their way out: worth waiting for.
-            if holder and not _is_alive(holder) and time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
-            os.close(fd)
-            raise ConfigError(
-                f"run {run.path.name!r} in {run} is in use by process {holder or 'unknown'}. Wait for it, "
-                f"stop it (kill {holder or '<pid>'}), or give this run a name of its own with --run.name."
-            ) from None
+    while not try_lock(fd, is_shared=is_shared):
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        # Its launcher was killed and the children are about to end: wait for them.
+        if holder and not _is_alive(holder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            continue
+        os.close(fd)
+        part = "" if path == run.lock else f" as its {path.name.split('.')[1]}"
+        raise ConfigError(
+            f"run {run.path.name!r} in {run} is in use{part} by process {holder or 'unknown'}. Wait for it, "
+            f"stop it (kill {holder or '<pid>'}), or give this run another name with --run.name."
+        )
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
@@ -223,27 +321,41 @@ def _is_alive(pid: str) -> bool:
 
 
 def _empty(run: RunDir) -> None:
-    """Delete everything but the lock this process holds."""
-    for entry in run.path.iterdir():
-        if entry == run.lock:
-            continue
+    """Delete everything except the lock that is held and the secret, which others may have read.
+
+    The configs, which mark a run directory, are deleted last: an interrupted deletion can then be repeated.
+    """
+    rest = [entry for entry in run.path.iterdir() if entry not in (run.lock, run.secret, run.configs)]
+    _delete([*rest, run.configs])
+
+
+def _delete(entries: Iterable[Path]) -> None:
+    for entry in entries:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
-            entry.unlink()
+            entry.unlink(missing_ok=True)
 
 
 def _is_run(run: RunDir) -> bool:
-    return run.configs.is_dir() or run.ledger.exists() or _contents(run.path) == [run.lock.name]
+    contents = set(_contents(run.path))
+    is_just_created = bool(contents) and contents <= {run.lock.name, run.secret.name}
+    return run.configs.is_dir() or run.ledger.exists() or is_just_created
 
 
 def _contents(path: Path) -> list[str]:
-    if path.exists() and not path.is_dir():
+    try:
+        is_file = path.exists() and not path.is_dir()
+    except OSError as cause:
+        raise _unusable(path, cause) from cause
+    if is_file:
         raise ConfigError(f"{path} is a file, not a run directory; give another run.name or output_dir.")
     try:
         return sorted(os.listdir(path))
     except FileNotFoundError:
         return []
+    except OSError as cause:
+        raise _unusable(path, cause) from cause
 
 
 def _runs_in(output_dir: Path) -> list[str]:

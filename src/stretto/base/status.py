@@ -1,18 +1,21 @@
-"""The orchestrator tells the person at the console how the run is going: one JSON object a line on a pipe.
+"""Status lines for the console: one JSON object per line on a pipe from a run's processes to the launcher.
 
-`report(kind, **fields)` is the writing end; `launch/console.py` reads and renders. The pipe's file
+`report(kind, **fields)` is the writing end; `launch/run/console.py` reads and renders. The pipe's file
 descriptor is in the environment variable STRETTO_STATUS_FD; a process started alone has none and logs the
-same line instead. A field that is missing or None is not shown. The first report that is not
-a note tells the launcher that SIGINT is handled from now on: install signal handlers before it.
+same line instead. A field that is missing or None is not shown. The first report that is neither a note nor early
+tells the launcher that the process handles SIGINT and has work to finish: install signal handlers before it.
 
-    phase    text                          what the run does until the first step ("waiting for the engine")
-    note     text                          a line to keep ("resumed from step 40: 37 rollouts reused")
+    phase    text, is_early                what the run does until the first step ("waiting for the engine"); early:
+                                           no rollout has started yet, so nothing is lost if the run ends
+    note     text                          a line that stays visible ("resumed from step 40: 37 rollouts reused")
     step     step, max_steps, time_s       one trained step
              reward, loss, mismatch_kl     means over the batch; mismatch_kl in nats
+             entropy, length, truncated    nats per token; tokens per reply; share of replies that were cut
              staleness, staleness_max      versions between sampling and training, mean and max
              tokens_per_s                  trained tokens over wall time
-             waits                         {process: share of the step, 0..1, in which it had nothing to do}
-    engine   url, state, reason            an engine that is "down"; the launcher starts it anew
+             waits                         {process: fraction of the step, 0..1, in which it was idle}
+    warning  role, text                    a warning of any process (base/log.py), once per kind
+    engine   url, state, reason            an engine that is "down"; the launcher restarts it
     eval     step, sampled, greedy, env    mean reward on held-out tasks
     summary  the fields of summary.json
 """
@@ -29,28 +32,51 @@ logger = logging.getLogger(__name__)
 
 STATUS_FD_VAR = "STRETTO_STATUS_FD"
 SUPERVISED_VAR = "STRETTO_SUPERVISED"
-"""Set for children of a launcher, which asks for a good end itself and sends SIGTERM when it must be quick."""
-KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine"})
+"""Set for children of a launcher, which sends SIGINT for an orderly end and SIGTERM for a quick one."""
+KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warning"})
+
+_pipe: int | None = None
+
+
+def is_supervised() -> bool:
+    """Whether a launcher has started this process."""
+    return bool(os.environ.get(SUPERVISED_VAR))
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Signals that ask to finish the step and save: without a launcher SIGTERM, of a preemption, does as well."""
-    if os.environ.get(SUPERVISED_VAR):
+    """Signals that ask to finish the step and save.
+
+    Without a launcher that is also SIGTERM, which a preemption sends.
+    """
+    if is_supervised():
         return (signal.SIGINT,)
     return (signal.SIGINT, signal.SIGTERM)
+
+
+def adopt_pipe() -> bool:
+    """Take the pipe out of the environment, so that children do not write to it.
+
+    Returns whether there is one.
+    """
+    global _pipe
+    if (fd := os.environ.pop(STATUS_FD_VAR, None)) is not None:
+        _pipe = int(fd)
+        os.set_inheritable(_pipe, False)
+    return _pipe is not None
 
 
 def report(kind: str, **fields: Any) -> None:
     """Send one status line to the launcher; never blocks and never fails.
 
-    A line is dropped when the launcher does not read (the pipe is full) or is gone: the ledger and the
-    metrics files hold the same facts.
+    The line is dropped if the pipe is full or the launcher has ended: the ledger and the metrics files hold the
+    same facts.
     """
     assert kind in KINDS, f"unknown status kind {kind!r}"
     line = json.dumps({"kind": kind, **fields}, default=_plain)
-    fd = os.environ.get(STATUS_FD_VAR)
+    fd = _pipe if _pipe is not None else os.environ.get(STATUS_FD_VAR)
     if fd is None:
-        logger.info("%s", line)
+        if kind != "warning":
+            logger.info("%s", line)
         return
     try:
         os.set_blocking(int(fd), False)
@@ -60,6 +86,6 @@ def report(kind: str, **fields: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """numpy scalars as numbers, everything else as text."""
+    """JSON form of other objects: numpy scalars as numbers, everything else as text."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)

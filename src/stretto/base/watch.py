@@ -1,9 +1,11 @@
-"""A process that no longer moves writes down why and ends, instead of holding machines for ever.
+"""Stall watchdog: a process that makes no progress dumps its state and ends, instead of holding machines for ever.
 
-States: WATCHING -> (stopped by its owner: CLOSED) | (nothing moved for stall_timeout_s: STALLED, the
-process ends with exit code 70). Whoever completes something calls `progress(what)`; a thread compares
-clocks. Native code that never gives the interpreter lock back is caught too: faulthandler's own thread ends
-the process with exit code 1 when the watching thread cannot run.
+What may be slow without being stuck, like the import of a user's module, is only logged (`warn_when_slow`).
+
+States: WATCHING -> CLOSED (by its owner) or STALLED (no progress for stall_timeout_s; the process ends with exit
+code 70). Code that completes something calls `progress(what)`; a thread checks how long ago that was. Native code
+that never releases the interpreter lock is caught too: faulthandler's own thread ends the process with exit code 1
+if the watching thread cannot run.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -26,6 +29,7 @@ from typing import Any, TextIO
 logger = logging.getLogger(__name__)
 
 EXIT_STALLED = 70
+SLOW_S = 5.0
 
 
 class WatchState(StrEnum):
@@ -39,11 +43,10 @@ def _no_gauges() -> dict[str, Any]:
 
 
 class Watch:
-    """Ends the process when `progress` was not called for stall_timeout_s, after dumping stacks and gauges.
+    """Ends the process, after dumping stacks and gauges, if it makes no progress.
 
-    gauges() is called from another thread when the process is stuck: it must only read counters (queue
-    depths, who is waited for). on_stall is what ends the process; tests pass their own. Use as a context
-    manager.
+    gauges: returns what to dump, such as queue depths; called from another thread, so it must only read counters.
+    on_stall: ends the process; tests pass their own.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def progress(self, what: str) -> None:
-        """Something moved. Costs a tuple; call it as often as you like."""
+        """Record that something was completed. Cheap: call it as often as you like."""
         self._last = (what, time.monotonic())
 
     def __enter__(self) -> Watch:
@@ -95,7 +98,7 @@ class Watch:
         tick_s = min(5.0, self.stall_timeout_s / 10)
         try:
             while not self._closing.wait(tick_s):
-                # Re-armed at every tick: fires only when this thread itself cannot run for that long.
+                # Restarted at every tick: it fires only if this thread itself cannot run for that long.
                 faulthandler.dump_traceback_later(self.stall_timeout_s + 2 * tick_s, file=2, exit=True)
                 what, at = self._last
                 silent_s = time.monotonic() - at
@@ -136,17 +139,20 @@ class Watch:
                 file.write(f"\n{task.get_name()}:\n")
                 file.writelines(traceback.StackSummary.extract(_awaiting(task)).format())
         file.flush()
-        # Last, because it runs foreign code: a gauge that fails costs only itself.
+        # Last, because it calls other code: if a gauge fails, only the gauges are missing.
         file.write("\n== gauges ==\n")
         try:
             gauges = json.dumps(self._gauges(), indent=2, default=str)
-        except Exception as error:  # the process ends either way; the dump must be written
+        except Exception as error:  # the process ends anyway, and the dump must be written
             gauges = f"not available: {type(error).__name__}: {error}"
         file.write(gauges + "\n")
 
 
 def _awaiting(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
-    """The frames of a suspended task down to what it waits in; `Task.print_stack` knows only the outermost."""
+    """All frames of a suspended task, down to where it waits.
+
+    `Task.print_stack` shows only the outermost one.
+    """
     waits_in: Any = task.get_coro()
     while waits_in is not None:
         frame = getattr(waits_in, "cr_frame", None) or getattr(waits_in, "gi_frame", None)
@@ -154,3 +160,33 @@ def _awaiting(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
             return
         yield frame, frame.f_lineno
         waits_in = getattr(waits_in, "cr_await", None) or getattr(waits_in, "gi_yieldfrom", None)
+
+
+@contextmanager
+def warn_when_slow(what: str, after_s: float = SLOW_S) -> Iterator[None]:
+    """Log a warning with file and line if the block takes longer than after_s.
+
+    The warning is repeated each time the waiting time has doubled.
+    """
+    is_done, thread, started_at = threading.Event(), threading.get_ident(), time.monotonic()
+
+    def warn() -> None:
+        warn_at = started_at + after_s
+        while not is_done.wait(max(0.0, warn_at - time.monotonic())):
+            waited_s = time.monotonic() - started_at
+            logger.warning("%s: not done after %.0f s; it is at %s", what, waited_s, _location_of(thread))
+            warn_at = started_at + 2 * waited_s
+
+    threading.Thread(target=warn, name="warn_when_slow", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_done.set()
+
+
+def _location_of(thread: int) -> str:
+    """`file:line` where a thread is, ignoring Python's import machinery."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen"):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,17 +1,17 @@
-"""Messages <-> tokens, so that what is trained is exactly what was sampled.
+"""Messages <-> tokens, so that exactly the sampled tokens are trained.
 
-Hides the `renderers` library (one hand-written renderer a model family) and the choice of family. In go chat
-messages in OpenAI's shape, out come token ids:
+Hides the `renderers` library (one hand-written renderer per model family) and the choice of family. Chat messages in
+OpenAI's format go in, token ids come out:
 
     render_prompt(messages)                 what the engine continues
     extend(prompt, completion, messages)    the next turn's prompt, which begins with every token seen so far
     render_sft(messages)                    a whole conversation and which of its tokens are trained
     parse(completion)                       the message a completion stands for
 
-The one promise: for a conversation written by `render_prompt` + sampling + `extend`, the tokens `render_sft`
-marks in assistant turns are what the engine would have sampled: no more (never the `<think>` wrapper that the
-prompt holds) and no fewer (the end token too). Importing the library takes half a second, so only
-`build_renderer` does it.
+Guarantee: for a conversation made by `render_prompt`, sampling and `extend`, the tokens that `render_sft` marks in
+assistant turns are those that the engine would have sampled: no more (never the `<think>` wrapper that is part of the
+prompt) and no fewer (the end token is included). Importing the library takes half a second, so only `build_renderer`
+does it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy as np
 
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
-from stretto.config.model import RendererSection
-from stretto.config.sft import LossMaskSection
+from stretto.config.sections.model import RendererSection
+from stretto.config.sections.sft import LossMaskSection
 
 Message = dict[str, Any]
 
 STEP_LOSS_MASK = "step_loss_mask"
-"""Key of a message in data: 0 takes it out of the loss."""
+"""Key of a message in the data: 0 excludes the message from the loss."""
 FAMILY_OF_MODEL_TYPE = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
@@ -65,7 +65,7 @@ class Renderer:
         return np.asarray(ids, np.int32)
 
     def render_leading(self, messages: Sequence[Message]) -> np.ndarray:
-        """Token ids (int32) of messages that stand before others: no reply begins after them."""
+        """Token ids (int32) of the first messages of a conversation, without the start of a reply."""
         return np.asarray(self._backend.render_ids(list(messages), add_generation_prompt=False), np.int32)
 
     def extend(
@@ -77,8 +77,8 @@ class Renderer:
     ) -> np.ndarray | None:
         """The next turn's prompt: every token so far, then the new messages (never the assistant's).
 
-        A completion that was cut off is closed first. None when the template rewrites history here (it may
-        drop old thinking), so that the caller has to render anew and start another branch.
+        A completion that was cut off is closed first. None if the template rewrites history here (it may drop old
+        thinking): the caller must then render the whole conversation and start another branch.
         """
         bridged = self._backend.bridge_to_next_turn(
             [int(t) for t in prompt_ids], [int(t) for t in completion_ids], list(new_messages), tools=tools
@@ -92,9 +92,10 @@ class Renderer:
         *,
         after: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> np.ndarray:
-        """Whose text each token of a prompt is: the index of the message, -1 for the template and what was before.
+        """Index (int64) of the message whose text each prompt token is; -1 for all other tokens.
 
-        Of `render_prompt(messages)`, or with after = (prompt, completion) of `extend(*after, messages)`. int64.
+        The prompt is `render_prompt(messages)` or, with after = (prompt, completion), `extend(*after, messages)`; the
+        tokens of `after` and of the template are -1.
         """
         if after is None:
             found = self._backend.render(list(messages), tools=tools, add_generation_prompt=True)
@@ -111,25 +112,25 @@ class Renderer:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Token ids (int32) of a whole conversation, and which of them are trained (bool).
 
-        Of the assistant's turns it is what the model samples, of the other roles the text of the message; of a
-        message with `step_loss_mask` = 0 nothing.
+        Assistant turns train the tokens that the model samples, other roles in `loss_mask` the text of the message,
+        and messages with `step_loss_mask` = 0 nothing.
         """
         plain = [{k: v for k, v in message.items() if k != STEP_LOSS_MASK} for message in messages]
         rendered = self._backend.render(plain, tools=tools)
         ids = np.asarray(rendered.token_ids, np.int32)
-        owner = np.asarray(rendered.message_indices, np.int64)
+        owners = np.asarray(rendered.message_indices, np.int64)
         is_sampled = np.asarray(rendered.sampled_mask, bool)
-        is_body = np.asarray(rendered.is_content, bool)
-        assert len(is_sampled) == len(is_body) == len(ids), f"renderer {self.family} attributes no tokens"
+        is_text = np.asarray(rendered.is_content, bool)
+        assert len(is_sampled) == len(is_text) == len(ids), f"renderer {self.family} attributes no tokens"
         mask = np.zeros(len(ids), bool)
         for i, message in enumerate(messages):
             role = message["role"]
             if not getattr(loss_mask, role, False) or message.get(STEP_LOSS_MASK) == 0:
                 continue
-            mine = owner == i
-            mask |= mine & (is_sampled if role == "assistant" else is_body)
+            is_own = owners == i
+            mask |= is_own & (is_sampled if role == "assistant" else is_text)
             if role == "assistant":
-                mask[self._prefix_of_turn(ids, mine)] = False
+                mask[self._prefix_of_turn(ids, is_own)] = False
         return ids, mask
 
     def parse(
@@ -138,9 +139,9 @@ class Renderer:
         prompt_ids: Sequence[int] | np.ndarray | None = None,
         tools: list[Message] | None = None,
     ) -> Message:
-        """The assistant message a completion stands for: content, reasoning_content, tool_calls.
+        """Parse a completion into the assistant's message: content, reasoning_content, tool_calls.
 
-        `unparsed_tool_calls` holds the text of calls that are not valid; an environment can answer them.
+        `unparsed_tool_calls` holds the text of invalid calls; an environment can answer them.
         """
         parsed = self._backend.parse_response(
             [int(t) for t in completion_ids],
@@ -161,22 +162,22 @@ class Renderer:
         return message
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids (int32) of a text, with nothing around it."""
+        """Token ids (int32) of a text, without special tokens around it."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Text of any ids, special tokens spelled out."""
+        """Text of token ids; special tokens are decoded to their text."""
         return self.tokenizer.decode(token_ids)
 
     def _find_reply_prefix(self) -> np.ndarray:
-        """What stands before every reply: the role header and, with thinking off, an empty thought."""
+        """Tokens before every reply: the role header and, with thinking off, an empty thought."""
         messages = [{"role": "user", "content": "a"}]
         without = self._backend.render_ids(messages)
         with_prompt = self._backend.render_ids(messages, add_generation_prompt=True)
         return np.asarray(with_prompt[len(without) :], np.int32)
 
-    def _prefix_of_turn(self, ids: np.ndarray, mine: np.ndarray) -> slice:
-        start = int(mine.argmax())
+    def _prefix_of_turn(self, ids: np.ndarray, is_own: np.ndarray) -> slice:
+        start = int(is_own.argmax())
         stop = start + len(self._reply_prefix)
         return slice(start, stop if np.array_equal(ids[start:stop], self._reply_prefix) else start)
 
@@ -184,16 +185,18 @@ class Renderer:
 def build_renderer(
     tokenizer: str | Path | Tokenizer, section: RendererSection | None = None, model_type: str | None = None
 ) -> Renderer:
-    """The renderer of a tokenizer (its directory, or loaded): of the family named, else of the model's type.
+    """Build the renderer of a tokenizer (a directory, or loaded) for the family in `section`.
 
-    Raises: ConfigError when no family fits or the vocabulary lacks the family's special tokens.
+    With name = "auto" the family follows from the model's type.
+
+    Raises: ConfigError if no family fits or the vocabulary lacks the family's special tokens.
     """
     section = section or RendererSection()
     family = section.name if section.name != "auto" else FAMILY_OF_MODEL_TYPE.get(model_type or "")
     if family is None:
         raise ConfigError(
             f'[renderer] name = "auto" knows no chat template for model_type {model_type!r}; '
-            f"name one of the families: {', '.join(sorted(set(FAMILY_OF_MODEL_TYPE.values())))}."
+            f"set name to one of {', '.join(sorted(set(FAMILY_OF_MODEL_TYPE.values())))}."
         )
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
@@ -209,7 +212,8 @@ def _build_backend(tokenizer: Tokenizer, family: str, enable_thinking: bool) -> 
         raise ConfigError(f"[renderer] name = {family!r} is not a known family: {cause}") from cause
     if config is None or family in ("default", "custom"):
         raise ConfigError(
-            f"[renderer] name = {family!r} cannot tell sampled tokens from the template's; name a family."
+            f"[renderer] name = {family!r} cannot tell sampled tokens from those of the template; "
+            "set name to the model's family."
         )
     if "enable_thinking" in renderers.template_field_names(config):
         config = type(config)(enable_thinking=enable_thinking)

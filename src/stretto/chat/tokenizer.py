@@ -1,8 +1,8 @@
-"""Text <-> token ids, read from tokenizer.json alone; and the small tokenizer that needs no download.
+"""Text <-> token ids, from tokenizer.json; and a small tokenizer that needs no download.
 
-Hides where a tokenizer's facts lie (tokenizer.json, tokenizer_config.json and two more files). In
-goes a directory, or the name of a model in the local hub cache; out comes a `Tokenizer`. Loading takes
-milliseconds: neither torch nor transformers is imported. Messages are not known here: see render.py.
+Hides which files describe a tokenizer (tokenizer.json, tokenizer_config.json and two more). `load_tokenizer` takes a
+directory, or the name of a model in the local hub cache, and returns a `Tokenizer` in milliseconds: neither torch nor
+transformers is imported. Chat messages are rendered in render.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ CHAT_TOKENS = (
     "</tool_response>",
 )
 ROLES = ("system", "user", "assistant", "tool")
+_LONG_TEXT = 4096  # characters
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n\t"
 
 
 class Tokenizer:
-    """A tokenizer of one directory; knows its end tokens and special tokens, nothing of messages."""
+    """The tokenizer of one directory, with its end tokens and special tokens."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, name: str, eos_ids: tuple[int, ...], unk_id: int | None
@@ -53,20 +55,31 @@ class Tokenizer:
         return self.eos_ids[0] if self.eos_ids else None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of the text; special tokens written out in it become their one id."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of the text; the text of a special token becomes its id."""
+        return self._encode(text, add_special_tokens).ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if len(text) < _LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        # Only encode_batch lets other Python threads run in the meantime.
+        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token; a text of more than n times as many bytes has more than n tokens."""
+        return max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of the ids; special tokens are spelled out unless skipped."""
+        """Text of token ids; special tokens are decoded to their text unless skipped."""
         ids = [int(i) for i in token_ids]
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """Id of exactly this token, None where the vocabulary lacks it."""
+        """Id of exactly this token; None if the vocabulary lacks it."""
         return self._backend.token_to_id(token)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The spelling of `token_id` that the renderers library calls."""
+        """`token_id` under the name that the renderers library calls; the unknown token's id if missing."""
         if isinstance(tokens, str):
             found = self._backend.token_to_id(tokens)
             return self.unk_token_id if found is None else found
@@ -75,15 +88,15 @@ class Tokenizer:
     def __call__(
         self, text: str, *, add_special_tokens: bool = False, return_offsets_mapping: bool = False
     ) -> dict[str, list[Any]]:
-        """Ids and the characters each stands for; how the renderers library tells bodies from scaffold."""
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        """Token ids and character offsets; the renderers library finds the text of messages with them."""
+        encoding = self._encode(text, add_special_tokens)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer of a directory, or of a model in the local hub cache.
+    """Load the tokenizer of a directory, or of a model in the local hub cache.
 
-    Raises: ConfigError when there is no such directory or model; DataError when its files are no tokenizer's.
+    Raises: ConfigError if there is no such directory or model; DataError if it has no valid tokenizer files.
     """
     path = _find_directory(str(name))
     file = path / "tokenizer.json"
@@ -108,21 +121,19 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 def build_letters_tokenizer(
     directory: str | Path, characters: str = CHARACTERS, phrases: Sequence[str] = ()
 ) -> Path:
-    """Write the 112-token tokenizer of the examples: one token a character, and Qwen3's chat tokens.
+    """Write the examples' tokenizer of 112 tokens: one per character, and Qwen3's chat tokens.
 
-    Role names are single tokens only where a role stands (right after <|im_start|>), so the text `user` in a
-    message is four letters. A blank line is one token, as in Qwen3. Characters not in `characters` (by default
-    printable ASCII) become <|unk|>. `phrases` are texts that are one token each wherever they stand (a tool's
-    description, say); their ids follow all others. The files load with transformers' AutoTokenizer; its chat
-    template gives the ids render.py gives.
+    A role name is a single token only right after <|im_start|>, so the text `user` in a message is four tokens. A
+    blank line is one token, as in Qwen3. Characters not in `characters` (by default printable ASCII) become <|unk|>.
+    `phrases` are texts that are one token each wherever they occur (for example a tool's description); their ids
+    follow all others. The files load with transformers' AutoTokenizer, whose chat template gives the same ids as
+    render.py.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
     words = [*CHAT_TOKENS, UNKNOWN, *ROLES, "\n\n", *characters]
     if known := [phrase for phrase in phrases if not phrase or phrase in words]:
-        raise ConfigError(
-            f"[model.scratch] phrases: {known[0]!r} is a token already, or empty; leave it out."
-        )
+        raise ConfigError(f"[model.scratch] phrases: {known[0]!r} is a token already, or empty; remove it.")
     words += dict.fromkeys(phrases)
     vocab = {word: i for i, word in enumerate(words)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
@@ -164,12 +175,12 @@ def _find_directory(name: str) -> Path:
     except (HFValidationError, LocalEntryNotFoundError) as cause:
         raise ConfigError(
             f"no directory {name!r}, and no model of that name in the local hub cache; "
-            "give the directory of a model, or fetch it first with `hf download`."
+            "give the directory of a model, or download it first with `hf download`."
         ) from cause
 
 
 def _end_ids(backend: tokenizers.Tokenizer, path: Path, tokenizer_config: dict[str, Any]) -> tuple[int, ...]:
-    """Ids that end a reply: the tokenizer's first, then those of generation_config.json and config.json."""
+    """Ids that end a reply: the tokenizer's, then those of generation_config.json and config.json."""
     found: list[int] = []
     if eos := _token_text(tokenizer_config.get("eos_token")):
         token = backend.token_to_id(eos)
@@ -192,5 +203,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _token_text(entry: Any) -> str | None:
-    """A token in tokenizer_config.json is its text, or an object with the text under `content`."""
+    """The text of a token in tokenizer_config.json: a string, or an object with the key `content`."""
     return entry.get("content") if isinstance(entry, dict) else entry

@@ -1,17 +1,27 @@
-"""The strict base of every config section. Torch-free: a dry run on a laptop needs only pydantic.
+"""The strict base of every config section, and what the classes say about themselves: keys, types, spellings.
 
-A section accepts what a TOML file can say: `"None"` for None where None is allowed, a union without its
-`type` (the default's variant), and the other spellings listed in its `aliases`.
+Torch-free: a dry run on a laptop needs only pydantic. A section accepts what a TOML file can say: `"None"` for None
+where None is allowed, a union without its `type` (the default's variant), and the spellings in its `aliases`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path as FilePath
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+
+from stretto.config.synonyms import keys_meant
+
+Path = tuple[str | int, ...]
+"""Where a value stands in a config: keys, and indices of lists."""
 
 
 class Section(BaseModel):
@@ -28,102 +38,340 @@ class Section(BaseModel):
 
     aliases: ClassVar[dict[str, str]] = {}
     """Other spelling -> key; both are dotted paths relative to this section."""
+    tag_aliases: ClassVar[tuple[str, ...]] = ()
+    """What the documents call the variant of a union that this section is, besides its own `type`."""
 
     @model_validator(mode="before")
     @classmethod
     def _accept_spellings(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        data, _ = rename_aliases(cls, data)
-        nullable, tags = _spellings(cls)
-        for key, value in data.items():
-            if value == "None" and key in nullable:
-                data[key] = None
-            elif isinstance(value, dict) and key in tags and "type" not in value:
-                data[key] = {"type": tags[key], **value}
+        values: dict[Path, Any] = {}
+        for path, value in leaves(data):
+            found = find(cls, path)
+            own = (*found.path, *found.rest)
+            value = None if value == "None" and found.is_known and found.key.is_nullable else value
+            if values.setdefault(own, value) != value:
+                raise ValueError(f"`{dotted(own)}` has two values, {show(values[own])} and {show(value)}")
+        by_name = {dotted(path): value for path, value in values.items()}
+        for name, value in cls._derived(by_name).items():
+            path = tuple(int(part) if part.isdigit() else part for part in name.split("."))
+            above = [path[:depth] for depth in range(1, len(path)) if path[:depth] in values]
+            if path not in values and all(values[each] in ({}, [], None) for each in above):
+                for each in above:
+                    if values[each] is None:
+                        del values[each]
+                values[path] = value
+        data = nest(values)
+        for name, key in keys(cls).items():
+            if isinstance(table := data.get(name), dict) and key.default_tag and "type" not in table:
+                data[name] = {"type": key.default_tag, **table}
         return data
 
-
-def all_aliases(cls: type[Section]) -> dict[str, str]:
-    """The aliases of a section and of the sections it extends."""
-    merged: dict[str, str] = {}
-    for parent in reversed(cls.__mro__):
-        merged |= vars(parent).get("aliases", {})
-    return merged
+    @classmethod
+    def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values that follow from the given ones, both by dotted path; a given value is never replaced."""
+        return {}
 
 
-def rename_aliases(cls: type[Section], data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A copy of one section's raw data with the aliases renamed, and the renames made (old -> new path).
-
-    Raises: ValueError where an alias and its key are both given and differ.
-    """
-    data = dict(data)
-    renamed: dict[str, str] = {}
-    for old, new in all_aliases(cls).items():
-        found, value = _pop(data, old.split("."))
-        if not found:
-            continue
-        _put(data, new.split("."), value, f"`{old}` is another spelling of `{new}`")
-        renamed[old] = new
-    return data, renamed
+# -- nested data and paths --
 
 
-def _pop(data: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
-    """Take the value at a path out of nested dicts, which are copied on the way; emptied dicts go too."""
-    head, *rest = path
-    if head not in data:
-        return False, None
-    if not rest:
-        return True, data.pop(head)
-    if not isinstance(data[head], dict):
-        return False, None
-    inner = dict(data[head])
-    found, value = _pop(inner, rest)
-    if found:
-        data[head] = inner
-        if not inner:
-            del data[head]
-    return found, value
+def leaves(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The values of nested tables by path; also empty tables, and `[]` before the items of a list of tables."""
+    if isinstance(data, dict) and data:
+        for key, value in data.items():
+            yield from leaves(value, (*at, key))
+    elif isinstance(data, list) and any(isinstance(item, dict) for item in data):
+        yield at, []
+        for index, item in enumerate(data):
+            yield from leaves(item, (*at, index))
+    elif at:
+        yield at, data
 
 
-def _put(data: dict[str, Any], path: list[str], value: Any, why: str) -> None:
-    head, *rest = path
-    if rest:
-        inner = dict(data[head]) if isinstance(data.get(head), dict) else {}
-        data[head] = inner
-        _put(inner, rest, value, why)
-    elif isinstance(data.get(head), dict) and isinstance(value, dict):
-        inner = dict(data[head])
-        data[head] = inner
-        for key, item in value.items():
-            _put(inner, [key], item, why)
-    elif isinstance(data.get(head), dict):
-        raise ValueError(f"{why}; unknown keys beside it: {', '.join(data[head])}")
-    elif head in data and data[head] != value:
-        raise ValueError(f"{why}; both are given, {value!r} and {data[head]!r}: give it once")
-    else:
-        data[head] = value
+def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
+    """The inverse of leaves."""
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        node: Any = root
+        for part, after in itertools.pairwise((*path, None)):
+            if isinstance(node, list):
+                node.extend({} for _ in range(len(node), part + 1))  # type: ignore[operator]
+            if after is None:
+                node[part] = value.copy() if isinstance(value, dict | list) else value
+            else:
+                if isinstance(node, dict):
+                    node.setdefault(part, [] if isinstance(after, int) else {})
+                node = node[part]
+    return root
+
+
+def dotted(path: Path) -> str:
+    """`orchestrator.env.0.id`."""
+    return ".".join(map(str, path))
+
+
+# -- keys --
+
+
+@dataclass(frozen=True, eq=False)
+class Key:
+    """One key of a section."""
+
+    name: str
+    field: FieldInfo
+    members: tuple[Any, ...]
+    """Members of its type without None."""
+    is_nullable: bool
+
+    @cached_property
+    def sections(self) -> tuple[type[Section], ...]:
+        """The sections it can hold: one, or the variants of a union; empty for a value."""
+        return tuple(member for member in self.members if _is_section(member))
+
+    @cached_property
+    def item_sections(self) -> tuple[type[Section], ...]:
+        """The sections of a list of tables; empty for everything else."""
+        items = (item for member in self.members if get_origin(member) is list for item in get_args(member))
+        return tuple(section for item in items for section in members(item) if _is_section(section))
+
+    @cached_property
+    def inner_sections(self) -> tuple[type[Section], ...]:
+        """The same, and the sections of a table with names of the user's own."""
+        items = (args[-1] for member in self.members if (args := get_args(member)))
+        return tuple(section for item in items for section in members(item) if _is_section(section))
+
+    @property
+    def accepts_bool(self) -> bool:
+        """Whether true and false are values of it, or a table is needed anyway."""
+        return bool(self.sections or self.item_sections) or any(
+            member in (bool, Any) for member in self.members
+        )
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether a bare flag sets it."""
+        return self.members == (bool,)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it can hold a list."""
+        return any(get_origin(member) in (list, tuple) for member in self.members)
+
+    @property
+    def is_free_table(self) -> bool:
+        """Whether it is a table with keys of the user's own."""
+        return any(get_origin(member) is dict for member in self.members)
+
+    @cached_property
+    def choices(self) -> tuple[Any, ...]:
+        """The values of a Literal."""
+        return tuple(v for member in self.members if get_origin(member) is Literal for v in get_args(member))
+
+    @cached_property
+    def default_tag(self) -> str | None:
+        """The `type` of a union of sections that is given without: its default's; the first's if it is required."""
+        if not self.field.is_required():
+            return getattr(self.field.default, "type", None)
+        return tag_of(self.sections[0]) if len(self.sections) > 1 else None
+
+    @property
+    def doc(self) -> str:
+        """Its docstring; a section's own where the key has none."""
+        text = self.field.description or (self.sections[0].__doc__ if len(self.sections) == 1 else "") or ""
+        if not text and self.sections:
+            text = f"By `type`: {', '.join(str(tag_of(section)) for section in self.sections)}."
+        return " ".join((text or ("Which form of the section." if self.name == "type" else "")).split())
+
+    def type_text(self) -> str:
+        """Its type in words a user knows, with the range."""
+        text = " or ".join(dict.fromkeys(map(_type_words, self.members))) + _range(self.field)
+        return text + (" or None" if self.is_nullable else "")
+
+    def default_text(self) -> str:
+        """Its default as TOML would write it; `required` without one."""
+        if self.field.is_required():
+            return "required"
+        default = self.field.get_default(call_default_factory=True)
+        if isinstance(default, Section):
+            return f'type = "{default.type}"' if hasattr(default, "type") else "{}"
+        return show(default, is_exact=True)
 
 
 @cache
-def _spellings(cls: type[Section]) -> tuple[frozenset[str], dict[str, str]]:
-    """Keys that may be None, and the default `type` of keys that are unions."""
-    nullable = frozenset(k for k, field in cls.model_fields.items() if NoneType in members(field.annotation))
-    tags = {k: f.default.type for k, f in cls.model_fields.items() if hasattr(f.default, "type")}
-    return nullable, tags
+def keys(cls: type[Section]) -> dict[str, Key]:
+    """The keys of a section, in order."""
+    result = {}
+    for name, field in cls.model_fields.items():
+        types = tuple(members(field.annotation))
+        result[name] = Key(name, field, tuple(t for t in types if t is not NoneType), NoneType in types)
+    return result
 
 
-def members(annotation: Any) -> tuple[Any, ...]:
+@cache
+def all_aliases(cls: type[Section]) -> dict[str, str]:
+    """The aliases of a section and of the sections it extends."""
+    return {
+        old: new for parent in reversed(cls.__mro__) for old, new in vars(parent).get("aliases", {}).items()
+    }
+
+
+@cache
+def _renames(cls: type[Section]) -> list[tuple[Path, Path]]:
+    return [(tuple(old.split(".")), tuple(new.split("."))) for old, new in all_aliases(cls).items()]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a path in any spelling leads."""
+
+    path: Path
+    """In the keys' own spelling, as far as they go."""
+    key: Any
+    """The last key on the way: a Key, or None at an item of a list."""
+    rest: Path
+    """What is left of the path: in a table with keys of the user's own, or unknown."""
+
+    @property
+    def is_known(self) -> bool:
+        """Is the path that of a key?"""
+        return self.key is not None and not self.rest
+
+
+def find(cls: type[Section], path: Sequence[str | int]) -> Found:
+    """Follow a path down from a section."""
+    done: Path = ()
+    rest: Path = tuple(path)
+    key: Key | None = None
+    level: tuple[type[Section], ...] = (cls,)
+    while rest:
+        if key is not None and key.item_sections and str(rest[0]).isdigit():
+            done, rest, level, key = (*done, int(rest[0])), rest[1:], key.item_sections, None
+            continue
+        for old, new in itertools.chain.from_iterable(map(_renames, level)):
+            if rest[: len(old)] == old:
+                rest = (*new, *rest[len(old) :])
+                break
+        name = str(rest[0])
+        inner = next((keys(section)[name] for section in level if name in keys(section)), None)
+        if inner is None:
+            break
+        done, rest, level, key = (*done, name), rest[1:], inner.sections, inner
+    return Found(done, key, rest)
+
+
+def tag_of(section: type[Section]) -> str | None:
+    """The `type` of a union's variant."""
+    key = keys(section).get("type")
+    return key.choices[0] if key else None
+
+
+def all_paths(cls: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section], Key]]:
+    """Every dotted path below a section with the section it stands in; list items have `0` in theirs."""
+    for name, key in keys(cls).items():
+        path = f"{prefix}.{name}" if prefix else name
+        yield path, cls, key
+        for section in key.sections:
+            yield from all_paths(section, path)
+        for section in key.item_sections:
+            yield from all_paths(section, f"{path}.0")
+
+
+def spellings(cls: type[Section]) -> list[str]:
+    """Keys of a section and its one-word aliases."""
+    return [*keys(cls), *(alias for alias in all_aliases(cls) if "." not in alias)]
+
+
+def suggest(cls: type[Section], path: Path, here: type[Section] | None = None) -> list[Path]:
+    """The keys that an unknown path may have meant: a neighbour, or up to two of the same name elsewhere.
+
+    here: the section that the path ends in; None: any variant of it.
+    """
+    *above, name = map(str, path)
+    level = tuple("0" if part.isdigit() else part for part in above)
+    known = [(tuple(each.split(".")), section) for each, section, _ in all_paths(cls)]
+    for meant in (tuple(key.split(".")) for key in keys_meant(name)):
+        if any(meant == each for each, _ in known):
+            return [meant]
+    around = [here] if here else [section for each, section in known if each[:-1] == level]
+    if near := difflib.get_close_matches(
+        name, [each for section in around for each in spellings(section)], n=1
+    ):
+        return [(*path[:-1], near[0])]
+    whole = [each for each, _ in known if each[-len(path) :] == (*level, name)]
+    known = [(each, section) for each, section in known if "0" not in each]
+    same = [each for each, _ in known if each[-1] == name]
+    below = [each for each in same if each[: len(level)] == level]
+    if found := list(dict.fromkeys(whole or below or same)):
+        return list(found[:2])
+    everything = [dotted(each) for each, _ in known if here is None]
+    close = difflib.get_close_matches(".".join((*level, name)), everything, n=1, cutoff=0.7)
+    return [tuple(each.split(".")) for each in close]
+
+
+def has_key(cls: type[Section], option: str) -> bool:
+    """Is `--tensor-parallel-size` or `--no-inference` a key or an alias at the root of this class?"""
+    name = option.removeprefix("--").replace("-", "_")
+    return any(spelling in spellings(cls) for spelling in (name, name.removeprefix("no_")))
+
+
+# -- words --
+
+
+def show(value: Any, *, is_exact: bool = False) -> str:
+    """A value as TOML would write it, short, for a message; is_exact: as a default in the docs."""
+    if value is None or isinstance(value, bool):
+        return "None" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.1f}" if is_exact and value == int(value) and abs(value) < 1e6 else f"{value:g}"
+    if isinstance(value, int):
+        return f"{value:_}" if is_exact and value >= 100_000 else str(value)
+    if isinstance(value, dict):
+        items = ", ".join(f"{key} = {show(item, is_exact=is_exact)}" for key, item in value.items())
+        return f"{{{items}}}" if is_exact else f"{{ {items} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(show(item, is_exact=is_exact) for item in value)}]"
+    return f'"{value}"' if is_exact or isinstance(value, str) else str(value)
+
+
+def members(annotation: Any) -> Iterator[Any]:
     """The members of a union type, Annotated wrappers removed; one member for a plain type."""
-    return tuple(_members(annotation))
-
-
-def _members(annotation: Any) -> Iterator[Any]:
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield from _members(get_args(annotation)[0])
+        yield from members(get_args(annotation)[0])
     elif origin in (Union, UnionType):
         for member in get_args(annotation):
-            yield from _members(member)
+            yield from members(member)
     else:
         yield annotation
+
+
+def _is_section(member: Any) -> bool:
+    return isinstance(member, type) and issubclass(member, Section)
+
+
+_TYPE_WORDS = {str: "text", FilePath: "path", bool: "true or false", int: "integer", float: "number"}
+
+
+def _type_words(member: Any) -> str:
+    origin = get_origin(member)
+    if origin is Literal:
+        return " or ".join(show(value, is_exact=True) for value in get_args(member))
+    if origin in (list, tuple):
+        inner = " or ".join(_type_words(item) for item in members(get_args(member)[0]))
+        return f"list of {'tables' if inner == 'table' else inner}"
+    return "table" if origin is dict or _is_section(member) else _TYPE_WORDS.get(member, "any")
+
+
+_SIGNS = {"gt": "> ", "ge": ">= ", "lt": "< ", "le": "<= ", "multiple_of": "a multiple of "}
+
+
+def _range(field: FieldInfo) -> str:
+    found = [
+        f"{sign}{value:g}"
+        for name, sign in _SIGNS.items()
+        for item in field.metadata
+        if (value := getattr(item, name, None)) is not None
+    ]
+    return " " + ", ".join(found) if found else ""

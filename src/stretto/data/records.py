@@ -1,8 +1,8 @@
-"""Records of local files: .jsonl and .parquet, whole or in part, each with its place (`file:line`).
+"""Records of local .jsonl and .parquet files, each with its place (`file:line`).
 
-A source is written `path`, or `path@[a:b]` for records a to b - 1, counted as Python counts: both ends may be
-left out or negative. A directory stands for its .jsonl and .parquet files in order of their names. Nothing is
-skipped: the first line that is no JSON object is an error that names file and line.
+A source is written `path`, or `path@[a:b]` for records a to b - 1; a and b may be missing or negative, as in a Python
+slice. A directory stands for its .jsonl and .parquet files, sorted by name. No line is skipped: the first line that is
+not a JSON object is an error that names file and line.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SUFFIXES = (".jsonl", ".parquet")
 _SLICE = re.compile(r"(?P<path>.+?)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 Record = tuple[str, dict[str, Any]]
-"""Where it stands, and what stands there."""
+"""The place of a record for messages, and its content."""
 
 
 def read_records(source: str | Path, setting: str = "the data") -> Iterator[Record]:
-    """Every record of a source, in order; `setting` is what a message calls the place that names it.
+    """All records of a source, in order; `setting` names the source's setting in messages.
 
-    Raises: ConfigError for a path that leads nowhere; DataError for a malformed record or an empty slice.
+    Raises: ConfigError if the path does not exist; DataError for a malformed record or an empty slice.
     """
     path, start, stop = split_source(str(source), setting)
     records = (record for file in files_of(Path(path), setting) for record in _read_file(file))
@@ -46,7 +46,7 @@ def read_records(source: str | Path, setting: str = "the data") -> Iterator[Reco
 def split_source(source: str, setting: str = "the data") -> tuple[str, int | None, int | None]:
     """Path, start and stop of `path@[start:stop]`.
 
-    Raises: ConfigError for a slice that is none.
+    Raises: ConfigError for a malformed slice.
     """
     if "@[" not in source:
         return source, None, None
@@ -60,9 +60,9 @@ def split_source(source: str, setting: str = "the data") -> tuple[str, int | Non
 
 
 def files_of(path: Path, setting: str) -> list[Path]:
-    """The files a path stands for.
+    """The files that a path stands for.
 
-    Raises: ConfigError when there is none.
+    Raises: ConfigError if there is none.
     """
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
@@ -77,20 +77,20 @@ def files_of(path: Path, setting: str) -> list[Path]:
 
 
 def from_json(text: bytes | str, where: str) -> Any:
-    """A JSON text as values.
+    """The value of a JSON text; `where` is its place for messages.
 
-    Raises: DataError that says where and what, in a file or in a field of one.
+    Raises: DataError with the place and the mistake.
     """
     try:
         return json.loads(text)
     except UnicodeDecodeError as cause:
         raise DataError(f"{where}: not UTF-8 text: {cause}") from cause
     except json.JSONDecodeError as cause:
-        raise DataError(f"{where}: not JSON: {_way_out(cause) or cause}") from cause
+        raise DataError(f"{where}: not JSON: {_explain_mistake(cause) or cause}") from cause
 
 
-def _way_out(error: json.JSONDecodeError) -> str | None:
-    """What is wrong, of the two mistakes that are made by hand."""
+def _explain_mistake(error: json.JSONDecodeError) -> str | None:
+    """An explanation of two mistakes that are common in files written by hand; None for any other."""
     before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip(", \n\t")
     has_comma = before.endswith(",") or error.doc[error.pos :].startswith(",")
     if has_comma and after[:1] in ("}", "]"):

@@ -1,14 +1,13 @@
-"""What an environment is, and how one is found.
+"""What an environment is, and how one is loaded.
 
-An environment owns its tasks and its rewards and nothing else: tokens, logprobs and policy versions are
-recorded by the context it is given (`orchestrator/rollout.py`), so no environment can get them wrong. Two
-kinds:
+An environment owns its tasks and its rewards and nothing else. The context that it is given records tokens, logprobs
+and policy versions (`orchestrator/rollout/context.py`), so no environment can get them wrong. There are two kinds:
 
 * `SingleTurnEnv`: one prompt, one reply, one score. All samples of a group are one request to the engine.
-* any class with `tasks` and `async rollout(task, ctx)`: as many turns and calls of anything as it likes.
+* any class with `tasks` and `async rollout(task, ctx)`, which may take as many turns as it likes.
 
-`load_environment` takes the id of a bundled environment, `module:attr` of a class or function of your own, or the
-name of a module that holds one environment; what find.py says of ids.
+`load_environment` takes the id of a bundled environment, the `module:attr` of a class or function, or the name of a
+module that holds one environment. find.py says what ids mean.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,84 +25,78 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import ConfigError, EnvError
-from stretto.base.imports import load_module
+from stretto.base.foreign import call_async, guarded, load_module
 from stretto.envs import find
-from stretto.envs.foreign import calling, check_kinds, signature_of
+from stretto.envs.arguments import check_argument_types, signature_of
+from stretto.envs.result import RolloutResult, checked_result, checked_reward
 from stretto.records.rollout import Task
 
 if TYPE_CHECKING:
-    from stretto.config.orchestrator import SamplingSection
+    from stretto.config.sections.orchestrator import SamplingSection
 
 Split = Literal["train", "eval"]
 Message = dict[str, Any]
+Prompt = list[Message] | str
 
 BUNDLED = {
-    "alphabet-sort": "stretto.envs.alphabet_sort:AlphabetSort",
-    "arithmetic": "stretto.envs.arithmetic:Arithmetic",
-    "calculator": "stretto.envs.calculator:Calculator",
+    "alphabet-sort": "stretto.envs.bundled.alphabet_sort:AlphabetSort",
+    "arithmetic": "stretto.envs.bundled.arithmetic:Arithmetic",
+    "calculator": "stretto.envs.bundled.calculator:Calculator",
     "dataset": "stretto.envs.dataset:dataset",
-    "python-code": "stretto.envs.python_code:PythonCode",
-    "reasoning-gym": "stretto.envs.reasoning_gym:ReasoningGym",
-    "reverse-text": "stretto.envs.reverse_text:ReverseText",
-    "sort-letters": "stretto.envs.sort_letters:SortLetters",
-    "tic-tac-toe": "stretto.envs.tic_tac_toe:TicTacToe",
-    "wordle": "stretto.envs.wordle:Wordle",
+    "python-code": "stretto.envs.bundled.python_code:PythonCode",
+    "reasoning-gym": "stretto.envs.bundled.reasoning_gym:ReasoningGym",
+    "reverse-text": "stretto.envs.bundled.reverse_text:ReverseText",
+    "sort-letters": "stretto.envs.bundled.sort_letters:SortLetters",
+    "tic-tac-toe": "stretto.envs.bundled.tic_tac_toe:TicTacToe",
+    "wordle": "stretto.envs.bundled.wordle:Wordle",
 }
 
 
-class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment says about one episode."""
-
-    reward: float
-    agent_rewards: dict[str, float] = {}  # by agent, where several play and are paid differently
-    metrics: dict[str, float] = {}
-    is_truncated: bool = False  # the environment's own limit (turns, time) ended it; the reward is valid
-    note: Any = None  # what `score_group` is to know of it; written down nowhere, None in worker processes
-
-
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of the policy. `message` is the assistant message, ready to be appended to the history."""
+    """One turn of the policy. `message` is the assistant message, to be appended to the history."""
 
     message: Message
     text: str
     token_ids: np.ndarray  # int32 [completion]
     finish_reason: str  # "stop" | "length"
     num_prompt_tokens: int = 0
+    logprobs: np.ndarray | None = (
+        None  # float32 [completion], nats under the policy that sampled; None if not recorded
+    )
 
 
 class LimitReached(EnvError):
-    """The episode has had its turns, tokens or time: there is no other reply.
+    """The episode has used up its turns, tokens or time: it gets no further reply.
 
-    An environment may catch it to give a reward all the same; where none does, the episode ends as truncated,
-    with reward 0.
+    An environment may catch it and still give a reward. If it does not, the episode ends as truncated with reward 0.
     """
 
 
 class OutOfContext(LimitReached):
-    """The history leaves no room for another reply."""
+    """The history leaves no room in `seq_len` for another reply."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Where an episode ends at the latest; None: no limit. An environment states its own as `limits`."""
+class EpisodeLimits:
+    """Limits of one episode, None for no limit. An environment sets its own as `limits`."""
 
     max_turns: int | None = None
-    """Replies, of all agents together."""
+    """Replies, summed over all agents."""
     max_tokens: int | None = None
-    """Sampled tokens, of all replies together."""
+    """Sampled tokens, summed over all replies."""
     timeout_s: float | None = None
-    """Seconds; no turn begins after them."""
+    """Seconds after which no turn begins."""
 
 
 @dataclass(frozen=True)
-class Episode:
-    """Which rollout of the run is played."""
+class EpisodeInfo:
+    """Which rollout of the run an episode is."""
 
     rollout_id: str
     group_id: int
-    """The draw of its task."""
+    """Number of the draw of its task."""
     member: int
-    """Its number in the group."""
+    """Number of the rollout in its group."""
 
 
 class RolloutContext(Protocol):
@@ -111,57 +105,60 @@ class RolloutContext(Protocol):
     async def generate(
         self, prompt_ids: np.ndarray, tools: list[dict] | None = None, **sampling: Any
     ) -> Reply:
-        """Continue these tokens. A prompt that extends the tokens so far continues the same branch.
+        """Sample a reply that continues these tokens. A prompt that extends the tokens so far extends the branch.
 
-        Raises: LimitReached when a limit of the episode is reached, or nothing fits behind the prompt.
+        Raises: LimitReached if a limit of the episode is reached, or no reply fits after the prompt.
         """
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
-        """Answer these messages; new messages are appended to the tokens so far wherever the renderer can."""
+        """Sample a reply to these messages. New messages extend the tokens so far if the renderer can do that.
+
+        Raises: LimitReached as `generate`.
+        """
 
     @property
     def sampling(self) -> SamplingSection | None:
-        """How the policy is sampled here, in training or in an eval; None in worker processes."""
+        """The sampling settings of this rollout, of training or of an eval; None in worker processes."""
 
     @property
-    def episode(self) -> Episode | None:
+    def episode(self) -> EpisodeInfo | None:
         """Which rollout this is; None in worker processes."""
 
     def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Train on these sequences only, each its tokens and which of them are trained (bool).
+        """Train on these sequences only: pairs of tokens (int32) and a mask of those that are trained (bool).
 
-        Of what was sampled and is in none of them nothing is trained. A sequence may end with given tokens.
+        Sampled tokens that are in none of them are not trained. A sequence may end with given tokens.
 
-        Raises: EnvError for a sequence that is not what the policy was given and sampled.
+        Raises: EnvError if a sequence is not what the policy was given and sampled.
         """
 
     def agent(self, name: str, *, is_trained: bool = True) -> RolloutContext:
-        """Another player of the same episode, with a history and a stream of samples of its own.
+        """Another agent of the same episode, with its own history and its own stream of samples.
 
-        The same name gives the same player. One that is not trained plays with the policy's weights too. Agents
-        are paid by `RolloutResult.agent_rewards`; those not named there get `reward`.
+        The same name gives the same agent. An agent that is not trained uses the policy's weights too. Agents
+        get their rewards from `RolloutResult.agent_rewards`; those that are not named there get `reward`.
         """
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What an environment may know of the run it is in; one whose class takes an argument `run` is given it.
+    """What an environment may know of its run; passed as the argument `run` if the environment takes one.
 
-    In worker processes everything has its default.
+    In worker processes all fields have their defaults.
     """
 
     tokenizer: str | None = None
-    """Directory of the policy's."""
+    """Directory of the policy's tokenizer."""
     engine_urls: tuple[str, ...] = ()
-    """Where the policy's engines answer, or the router before them."""
+    """Addresses of the policy's engines, or of the router in front of them."""
     model_urls: Mapping[str, str] = field(default_factory=dict)
-    """Where other models answer, by name."""
+    """Addresses of other models, by name."""
     encode: Callable[[str], np.ndarray] | None = None
-    """Text to int32 tokens, with nothing around them."""
+    """Turns a text into int32 tokens, without special tokens or a template."""
     prompt_ids: Callable[[list[Message], list[dict] | None], np.ndarray] | None = None
-    """int32 tokens of a prompt of messages, with tools, up to where the reply begins."""
+    """Turns messages and tools into the int32 tokens of a prompt, up to where the reply begins."""
     render: Callable[[list[Message], list[dict] | None], str] | None = None
-    """Text of such a prompt."""
+    """The same as text."""
     seed: int = 0
     seq_len: int | None = None
     group_size: int = 1
@@ -173,17 +170,15 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Tasks by index.
-
-    `make(i)` is the same task in every process and every run. num_tasks None is endless.
-    """
+    """Tasks by index: `make(i)` gives the same task in every process and every run."""
 
     make: Callable[[int], Task]
     num_tasks: int | None = None
+    """None if there is no end of them."""
     is_ordered: bool = False
-    """They come in order of index in every epoch, and not shuffled."""
+    """True: every epoch has them in order of index. False: shuffled."""
     fingerprint: int | None = None
-    """Of what they are made from, where that may change: a resumed run must go on with the same."""
+    """Checksum of the data that tasks are made from. A run that is resumed must find the same; None is not checked."""
 
     def task(self, index: int) -> Task:
         """Task number `index`; a finite source starts over at its end."""
@@ -194,53 +189,82 @@ class TaskSource:
 class Environment(Protocol):
     """Anything with a name, tasks and episodes.
 
-    Optional: `sft_rows(num_rows, seed) -> [{"messages": [...]}]`, `async close()` for what it has started, and
-    `async score_group(group, notes) -> rewards or None` for rewards that need all members that did not fail; notes are
-    those of their results.
+    Optional methods: `sft_rows(num_rows, seed) -> [{"messages": [...]}]`; `async close()`, to stop what it has
+    started; `async score_group(group, notes) -> rewards or None`, for rewards that compare all members that did not
+    fail (`notes` are the `note` of their results).
     """
 
     name: str
 
     def tasks(self, split: Split) -> TaskSource:
-        """The tasks to train on, or the held-out ones."""
+        """The tasks of one split: to train on, or held out."""
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         """Play one episode."""
 
 
 class SingleTurnEnv(ABC):
-    """One prompt, one reply, one score; the group's samples share one request and one rendered prompt."""
+    """One prompt, one reply, one score. The samples of a group share one request and one rendered prompt."""
 
     name: str
 
     @abstractmethod
     def tasks(self, split: Split) -> TaskSource:
-        """The tasks to train on, or the held-out ones."""
+        """The tasks of one split: to train on, or held out."""
 
     @abstractmethod
-    def prompt(self, task: Task) -> list[Message] | Awaitable[list[Message]]:
-        """Messages shown to the policy."""
+    def prompt(self, task: Task) -> Prompt | Awaitable[Prompt]:
+        """The messages that the policy answers, or the text of a single message of the user."""
 
     @abstractmethod
     def score(self, task: Task, text: str) -> float | RolloutResult | Awaitable[float | RolloutResult]:
-        """Reward of a reply.
-
-        `async def` when it asks somebody else; the members of a group are then scored at the same time.
-        """
+        """Reward of a reply. If it is `async`, the members of a group are scored at the same time."""
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         messages = self.prompt(task)
         if inspect.isawaitable(messages):
             messages = await messages
+        messages = checked_prompt(messages, f"environment {self.name}: prompt")
         reply = await ctx.chat(messages)
-        return await scored(self.score(task, reply.text))
+        return await checked_score(self.score(task, reply.text), f"environment {self.name}: score")
 
 
-async def scored(score: float | RolloutResult | Awaitable[float | RolloutResult]) -> RolloutResult:
-    """Any of the three things `score` may return, as a RolloutResult."""
+def checked_prompt(prompt: Prompt, where: str) -> list[Message]:
+    """What an environment's `prompt` returned, as messages; `where` is for errors.
+
+    Raises: EnvError if it is neither text nor messages.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    messages = list(prompt) if isinstance(prompt, Sequence) else []
+    if not messages or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
+        raise EnvError(
+            f"{where} is {reprlib.repr(prompt)}; return a text, or a list of messages such as "
+            '{"role": "user", "content": "..."}.'
+        )
+    return messages
+
+
+async def checked_score(
+    score: float | RolloutResult | Awaitable[float | RolloutResult], where: str
+) -> RolloutResult:
+    """The return value of an environment's `score`, checked, as a RolloutResult; `where` is for messages.
+
+    Raises: EnvError if it is no finite number and no valid RolloutResult.
+    """
     if inspect.isawaitable(score):
         score = await score
-    return score if isinstance(score, RolloutResult) else RolloutResult(reward=float(score))
+    if isinstance(score, RolloutResult):
+        return checked_result(score, where)
+    return RolloutResult(reward=checked_reward(score, where, "its reward"))
+
+
+async def play_episode(env: Environment, task: Task, ctx: RolloutContext, where: str) -> RolloutResult:
+    """Play one episode of an environment and check its result; `where` is for messages.
+
+    Raises: EnvError for whatever the environment raises, or a result that is not valid.
+    """
+    return checked_result(await call_async(lambda: env.rollout(task, ctx), where), where)
 
 
 def load_environment(
@@ -251,24 +275,24 @@ def load_environment(
     *,
     in_worker: bool = False,
 ) -> Environment:
-    """Build the environment `env_id` with keyword arguments `args`; `name` is what metrics call it.
+    """Build the environment `env_id` with keyword arguments `args`; `name` is its name in metrics.
 
-    An environment that takes an argument `run` is given that, unless `args` has one.
+    An environment that takes an argument `run` gets it, unless `args` has one.
 
-    Raises: ConfigError for an unknown id, a module or attribute that is not there, arguments that do not fit, or
-    with file and line of what raises.
+    Raises: ConfigError for an unknown id, a module or attribute that does not exist, arguments that do not fit, and,
+    with file and line, for whatever the environment's constructor raises.
     """
     args = dict(args or {})
     if needs_worker(env_id):
         if not in_worker:
             raise ConfigError(
-                f"environment {env_id!r} is played by verifiers, in worker processes, which only rl and eval start."
+                f"environment {env_id!r} is played by verifiers in worker processes; only rl and eval start those."
             )
-        env_id, args = find.as_verifiers(env_id, args)
+        env_id, args = find.verifiers_factory(env_id, args)
     factory = _find_factory(env_id)
     signature = signature_of(factory, env_id)
     if env_id in BUNDLED and inspect.isclass(factory):
-        check_kinds(factory, args, env_id)
+        check_argument_types(factory, args, env_id)
     if run is not None and "run" in signature.parameters:
         args.setdefault("run", run)
     try:
@@ -279,7 +303,7 @@ def load_environment(
         raise ConfigError(
             f"environment {env_id!r}: {cause}; its arguments are {known}. Change `args`."
         ) from cause
-    with calling(ConfigError, f"environment {env_id!r}"):
+    with guarded(ConfigError, f"environment {env_id!r}"):
         env = factory(**args)
         if not isinstance(env, Environment):
             raise ConfigError(f"{env_id!r} made a {type(env).__name__}, which lacks name, tasks or rollout.")
@@ -288,26 +312,25 @@ def load_environment(
 
 
 def tasks_of(env: Environment, split: Split) -> TaskSource:
-    """The tasks of one side, checked: each is a Task under the environment's name in this run.
+    """The tasks of one split, checked: each is a Task that bears the environment's name in this run.
 
-    Making one raises EnvError with file and line. Raises: ConfigError for what is no source of tasks.
+    Raises: ConfigError if `tasks` raises or returns no valid TaskSource. `make` of the result raises EnvError, with
+    file and line.
     """
     where = f"environment {env.name!r}, tasks({split!r})"
-    with calling(ConfigError, where):
+    with guarded(ConfigError, where):
         source = env.tasks(split)
     if not isinstance(source, TaskSource):
         raise ConfigError(
             f"{where} returned a {type(source).__name__}; return a TaskSource(make, num_tasks), where make(i) is the "
-            "task of index i."
+            "task at index i."
         )
     count = source.num_tasks
     if count is not None and (not isinstance(count, numbers.Integral) or count < 1):
-        raise ConfigError(
-            f"{where}: num_tasks = {count!r}; give at least 1, or None where there is no end of them."
-        )
+        raise ConfigError(f"{where}: num_tasks = {count!r}; give at least 1, or None if tasks have no end.")
 
     def make(index: int) -> Task:
-        with calling(EnvError, f"{where}, task {index}"):
+        with guarded(EnvError, f"{where}, task {index}"):
             task = source.make(index)
         if not isinstance(task, Task):
             raise EnvError(f"{where}, task {index} is a {type(task).__name__}, not a Task")
@@ -317,26 +340,32 @@ def tasks_of(env: Environment, split: Split) -> TaskSource:
 
 
 def needs_worker(env_id: str) -> bool:
-    """Is this an environment that runs in worker processes only?
+    """Does this environment run in worker processes only?
 
-    Raises: ConfigError for one that cannot run at all.
+    Raises: ConfigError if it cannot run at all.
     """
     return env_id not in BUNDLED and find.is_verifiers(env_id)
 
 
 def _find_factory(env_id: str) -> Callable[..., Any]:
     path = BUNDLED.get(env_id, env_id)
-    if ":" not in path and (module := find.module_named(env_id)) is not None:
-        return find.the_environment(load_module(module, f"environment {env_id!r}"), env_id)
+    if ":" not in path and (module := find.find_module(env_id)) is not None:
+        return find.environment_class(load_module(module, f"environment {env_id!r}"), env_id)
     if ":" not in path:
         nearest = difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
-        raise ConfigError(f"no environment {env_id!r}; {hint} your own is a module or `module:attr`.")
+        suggestion = (
+            f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
+        )
+        raise ConfigError(
+            f"no environment {env_id!r}; {suggestion} name your own as a module or `module:attr`."
+        )
     module_name, attr = path.split(":", 1)
     module = load_module(module_name, f"environment {env_id!r}")
     if not hasattr(module, attr):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         nearest = difflib.get_close_matches(attr, names, n=1)
-        hint = f"; did you mean {module_name}:{nearest[0]}?" if nearest else f"; it has {', '.join(names)}."
-        raise ConfigError(f"environment {env_id!r}: module {module_name!r} has no {attr!r}{hint}")
+        suggestion = (
+            f"; did you mean {module_name}:{nearest[0]}?" if nearest else f"; it has {', '.join(names)}."
+        )
+        raise ConfigError(f"environment {env_id!r}: module {module_name!r} has no {attr!r}{suggestion}")
     return getattr(module, attr)

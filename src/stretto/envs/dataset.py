@@ -1,12 +1,13 @@
-"""dataset: prompts and labels from files of your own; a reward by name, or a function of yours.
+"""The environment `dataset`: prompts and labels from files, and a reward by name or by function.
 
     [[orchestrator.env]]
     id = "dataset"
     args = { path = "train.jsonl", eval_path = "test.jsonl", reward = "math" }
 
-A record has a prompt (text, or messages in OpenAI's shape), and perhaps a label, metadata and tools, under keys
-that are arguments here. Records are shuffled anew every epoch by the run's seed; where a run resumes it goes on
-where it was, with the same records. `generate` and `reward` may be functions by import path, in vime's terms (hooks/).
+A record has a prompt (text, or messages in OpenAI's format), and optionally a label, metadata and tools, under keys
+that are arguments here. Every epoch has the records in a new order, drawn from the run's seed. A run that is resumed
+continues at the record where it stopped and checks that the records are the same. `generate` and `reward` may be import
+paths of functions in vime's terms (stretto.vime).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import ConfigError, DataError, EnvError
-from stretto.data.messages import parse_messages, parse_tools, shown
+from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
 from stretto.envs.base import (
-    Episode,
+    EpisodeInfo,
     Message,
     RolloutContext,
     RolloutResult,
@@ -34,20 +35,20 @@ from stretto.envs.base import (
     SingleTurnEnv,
     Split,
     TaskSource,
-    scored,
+    checked_score,
 )
-from stretto.envs.math_reward import MathVerifier, boxed, number
-from stretto.hooks.arguments import Arguments, addresses_of
-from stretto.hooks.calls import Hook
-from stretto.hooks.convert import sample_of, trained_tokens
-from stretto.hooks.engine import playing
-from stretto.hooks.sample import Sample, Status
+from stretto.envs.rewards.math_reward import MathVerifier, boxed, number
 from stretto.records.rollout import Group, Task
+from stretto.vime.arguments import Arguments, addresses_of
+from stretto.vime.calls import Hook
+from stretto.vime.convert import sample_of, trained_tokens
+from stretto.vime.engine import requests_as_turns
+from stretto.vime.sample import Sample, Status
 
 logger = logging.getLogger(__name__)
 
 REWARDS = ("exact", "math")
-KINDS = {
+TYPE_NAMES = {
     "str | list[str] | None": "a file, or a list of files",
     "str": "text",
     "str | None": "text",
@@ -55,42 +56,45 @@ KINDS = {
     "int | None": "a whole number > 0",
     "dict[str, Any]": "a table",
 }
-"""What a message calls the kinds of arguments."""
+"""What an error message calls the types of arguments."""
 STATUS_OF = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The arguments of `dataset`."""
+class DatasetSettings:
+    """The arguments of the environment `dataset`."""
 
     path: str | list[str] | None
-    """File, `file@[a:b]`, directory, or several of them; None: for evals only."""
+    """File, `file@[a:b]`, directory, or a list of these; None if the environment is for evals only."""
     eval_path: str | list[str] | None = None
-    """Held-out records, as `path`."""
+    """Held-out records, written like `path`."""
     input_key: str = "prompt"
     label_key: str | None = "label"
     metadata_key: str | None = "metadata"
     tool_key: str | None = "tools"
     apply_chat_template: bool = True
-    """False: a prompt is text, and what the policy is given are its tokens and nothing else."""
+    """False: a prompt is text, and the policy gets its tokens and nothing else."""
     max_prompt_tokens: int | None = None
-    """Longer prompts are left out."""
+    """Longer prompts are skipped."""
     shuffle: bool = True
-    """Every epoch anew; False: in the order of the files."""
+    """True: a new order in every epoch. False: the order of the files."""
     reward: str = "exact"
-    """`exact` (the reply is the label), `math` (so is what its last box holds, as mathematics; see docs/data.md), or
-    `module:function`: `rm(args, sample)`."""
+    """`exact` (the reply equals the label), `math` (the content of its last box equals the label as mathematics, see
+    docs/data.md), or `module:function`: `rm(args, sample)`."""
     group_reward: bool = False
-    """The function is given all samples of a group at once, `rm(args, samples)`, and returns as many rewards."""
+    """The function gets all samples of a group at once, `rm(args, samples)`, and returns one reward for each."""
     reward_key: str | None = None
-    """Entry of a reward that is a dictionary."""
+    """Entry to use if the reward is a dictionary."""
     generate: str | None = None
-    """`module:function`: `generate(args, sample, sampling_params)` makes the reply."""
+    """`module:function`: `generate(args, sample, sampling_params)` generates the reply."""
     hook_args: dict[str, Any] = field(default_factory=dict)
-    """More attributes of `args`."""
+    """Additional attributes of `args`."""
 
     def check(self) -> None:
-        """Raises: ConfigError for an argument of another kind."""
+        """Check the types of all arguments.
+
+        Raises: ConfigError for the first that is wrong.
+        """
         hints = get_type_hints(type(self))
         for each in fields(self):
             value = getattr(self, each.name)
@@ -102,7 +106,7 @@ class Settings:
                 is_wrong = each.name == "max_prompt_tokens" and value is not None and value < 1
             if is_wrong:
                 raise ConfigError(
-                    f"dataset: {each.name} = {value!r} must be {KINDS[str(each.type)]}; change `args`"
+                    f"dataset: {each.name} = {value!r} must be {TYPE_NAMES[str(each.type)]}; change `args`"
                 )
 
 
@@ -123,11 +127,11 @@ def dataset(
     hook_args: dict[str, Any] | None = None,
     run: RunInfo | None = None,
 ) -> Dataset:
-    """The environment of these files; `run` is filled in by whoever loads it.
+    """Build the environment for these files; `load_environment` fills in `run`.
 
-    Raises: ConfigError, DataError for settings and records that do not fit, with file and line.
+    Raises: ConfigError for arguments that do not fit; DataError for records that do not fit, with file and line.
     """
-    settings = Settings(
+    settings = DatasetSettings(
         path,
         eval_path,
         input_key,
@@ -147,14 +151,14 @@ def dataset(
     is_plain = apply_chat_template and generate is None and reward in REWARDS
     source = Records(settings, run or RunInfo())
     if is_plain and not source.has_tools:
-        return OneRequestDataset(settings, source)
+        return SingleTurnDataset(settings, source)
     return Dataset(settings, source)
 
 
 class Records:
-    """The records of both splits, read and checked, and what hooks are told of the run."""
+    """The records of both splits, read and checked, and the tokenizer of the run."""
 
-    def __init__(self, settings: Settings, run: RunInfo) -> None:
+    def __init__(self, settings: DatasetSettings, run: RunInfo) -> None:
         self.settings, self.run = settings, run
         needs = {
             "max_prompt_tokens": settings.max_prompt_tokens is not None,
@@ -164,25 +168,28 @@ class Records:
         if run.encode is None and (wanted := [name for name, is_set in needs.items() if is_set]):
             raise ConfigError(
                 f"dataset: {' and '.join(wanted)} needs the policy's tokenizer, which neither worker processes nor "
-                'servers without tokens have; leave out num_workers, or client.api = "chat"'
+                'engines with the chat API have; remove num_workers, or client.api = "chat"'
             )
         if settings.group_reward and not run.engine_urls:
             raise ConfigError(
-                "dataset: group_reward needs all samples of a group, and worker processes have one; leave out "
+                "dataset: group_reward needs all samples of a group, but a worker process has only one; remove "
                 "num_workers"
             )
         if not settings.path and not settings.eval_path:
             raise ConfigError("dataset: name a file as path, or for evals as eval_path, in `args`")
         self.fingerprints: dict[Split, int] = {"train": 0, "eval": 0}
-        self._of: dict[Split, list[dict[str, Any]] | None] = {
+        self._rows: dict[Split, list[dict[str, Any]] | None] = {
             "train": self._read(settings.path, "train"),
             "eval": self._read(settings.eval_path, "eval"),
         }
-        self.has_tools = any(row["tools"] for rows in self._of.values() for row in rows or ())
+        self.has_tools = any(row["tools"] for rows in self._rows.values() for row in rows or ())
 
-    def of(self, split: Split) -> list[dict[str, Any]]:
-        """Raises: ConfigError where no such records were named."""
-        records = self._of[split]
+    def rows(self, split: Split) -> list[dict[str, Any]]:
+        """The records of a split.
+
+        Raises: ConfigError if no path was given for it.
+        """
+        records = self._rows[split]
         if records is None:
             what = {
                 "train": "training needs records; name them as path",
@@ -192,20 +199,20 @@ class Records:
         return records
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 tokens of a text, with nothing around it."""
-        assert self.run.encode is not None, "checked when the environment was made"
+        """int32 tokens of a text, without special tokens or a template."""
+        assert self.run.encode is not None, "checked when the environment was built"
         return self.run.encode(text)
 
-    def _is_long(self, row: dict[str, Any]) -> bool:
+    def _is_too_long(self, row: dict[str, Any]) -> bool:
         limit, prompt = self.settings.max_prompt_tokens, row["prompt"]
         if limit is None:
             return False
         tokens = self.prompt_ids(prompt, row["tools"])
-        assert tokens is not None, "checked when the environment was made"
+        assert tokens is not None, "checked when the environment was built"
         return len(tokens) > limit
 
     def prompt_ids(self, prompt: str | list[Message], tools: list[dict] | None) -> np.ndarray | None:
-        """int32 tokens that the policy is given; None where its tokenizer is not here."""
+        """int32 tokens of a prompt as the policy gets it; None if its tokenizer is not available here."""
         if isinstance(prompt, str):
             return self.encode(prompt)
         return None if self.run.prompt_ids is None else self.run.prompt_ids(prompt, tools)
@@ -218,7 +225,7 @@ class Records:
         for source in [sources] if isinstance(sources, str) else sources:
             for where, record in read_records(source, setting):
                 row = self._row(record, where)
-                if self._is_long(row):
+                if self._is_too_long(row):
                     num_long += 1
                     continue
                 found.append(row)
@@ -229,7 +236,7 @@ class Records:
             )
         if num_long:
             logger.info(
-                "%s: %d of %d prompts are longer than max_prompt_tokens = %d and left out",
+                "%s: skipped %d of %d prompts that are longer than max_prompt_tokens = %d",
                 setting,
                 num_long,
                 num_long + len(found),
@@ -250,7 +257,7 @@ class Records:
         if needs_label and not is_comparable(label):
             rule = f'reward = "{settings.reward}" compares replies with it'
             raise DataError(
-                f"{where}: {settings.label_key!r} must be text or a number, got {shown(label)}; {rule}"
+                f"{where}: {settings.label_key!r} must be text or a number, got {short_repr(label)}; {rule}"
             )
         metadata = {} if settings.metadata_key is None else record.get(settings.metadata_key) or {}
         if not isinstance(metadata, dict):
@@ -277,38 +284,38 @@ class Records:
         messages = parse_messages(prompt, settings.input_key, where)
         if messages[-1]["role"] == "assistant":
             raise DataError(
-                f"{where}: {settings.input_key}[{len(messages) - 1}] is said by the assistant; a prompt ends where the "
-                "policy is to reply, so leave it out (it may be the label)"
+                f"{where}: {settings.input_key}[{len(messages) - 1}] is an assistant message; a prompt ends where the "
+                "policy replies, so remove it (it may be the label)"
             )
-        # Masks of SFT data say nothing about prompts.
+        # step_loss_mask is for SFT and has no meaning in prompts.
         return [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
 
 
 class Dataset:
-    """Prompts from files; every rollout is played by itself."""
+    """Prompts from files; each rollout has its own requests."""
 
-    def __init__(self, settings: Settings, records: Records) -> None:
+    def __init__(self, settings: DatasetSettings, records: Records) -> None:
         self.name = "dataset"
         self.settings, self.records = settings, records
-        self.args = arguments(settings, records.run)
+        self.args = build_arguments(settings, records.run)
         self.verifier = MathVerifier() if settings.reward == "math" else None
         self._reward = self._generate = None
         if settings.reward not in REWARDS:
             if not {":", "."} & set(settings.reward):
                 known = ", ".join(f'"{name}"' for name in REWARDS)
                 raise ConfigError(
-                    f'dataset: reward = "{settings.reward}": known are {known}, or a function as `module:function`'
+                    f'dataset: reward = "{settings.reward}": use {known}, or a function as `module:function`'
                 )
             self._reward = Hook.load(settings.reward, "dataset: reward", 2)
         elif settings.group_reward or settings.reward_key is not None:
             key = "group_reward" if settings.group_reward else "reward_key"
-            raise ConfigError(f'dataset: {key} does nothing with reward = "{settings.reward}"; drop it')
+            raise ConfigError(f'dataset: {key} does nothing with reward = "{settings.reward}"; remove it')
         if settings.generate is not None:
             self._generate = Hook.load(settings.generate, "dataset: generate", 3)
 
     def tasks(self, split: Split) -> TaskSource:
-        """The records, by their place in the files."""
-        records = self.records.of(split)
+        """The records of a split, in the order of the files."""
+        records = self.records.rows(split)
 
         def make(index: int) -> Task:
             return Task(env=self.name, task_id=f"{split}-{index}", data=records[index])
@@ -318,34 +325,34 @@ class Dataset:
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         if self._generate is not None:
-            with playing(ctx, self.records.run.engine_urls):
-                samples = as_samples(await self._called(self._generate, task, ctx))
+            with requests_as_turns(ctx, self.records.run.engine_urls):
+                samples = as_samples(await self._call_generate(self._generate, task, ctx))
             for each in samples:
                 if each.status in (Status.ABORTED, Status.FAILED):
                     raise EnvError(f"the sample's status is {each.status.name}")
             ctx.keep([trained_tokens(each) for each in samples])
         else:
-            samples = [await self._played(task, self._sample(task, ctx.episode), ctx)]
+            samples = [await self._request_reply(task, self._sample(task, ctx.episode), ctx)]
         is_truncated = any(each.status is Status.TRUNCATED for each in samples)
-        if self.settings.group_reward:  # it has one when the group is there
+        if self.settings.group_reward:  # `score_group` gives the reward when the group is complete
             return RolloutResult(reward=0.0, is_truncated=is_truncated, note=samples)
         rewards = [await self._reward_of(each) for each in samples]
         return RolloutResult(reward=sum(rewards) / len(rewards), is_truncated=is_truncated)
 
     async def score_group(self, group: Group, notes: Sequence[list[Sample]]) -> list[float] | None:
-        """Rewards of all members at once, where a function is asked for them; None: they have theirs.
+        """With group_reward: the rewards of all members, from the function. Otherwise None: members keep theirs.
 
-        notes: the samples of each member. Those that have a reward already keep it.
+        notes: the samples of each member. A sample that already has a reward keeps it.
         """
         if not self.settings.group_reward or self._reward is None:
             return None
-        if self._generate is None:  # what the run has written down; who generates says it by himself
+        if self._generate is None:  # as the run has recorded it; `generate` sets these fields itself
             for rollout, (sample,) in zip(group.rollouts, notes, strict=True):
                 known = sample_of(rollout, sample.response)
                 sample.tokens, sample.loss_mask = known.tokens, known.loss_mask
                 sample.rollout_log_probs = known.rollout_log_probs
                 sample.weight_versions = known.weight_versions
-        samples = [sample for played in notes for sample in played]
+        samples = [sample for of_member in notes for sample in of_member]
         if any(sample.reward is None for sample in samples):
             returned = await self._reward.call(self.args, samples)
             if not isinstance(returned, Sequence) or len(returned) != len(samples):
@@ -353,12 +360,12 @@ class Dataset:
                 raise EnvError(f"{self._reward.where} returned {returned!r}; {rule}")
             for sample, reward in zip(samples, returned):
                 sample.reward = reward if sample.reward is None else sample.reward
-        rewards = [[sample.get_reward_value(self.args) for sample in played] for played in notes]
+        rewards = [[sample.get_reward_value(self.args) for sample in of_member] for of_member in notes]
         return [sum(each) / len(each) for each in rewards]
 
     # -- one sample --
 
-    def _sample(self, task: Task, episode: Episode | None) -> Sample:
+    def _sample(self, task: Task, episode: EpisodeInfo | None) -> Sample:
         data = task.data
         metadata = dict(data["metadata"]) | ({"tools": data["tools"]} if data["tools"] else {})
         sample = Sample(prompt=data["prompt"], label=data["label"], metadata=metadata)
@@ -367,23 +374,23 @@ class Dataset:
             sample.rollout_id = episode.rollout_id
         return sample
 
-    def _rendered(self, task: Task, episode: Episode | None) -> Sample:
-        """A sample whose prompt is text, as whoever generates expects it; the messages are in its metadata."""
+    def _rendered_sample(self, task: Task, episode: EpisodeInfo | None) -> Sample:
+        """A sample whose prompt is text, as `generate` functions expect it; its metadata has the messages."""
         sample = self._sample(task, episode)
         if not isinstance(sample.prompt, str):
-            assert self.records.run.render is not None, "checked when the environment was made"
+            assert self.records.run.render is not None, "checked when the environment was built"
             sample.metadata.setdefault("messages", sample.prompt)
             sample.prompt = self.records.run.render(sample.prompt, task.data["tools"])
         return sample
 
-    async def _called(self, hook: Hook, task: Task, ctx: RolloutContext) -> Any:
-        sample, sampling = self._rendered(task, ctx.episode), sampling_params(ctx)
+    async def _call_generate(self, hook: Hook, task: Task, ctx: RolloutContext) -> Any:
+        sample, sampling = self._rendered_sample(task, ctx.episode), sampling_params(ctx)
         if hook.takes("evaluation"):
             is_eval = task.task_id.startswith("eval-")
             return await hook.call(self.args, sample, sampling, evaluation=is_eval)
         return await hook.call(self.args, sample, sampling)
 
-    async def _played(self, task: Task, sample: Sample, ctx: RolloutContext) -> Sample:
+    async def _request_reply(self, task: Task, sample: Sample, ctx: RolloutContext) -> Sample:
         prompt, tools = task.data["prompt"], task.data["tools"]
         if isinstance(prompt, str):
             reply = await ctx.generate(self.records.encode(prompt))
@@ -398,22 +405,22 @@ class Dataset:
 
     async def _reward_of(self, sample: Sample) -> float:
         if sample.reward is None:
-            sample.reward = await self._judged(sample)
+            sample.reward = await self._compute_reward(sample)
         return sample.get_reward_value(self.args)
 
-    async def _judged(self, sample: Sample) -> Any:
+    async def _compute_reward(self, sample: Sample) -> Any:
         if self._reward is not None:
             return await self._reward.call(self.args, sample)
         if self.verifier is not None:
             gold, reply = str(sample.label), sample.response
-            if number(reply) is not None:  # all that it says is its answer
+            if number(reply) is not None:  # the whole reply is the answer
                 reply = f"\\boxed{{{reply}}}"
             return float(await self.verifier.verify(reply, boxed(gold) or gold))
         return float(sample.response.strip() == str(sample.label).strip())
 
 
-class OneRequestDataset(Dataset, SingleTurnEnv):
-    """The same where the samples of a group can be one request: a prompt of messages, and one reply."""
+class SingleTurnDataset(Dataset, SingleTurnEnv):
+    """A dataset whose groups are one request each: a prompt of messages, and one reply."""
 
     def prompt(self, task: Task) -> list[Message]:
         return task.data["prompt"]
@@ -421,11 +428,11 @@ class OneRequestDataset(Dataset, SingleTurnEnv):
     async def score(self, task: Task, text: str) -> RolloutResult:
         sample = self._sample(task, None)
         sample.response, sample.status = text, Status.COMPLETED
-        return await scored(await self._reward_of(sample))
+        return await checked_score(await self._reward_of(sample), f"environment {self.name}: score")
 
 
-def arguments(settings: Settings, run: RunInfo) -> Arguments:
-    """What hooks are told of the run."""
+def build_arguments(settings: DatasetSettings, run: RunInfo) -> Arguments:
+    """`args` of hooks: what they may know of the run."""
     known = {
         "hf_checkpoint": run.tokenizer,
         "encode": None if run.encode is None else lambda text: run.encode(text).tolist(),
@@ -449,9 +456,9 @@ def arguments(settings: Settings, run: RunInfo) -> Arguments:
 
 
 def sampling_params(ctx: RolloutContext) -> dict[str, Any]:
-    """How the policy is sampled in this rollout, by vime's names."""
+    """The sampling settings of this rollout, by vime's names."""
     sampling = ctx.sampling
-    assert sampling is not None, "checked when the environment was made"
+    assert sampling is not None, "checked when the environment was built"
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -461,12 +468,15 @@ def sampling_params(ctx: RolloutContext) -> dict[str, Any]:
 
 
 def is_comparable(label: Any) -> bool:
-    """Can a reply be equal to it? Text and finite numbers; a column with gaps has NaN in them."""
+    """Can a reply equal this label? True for text and finite numbers; parquet columns with gaps hold NaN."""
     return isinstance(label, str | int) or (isinstance(label, float) and math.isfinite(label))
 
 
 def _as_json(row: dict[str, Any], where: str) -> bytes:
-    """Raises: DataError for what a ledger of JSON cannot hold, such as the dates and bytes of parquet files."""
+    """A record as JSON, which is the form in which the ledger stores it.
+
+    Raises: DataError for values that JSON cannot hold, such as dates and bytes of parquet files.
+    """
     try:
         return json.dumps(row).encode()
     except (TypeError, ValueError) as cause:
@@ -476,9 +486,9 @@ def _as_json(row: dict[str, Any], where: str) -> bytes:
 
 
 def as_samples(returned: Any) -> list[Sample]:
-    """What `generate` returned, as a list.
+    """The return value of `generate` as a list of samples.
 
-    Raises: EnvError when it is no sample, or parts of one do not fit together.
+    Raises: EnvError if it is no sample, or the fields of one do not fit together.
     """
     samples = list(returned) if isinstance(returned, list | tuple) else [returned]
     if not samples or not all(isinstance(sample, Sample) for sample in samples):

@@ -1,6 +1,6 @@
-"""What an environment's id means: a bundled one, `module:attr`, an installed module, or a verifiers taskset.
+"""What the id of an environment means: bundled, `module:attr`, an installed module, or a verifiers taskset.
 
-Modules are looked at without importing them: importing verifiers takes seconds and a hundred packages, and its
+Modules are read but not imported here: importing verifiers takes seconds and loads a hundred packages, and its
 tasksets run in worker processes only.
 """
 
@@ -20,33 +20,33 @@ from typing import Any
 from stretto.base.errors import ConfigError
 
 VERIFIERS = "verifiers"
-"""The id under which any taskset is played, with everything that can be set."""
+"""The id that plays any taskset, with all settings of verifiers."""
 ADAPTER = "stretto.envs.verifiers.env:VerifiersEnv"
-_VERSIONS = (0, 4)
-_MOST_FILES = 200
+_VERIFIERS_VERSION = (0, 4)
+_MAX_FILES = 200
 
 
-class Kind(Enum):
-    """What a module holds, as far as its text tells."""
+class ModuleKind(Enum):
+    """What a module holds, as far as its source tells."""
 
     OURS = "environment"
     TASKSET = "verifiers taskset"
     V0 = "verifiers v0 environment"
 
 
-def module_named(env_id: str) -> str | None:
-    """The module an id stands for: `my-env` and `owner/my-env@1.2` are `my_env`; None where there is none.
+def find_module(env_id: str) -> str | None:
+    """The module of an id, None if there is none: `my-env` and `owner/my-env@1.2` are `my_env`.
 
     Modules are found on the Python path, then in the working directory.
     """
     name = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
     if not all(part.isidentifier() for part in name.split(".")):
         return None
-    return name if _spec_of(name) is not None else None
+    return name if _find_spec(name) is not None else None
 
 
-def _spec_of(module: str) -> ModuleSpec | None:
-    """Where a module is. Console scripts do not look into the working directory by themselves."""
+def _find_spec(module: str) -> ModuleSpec | None:
+    """The spec of a module, None if there is none. Also searches the working directory, as console scripts do not."""
     places = [[]] if "" in sys.path else [[], [""]]
     for place in places:
         sys.path += place
@@ -62,47 +62,53 @@ def _spec_of(module: str) -> ModuleSpec | None:
 
 
 def is_verifiers(env_id: str) -> bool:
-    """Is this id played by verifiers, and so in worker processes only?
+    """Is this id a verifiers taskset, which runs in worker processes only?
 
-    Raises: ConfigError for a v0 environment, and where the extra is not installed.
+    Raises: ConfigError for a v0 environment, and if the extra is not installed.
     """
     if env_id != VERIFIERS:
-        if ":" in env_id or (module := module_named(env_id)) is None:
+        if ":" in env_id or (module := find_module(env_id)) is None:
             return False
-        kind = kind_of(module)
-        if kind is Kind.OURS:
+        kind = classify_module(module)
+        if kind is ModuleKind.OURS:
             return False
-        if kind is Kind.V0:
+        if kind is ModuleKind.V0:
             raise ConfigError(v0_message(env_id, module))
     check_installed(f"environment {env_id!r}")
     return True
 
 
-def as_verifiers(env_id: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What builds such an environment, and its arguments; those of a taskset's own id are the taskset's."""
+def verifiers_factory(env_id: str, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The `module:attr` that builds a verifiers environment, and its arguments.
+
+    The arguments of an id other than `verifiers` are settings of that taskset.
+    """
     if env_id == VERIFIERS:
         return ADAPTER, args
-    return ADAPTER, {"taskset": {**args, "id": module_named(env_id)}}
+    return ADAPTER, {"taskset": {**args, "id": find_module(env_id)}}
 
 
 def v0_message(env_id: str, module: str) -> str:
-    """How a v0 environment is ported."""
+    """The error message for a v0 environment, which says how to port it."""
     return (
         f"environment {env_id!r}: module {module!r} is a verifiers v0 environment (it defines load_environment), and "
-        "verifiers 0.4 has no v0 any more. Port it: a `vf.Taskset` whose load() yields a `vf.Task` for every row of "
+        "verifiers 0.4 no longer supports v0. Port it: a `vf.Taskset` whose load() yields a `vf.Task` for every row of "
         "the dataset, the functions of its rubric as `@vf.reward` methods of the task, the taskset in `__all__`; "
         "docs/environments.md shows one."
     )
 
 
 def check_installed(what: str) -> None:
-    """Raises: ConfigError where verifiers is missing or of another version than the adapter is for."""
+    """Check that verifiers is installed, in the version that the adapter supports.
+
+    Raises: ConfigError otherwise.
+    """
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(f"{what} needs the extra verifiers: pip install 'stretto[verifiers]'") from None
-    if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) != _VERSIONS:
-        wanted = ".".join(map(str, _VERSIONS))
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) != _VERIFIERS_VERSION:
+        wanted = ".".join(map(str, _VERIFIERS_VERSION))
         raise ConfigError(
             f"{what}: verifiers {version} is installed, and stretto works with {wanted}: "
             "pip install 'stretto[verifiers]'"
@@ -110,8 +116,8 @@ def check_installed(what: str) -> None:
 
 
 @lru_cache(maxsize=256)
-def kind_of(module: str) -> Kind:
-    """What a module holds, told by what its files import and define."""
+def classify_module(module: str) -> ModuleKind:
+    """What a module holds, judged by what its files import and define."""
     uses_verifiers = has_loader = has_taskset = False
     for tree in _trees(module):
         for node in ast.walk(tree):
@@ -127,29 +133,29 @@ def kind_of(module: str) -> Kind:
             for node in tree.body
         )
     if not uses_verifiers:
-        return Kind.OURS
-    return Kind.V0 if has_loader and not has_taskset else Kind.TASKSET
+        return ModuleKind.OURS
+    return ModuleKind.V0 if has_loader and not has_taskset else ModuleKind.TASKSET
 
 
 def _trees(module: str) -> list[ast.Module]:
-    spec = _spec_of(module)
+    spec = _find_spec(module)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return []
     origin = Path(spec.origin)
-    files = sorted(origin.parent.rglob("*.py"))[:_MOST_FILES] if spec.submodule_search_locations else [origin]
+    files = sorted(origin.parent.rglob("*.py"))[:_MAX_FILES] if spec.submodule_search_locations else [origin]
     trees = []
     for file in files:
         try:
             trees.append(ast.parse(file.read_text()))
         except (OSError, ValueError, SyntaxError):
-            continue  # importing it will say what is wrong
+            continue  # the import reports what is wrong
     return trees
 
 
-def the_environment(module: Any, env_id: str) -> Any:
-    """The one environment class of a module of ours.
+def environment_class(module: Any, env_id: str) -> Any:
+    """The only environment class of a module.
 
-    Raises: ConfigError where there is none, or a choice.
+    Raises: ConfigError if there is none, or more than one.
     """
     exported = getattr(module, "__all__", None)
     names = list(exported) if exported is not None else [n for n in vars(module) if not n.startswith("_")]
@@ -167,7 +173,7 @@ def the_environment(module: Any, env_id: str) -> Any:
     where = f"environment {env_id!r}: module {module.__name__!r}"
     if not classes:
         raise ConfigError(
-            f"{where} has no class with `tasks` and `rollout`; name what makes yours, `module:attr`."
+            f"{where} has no class with `tasks` and `rollout`; name your class or function as `module:attr`."
         )
     choice = ", ".join(f"{module.__name__}:{each.__name__}" for each in classes)
     raise ConfigError(f"{where} has several environments; name one: {choice}.")

@@ -1,11 +1,11 @@
-"""Tools of MCP servers: a program on stdin and stdout, or a URL of streamable HTTP.
+"""Tools of MCP servers: programs on stdin and stdout, or URLs of streamable HTTP.
 
-`McpToolEnv` connects before its first episode and keeps the connection; what the servers offer stands beside the
-environment's own functions. A connection lives in a task of its own, because the client must be left where it
-was entered; it ends with the event loop, and a program with it. A server that is gone fails the episode (which
-is played again) and is connected anew; an error that a server answers is for the policy to read.
+`McpToolEnv` connects before its first episode and keeps the connections; the servers' tools are offered beside the
+environment's own functions. Each connection has a task of its own, because a client must be closed in the task that
+opened it; the connection ends with the event loop, and the program with it. If a server is lost, the episode fails
+(and is played again) and the server is connected again; an error that a server answers is text for the policy.
 
-Needs the extra `mcp`, imported when the first connection is made.
+Needs the extra `mcp`, which is imported when the first connection is made.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from stretto.records.rollout import Task
 
 @dataclass(frozen=True)
 class McpServer:
-    """Where a server is: `command` starts one, or `url` is where one listens. One of the two."""
+    """A server: `command` starts it, or it listens at `url`. Give one of the two."""
 
     command: Sequence[str] = ()
     url: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the command; of ours it gets only the usual few, such as PATH."""
+    """Environment variables of the command, added to a few of this process, such as PATH."""
     only: Sequence[str] = ()
-    """Names of the tools to offer; empty: all."""
+    """Names of the tools to offer; empty for all."""
     timeout_s: float = 30.0
-    """For the connection and the list of tools."""
+    """Time limit for the connection and the list of tools."""
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -47,7 +47,7 @@ class McpServer:
 
 
 class Connection:
-    """One server, connected in a task of its own until `close` or the end of the event loop."""
+    """A connection to one server, held in its own task until `close` or the end of the event loop."""
 
     def __init__(self, server: McpServer) -> None:
         self.server = server
@@ -55,15 +55,18 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._is_ready: asyncio.Future[None] = self._loop.create_future()
         self._is_closing = asyncio.Event()
-        self._task = asyncio.create_task(self._live())
+        self._task = asyncio.create_task(self._hold())
 
     @property
     def is_open(self) -> bool:
-        is_ours = self._loop is asyncio.get_running_loop()
-        return is_ours and not self._task.done() and not self._is_closing.is_set()
+        is_this_loop = self._loop is asyncio.get_running_loop()
+        return is_this_loop and not self._task.done() and not self._is_closing.is_set()
 
     async def ready(self) -> None:
-        """Wait for the list of tools. Raises: ConfigError without `mcp`, EnvError when there is no server."""
+        """Wait until the list of tools is there.
+
+        Raises: ConfigError if `mcp` is not installed, EnvError if the server does not answer.
+        """
         try:
             async with asyncio.timeout(self.server.timeout_s):
                 await asyncio.shield(self._is_ready)
@@ -73,22 +76,22 @@ class Connection:
                 f"MCP server {self.server.where}: no answer in {self.server.timeout_s:g} s"
             ) from cause
 
-    def give_up(self) -> None:
-        """The server is gone: close; the next episode connects anew."""
+    def mark_lost(self) -> None:
+        """Close without waiting, because the server is lost; the next episode connects again."""
         self._is_closing.set()
 
     async def close(self) -> None:
         self._is_closing.set()
         await asyncio.wait([self._task])
 
-    async def _live(self) -> None:
+    async def _hold(self) -> None:
         try:
             client = _client_of(self.server)
             async with client:
                 self.tools = await self._list_tools(client)
                 self._is_ready.set_result(None)
                 await self._is_closing.wait()
-        # Whatever a client raises, in whatever group: the server cannot be used.
+        # Clients raise errors of many kinds, in exception groups; all mean that the server cannot be used.
         except Exception as error:
             cause = _innermost(error)
             if not isinstance(cause, ConfigError):
@@ -112,7 +115,7 @@ class Connection:
 
 
 class RemoteTool(Tool):
-    """A tool of a server."""
+    """A tool of an MCP server."""
 
     def __init__(self, connection: Connection, client: Any, tool: Any) -> None:
         self.name = tool.name
@@ -127,9 +130,9 @@ class RemoteTool(Tool):
         self._connection, self._client = connection, client
 
     async def run(self, arguments: dict[str, Any]) -> str:
-        """The text of the result; the server checks the arguments.
+        """Call the tool; returns the text of the result. The server checks the arguments.
 
-        Raises: EnvError when the server is gone.
+        Raises: EnvError if the server is lost.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
@@ -139,11 +142,11 @@ class RemoteTool(Tool):
         except MCPError as error:
             if error.error.code != CONNECTION_CLOSED:
                 return f"Error: {error}"
-            self._connection.give_up()
-            raise EnvError(f"MCP server {self._connection.server.where} is gone: {error}") from error
-        # What else a client raises comes from the wire.
+            self._connection.mark_lost()
+            raise EnvError(f"MCP server {self._connection.server.where} is lost: {error}") from error
+        # All other errors of a client come from the connection.
         except Exception as error:
-            self._connection.give_up()
+            self._connection.mark_lost()
             cause = _innermost(error)
             where = self._connection.server.where
             raise EnvError(f"MCP server {where}: {type(cause).__name__}: {cause}") from error
@@ -152,7 +155,7 @@ class RemoteTool(Tool):
 
 
 class McpToolEnv(ToolEnv):
-    """A policy with the tools of `servers` beside its own `tools`."""
+    """A `ToolEnv` that also offers the tools of `servers`."""
 
     servers: Sequence[McpServer] = ()
 
@@ -161,19 +164,19 @@ class McpToolEnv(ToolEnv):
         return await super().rollout(task, ctx)
 
     async def connect(self) -> None:
-        """Connect to the servers that are not; episodes that begin meanwhile wait for the same connections."""
+        """Connect to all servers that are not connected; concurrent episodes share the connections."""
         connections: list[Connection] = getattr(self, "_connections", [])
         if connections and all(each.is_open for each in connections):
             await asyncio.gather(*(each.ready() for each in connections))
             return
-        kept = {id(each.server): each for each in connections if each.is_open}
-        self._connections = connections = [kept.get(id(s)) or Connection(s) for s in self.servers]
+        open_connections = {id(each.server): each for each in connections if each.is_open}
+        self._connections = connections = [open_connections.get(id(s)) or Connection(s) for s in self.servers]
         await asyncio.gather(*(each.ready() for each in connections))
         remote = [tool for each in connections for tool in each.tools]
         self._toolset = Toolset([*self.tools, *remote], self.tool_timeout_s)
 
     async def close(self) -> None:
-        """Leave the servers."""
+        """Close all connections."""
         await asyncio.gather(*(each.close() for each in getattr(self, "_connections", []) if each.is_open))
 
 
@@ -182,7 +185,7 @@ def _client_of(server: McpServer) -> Any:
         import mcp
         from mcp.client.stdio import stdio_client
     except ModuleNotFoundError as cause:
-        raise ConfigError("tools of MCP servers need the extra: pip install 'stretto[mcp]'.") from cause
+        raise ConfigError("MCP servers need the extra `mcp`: pip install 'stretto[mcp]'.") from cause
     if server.url:
         return mcp.Client(server.url)
     program, *arguments = server.command
@@ -191,7 +194,7 @@ def _client_of(server: McpServer) -> Any:
 
 
 def _innermost(error: Exception) -> Exception:
-    """The cause inside nested groups."""
+    """The first error inside nested exception groups."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error

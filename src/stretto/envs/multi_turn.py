@@ -1,7 +1,7 @@
-"""Environments of many turns in twenty lines: what to say first, what to answer, what it was worth.
+"""Environments of many turns: the first messages, the answer to each reply, the final score.
 
-`MultiTurnEnv` plays the turns and stops at the limits; `ToolEnv` is one whose answers are the results of
-tools. An environment with a flow of its own (several agents, branches) writes `rollout` instead: base.py.
+`MultiTurnEnv` plays the turns and stops at the limits. `ToolEnv` is one that answers with the results of
+tools. An environment with a different flow (several agents, branches) implements `rollout` itself: base.py.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.envs.base import (
+    EpisodeLimits,
     LimitReached,
-    Limits,
     Message,
+    Prompt,
     Reply,
     RolloutContext,
     RolloutResult,
     Split,
     TaskSource,
-    scored,
+    checked_prompt,
+    checked_score,
 )
 from stretto.envs.tools import Toolset
 from stretto.records.rollout import Task
@@ -29,58 +31,59 @@ from stretto.records.rollout import Task
 
 @dataclass
 class Episode:
-    """One episode under way. `state` is the environment's own."""
+    """The state of one episode. `state` belongs to the environment."""
 
     task: Task
     messages: list[Message]
     state: dict[str, Any] = field(default_factory=dict)
     num_turns: int = 0
-    is_truncated: bool = False  # a limit ended it, not the environment
+    is_truncated: bool = False  # ended by a limit, not by the environment
 
     @property
     def last_text(self) -> str:
-        """What the policy said last; empty when it said nothing."""
-        said = [m for m in self.messages if m["role"] == "assistant"]
-        return (said[-1].get("content") or "") if said else ""
+        """Text of the policy's last reply; empty if there is none."""
+        replies = [m for m in self.messages if m["role"] == "assistant"]
+        return (replies[-1].get("content") or "") if replies else ""
 
 
 class MultiTurnEnv(ABC):
-    """Prompt, reply, answer, reply, ... until `respond` has nothing to say or a limit is reached."""
+    """Prompt, reply, answer, reply, ... until `respond` returns no messages or a limit is reached."""
 
     name: str
-    limits = Limits()
+    limits = EpisodeLimits()
 
     @abstractmethod
     def tasks(self, split: Split) -> TaskSource:
-        """The tasks to train on, or the held-out ones."""
+        """The tasks of one split: to train on, or held out."""
 
     @abstractmethod
-    def prompt(self, task: Task) -> list[Message]:
-        """The first messages."""
+    def prompt(self, task: Task) -> Prompt:
+        """The first messages, or the text of a first message of the user."""
 
     @abstractmethod
     def respond(
         self, episode: Episode, reply: Reply
     ) -> list[Message] | Awaitable[list[Message] | None] | None:
-        """Messages that answer the reply, which `episode.messages` ends with; None or [] ends the episode."""
+        """Messages that answer the reply, the last of `episode.messages`; None or [] ends the episode."""
 
     @abstractmethod
     def score(self, episode: Episode) -> float | RolloutResult | Awaitable[float | RolloutResult]:
-        """Reward of a whole episode, truncated ones too."""
+        """Reward of a whole episode, also of a truncated one."""
 
     def tool_schemas(self) -> list[dict[str, Any]] | None:
-        """Tools the policy is told of."""
+        """Schemas of the tools that the policy may call."""
         return None
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        episode = Episode(task, list(self.prompt(task)))
+        messages = checked_prompt(self.prompt(task), f"environment {self.name}: prompt")
+        episode = Episode(task, messages)
         tools = self.tool_schemas()
         while True:
             try:
                 reply = await ctx.chat(episode.messages, tools)
             except LimitReached:
                 if not episode.num_turns:
-                    raise  # nothing was said, so there is nothing to score
+                    raise  # without a reply there is nothing to score
                 episode.is_truncated = True
                 break
             episode.messages.append(reply.message)
@@ -94,7 +97,7 @@ class MultiTurnEnv(ABC):
             if not answer:
                 break
             episode.messages += answer
-        result = await scored(self.score(episode))
+        result = await checked_score(self.score(episode), f"environment {self.name}: score")
         if not episode.is_truncated:
             return result
         return RolloutResult(
@@ -106,19 +109,19 @@ class MultiTurnEnv(ABC):
 
 
 class ToolEnv(MultiTurnEnv):
-    """A policy with tools: the episode ends with the first reply that calls none.
+    """A policy with tools; the episode ends with the first reply that calls none.
 
-    `tools` are functions (see tools.py for what they must look like).
+    `tools` are functions with annotated arguments (tools.py).
     """
 
-    limits = Limits(max_turns=10)
+    limits = EpisodeLimits(max_turns=10)
     tools: Sequence[Callable[..., Any]] = ()
     tool_timeout_s: float | None = 30.0
 
     def toolset(self) -> Toolset:
-        """The environment's tools, made once."""
+        """The environment's tools, built once."""
         if "_toolset" not in vars(self):
-            # Functions of the class body are looked up without `self`; bound methods come as they are.
+            # `tools` is read from the instance: functions in the tuple stay unbound, bound methods stay bound.
             self._toolset = Toolset(self.tools, self.tool_timeout_s)
         return self._toolset
 

@@ -1,8 +1,8 @@
 """Python functions as tools: a signature and a docstring become a schema, a call becomes a message.
 
-In goes a function (sync or async), out comes what a chat template needs of it (`Toolset.schemas`) and the
-tool message of a call (`Toolset.call`). Nothing that a policy writes into a call can raise: unknown names,
-arguments that do not fit, exceptions and timeouts are told to the policy in the tool message.
+Input is a function (sync or async). Output is what a chat template needs of it (`Toolset.schemas`) and the
+tool message of a call (`Toolset.call`). Nothing that a policy writes into a call can raise: the tool message tells it
+about unknown names, arguments that do not fit, exceptions and timeouts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import Message, Reply
 
 MAX_CALLS = 32
-"""Functions that are not `async` and run at the same time; other calls wait for one to end, or for its timeout."""
+"""Functions that are not `async` and run at the same time. Further calls wait until one ends or times out."""
 MAX_STUCK = 256
-"""Calls that may hang in threads while nobody waits for them any more."""
+"""Calls that may still run in threads after their timeout."""
 
 
 class Tool:
-    """One function a policy may call. `schema` is OpenAI's description of it."""
+    """A function that a policy may call. `schema` describes it in OpenAI's format."""
 
     is_blocking = False  # runs in a thread
 
@@ -39,7 +39,7 @@ class Tool:
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._function = function
         self.is_blocking = not inspect.iscoroutinefunction(function)
-        self._arguments = _arguments_of(function, self.name)
+        self._arguments = _build_arguments_model(function, self.name)
         text, described = _split_docstring(inspect.getdoc(function) or "")
         parameters = self._arguments.model_json_schema()
         parameters.pop("title", None)
@@ -54,7 +54,7 @@ class Tool:
         }
 
     async def run(self, arguments: dict[str, Any]) -> str:
-        """The result as text: a string as it is, anything else as JSON where it can be.
+        """Call the function; returns a string result as it is, any other as JSON, or else as `str` gives it.
 
         Raises: pydantic.ValidationError for arguments that do not fit; whatever the function raises.
         """
@@ -73,10 +73,10 @@ class Tool:
 
 
 class Toolset:
-    """The tools of one environment; `timeout_s` bounds each call, from when it begins.
+    """The tools of one environment. `timeout_s` bounds each call, counted from its start.
 
-    A function that is not `async` runs in a thread, which cannot be ended: after its timeout nobody waits for it any
-    more, and the next call begins. With MAX_STUCK of those no tool runs any more, and episodes fail.
+    A function that is not `async` runs in a thread, which cannot be ended: after its timeout it is abandoned, and the
+    next call begins. When MAX_STUCK abandoned calls still run, no further tool runs and episodes fail.
     """
 
     def __init__(self, tools: Iterable[Callable[..., Any] | Tool], timeout_s: float | None = 30.0) -> None:
@@ -84,7 +84,7 @@ class Toolset:
         self._tools = {tool.name: tool for tool in made}
         if len(self._tools) != len(made):
             raise ConfigError(
-                f"two tools have one name: {', '.join(tool.name for tool in made)}; rename one."
+                f"two tools have the same name: {', '.join(tool.name for tool in made)}; rename one."
             )
         self.timeout_s = timeout_s
 
@@ -93,7 +93,7 @@ class Toolset:
         return [tool.schema for tool in self._tools.values()]
 
     async def answer(self, reply: Reply) -> list[Message]:
-        """Tool messages for all calls of a reply, in its order; empty when it calls nothing.
+        """Tool messages for all calls of a reply, in their order; empty if it calls no tool.
 
         The calls of one reply run at the same time.
         """
@@ -104,9 +104,9 @@ class Toolset:
         return messages
 
     async def call(self, call: dict[str, Any]) -> Message:
-        """The tool message that answers one call. Never raises for what a policy or a tool does.
+        """The tool message that answers one call. Errors of the call or the tool become its text.
 
-        Raises: EnvError when a tool does, because the episode and not the call is at fault.
+        Raises: EnvError if the tool raises it, which means that the episode cannot go on.
         """
         name = call["function"]["name"]
         message: Message = {"role": "tool", "name": name}
@@ -128,17 +128,17 @@ class Toolset:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return f"Error: the arguments of {name} do not fit: {problems}"
         except EnvError:
-            raise  # not the call is wrong: the episode cannot go on
+            raise  # the episode cannot go on
         except TimeoutError:
             return f"Error: {name} was not done in time."
-        # The boundary of a tool: what it raises is for the policy to read, and it may not end the run.
+        # The boundary of a tool: the policy reads what it raises, and it may not end the run.
         except (Exception, SystemExit) as error:
             return f"Error: {type(error).__name__}: {error}"
 
 
 @dataclass(eq=False)
 class _Call:
-    """A function under way in a thread."""
+    """A call that runs in a thread."""
 
     name: str
     work: Callable[[], Any]
@@ -151,28 +151,28 @@ class _Call:
 
 
 class _Threads:
-    """Threads for functions that block: one that hangs is replaced, and none of them keeps the process alive.
+    """Daemon threads for functions that block; a thread that hangs is replaced.
 
-    The event loop's own threads are a few, which calls that hang would use up for everybody.
+    The few threads of the event loop are not used: calls that hang would use them up for all other code.
     """
 
     def __init__(self) -> None:
-        self._idle: list[SimpleQueue[_Call]] = []  # an idle thread waits at each
+        self._idle: list[SimpleQueue[_Call]] = []  # each is the inbox of an idle thread
         self._stuck: set[_Call] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(MAX_CALLS)
 
     def slot(self) -> asyncio.Semaphore:
-        """One of MAX_CALLS of this event loop, for as long as somebody waits for a call."""
+        """The semaphore of MAX_CALLS of this event loop, held while a call is awaited."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._slots = loop, asyncio.Semaphore(MAX_CALLS)
         return self._slots
 
     async def run(self, name: str, function: Callable[..., Any], values: dict[str, Any]) -> Any:
-        """The function's result.
+        """Run a function in a thread and return its result.
 
-        Raises: what the function raises; EnvError when too many threads hang, or no other can be had.
+        Raises: what the function raises; EnvError if too many threads hang, or no thread can be started.
         """
         self._stuck = {call for call in self._stuck if call.is_running}
         if len(self._stuck) >= MAX_STUCK:
@@ -200,7 +200,7 @@ class _Threads:
         try:
             threading.Thread(target=self._serve, args=(inbox,), name="tool", daemon=True).start()
         except RuntimeError as cause:
-            raise EnvError(f"no thread to call a tool in: {cause}") from cause
+            raise EnvError(f"cannot start a thread for a tool call: {cause}") from cause
         return inbox
 
     def _serve(self, inbox: SimpleQueue[_Call]) -> None:
@@ -208,12 +208,12 @@ class _Threads:
             call, result, error = inbox.get(), None, None
             try:
                 result = call.work()
-            # Raised where the call is waited for.
+            # It is raised where the call is awaited.
             except BaseException as cause:
                 error = cause
             call.is_running = False
             self._idle.append(inbox)
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, nobody waits
                 call.ended.get_loop().call_soon_threadsafe(call.end, result, error)
             del call, result, error
 
@@ -221,8 +221,8 @@ class _Threads:
 _threads = _Threads()
 
 
-def _arguments_of(function: Callable[..., Any], name: str) -> type[pydantic.BaseModel]:
-    """A model of a function's arguments, by its annotations; what has no default is required."""
+def _build_arguments_model(function: Callable[..., Any], name: str) -> type[pydantic.BaseModel]:
+    """A pydantic model of a function's arguments, from annotations; without a default they are required."""
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -236,7 +236,7 @@ def _arguments_of(function: Callable[..., Any], name: str) -> type[pydantic.Base
 
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each argument (Google's `Args:` section)."""
+    """The text of a docstring, and the description of each argument (Google's `Args:` section)."""
     head, _, rest = text.partition("\nArgs:\n")
     described: dict[str, str] = {}
     for line in rest.splitlines():

@@ -1,8 +1,8 @@
 """Bodies of the text routes, as OpenAI and vLLM define them.
 
-Fields typed Any are settings that must have a neutral value here (NEUTRAL_TEXT, and api.NEUTRAL for those of
-the token route): anything else is refused, because an engine that ignores a setting gives wrong answers
-silently.
+Fields of type Any are settings that this engine does not support. They must have a neutral value (NEUTRAL_TEXT, and
+api.NEUTRAL for those of the token route); any other value is refused, because an engine that ignores a setting
+silently gives wrong answers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,17 @@ NEUTRAL_TEXT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "parallel_tool_calls": (None, True),
+    # vllm-router adds these to the bodies of text routes.
+    "no_stop_trim": (None, False),
+    "return_hidden_states": (None, False),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
+    "include_reasoning": (None, True),
 }
 
 
 class TextBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both routes take."""
+    """Fields that both text routes accept."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -59,6 +65,8 @@ class TextBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: Any = None
     include_stop_str_in_output: Any = False
     kv_transfer_params: Any = None
+    no_stop_trim: Any = None
+    return_hidden_states: Any = None
 
     def sampling(self, stop_ids: Sequence[int] = ()) -> SamplingParams:
         return SamplingParams(
@@ -100,6 +108,9 @@ class ChatBody(TextBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Any = True
     continue_final_message: Any = False
+    separate_reasoning: Any = None
+    stream_reasoning: Any = None
+    include_reasoning: Any = None
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -121,7 +132,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def decode_text_body(data: bytes, kind: type[Any]) -> Any:
-    """A CompletionsBody or ChatBody. Raises Refusal for what does not fit or is not supported."""
+    """Decode a CompletionsBody or ChatBody. Raises: Refusal if it is invalid or not supported."""
     body = api.decode_json(data, kind)
     for name in body.__struct_fields__:
         allowed = NEUTRAL_TEXT.get(name) or NEUTRAL.get(name)
@@ -129,8 +140,29 @@ def decode_text_body(data: bytes, kind: type[Any]) -> Any:
             continue
         if getattr(body, name) not in allowed:
             raise Refusal(
-                f"{name}: {getattr(body, name)!r} is not supported by the embedded engine; leave it out"
+                f"{name}: {getattr(body, name)!r} is not supported by the embedded engine; remove it"
             )
     if unknown := (body.stream_options or {}).keys() - {"include_usage", "continuous_usage_stats"}:
-        raise Refusal(f"stream_options: {sorted(unknown)} is not supported; include_usage is")
+        raise Refusal(f"stream_options: {sorted(unknown)} is not supported; only include_usage is")
     return body
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Raises: Refusal for messages that no chat template can render."""
+    if not messages:
+        raise Refusal("messages: the conversation is empty")
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message.get("role"), str):
+            raise Refusal(f"{where}: `role` is missing or not a text")
+        if not isinstance(message.get("content"), str | list | None):
+            raise Refusal(f"{where}: `content` must be a text, a list of parts, or null")
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list | None):
+            raise Refusal(f"{where}: `tool_calls` must be a list, or null")
+        for call in calls or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise Refusal(f"{where}: each of `tool_calls` needs a `function` with a `name`")
+            if not isinstance(function.get("arguments"), str | dict | None):
+                raise Refusal(f"{where}: `arguments` of a tool call must be JSON as a text, or an object")

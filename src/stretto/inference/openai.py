@@ -1,44 +1,53 @@
-"""Text in, text out: /v1/completions, /v1/chat/completions (both also as server-sent events), /tokenize,
-/detokenize.
+"""Text routes: /v1/completions and /v1/chat/completions (also streamed), /tokenize, /detokenize.
 
-Everything here ends in the same GenerateRequest as the token route; tokenizer and renderer are loaded by the
-first request that needs them. A setting that this engine cannot honour is refused, never ignored.
+Text becomes the same GenerateRequest as on the token route. Tokenizer and renderer are loaded by the first request
+that needs them. A setting that this engine does not support is refused, never ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
-from stretto.base.errors import StrettoError
+from stretto.base.aio import task_group
+from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
-from stretto.config.model import RendererSection
+from stretto.config.sections.model import RendererSection
 from stretto.inference.bodies import (
     ChatBody,
     CompletionsBody,
     DetokenizeBody,
     TextBody,
     TokenizeBody,
+    check_messages,
     decode_text_body,
 )
-from stretto.inference.embedded.engine import Engine
-from stretto.inference.embedded.scheduler import Request
+from stretto.inference.boundary import max_body_bytes, read_body
+from stretto.inference.embedded.engine import Engine, Ticket
+from stretto.inference.embedded.scheduler import EngineRequest
 from stretto.inference.text import Decode, Detokenizer, cut_at_stop
 from stretto.records.generate import GenerateRequest
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_OFFLOAD_SIZE = 4096  # characters or tokens
+_MESSAGE_OVERHEAD_BYTES = 64  # JSON of a message without its text
 
 
 class OpenAIRoutes:
@@ -50,14 +59,17 @@ class OpenAIRoutes:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.directory)
+        try:
+            return load_tokenizer(self.directory)
+        except DataError as error:
+            raise Refusal(f"this engine has no tokenizer, so it accepts token ids only: {error}") from error
 
     def decoder(self) -> Decode:
-        """How stop strings see tokens: special tokens are spelled out."""
+        """The decoder for stop strings; special tokens are decoded to their text."""
         return self.tokenizer.decode
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request's `model` names; None: it names the engine's own, or nothing.
+        """The adapter that a request's `model` names; None for the engine's own model and for None.
 
         Raises: Refusal 404 for any other name.
         """
@@ -70,7 +82,7 @@ class OpenAIRoutes:
         return name
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
-        body = self._decode(await http.read(), CompletionsBody)
+        body = self._decode(await self._read(http), CompletionsBody)
         if body.logprobs is not None and not 0 <= body.logprobs <= 1:
             raise Refusal(
                 f"logprobs: {body.logprobs} is not supported; 0 and 1 give the sampled token's logprob"
@@ -80,12 +92,12 @@ class OpenAIRoutes:
         if body.max_tokens is None:
             params = msgspec.structs.replace(params, max_tokens=16)
         request_id = body.request_id or f"cmpl-{uuid4().hex}"
-        asked = [
+        specs = [
             GenerateRequest(
                 request_id=f"{request_id}-{i}", prompt_ids=ids, n=body.n or 1, sampling=params,
                 cache_salt=body.cache_salt, prompt_logprobs=is_scored, adapter=self.adapter_of(body.model),
             )
-            for i, ids in enumerate(self._prompts(body))
+            for i, ids in enumerate(await self._prompts(body))
         ]  # fmt: skip
         frame = {
             "id": request_id,
@@ -96,24 +108,28 @@ class OpenAIRoutes:
         if body.stream:
             if body.echo or body.prompt_logprobs is not None:
                 raise Refusal("stream: echo and prompt_logprobs cannot be streamed")
-            return await self._stream(http, body, asked, frame, self._completion_piece)
-        done = await self._generate_all(asked)
-        choices = [
-            self._completion_choice(body, request, member, index * (body.n or 1) + member)
-            for index, request in enumerate(done)
-            for member in range(body.n or 1)
-        ]
-        return _json(frame | {"choices": choices, "usage": _usage(done)})
+            return await self._stream(http, body, specs, frame, self._completion_piece)
+        done = await self._generate_all(specs)
+
+        def build_response() -> web.Response:
+            choices = [
+                self._completion_choice(body, request, member, index * (body.n or 1) + member)
+                for index, request in enumerate(done)
+                for member in range(body.n or 1)
+            ]
+            return _json(frame | {"choices": choices, "usage": _usage(done)})
+
+        return await _offload(_num_tokens(done), build_response)
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
-        body = self._decode(await http.read(), ChatBody)
+        body = self._decode(await self._read(http), ChatBody)
         renderer = await self._renderer(body.chat_template_kwargs)
-        prompt_ids = self._render(renderer, body.messages, body.tools)
+        prompt_ids = await self._render(renderer, body.messages, body.tools)
         params = body.sampling(renderer.stop_ids)
         if body.max_completion_tokens is not None:
             params = msgspec.structs.replace(params, max_tokens=body.max_completion_tokens)
         request_id = body.request_id or f"chatcmpl-{uuid4().hex}"
-        asked = GenerateRequest(
+        spec = GenerateRequest(
             request_id=request_id,
             prompt_ids=prompt_ids,
             n=body.n or 1,
@@ -130,56 +146,84 @@ class OpenAIRoutes:
                 "model": body.model or self.model_name,
             }
             if body.tools:
-                return await self._stream_whole(http, body, asked, frame, renderer)
-            return await self._stream(http, body, [asked], frame, self._chat_piece)
+                return await self._stream_whole(http, body, spec, frame, renderer)
+            return await self._stream(http, body, [spec], frame, self._chat_piece)
         frame = {
             "id": request_id,
             "object": "chat.completion",
             "created": created,
             "model": body.model or self.model_name,
         }
-        done = await self._engine().generate(asked)
-        choices = [self._chat_choice(body, renderer, done, member) for member in range(asked.n)]
-        answer = frame | {"choices": choices, "usage": _usage([done])}
-        if body.return_token_ids:
-            answer["prompt_token_ids"] = prompt_ids.tolist()
-        return _json(answer)
+        done = await self._engine().generate(spec)
+
+        def build_response() -> web.Response:
+            choices = [self._chat_choice(body, renderer, done, member) for member in range(spec.n)]
+            reply = frame | {"choices": choices, "usage": _usage([done])}
+            if body.return_token_ids:
+                reply["prompt_token_ids"] = prompt_ids.tolist()
+            return _json(reply)
+
+        return await _offload(_num_tokens([done]), build_response)
 
     async def tokenize(self, http: web.Request) -> web.Response:
-        body = api.decode_json(await http.read(), TokenizeBody)
+        body = api.decode_json(await self._read(http), TokenizeBody)
         self.adapter_of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refusal("give either `prompt` or `messages`")
         if body.prompt is not None:
-            ids = self.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            [ids] = await self._encode([body.prompt], body.add_special_tokens)
         else:
             renderer = await self._renderer(body.chat_template_kwargs)
-            ids = self._render(renderer, body.messages, body.tools).tolist()
+            ids = (await self._render(renderer, body.messages, body.tools)).tolist()
         return _json({"count": len(ids), "max_model_len": self._engine().core.max_model_len, "tokens": ids})
 
     async def detokenize(self, http: web.Request) -> web.Response:
-        body = api.decode_json(await http.read(), DetokenizeBody)
+        body = api.decode_json(await self._read(http), DetokenizeBody)
         self.adapter_of(body.model)
         self._check_ids(api.token_array(body.tokens, "tokens"), "tokens")
-        return _json({"prompt": self.tokenizer.decode(body.tokens)})
+        return await _offload(len(body.tokens), lambda: _json({"prompt": self.tokenizer.decode(body.tokens)}))
+
+    async def _read(self, http: web.Request) -> bytes:
+        """Read the body of a text route; refuse one larger than any prompt the engine can serve."""
+        engine = self._engine()
+        if "tokenizer" not in self.__dict__:
+            await asyncio.to_thread(lambda: self.tokenizer.max_token_bytes)
+        return await read_body(
+            http, max_body_bytes(engine.core.max_model_len, self.tokenizer.max_token_bytes)
+        )
+
+    def _check_size(self, num_bytes: int, where: str) -> None:
+        """Refuse a text that is too long for sure; tokenizing it would take a second per megabyte."""
+        limit, token_bytes = self._engine().core.max_model_len, self.tokenizer.max_token_bytes
+        if num_bytes > limit * token_bytes:
+            raise Refusal(
+                f"{where}: the text has {num_bytes} bytes, and a token has at most {token_bytes}; the engine's limit "
+                f"is {limit} tokens (max_model_len)"
+            )
+
+    async def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text."""
+        for text in texts:
+            self._check_size(len(text.encode()), "prompt")
+        encode = lambda: [
+            self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts
+        ]
+        return await _offload(sum(map(len, texts)), encode)
 
     def _decode(self, data: bytes, kind: type[Any]) -> Any:
         body = decode_text_body(data, kind)
         self.adapter_of(body.model)
         return body
 
-    def _prompts(self, body: CompletionsBody) -> list[np.ndarray]:
+    async def _prompts(self, body: CompletionsBody) -> list[np.ndarray]:
         prompt = body.prompt
         is_ids = isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)
         several = [prompt] if isinstance(prompt, str) or is_ids else prompt
         if any(isinstance(one, int) for one in several):
-            raise Refusal("prompt: give one text, one list of token ids, or a list of texts or of such lists")
-        return [
-            np.array(self.tokenizer.encode(one, add_special_tokens=body.add_special_tokens), np.int32)
-            if isinstance(one, str)
-            else api.token_array(one, "prompt")
-            for one in several
-        ]
+            raise Refusal("prompt: send one text, one list of token ids, or a list of texts or of such lists")
+        texts = [one for one in several if isinstance(one, str)]
+        encoded = iter(await self._encode(texts, body.add_special_tokens))
+        return [api.token_array(next(encoded) if isinstance(one, str) else one, "prompt") for one in several]
 
     def _check_ids(self, ids: np.ndarray, where: str) -> None:
         size = self._engine().core.config.vocab_size
@@ -195,43 +239,54 @@ class OpenAIRoutes:
             model_type = self._engine().core.config.hf.get("model_type")
             section = RendererSection(enable_thinking=thinking)
             loop = asyncio.get_running_loop()
-            self._renderers[thinking] = await loop.run_in_executor(
-                None, build_renderer, self.directory, section, model_type
-            )
+            try:
+                self._renderers[thinking] = await loop.run_in_executor(
+                    None, build_renderer, self.directory, section, model_type
+                )
+            except ConfigError as error:
+                raise Refusal(f"messages: the chat template of this model is not known: {error}") from error
         return self._renderers[thinking]
 
-    def _render(
+    async def _render(
         self, renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> np.ndarray:
-        if not messages:
-            raise Refusal("messages: the conversation is empty")
-        for i, message in enumerate(messages):
-            if not isinstance(message.get("role"), str):
-                raise Refusal(f"messages[{i}]: `role` is missing or not a text")
+        check_messages(messages)
+        size = len(msgspec.json.encode((messages, tools)))
+        self._check_size(size - _MESSAGE_OVERHEAD_BYTES * len(messages), "messages")
         try:
-            return renderer.render_prompt(messages, tools)
-        except (ValueError, TypeError, KeyError) as error:
+            return await _offload(size, lambda: renderer.render_prompt(messages, tools))
+        except Exception as error:  # templates are third-party code and may raise anything
             raise Refusal(
                 f"messages: the template of family {renderer.family} refuses them: {error!r}"
             ) from error
 
-    async def _generate_all(self, asked: list[GenerateRequest]) -> list[Request]:
+    def _submit_all(self, specs: list[GenerateRequest], *, is_streamed: bool = False) -> list[Ticket]:
+        """Submit all requests; if one is refused, cancel the others and raise its Refusal."""
         engine = self._engine()
-        for one in asked:  # so that nothing is begun when one of them cannot be served
-            if reason := engine.core.refusal(one):
-                raise Refusal(reason)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(engine.generate(one)) for one in asked]
+        tickets: list[Ticket] = []
+        try:
+            for spec in specs:
+                tickets.append(engine.submit(spec, is_streamed=is_streamed))
+        except Refusal:
+            for ticket in tickets:
+                engine.cancel(ticket)
+            raise
+        return tickets
+
+    async def _generate_all(self, specs: list[GenerateRequest]) -> list[EngineRequest]:
+        tickets = self._submit_all(specs)
+        async with task_group() as group:
+            tasks = [group.create_task(self._engine().result(ticket)) for ticket in tickets]
         return [task.result() for task in tasks]
 
     def _completion_choice(
-        self, body: CompletionsBody, done: Request, member: int, index: int
+        self, body: CompletionsBody, done: EngineRequest, member: int, index: int
     ) -> dict[str, Any]:
         completion, reason = done.completions[member], done.stop_reasons[member]
         ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
         text = cut_at_stop(self._text(body, ids), reason)
         if body.echo:
-            prompt_ids = done.request.prompt_ids.tolist()
+            prompt_ids = done.spec.prompt_ids.tolist()
             text = self._text(body, prompt_ids) + text
             ids = prompt_ids + ids
             if completion.prompt_logprobs is not None:
@@ -244,10 +299,10 @@ class OpenAIRoutes:
             "logprobs": None if body.logprobs is None else self._completion_logprobs(ids, logprobs),
         }
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = api.encode_prompt_logprobs(done.request, completion)
+            choice["prompt_logprobs"] = api.encode_prompt_logprobs(done.spec, completion)
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids.tolist()
-            choice["prompt_token_ids"] = done.request.prompt_ids.tolist()
+            choice["prompt_token_ids"] = done.spec.prompt_ids.tolist()
         return choice
 
     def _completion_logprobs(self, ids: list[int], logprobs: list[float | None]) -> dict[str, Any]:
@@ -257,9 +312,11 @@ class OpenAIRoutes:
         top = [None if x is None else {t: x} for t, x in zip(tokens, logprobs)]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
-    def _chat_choice(self, body: ChatBody, renderer: Renderer, done: Request, member: int) -> dict[str, Any]:
+    def _chat_choice(
+        self, body: ChatBody, renderer: Renderer, done: EngineRequest, member: int
+    ) -> dict[str, Any]:
         completion, reason = done.completions[member], done.stop_reasons[member]
-        message = dict(renderer.parse(completion.token_ids, done.request.prompt_ids, body.tools))
+        message = dict(renderer.parse(completion.token_ids, done.spec.prompt_ids, body.tools))
         message["content"] = cut_at_stop(message.get("content") or "", reason)
         finish = completion.finish_reason
         message.pop("unparsed_tool_calls", None)
@@ -294,67 +351,63 @@ class OpenAIRoutes:
         return self.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
 
     async def _stream(
-        self, http: web.Request, body: TextBody, asked: list[GenerateRequest], frame: dict[str, Any],
-        format_piece: Callable[[Any, Piece], dict[str, Any]],
+        self, http: web.Request, body: TextBody, specs: list[GenerateRequest], frame: dict[str, Any],
+        format_piece: Callable[[Any, StreamPiece], dict[str, Any]],
     ) -> web.StreamResponse:  # fmt: skip
-        """Server-sent events: pieces of text as they come, finish reasons, the usage if asked for, [DONE]."""
-        for one in asked:
-            if reason := self._engine().core.refusal(one):
-                raise Refusal(reason)
-        done: list[Request] = []
-        events = _merged([self._pieces(i * one.n, one, body, done) for i, one in enumerate(asked)])
-        response = await _open_stream(http)
+        """Send server-sent events: pieces of text, finish reasons, the usage if requested, [DONE]."""
+        done: list[EngineRequest] = []
+        tickets = self._submit_all(specs, is_streamed=True)
+        num_samples = specs[0].n
+        events = _merge([self._pieces(i * num_samples, t, body, done) for i, t in enumerate(tickets)])
         try:
-            async with aclosing(events):
+            async with aclosing(events), _open_stream(http) as response:
                 async for piece in events:
                     await _send(response, frame | {"choices": [format_piece(body, piece)]})
-        except StrettoError as error:  # the status line is long sent: say it in the stream
-            status = error.status if isinstance(error, Refusal) else 500
-            await response.write(b"data: " + Refusal(str(error), status).body() + b"\n\n")
-        else:
-            await _finish_stream(response, body, frame, done)
+                await _finish_stream(response, body, frame, done)
+        finally:  # requests that have not ended, if the reader has disconnected
+            for ticket in tickets:
+                self._engine().cancel(ticket)
         return response
 
     async def _pieces(
-        self, first_index: int, asked: GenerateRequest, body: TextBody, done: list[Request]
-    ) -> AsyncIterator[Piece]:
-        """One request as pieces of text; text that may be the start of a stop string waits."""
-        engine = self._engine()
+        self, first_index: int, ticket: Ticket, body: TextBody, done: list[EngineRequest]
+    ) -> AsyncIterator[StreamPiece]:
+        """Yield one request as pieces of text; text that may be the start of a stop string waits."""
+        engine, spec = self._engine(), ticket.request.spec
         decode = lambda ids: self._text(body, list(ids))
-        hold = max(map(len, asked.sampling.stop), default=1) - 1
-        writers = [_PieceWriter(decode, hold) for _ in range(asked.n)]
-        ticket = engine.submit(asked, is_streamed=True)
+        num_held = max(map(len, spec.sampling.stop), default=1) - 1
+        decoders = [_PieceDecoder(decode, num_held) for _ in range(spec.n)]
         async with aclosing(engine.stream(ticket)) as lists:
             async for events in lists:
-                fresh: dict[int, Piece] = {}
+                pieces: dict[int, StreamPiece] = {}
                 for member, token, logprob in events:
-                    piece = fresh.setdefault(member, Piece(first_index + member))
+                    piece = pieces.setdefault(member, StreamPiece(first_index + member))
                     piece.ids.append(token)
                     piece.logprobs.append(logprob)
-                for member, piece in fresh.items():
-                    piece.is_first = not writers[member].has_begun
-                    piece.text = writers[member].push(piece.ids)
+                for member, piece in pieces.items():
+                    piece.is_first = not decoders[member].has_begun
+                    piece.text = decoders[member].push(piece.ids)
                     yield piece
-        request = await ticket.done
+        request = await ticket.future
         for member, (completion, reason) in enumerate(zip(request.completions, request.stop_reasons)):
-            whole = cut_at_stop(decode(completion.token_ids.tolist()), reason)
-            rest = whole[len(writers[member].written) :]
-            yield Piece(
+            text = cut_at_stop(decode(completion.token_ids.tolist()), reason)
+            rest = text[len(decoders[member].returned) :]
+            yield StreamPiece(
                 first_index + member, rest, finish_reason=completion.finish_reason, stop_reason=reason
             )
         done.append(request)
 
-    def _completion_piece(self, body: CompletionsBody, piece: Piece) -> dict[str, Any]:
-        choice = {"index": piece.index, "text": piece.text} | _reasons(piece)
+    def _completion_piece(self, body: CompletionsBody, piece: StreamPiece) -> dict[str, Any]:
+        choice = {"index": piece.index, "text": piece.text} | _finish_fields(piece)
         if body.logprobs is not None and piece.ids:
             choice["logprobs"] = self._completion_logprobs(piece.ids, piece.logprobs)
         return choice | ({"token_ids": piece.ids} if body.return_token_ids else {})
 
-    def _chat_piece(self, body: ChatBody, piece: Piece) -> dict[str, Any]:
+    def _chat_piece(self, body: ChatBody, piece: StreamPiece) -> dict[str, Any]:
         delta = {"role": "assistant", "content": piece.text} if piece.is_first else {}
         if piece.text:
             delta["content"] = piece.text
-        choice = {"index": piece.index, "delta": delta} | _reasons(piece)
+        choice = {"index": piece.index, "delta": delta} | _finish_fields(piece)
         if body.logprobs and piece.ids:
             choice["logprobs"] = {"content": self._chat_logprobs(body, piece.ids, piece.logprobs)}
         return choice | ({"token_ids": piece.ids} if body.return_token_ids else {})
@@ -363,27 +416,29 @@ class OpenAIRoutes:
         self,
         http: web.Request,
         body: ChatBody,
-        asked: GenerateRequest,
+        spec: GenerateRequest,
         frame: dict[str, Any],
         renderer: Renderer,
     ) -> web.StreamResponse:
-        """With tools a reply must be read to its end to know what it is: one delta a choice."""
-        done = await self._engine().generate(asked)
-        response = await _open_stream(http)
-        for member in range(asked.n):
-            choice = self._chat_choice(body, renderer, done, member)
-            message = choice.pop("message")
-            for i, call in enumerate(message.get("tool_calls", ())):
-                call["index"] = i
-            finish = {k: choice.pop(k) for k in ("finish_reason", "stop_reason")}
-            await _send(response, frame | {"choices": [choice | {"delta": message, "finish_reason": None}]})
-            await _send(response, frame | {"choices": [{"index": member, "delta": {}} | finish]})
-        await _finish_stream(response, body, frame, [done])
+        """Stream one delta per choice: with tools, a reply can be parsed only when it is complete."""
+        done = await self._engine().generate(spec)
+        async with _open_stream(http) as response:
+            for member in range(spec.n):
+                choice = self._chat_choice(body, renderer, done, member)
+                message = choice.pop("message")
+                for i, call in enumerate(message.get("tool_calls", ())):
+                    call["index"] = i
+                finish = {k: choice.pop(k) for k in ("finish_reason", "stop_reason")}
+                await _send(
+                    response, frame | {"choices": [choice | {"delta": message, "finish_reason": None}]}
+                )
+                await _send(response, frame | {"choices": [{"index": member, "delta": {}} | finish]})
+            await _finish_stream(response, body, frame, [done])
         return response
 
 
 @dataclass(slots=True)
-class Piece:
+class StreamPiece:
     """What one step added to one streamed sample, or its end."""
 
     index: int
@@ -395,29 +450,29 @@ class Piece:
     stop_reason: int | str | None = None
 
 
-class _PieceWriter:
-    """The text of one streamed sample; the last `hold` characters wait, they may begin a stop string."""
+class _PieceDecoder:
+    """Decodes one streamed sample; holds back num_held characters, which may begin a stop string."""
 
-    def __init__(self, decode: Decode, hold: int) -> None:
-        self._detokenizer, self._hold = Detokenizer(decode), hold
-        self._waiting = ""
-        self.written = ""
+    def __init__(self, decode: Decode, num_held: int) -> None:
+        self._detokenizer, self._num_held = Detokenizer(decode), num_held
+        self._held = ""
+        self.returned = ""
         self.has_begun = False
 
     def push(self, ids: list[int]) -> str:
         self.has_begun = True
-        text = self._waiting + "".join(map(self._detokenizer.push, ids))
-        cut = max(len(text) - self._hold, 0)
-        piece, self._waiting = text[:cut], text[cut:]
-        self.written += piece
+        text = self._held + "".join(map(self._detokenizer.push, ids))
+        cut = max(len(text) - self._num_held, 0)
+        piece, self._held = text[:cut], text[cut:]
+        self.returned += piece
         return piece
 
 
-async def _merged(sources: list[AsyncIterator[Piece]]) -> AsyncIterator[Piece]:
-    """The items of all sources as they come; the failure of one ends all."""
-    queue: asyncio.Queue[Piece | None] = asyncio.Queue()
+async def _merge(sources: list[AsyncIterator[StreamPiece]]) -> AsyncIterator[StreamPiece]:
+    """Yield the items of all sources as they arrive; if one source fails, all end."""
+    queue: asyncio.Queue[StreamPiece | None] = asyncio.Queue()
 
-    async def drain(source: AsyncIterator[Piece]) -> None:
+    async def drain(source: AsyncIterator[StreamPiece]) -> None:
         try:
             async with aclosing(source) as items:
                 async for item in items:
@@ -434,7 +489,7 @@ async def _merged(sources: list[AsyncIterator[Piece]]) -> AsyncIterator[Piece]:
                 yield item
                 continue
             num_open -= 1
-            await asyncio.sleep(0)  # let the task that said it ended do so
+            await asyncio.sleep(0)  # let the task end that has put None
             for task in tasks:
                 if task.done():
                     task.result()
@@ -443,7 +498,7 @@ async def _merged(sources: list[AsyncIterator[Piece]]) -> AsyncIterator[Piece]:
             task.cancel()
 
 
-def _reasons(piece: Piece) -> dict[str, Any]:
+def _finish_fields(piece: StreamPiece) -> dict[str, Any]:
     reasons: dict[str, Any] = {"logprobs": None, "finish_reason": piece.finish_reason}
     return reasons | ({"stop_reason": piece.stop_reason} if piece.finish_reason else {})
 
@@ -460,22 +515,45 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _usage(done: list[Request]) -> dict[str, Any]:
+async def _offload(size: int, work: Callable[[], T]) -> T:
+    """Run `work`; in a thread if `size` is large, so that other requests are answered meanwhile."""
+    return work() if size < _OFFLOAD_SIZE else await asyncio.to_thread(work)
+
+
+def _num_tokens(done: list[EngineRequest]) -> int:
+    return sum(len(completion.token_ids) for request in done for completion in request.completions)
+
+
+def _usage(done: list[EngineRequest]) -> dict[str, Any]:
     return api.usage(
-        sum(len(r.request.prompt_ids) for r in done),
+        sum(len(r.spec.prompt_ids) for r in done),
         sum(len(c.token_ids) for r in done for c in r.completions),
         sum(r.cached_tokens for r in done),
     )
 
 
-async def _open_stream(http: web.Request) -> web.StreamResponse:
+@asynccontextmanager
+async def _open_stream(http: web.Request) -> AsyncIterator[web.StreamResponse]:
+    """A response of server-sent events; the status line is sent at once, later errors are events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(http)
-    return response
+    try:
+        try:
+            yield response
+        except ConnectionError:
+            raise
+        except Exception as error:  # the boundary of this request: see boundary.py
+            if not isinstance(error, StrettoError):
+                logger.exception("a stream of %s failed", http.path)
+            status = error.status if isinstance(error, Refusal) else 500
+            await response.write(b"data: " + Refusal(str(error), status).body() + b"\n\n")
+            await response.write_eof()
+    except ConnectionError:
+        logger.debug("%s: the reader of a stream has disconnected", http.path)
 
 
 async def _finish_stream(
-    response: web.StreamResponse, body: TextBody, frame: dict[str, Any], done: list[Request]
+    response: web.StreamResponse, body: TextBody, frame: dict[str, Any], done: list[EngineRequest]
 ) -> None:
     if (body.stream_options or {}).get("include_usage"):
         await _send(response, frame | {"choices": [], "usage": _usage(done)})

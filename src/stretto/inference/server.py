@@ -1,51 +1,44 @@
 """The inference process: one embedded engine behind vLLM's and OpenAI's HTTP routes.
 
-`main` listens at once (/liveness 200, /health 503), loads the model, then serves. Token routes are here, text
-routes in openai.py; what happens to a request is in embedded/. A request's exception becomes a 500 with its
-id; an exception of the engine itself ends the process with a traceback in the log, so that whoever watches it
-notices.
+`main` listens at once (/liveness 200, /health 503), loads the model, then serves. Token routes are here, text routes
+in openai.py; embedded/ computes the replies, and boundary.py answers requests that fail. An exception of the engine
+itself ends the process with a traceback in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 import msgspec
 import torch
 from aiohttp import web
 
 from stretto.base import log
-from stretto.base.errors import ConfigError, StrettoError
-from stretto.base.garbage import settle
-from stretto.base.limits import raise_file_limit
-from stretto.base.memory import keep_freed_memory
+from stretto.base.errors import ConfigError, StrettoError, WireError
 from stretto.base.process import visible_gpus
-from stretto.config.engines import ADMITTED, HOLD_VAR
+from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
+from stretto.config.sections.engines import ADMITTED, HOLD_VAR
+from stretto.inference.boundary import MAX_ADMIN_BYTES, RUNNER_SETTINGS, build_app, max_body_bytes, read_body
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import Engine, EngineState
 from stretto.inference.openai import OpenAIRoutes
-from stretto.models.hub import find_model, load_model
+from stretto.inference.update_order import UpdateOrder
+from stretto.models.hub import dtype_of, find_model, load_model
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 
 if TYPE_CHECKING:
-    from stretto.config.roots import InferenceConfig
+    from stretto.config.root import InferenceConfig
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-_MAX_BODY_BYTES = 256 << 20
 _SHUTDOWN_S = 0.5
 _ONE_THREAD_BELOW_PARAMETERS = 30_000_000
 
@@ -57,17 +50,18 @@ class Server:
         self.cfg = cfg
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
-        self._updated_to: str | None = None  # version that came last
-        self._is_updating = False  # since /start_weight_update nothing has come
+        self._loaded_version: str | None = None  # of the last weight update
+        self.order = UpdateOrder()
         self.directory = model_directory(cfg)
         self.model_name = cfg.served_model_name or cfg.model
         self.openai = OpenAIRoutes(self.directory, self.model_name, self.ready_engine)
-        self._bearer = f"Bearer {cfg.api_key}".encode() if cfg.api_key else None
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        open_routes = {api.HEALTH: self.health, api.LIVENESS: self.liveness, ADMITTED: self.admitted}
+        app = build_app(self.cfg.key)
         get = {
+            api.HEALTH: self.health,
+            api.LIVENESS: self.liveness,
+            ADMITTED: self.admitted,
             api.WORLD_SIZE: self.world_size,
             api.MODELS: self.models,
             api.METRICS: self.metrics,
@@ -90,15 +84,14 @@ class Server:
             api.ABORT: self.abort,
             api.ABORT_REQUESTS: self.abort,
         }
-        app.router.add_routes([web.get(path, handler) for path, handler in open_routes.items()])
-        app.router.add_routes([web.get(path, self._guarded(handler)) for path, handler in get.items()])
-        app.router.add_routes([web.post(path, self._guarded(handler)) for path, handler in post.items()])
+        app.router.add_routes([web.get(path, handler) for path, handler in get.items()])
+        app.router.add_routes([web.post(path, handler) for path, handler in post.items()])
         return app
 
     def ready_engine(self) -> Engine:
-        """The engine. Raises Refusal 503 while the model is loading."""
+        """The engine. Raises: Refusal 503 while the model is loading."""
         if self.engine is None:
-            raise Refusal("the model is being loaded; ask /health", 503)
+            raise Refusal("the model is being loaded; wait until /health answers 200", 503)
         return self.engine
 
     async def health(self, _: web.Request) -> web.Response:
@@ -112,18 +105,18 @@ class Server:
         return web.Response()
 
     async def admitted(self, _: web.Request) -> web.Response:
-        """Healthy, and holding this run's weights where there is a run: what a router asks."""
-        if self.engine is None or (os.environ.get(HOLD_VAR) and self._updated_to is None):
-            return _json(Refusal("this engine waits for the run's weights", 503).body(), 503)
+        """200 if the engine is healthy and, in a run, holds the run's weights; routers call this."""
+        if self.engine is None or (os.environ.get(HOLD_VAR) and self._loaded_version is None):
+            return _json(Refusal("this engine is waiting for the run's weights", 503).body(), 503)
         return await self.health(_)
 
     async def load_adapter(self, http: web.Request) -> web.Response:
-        body = api.decode_json(await http.read(), api.LoadAdapterBody)
+        body = api.decode_json(await read_body(http, MAX_ADMIN_BYTES), api.LoadAdapterBody)
         name = body.lora_name
         if not name or not body.lora_path:
             raise Refusal("lora_name and lora_path: both are needed")
         if name == self.model_name:
-            raise Refusal(f"lora_name: {name!r} is the name of the model itself; take another")
+            raise Refusal(f"lora_name: {name!r} is the name of the model itself; use another")
         adapters = self.ready_engine().core.adapters
         section = self.cfg.lora
         if section is not None and adapters.get(name) is None and len(list(adapters)) >= section.max_loras:
@@ -135,7 +128,7 @@ class Server:
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, http: web.Request) -> web.Response:
-        name = api.decode_json(await http.read(), api.UnloadAdapterBody).lora_name
+        name = api.decode_json(await read_body(http, MAX_ADMIN_BYTES), api.UnloadAdapterBody).lora_name
         await self.ready_engine().unload_adapter(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -151,8 +144,8 @@ class Server:
             "max_model_len": core.max_model_len,
         }
         adapters = [
-            card | {"id": served.name, "root": served.path, "parent": self.model_name}
-            for served in core.adapters
+            card | {"id": adapter.name, "root": adapter.path, "parent": self.model_name}
+            for adapter in core.adapters
         ]
         return _json({"object": "list", "data": [card, *adapters]})
 
@@ -160,7 +153,8 @@ class Server:
         return web.Response(text=self.ready_engine().metrics_page())
 
     async def generate(self, http: web.Request) -> web.Response:
-        request, model = api.decode_generate(await http.read())
+        limit = max_body_bytes(self.ready_engine().core.max_model_len)
+        request, model = api.decode_generate(await read_body(http, limit))
         request = msgspec.structs.replace(request, adapter=self.openai.adapter_of(model))
         done = await self.ready_engine().generate(request)
         return _json(api.encode_completions(request, done.completions, done.stop_reasons))
@@ -168,13 +162,15 @@ class Server:
     async def pause(self, http: web.Request) -> web.Response:
         mode = http.query.get("mode", "abort")
         if mode not in api.PAUSE_MODES:
-            raise Refusal(f"mode: {mode!r} is none of {', '.join(api.PAUSE_MODES)}")
+            raise Refusal(f"mode: {mode!r} is not one of {', '.join(api.PAUSE_MODES)}")
         clear = http.query.get("clear_cache", "true").lower() not in ("false", "0")
-        await self.ready_engine().pause(mode, clear_cache=clear)
+        with self.order.call(api.PAUSE):
+            await self.ready_engine().pause(mode, clear_cache=clear)
         return _json({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.Response:
-        await self.ready_engine().resume()
+        with self.order.call(api.RESUME):
+            await self.ready_engine().resume()
         return _json({"status": "resumed"})
 
     async def is_paused(self, _: web.Request) -> web.Response:
@@ -184,24 +180,31 @@ class Server:
         return _json(api.encode_world_size(1))
 
     async def start_update(self, _: web.Request) -> web.Response:
-        self.ready_engine()
-        self._is_updating = True
-        return _json({"message": "Weight update started"})
+        with self.order.call(api.START_UPDATE):
+            self.ready_engine()
+        return _json(api.encode_started(loads_between_steps=True))
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        told = api.decode_update(await http.read())
-        manifest = told.manifest
-        await self.ready_engine().update(manifest, told.group)
-        self._updated_to, self._is_updating = str(manifest.version), False
-        return _json({"message": "Weights updated", "weight_version": self._updated_to})
+        update = api.decode_update(await read_body(http, MAX_ADMIN_BYTES))
+        manifest = update.manifest
+        try:
+            with self.order.call(api.UPDATE_WEIGHTS):
+                await self.ready_engine().update(manifest, update.group)
+        except WireError as error:  # nothing was loaded; the engine goes on
+            raise Refusal(str(error), 409) from error
+        self._loaded_version = str(manifest.version)
+        return _json({"message": "Weights updated", "weight_version": self._loaded_version})
 
     async def finish_update(self, http: web.Request) -> web.Response:
-        """The manifest has named the version already; another one here is a mistake of the caller's."""
-        version = api.decode_finish(await http.read())
-        if self._updated_to is None or self._is_updating:
-            raise Refusal("no weights came since /start_weight_update; send them to /update_weights first")
-        if version is not None and version != self._updated_to:
-            raise Refusal(f"weight_version: {version!r}, but the weights that came are {self._updated_to!r}")
+        """End an update; a version in the body must be that of the manifest."""
+        version = api.decode_finish(await read_body(http, MAX_ADMIN_BYTES))
+        with self.order.call(api.FINISH_UPDATE):
+            if self._loaded_version is None:
+                raise Refusal("no weights were loaded; send them to /update_weights first", 409)
+            if version is not None and version != self._loaded_version:
+                raise Refusal(
+                    f"weight_version: {version!r}, but the loaded weights are {self._loaded_version!r}"
+                )
         return _json({"message": "Weight update finished"})
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
@@ -209,41 +212,14 @@ class Server:
         return _json({"success": True})
 
     async def abort(self, http: web.Request) -> web.Response:
-        body = await http.read()
+        body = await read_body(http, MAX_ADMIN_BYTES)
         ids = api.decode_json(body, api.AbortBody).request_ids if body else None
         await self.ready_engine().abort(ids)
         return _json({"status": "ok"})
 
-    def _guarded(self, handler: Handler) -> Handler:
-        """The boundary of one request: the key; refusals by their status, the rest as a 500 with its id."""
-
-        async def guarded(http: web.Request) -> web.StreamResponse:
-            try:
-                if self._bearer is not None:
-                    given = http.headers.get("Authorization", "").encode()
-                    if not hmac.compare_digest(given, self._bearer):
-                        raise Refusal(
-                            "the API key is missing or wrong; send `Authorization: Bearer <key>`", 401
-                        )
-                return await handler(http)
-            except Refusal as refusal:
-                return _json(refusal.body(), refusal.status)
-            except (web.HTTPException, ConnectionError):
-                raise
-            except StrettoError as error:
-                logger.error("%s %s: %s", http.method, http.path, error)
-                return _json(Refusal(str(error), 500).body(), 500)
-            except Exception as error:
-                request_id = http.headers.get("X-Request-Id") or uuid4().hex
-                logger.exception("%s %s failed, request %s", http.method, http.path, request_id)
-                text = f"internal error in request {request_id}: {type(error).__name__}: {error}"
-                return _json(Refusal(text, 500).body(), 500)
-
-        return guarded
-
 
 def model_directory(cfg: InferenceConfig) -> Path:
-    """Where the model lies. Raises: ConfigError when none is named or it is not there."""
+    """The directory of the model. Raises: ConfigError if it is not configured or does not exist."""
     if cfg.model is None:
         raise ConfigError("[inference] model is missing; give the directory of a model.")
     return find_model(cfg.model)
@@ -270,9 +246,7 @@ async def serve(cfg: InferenceConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(
-        server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
-    )
+    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=_SHUTDOWN_S, **RUNNER_SETTINGS)
     await runner.setup()
     host, port = cfg.server.host, cfg.server.port
     try:
@@ -280,7 +254,7 @@ async def serve(cfg: InferenceConfig) -> int:
     except OSError as error:
         await runner.cleanup()
         raise ConfigError(
-            f"[inference.server] cannot listen on {host}:{port}: {error}; free it or take another."
+            f"[inference.server] cannot listen on {host}:{port}: {error}; free the port or set another one."
         ) from error
     work = asyncio.create_task(_load_and_run(server))
     stopping = asyncio.create_task(stop.wait())
@@ -313,26 +287,27 @@ async def _load_and_run(server: Server) -> None:
         max_waiting=cfg.server.max_waiting_requests,
         decoder=server.openai.decoder,
     )
-    settle()
+    freeze_objects()
     logger.info(
         "ready on http://%s:%d in %.1f s: %s, %s on %s, max_model_len=%d, %d blocks of %d tokens",
-        cfg.server.host, cfg.server.port, time.perf_counter() - started, server.model_name, cfg.dtype,
+        cfg.server.host, cfg.server.port, time.perf_counter() - started, server.model_name,
+        str(core.model.output_weight.dtype).removeprefix("torch."),
         core.cache.device, core.max_model_len, core.pool.num_usable, core.settings.block_size,
     )  # fmt: skip
     await server.engine.run()
 
 
 def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
-    """The engine of an [inference] section."""
+    """Build the engine of an [inference] section."""
     device = cfg.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('[inference] device = "cuda", but no CUDA device is visible; use "cpu" or "auto".')
-    model = load_model(directory, dtype=getattr(torch, cfg.dtype), device=device)
+    model = load_model(directory, dtype=dtype_of(cfg.dtype, device), device=device)
     is_small = sum(p.numel() for p in model.parameters()) < _ONE_THREAD_BELOW_PARAMETERS
     if is_small and cfg.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # handing a small product to several threads takes longer than computing it
+        torch.set_num_threads(1)  # starting several threads takes longer than computing a small product
     settings = CoreSettings(
         max_model_len=cfg.max_model_len,
         kv_cache_tokens=cfg.kv_cache_tokens,
@@ -342,6 +317,7 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
         enable_prefix_caching=cfg.enable_prefix_caching,
         gpu_memory_utilization=cfg.gpu_memory_utilization,
         enable_return_routed_experts=cfg.enable_return_routed_experts,
+        enable_return_sampling_mask=cfg.enable_return_sampling_mask,
         seed=cfg.seed,
         eos_ids=end_ids(directory, model.config.hf),
     )
@@ -349,7 +325,7 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
 
 
 def end_ids(directory: Path, hf_config: dict) -> tuple[int, ...]:
-    """The model's end tokens: generation_config.json's and config.json's, without loading a tokenizer."""
+    """The model's end tokens from generation_config.json and config.json; loads no tokenizer."""
     found: list[int] = []
     generation = directory / "generation_config.json"
     configs = [msgspec.json.decode(generation.read_bytes())] if generation.exists() else []

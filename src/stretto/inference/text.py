@@ -1,4 +1,4 @@
-"""Tokens to text while they come: whole characters only, and the search for stop strings."""
+"""Decode tokens to whole characters while they are sampled, and search them for stop strings."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-_MAX_HELD = 8  # tokens that may wait for the rest of a character before they are shown as they are
+_MAX_HELD = 8  # tokens that may wait for the rest of a character before they are decoded as they are
 
 
 class Detokenizer:
-    """The text that each next token adds; bytes of an unfinished character wait for the rest."""
+    """Returns the text that each token adds; bytes of an unfinished character wait for the rest."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._start = 0  # tokens from here on are decoded: what a token looks like depends on the one before
-        self._shown = 0
+        self._start = 0  # decoding starts here: the text of a token depends on the token before it
+        self._num_decoded = 0  # tokens whose text has been returned
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        before = self._decode(self._ids[self._start : self._shown])
+        """The text that this token adds; empty while a character is unfinished."""
+        before = self._decode(self._ids[self._start : self._num_decoded])
         now = self._decode(self._ids[self._start :])
-        if now.endswith("\ufffd") and len(self._ids) - self._shown < _MAX_HELD:
+        if now.endswith("\ufffd") and len(self._ids) - self._num_decoded < _MAX_HELD:
             return ""
-        self._start, self._shown = self._shown, len(self._ids)
+        self._start, self._num_decoded = self._num_decoded, len(self._ids)
         return now[len(before) :]
 
 
 class StopSearch:
-    """Says after which token one of the stop strings is complete."""
+    """Finds the token that completes one of the stop strings."""
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
         self._stops = stops
-        self._keep = max(map(len, stops)) - 1
+        self._tail_length = max(map(len, stops)) - 1
         self._detokenizer = Detokenizer(decode)
         self._tail = ""
 
@@ -41,26 +42,26 @@ class StopSearch:
         """The stop string that this token completes (the earliest in the text), if any."""
         text = self._tail + self._detokenizer.push(token_id)
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        self._tail = text[max(len(text) - self._keep, 0) :]
+        self._tail = text[max(len(text) - self._tail_length, 0) :]
         return min(found)[1] if found else None
 
 
-class Watcher:
-    """Reads a request's tokens in the step that draws them: for stop strings, and for streams."""
+class TokenWatcher:
+    """Reads a request's tokens in the step that samples them, for stop strings and for streams."""
 
     def __init__(self, n: int, stops: Sequence[str], decode: Decode | None, *, is_streamed: bool) -> None:
         self._searches = [StopSearch(stops, decode) for _ in range(n)] if stops else None
         self._is_streamed = is_streamed
         self._events: list[tuple[int, int, float]] = []
 
-    def see(self, member: int, token_id: int, logprob: float) -> str | None:
-        """Called by the engine for every token; a stop string ends the sample."""
+    def observe(self, member: int, token_id: int, logprob: float) -> str | None:
+        """Called by the engine for every token; returns a stop string if it ends the sample."""
         if self._is_streamed:
             self._events.append((member, token_id, logprob))
         return self._searches[member].push(token_id) if self._searches else None
 
-    def take_events(self) -> list[tuple[int, int, float]]:
-        """(sample, token, logprob) drawn since the last call."""
+    def pop_events(self) -> list[tuple[int, int, float]]:
+        """Remove and return all (sample, token, logprob) since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -1,4 +1,4 @@
-"""The run's database: what was drawn, rolled out, shipped, trained, and what a resume may use of it."""
+"""The run's database: what was drawn, rolled out, shipped and trained, and what a resume may use again."""
 
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader

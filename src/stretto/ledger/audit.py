@@ -1,7 +1,6 @@
-"""Proof from the ledger that a run did what it promised, whatever died on the way.
+"""Checks from the ledger that a run kept its promises, whichever processes died meanwhile.
 
-Only the surviving lineage is judged: what a resume undid may have been trained before, that is what undone
-means.
+Only the surviving lineage is checked: a resume may undo what was trained before.
 """
 
 from __future__ import annotations
@@ -15,21 +14,23 @@ import msgspec
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
 from stretto.ledger import schema
-from stretto.ledger.segments import Place, load_payload, load_turns
+from stretto.ledger.resume import first_step
+from stretto.ledger.token_file import Place, load_payload, load_turns
 
 
 def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
-    """Every promise the run broke, in words; [] for a clean run.
+    """Every promise that the run broke, one sentence each; [] if none.
 
-    payloads: also read and verify every payload that is still kept (as long as the segments are big).
-    Raises: DataError when there is no ledger to read.
+    payloads: also read and verify every payload that still exists; this takes longer the larger the segments are.
+    Raises: DataError if there is no ledger to read.
     """
     run_dir = run_dir if isinstance(run_dir, RunDir) else RunDir(Path(run_dir))
     db = schema.open_for_reading(run_dir.ledger)
     try:
-        checks = [_trained_twice, _never_finished, _wrong_age, _step_gaps, _version_gaps, _open_ends]
-        found = [line for check in checks for line in check(db)]
-        return found + (list(_damaged(db, run_dir)) if payloads else [])
+        checks = [_trained_twice, _never_finished, _wrong_age, _step_gaps, _lost, _version_gaps, _open_ends]
+        with schema.guarded(run_dir.ledger):
+            found = [line for check in checks for line in check(db)]
+            return found + (list(_damaged(db, run_dir)) if payloads else [])
     finally:
         db.close()
 
@@ -59,7 +60,7 @@ def _never_finished(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _wrong_age(db: sqlite3.Connection) -> Iterator[str]:
-    """The bound of the life that shipped the batch counts."""
+    """Check staleness against the bound of the incarnation that shipped the batch."""
     bounds = {
         i: msgspec.json.decode(info) for i, info in db.execute("SELECT incarnation, info FROM incarnations")
     }
@@ -78,7 +79,7 @@ def _wrong_age(db: sqlite3.Connection) -> Iterator[str]:
 
 def _step_gaps(db: sqlite3.Connection) -> Iterator[str]:
     steps = [step for (step,) in db.execute("SELECT step FROM batches WHERE state != 'undone' ORDER BY step")]
-    first = _first_step(db) + 1
+    first = first_step(db) + 1
     if steps != list(range(first, first + len(steps))):
         yield f"steps of the batches are not {first}, {first + 1}, {first + 2}, ...: {_runs(steps)}"
     trained = [
@@ -88,10 +89,14 @@ def _step_gaps(db: sqlite3.Connection) -> Iterator[str]:
         yield f"trained steps are not {first}, {first + 1}, {first + 2}, ...: {_runs(trained)}"
 
 
-def _first_step(db: sqlite3.Connection) -> int:
-    """The step that the run began after: 0, or that of the checkpoint of another run."""
-    first = db.execute("SELECT resumed_step FROM incarnations ORDER BY incarnation LIMIT 1").fetchone()
-    return 0 if first is None else first[0] or 0
+def _lost(db: sqlite3.Connection) -> Iterator[str]:
+    """Steps that cannot be checked, because a resume did not find them in the ledger."""
+    query = (
+        "SELECT step FROM batches b WHERE state != 'undone' "
+        "AND NOT EXISTS (SELECT 1 FROM batch_rollouts WHERE batch = b.batch) ORDER BY step"
+    )
+    if steps := [step for (step,) in db.execute(query)]:
+        yield f"the rollouts of steps {_runs(steps)} are unknown: the end of the ledger was lost before a resume"
 
 
 def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
@@ -101,7 +106,7 @@ def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
             "SELECT DISTINCT version FROM versions WHERE state != 'undone' ORDER BY version"
         )
     ]
-    first = _first_step(db)
+    first = first_step(db)
     if versions != list(range(first, first + len(versions))):
         yield f"published versions are not {first}, {first + 1}, {first + 2}, ...: {_runs(versions)}"
     (shipped,) = db.execute(

@@ -1,4 +1,4 @@
-"""Questions to a run's ledger, from any process, while the run lives or after."""
+"""Reads a run's ledger, from any process, during the run or after it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stretto.records.rollout import Group
 
 
 class LedgerReader:
-    """A read-only connection. Rows come as dicts; JSON columns are decoded."""
+    """A read-only connection. Rows are dicts with decoded JSON columns."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        """Raises: DataError when there is no ledger, or it is damaged or of another version."""
+        """Raises: DataError if there is no ledger, or if it is damaged or of another version."""
         self._run_dir = run_dir
         self._db = schema.open_for_reading(run_dir.ledger)
 
@@ -33,25 +33,25 @@ class LedgerReader:
         self._db.close()
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
-        """Any query over the tables of `schema.py`."""
-        return [_decoded(row) for row in self._db.execute(query, values)]
+        """The rows of any query over the tables of `schema.py`."""
+        return [_decoded(row) for row in self._all(query, *values)]
 
     def incarnations(self) -> list[dict[str, Any]]:
-        """The lives of the run, in order."""
+        """The incarnations of the run, in order."""
         return self.rows("SELECT * FROM incarnations ORDER BY incarnation")
 
     def draws_by_state(self) -> dict[str, int]:
-        """How many draws there are in each state."""
-        return dict(map(tuple, self._db.execute("SELECT state, count(*) FROM draws GROUP BY state")))
+        """Number of draws in each state."""
+        return dict(map(tuple, self._all("SELECT state, count(*) FROM draws GROUP BY state")))
 
     def drops_by_reason(self) -> dict[str, int]:
-        """How many groups were dropped, for each reason."""
+        """Number of dropped groups for each reason."""
         query = "SELECT reason, count(*) FROM draws WHERE state = 'dropped' GROUP BY reason"
-        return dict(map(tuple, self._db.execute(query)))
+        return dict(map(tuple, self._all(query)))
 
     def rollouts_by_status(self) -> dict[str, int]:
-        """How many rollouts (every try) there are in each status."""
-        return dict(map(tuple, self._db.execute("SELECT status, count(*) FROM rollouts GROUP BY status")))
+        """Number of rollouts in each status; every attempt counts."""
+        return dict(map(tuple, self._all("SELECT status, count(*) FROM rollouts GROUP BY status")))
 
     def batches(self) -> list[dict[str, Any]]:
         """The batches of the surviving lineage, by step."""
@@ -63,22 +63,27 @@ class LedgerReader:
         return self.rows(query, step)
 
     def num_reused(self) -> int:
-        """Rollouts trained in a later life of the run than the one that sampled them."""
+        """Number of rollouts trained in a later incarnation than the one that sampled them."""
         query = (
             "SELECT count(*) FROM live_rollouts WHERE batch_state = 'trained' AND incarnation < shipped_in"
         )
-        return self._db.execute(query).fetchone()[0]
+        return self._all(query)[0][0]
 
     def group(self, group_id: int) -> Group:
         """A finished group with its tokens.
 
-        Raises: DataError when its payload is no longer kept or damaged.
+        Raises: DataError if its payload is damaged or was deleted.
         """
-        return resume.load_group(self._db, self._run_dir, group_id)
+        with schema.guarded(self._run_dir.ledger):
+            return resume.load_group(self._db, self._run_dir, group_id)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Events of one kind, in order."""
         return self.rows("SELECT * FROM events WHERE kind = ? ORDER BY id", kind)
+
+    def _all(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        with schema.guarded(self._run_dir.ledger):
+            return self._db.execute(query, values).fetchall()
 
 
 def _decoded(row: sqlite3.Row) -> dict[str, Any]:

@@ -1,14 +1,16 @@
-"""What a resumed run may use again: the rules, over an open transaction of the writer.
+"""Rules for what a resumed run may use again, inside an open transaction of the writer.
 
-A checkpoint at step s holds the weights of version s. Whatever was trained after it is undone: its rollouts
-are free again, if version s could have sampled them. Rollouts of later versions are lost, and their draws are
-run again under the same number, so that the same tasks are met in the same order.
+A checkpoint at step s holds the weights of version s. What was trained after it is undone: its rollouts may be trained
+again if no later version sampled them. Rollouts of later versions are lost, and their draws are run again under the
+same number, so that the same tasks come in the same order.
 """
 
 from __future__ import annotations
 
 import logging
 import sqlite3
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +18,14 @@ import msgspec
 
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
-from stretto.ledger.segments import Payload, Place, load_payload, load_turns
-from stretto.records.partial import Kept, standing, up_to
+from stretto.ledger.token_file import Payload, Place, load_payload, load_turns
+from stretto.records.partial import PartialRollout, latest_turns, turns_up_to
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
 logger = logging.getLogger(__name__)
 
-# The rows of group ? that count: of each member the newest that is not lost. A dropped one that had finished was
-# left out of the batch by a filter; its reward is still its group's.
+# The rows of group ? that count: per member the newest that is not lost. A row that was dropped after it had finished
+# counts too: a filter kept it out of the batch, but its reward belongs to the group.
 NEWEST_ROWS = """
     SELECT *, max(row) FROM rollouts WHERE group_id = ? AND status NOT IN ('lost', 'running')
     AND (status != 'dropped' OR finished_at IS NOT NULL)
@@ -33,7 +35,7 @@ NEWEST_ROWS = """
 
 @dataclass(frozen=True)
 class Rewound:
-    """What a rewind took back."""
+    """What a rewind has undone."""
 
     batches: int
     rollouts_freed: int  # were in a batch that is undone, and may be used again
@@ -43,10 +45,9 @@ class Rewound:
 def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     """Undo everything after `step`, as if the run had ended with the checkpoint of that step. Rows stay.
 
-    Batches, versions and checkpoints after it become `undone`; their groups, and groups that were dropped
-    since, are finished again. Groups with a rollout that began under a later version become `lost` and drawn
-    again; so do rollouts that were still running. A batch up to `step` that was not reported trained is
-    trained: the checkpoint says so.
+    Later batches, versions and checkpoints become `undone`; their groups, and groups dropped since, are finished again.
+    Groups with a rollout that began under a later version become `lost` and are drawn again; so are rollouts that were
+    still running. A batch up to `step` counts as trained even if that was not reported: the checkpoint proves it.
     """
     undone = [
         b for (b,) in db.execute("SELECT batch FROM batches WHERE step > ? AND state != 'undone'", (step,))
@@ -79,16 +80,70 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
         (step,),
     ).fetchall()
     for (group_id,) in too_new:
-        lost += _lose(db, group_id)
+        lost += _mark_lost(db, group_id)
     return Rewound(len(undone), freed, lost)
 
 
-def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version: int) -> list[Group]:
-    """Finished, untrained groups with first tokens from oldest_version..step, in draw order, payloads
-    verified.
+def lost_steps(db: sqlite3.Connection, step: int) -> list[int]:
+    """Steps up to `step` whose rollouts are unknown, since the end of the ledger was lost."""
+    first = first_step(db)
+    known = {
+        found
+        for (found,) in db.execute(
+            "SELECT step FROM batches b WHERE state != 'undone' "
+            "AND EXISTS (SELECT 1 FROM batch_rollouts WHERE batch = b.batch)"
+        )
+    }
+    return [number for number in range(first + 1, step + 1) if number not in known]
 
-    Groups that are too old are dropped; groups whose payload is gone or damaged are lost and will be drawn
-    again.
+
+def missing_draws(db: sqlite3.Connection, next_draw: int) -> list[int]:
+    """Draw numbers below next_draw that the ledger does not know, in order."""
+    info = db.execute("SELECT info FROM incarnations ORDER BY incarnation LIMIT 1").fetchone()
+    first = 0 if info is None else msgspec.json.decode(info[0]).get("first_draw", 0)
+    count = "SELECT count(*) FROM draws WHERE group_id >= ? AND group_id < ?"
+    if db.execute(count, (first, next_draw)).fetchone()[0] == next_draw - first:
+        return []
+    known = {number for (number,) in db.execute("SELECT group_id FROM draws WHERE group_id >= ?", (first,))}
+    return [number for number in range(first, next_draw) if number not in known]
+
+
+def give_up(db: sqlite3.Connection, step: int, draws: Iterable[int], steps: Iterable[int]) -> None:
+    """Mark these draws as dropped and these steps as trained, with unknown rollouts.
+
+    Versions up to `step`, that of a checkpoint, are marked as published.
+    """
+    db.executemany(
+        "UPDATE draws SET state = 'dropped', reason = 'lost', dropped_at_step = ? WHERE group_id = ?",
+        [(step, number) for number in draws],
+    )
+    now, incarnation = time.time(), _incarnation(db)
+    db.executemany(
+        "INSERT INTO batches (step, incarnation, state, shipped_at) SELECT ?1, ?2, 'trained', ?3 "
+        "WHERE NOT EXISTS (SELECT 1 FROM batches WHERE step = ?1 AND state != 'undone')",
+        [(number, incarnation, now) for number in steps],
+    )
+    newest = "SELECT coalesce(max(version), ?) FROM versions WHERE state != 'undone'"
+    (version,) = db.execute(newest, (first_step(db) - 1,)).fetchone()
+    db.executemany(
+        "INSERT INTO versions (version, incarnation, state, published_at) VALUES (?, ?, 'published', ?)",
+        [(number, incarnation, now) for number in range(version + 1, step + 1)],
+    )
+
+
+def _incarnation(db: sqlite3.Connection) -> int:
+    return db.execute("SELECT coalesce(max(incarnation), 0) FROM incarnations").fetchone()[0]
+
+
+def first_step(db: sqlite3.Connection) -> int:
+    """The step after which the ledger begins: 0, or that of the checkpoint from which the run started."""
+    return db.execute("SELECT coalesce(min(coalesce(resumed_step, 0)), 0) FROM incarnations").fetchone()[0]
+
+
+def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version: int) -> list[Group]:
+    """Finished, untrained groups whose first tokens are of oldest_version..step, in draw order, verified.
+
+    Older groups are dropped. Groups whose payload is missing or damaged become lost and will be drawn again.
     """
     groups = []
     for (group_id,) in db.execute(
@@ -98,7 +153,7 @@ def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version
             group = load_group(db, run_dir, group_id)
         except (DataError, WireError) as error:
             logger.warning("group %d will be run again: %s", group_id, error)
-            _lose(db, group_id)
+            _mark_lost(db, group_id)
             continue
         versions = [v for r in group.rollouts if (v := r.first_version) is not None]
         if min(versions, default=step) < oldest_version:
@@ -112,22 +167,22 @@ def resumable(db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is kept of a rollout, and where it stands."""
+class StoredPartial:
+    """A partial rollout, and where it is stored."""
 
-    kept: Kept
+    rollout: PartialRollout
     place: Place
     row: int
-    is_cut: bool  # what stands there is more: tokens of versions that are undone
+    is_cut: bool  # more is stored there: tokens of versions that are undone
 
 
-def kept_rollouts(
+def partial_rollouts(
     db: sqlite3.Connection, run_dir: RunDir, step: int, oldest_version: int
-) -> dict[tuple[int, int], Found]:
-    """The turns of rollouts that were under way, of draws that are played again, by group and member.
+) -> dict[tuple[int, int], StoredPartial]:
+    """Partial rollouts of draws that are played again, by group and member.
 
-    Tokens of versions after `step` are undone with them; what is older than oldest_version, gone or damaged is
-    left out, and such a rollout begins anew.
+    Tokens of versions after `step` are cut off. A rollout that is older than oldest_version, missing or damaged is not
+    among them, and starts anew.
     """
     rows = db.execute(
         "SELECT group_id, member, r.finished_at, segment, offset, length, crc, max(row) FROM rollouts r "
@@ -137,22 +192,22 @@ def kept_rollouts(
     for group_id, member, finished_at, *place, row in rows:
         if finished_at is not None or place[0] is None:
             continue
-        who, at = f"g{group_id}.{member}", Place(*place)
+        rollout_id, at = f"g{group_id}.{member}", Place(*place)
         try:
-            whole = standing(load_turns(run_dir, at, who))
-            turns = up_to(whole, step)
+            whole = latest_turns(load_turns(run_dir, at, rollout_id))
+            turns = turns_up_to(whole, step)
             why = f"it was sampled after step {step}"
         except (DataError, WireError) as error:
             turns, why = [], str(error)
-        kept = Kept(turns=tuple(turns))
-        if turns and kept.first_version < oldest_version:
-            turns, why = [], f"version {kept.first_version} is too old now"
+        rollout = PartialRollout(turns=tuple(turns))
+        if turns and rollout.first_version < oldest_version:
+            turns, why = [], f"version {rollout.first_version} is too old now"
         if not turns:
-            logger.warning("rollout %s begins anew: %s", who, why)
+            logger.warning("rollout %s starts anew: %s", rollout_id, why)
             db.execute("UPDATE rollouts SET segment = NULL WHERE row = ?", (row,))
             continue
         is_cut = len(turns) < len(whole) or turns[-1] is not whole[-1]
-        found[group_id, member] = Found(kept, at, row, is_cut=is_cut)
+        found[group_id, member] = StoredPartial(rollout, at, row, is_cut=is_cut)
     return found
 
 
@@ -165,9 +220,9 @@ def unfinished_draws(db: sqlite3.Connection) -> list[tuple[int, Task]]:
 
 
 def load_group(db: sqlite3.Connection, run_dir: RunDir, group_id: int) -> Group:
-    """A finished group as it was recorded.
+    """Load a finished group as it was recorded.
 
-    Raises: DataError when there is none, or a payload is gone or damaged.
+    Raises: DataError if there is none, or if a payload is missing or damaged.
     """
     draw = db.execute("SELECT env, task_id, data FROM draws WHERE group_id = ?", (group_id,)).fetchone()
     cursor = db.execute(NEWEST_ROWS, (group_id,))
@@ -183,7 +238,7 @@ def load_group(db: sqlite3.Connection, run_dir: RunDir, group_id: int) -> Group:
 
 
 def mark_trained(db: sqlite3.Connection, step: int) -> None:
-    """The groups of a batch follow its state."""
+    """Mark the groups of a trained batch as trained."""
     db.execute(
         "UPDATE draws SET state = 'trained' WHERE group_id IN "
         "(SELECT group_id FROM live_rollouts WHERE step = ? AND batch_state = 'trained')",
@@ -192,7 +247,7 @@ def mark_trained(db: sqlite3.Connection, step: int) -> None:
 
 
 def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:
-    """Whether a payload in the segment may still be trained on or continued, or was trained after `horizon`."""
+    """May a payload in the segment still be trained on or continued, or was one trained after `horizon`?"""
     query = """
         SELECT 1 FROM rollouts r JOIN draws d USING (group_id)
         WHERE r.segment = ? AND (d.state = 'drawn' AND r.finished_at IS NULL OR r.status != 'lost' AND (
@@ -203,8 +258,8 @@ def is_needed(db: sqlite3.Connection, segment: int, horizon: int) -> bool:
     return db.execute(query, (segment, horizon, horizon)).fetchone() is not None
 
 
-def _lose(db: sqlite3.Connection, group_id: int) -> int:
-    """Forget what a draw has made; how many rollouts that were."""
+def _mark_lost(db: sqlite3.Connection, group_id: int) -> int:
+    """Mark the rollouts of a draw as lost and the draw as drawn; the number of rollouts."""
     cursor = db.execute(
         "UPDATE rollouts SET status = 'lost' WHERE group_id = ? AND status != 'lost'", (group_id,)
     )

@@ -1,28 +1,30 @@
 """The tables of a run's ledger, and how its file is opened.
 
-One writer (the orchestrator) and any number of readers: SQLite in WAL mode. Rows are never deleted; what a
-resume takes back stays as a row in state `undone` or `lost`. The surviving lineage is everything else.
+One writer (the orchestrator) and any number of readers: SQLite in WAL mode. Rows are never deleted; what a resume
+undoes stays as a row in state `undone` or `lost`. All other rows are the surviving lineage.
 
-State of a draw (a task drawn, its group):
+States of a draw (a task and its group):
 
     drawn -> finished -> shipped -> trained
-    drawn | finished -> dropped              stale, no signal, cancelled
+    drawn | finished -> dropped              stale, no signal, or cancelled
     drawn -> failed                          no member succeeded
 
 A rewind moves shipped, dropped and failed draws of undone steps back to finished or drawn.
 
-Status of a rollout row: running -> finished | truncated | failed | dropped (cancelled) | lost (its process
-died, or its weights were undone). A rollout that is run again gets a new row; the newest not lost counts.
+Status of a rollout row: running -> finished | truncated | failed | dropped (cancelled) | lost (its process died, or its
+weights were undone). A rollout that is run again gets a new row; the newest row that is not lost counts.
 
-State of a batch: shipped -> trained, undone. State of a version: published -> loaded, undone.
+States of a batch: shipped -> trained, undone. States of a version: published -> loaded, undone.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from stretto.base.errors import DataError, EngineError
+from stretto.base.errors import DataError, EngineError, StrettoError
 
 SCHEMA = 1
 
@@ -75,11 +77,14 @@ CREATE TABLE events (
 );
 """
 
+# Not part of the schema: created when a ledger without them is opened.
+INDEXES = "CREATE INDEX IF NOT EXISTS versions_published ON versions (version) WHERE state = 'published';"
+
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The database, made when there is none.
+    """Open the database; create it if there is none.
 
-    Raises: DataError when it is of another version of stretto or damaged.
+    Raises: DataError if it is damaged, or of another version of stretto.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     connection = sqlite3.connect(path, isolation_level=None, timeout=30.0)
@@ -91,9 +96,10 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
         _check_schema(connection, path)
+        connection.execute(INDEXES)
     except sqlite3.DatabaseError as cause:
         connection.close()
-        raise DataError(f"{path}: {cause}; it is no ledger or is damaged.") from cause
+        raise to_error(path, cause) from cause
     except DataError:
         connection.close()
         raise
@@ -101,9 +107,9 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """The database of a run, live or ended.
+    """Open the database of a run, running or ended.
 
-    Raises: DataError when there is none, or it is of another version of stretto or damaged.
+    Raises: DataError if there is none, or if it is damaged, or of another version of stretto.
     """
     if not path.exists():
         raise DataError(f"{path}: there is no ledger; is this a run directory?")
@@ -114,7 +120,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         connection.row_factory = sqlite3.Row
         _check_schema(connection, path)
     except sqlite3.DatabaseError as cause:
-        raise DataError(f"{path}: {cause}; it is no ledger or is damaged.") from cause
+        raise to_error(path, cause) from cause
     return connection
 
 
@@ -125,6 +131,26 @@ def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
         raise DataError(f"{path}: ledger schema {found}, this stretto knows {SCHEMA}; {older} is older.")
 
 
-def failed(path: Path, cause: sqlite3.Error) -> EngineError:
-    """What a write that failed is to the run."""
+def to_error(path: Path, cause: sqlite3.Error) -> StrettoError:
+    """The error to raise for an SQLite error: DataError for a damaged file, else EngineError."""
+    if getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in (
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+    ):
+        return DataError(
+            f"{path}: {cause}; the file is damaged or not a ledger. To continue from a checkpoint without it, move it "
+            f"and the files {path.name}-* away and resume: draws up to the checkpoint count as trained."
+        )
     return EngineError(f"{path}: {cause}; the run cannot go on without its ledger (is the disk full?).")
+
+
+@contextmanager
+def guarded(path: Path) -> Iterator[None]:
+    """Turn SQLite errors raised inside into ours.
+
+    Raises: DataError, EngineError.
+    """
+    try:
+        yield
+    except sqlite3.Error as cause:
+        raise to_error(path, cause) from cause

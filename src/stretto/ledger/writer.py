@@ -1,41 +1,43 @@
-"""The orchestrator's pen: every call is one row or one transaction, committed before it returns.
+"""Writes the ledger, for the orchestrator: every call is one row or one transaction, committed before it returns.
 
-Call a method before what it records takes effect. A commit is a write to the WAL file, not a disk flush: tens
-of microseconds, and a killed process has lost nothing. `with ledger.transaction():` joins several calls into
-one commit. What a resume does with the rows is in `resume.py`; states and tables are in `schema.py`.
+Call a method before what it records takes effect. A commit is a write to the WAL file, not a disk flush: it takes tens
+of microseconds, and a killed process loses nothing; `flush` protects against power cuts. `with ledger.transaction():`
+makes several calls one commit. What a resume does with the rows is in `resume.py`; states and tables are in
+`schema.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
 from stretto.base.errors import ConfigError, EngineError
+from stretto.base.files import flush, flush_parents
+from stretto.base.locked import try_lock
 from stretto.base.paths import RunDir
 from stretto.ledger import resume, schema
-from stretto.ledger.segments import Place, SegmentWriter
-from stretto.records.partial import Kept, Turn
-from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
+from stretto.ledger.token_file import Place, SegmentWriter
+from stretto.records.partial import PartialRollout, Turn
+from stretto.records.rollout import Group, Rollout, Task
 
 logger = logging.getLogger(__name__)
 
-_NOWHERE = (None, None, None, None)
-_VALID = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
+_NO_PLACE = (None, None, None, None)
 _INSERT_RUNNING = (
     "INSERT INTO rollouts (row, group_id, member, incarnation, status, version, started_at, "
     "segment, offset, length, crc) VALUES (?, ?, ?, ?, 'running', ?, ?, ?, ?, ?, ?)"
 )
 _UPDATE_TURN = "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?"
-TURNS_EVERY_S = 0.05  # turns played meanwhile are one commit
+TURN_COMMIT_INTERVAL_S = 0.05  # turns that end within it are one commit
 _COLUMNS = (
     "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, "
     "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, "
@@ -46,15 +48,22 @@ _FINISH = (
 )
 
 
+class _Start(NamedTuple):
+    """The row of a running member, and the version and time at which it started."""
+
+    row: int
+    version: int | None
+    started_at: float | None
+
+
 class Ledger:
-    """Open it with `Ledger.open`. One process and one thread write."""
+    """The writing end of the ledger; open it with `Ledger.open`. One process and one thread write."""
 
     @classmethod
     def open(cls, run_dir: RunDir, *, keep_steps: int | None = 50, segment_bytes: int = 64_000_000) -> Ledger:
-        """Open the run's ledger, or begin it.
+        """Open the run's ledger, or create it.
 
-        Raises: EngineError when another process writes it, DataError when it is damaged or of another
-        version.
+        Raises: EngineError if another process writes it, DataError if it is damaged or of another version.
         """
         return cls(run_dir, keep_steps, segment_bytes)
 
@@ -68,18 +77,26 @@ class Ledger:
         except BaseException:
             os.close(self._lock)
             raise
+        try:
+            with schema.guarded(run_dir.ledger):
+                self._begin()
+        except BaseException:
+            self._db.close()
+            os.close(self._lock)
+            raise
+
+    def _begin(self) -> None:
+        """Continue where the database ends."""
         self._depth = 0
-        self._running: dict[
-            tuple[int, int], tuple[int, int, float]
-        ] = {}  # member -> row, version, started_at
-        self._turns: dict[tuple[int, int], Place] = {}  # member -> its newest turn, while it is not done
-        self._unwritten: dict[
-            int, Place
-        ] = {}  # row -> its newest turn, where the database does not know it yet
+        self._running: dict[int, dict[int, _Start]] = {}  # group -> member -> its row
+        self._turns: dict[tuple[int, int], Place] = {}  # unfinished member -> its newest turn
+        # Row -> its newest turn, if that is not committed yet.
+        self._unwritten: dict[int, Place] = {}
         self._next_row = self._scalar("SELECT coalesce(max(row), 0) + 1 FROM rollouts")
         self._incarnation = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
         self._segments = self._open_segment()
+        self._flushed_segment = self._segments.segment  # all segments before it are on the disk
 
     def close(self) -> None:
         self.write_turns()
@@ -89,7 +106,7 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Everything written inside is one commit, or nothing is."""
+        """Commit everything written inside together; after an exception, nothing of it."""
         if self._depth:
             yield
             return
@@ -105,7 +122,7 @@ class Ledger:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             if isinstance(error, sqlite3.Error):
-                raise schema.failed(self._run_dir.ledger, error) from error
+                raise schema.to_error(self._run_dir.ledger, error) from error
             raise
         finally:
             self._depth = 0
@@ -113,9 +130,9 @@ class Ledger:
     # -- what happens --
 
     def run_started(self, info: Mapping[str, Any], *, resumed_step: int | None = None) -> int:
-        """A process takes over the run; the number of its life, from 1.
+        """Record a new incarnation of the run; its number, from 1.
 
-        info is JSON-able; `max_off_policy_steps` in it is what `audit` checks staleness against.
+        info must be JSON-able; `audit` checks staleness against its `max_off_policy_steps`.
         """
         with self.transaction():
             self._db.execute("UPDATE rollouts SET status = 'lost' WHERE status = 'running'")
@@ -125,66 +142,49 @@ class Ledger:
         return self._incarnation
 
     def task_drawn(self, group_id: int, task: Task) -> None:
-        """Draw `group_id` is this task. A draw that is run again is not drawn again."""
+        """Record that draw `group_id` is this task; not to be called for a draw that is run again."""
         with self.transaction():
             row = (group_id, task.env, task.task_id, _json(task.data), "drawn", None, None, time.time(), None)
             self._insert("draws", *row, self._incarnation)
 
-    def rollout_started(self, rollout_id: str, group_id: int, member: int, version: int) -> None:
-        """A member begins while `version` is loaded."""
-        assert rollout_id == f"g{group_id}.{member}", rollout_id
-        self.rollouts_started(group_id, [member], version)
-
     def rollouts_started(self, group_id: int, members: Sequence[int], version: int) -> None:
-        """Several members of a group begin, in one commit; those of which turns are kept go on from them."""
+        """Record, in one commit, that members of a group start; those with stored turns continue from them."""
         now = time.time()
         rows = []
         for member in members:
-            place = self._turns.get((group_id, member), _NOWHERE)
+            place = self._turns.get((group_id, member), _NO_PLACE)
             rows.append((self._next_row, group_id, member, self._incarnation, version, now, *place))
-            self._running[group_id, member] = (self._next_row, version, now)
+            self._running.setdefault(group_id, {})[member] = _Start(self._next_row, version, now)
             self._next_row += 1
         with self.transaction():
             self._db.executemany(_INSERT_RUNNING, rows)
 
     def turn_played(self, group_id: int, member: int, turn: Turn) -> None:
-        """A turn of a running member, kept in case the rollout is interrupted; see `resume.kept_rollouts`.
+        """Store a turn of a running member, in case the rollout is interrupted; see `resume.partial_rollouts`.
 
-        Inside an event loop turns are committed together, TURNS_EVERY_S later or with what comes before that: a process
-        that is killed meanwhile has lost them, and plays them again.
+        Inside an event loop turns are committed together, after TURN_COMMIT_INTERVAL_S or with the next commit before
+        that. A process that is killed meanwhile loses them, and plays them again.
         """
-        key = (group_id, member)
-        if key not in self._running:
+        start = self._running.get(group_id, {}).get(member)
+        if start is None:
             return  # its group was dropped meanwhile
-        self._add_turn(key, self._running[key][0], turn)
+        self._add_turn((group_id, member), start.row, turn)
         if self._segments.end >= self._segment_bytes:
             self._rotate()
 
     def forget_turns(self, group_id: int, member: int) -> None:
-        """The turns that are kept of a member are of no use; call it before the member is started."""
+        """Do not use the stored turns of a member; call it before the member starts."""
         self._turns.pop((group_id, member), None)
 
-    def rollout_failed(self, rollout_id: str, group_id: int, member: int, error: str) -> None:
-        """A try of a member failed; start it again before the next try."""
-        assert rollout_id == f"g{group_id}.{member}", rollout_id
-        row, version, started = self._take_row(group_id, member)
-        values = (row, group_id, member, self._incarnation, "failed", version, started, time.time(), error)
-        with self.transaction():
-            self._db.execute(
-                "INSERT OR REPLACE INTO rollouts (row, group_id, member, incarnation, status, version, "
-                "started_at, finished_at, error) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                values,
-            )
-
     def group_finished(self, group: Group) -> None:
-        """All members are done: payloads to the segment, then all rows in one transaction.
+        """Record a finished group: payloads to the segment, then all rows in one transaction.
 
-        Call it with advantages assigned; again (with the same rollouts) is an error of the caller.
+        Advantages must be assigned. A group must not be recorded twice.
         """
         places = self._segments.append(group.rollouts)
         advantages = group.advantages or (0.0,) * len(group.rollouts)
         rows = [self._row(*each) for each in zip(group.rollouts, advantages, places)]
-        state = "finished" if any(rollout.status in _VALID for rollout in group.rollouts) else "failed"
+        state = "finished" if any(rollout.is_counted for rollout in group.rollouts) else "failed"
         with self.transaction():
             self._db.executemany(_FINISH, rows)
             self._db.execute(
@@ -195,22 +195,22 @@ class Ledger:
             self._rotate()
 
     def group_dropped(self, group_id: int, reason: str) -> None:
-        """The group, finished or still running, will not be trained on (unless a rewind takes this back)."""
+        """Record that a finished or running group will not be trained on, unless a rewind undoes this."""
         with self.transaction():
             self._db.execute(
                 "UPDATE draws SET state = 'dropped', reason = ?, dropped_at_step = ? WHERE group_id = ?",
                 (str(reason), self._step, group_id),
             )
+            # The plus makes SQLite use the index of the group, which has few rows, not that of all running ones.
             self._db.execute(
-                "UPDATE rollouts SET status = 'dropped' WHERE group_id = ? AND status = 'running'",
+                "UPDATE rollouts SET status = 'dropped' WHERE group_id = ? AND +status = 'running'",
                 (group_id,),
             )
-        for key in [key for key in self._running if key[0] == group_id]:
-            del self._running[key]
-            self._turns.pop(key, None)
+        for member in self._running.pop(group_id, {}):
+            self._turns.pop((group_id, member), None)
 
     def batch_shipped(self, step: int, group_ids: Sequence[int]) -> None:
-        """These groups' valid rollouts are the batch of `step`."""
+        """Record that the valid rollouts of these groups are the batch of `step`."""
         with self.transaction():
             cursor = self._db.execute(
                 "INSERT INTO batches (step, incarnation, state, shipped_at) VALUES (?, ?, 'shipped', ?)",
@@ -226,21 +226,21 @@ class Ledger:
         self._step = max(self._step, step)
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The trainer has done `step`; its rollouts will never be trained on again."""
+        """Record that the trainer has done `step`; its rollouts will never be trained on again."""
         with self.transaction():
             self._db.execute(
                 "UPDATE batches SET state = 'trained', trained_at = ?, metrics = ? "
-                "WHERE step = ? AND state = 'shipped'",
+                "WHERE step = ? AND state = 'shipped' AND state != 'undone'",
                 (time.time(), _json(metrics), step),
             )
             resume.mark_trained(self._db, step)
 
     def version_published(self, version: int) -> None:
-        """The weights of `version` exist."""
+        """Record that the weights of `version` exist."""
         self._insert_row("versions", None, version, self._incarnation, "published", time.time(), None)
 
     def version_loaded(self, version: int) -> None:
-        """Every engine samples from `version`."""
+        """Record that every engine samples from `version`."""
         with self.transaction():
             self._db.execute(
                 "UPDATE versions SET state = 'loaded', loaded_at = ? "
@@ -249,69 +249,103 @@ class Ledger:
             )
 
     def checkpoint_saved(self, step: int) -> None:
-        """The checkpoint of `step` is complete."""
+        """Record that the checkpoint of `step` is complete."""
         self._insert_row("checkpoints", None, step, self._incarnation, "saved", time.time())
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Anything else worth keeping."""
+        """Record anything else worth keeping."""
         self._insert_row("events", None, time.time(), self._incarnation, kind, _json(data))
+
+    async def flush(self) -> None:
+        """Wait until all rows and payloads so far are on the disk, safe from a power cut.
+
+        Raises: EngineError if the disk refuses them.
+        """
+        self.write_turns()
+        first, last = self._flushed_segment, self._segments.segment
+        segments = [self._run_dir.segment(number) for number in range(first, last + 1)]
+        await asyncio.to_thread(_flush, self._run_dir, segments)
+        self._flushed_segment = last
 
     # -- resume: call in this order, before run_started --
 
     def rewind(self, step: int) -> resume.Rewound:
-        """Take back everything after `step`; see `resume.rewind`."""
+        """Undo everything after `step`; see `resume.rewind`."""
         with self.transaction():
             rewound = resume.rewind(self._db, step)
         self._running.clear()
         self._step = step
         return rewound
 
+    def lost_steps(self, step: int) -> list[int]:
+        """Steps up to the checkpoint of `step` whose rollouts the ledger has lost; call it after `rewind`."""
+        with schema.guarded(self._run_dir.ledger):
+            return resume.lost_steps(self._db, step)
+
+    def missing_draws(self, next_draw: int) -> list[int]:
+        """Draws below the checkpoint's next_draw that the ledger has lost."""
+        with schema.guarded(self._run_dir.ledger):
+            return resume.missing_draws(self._db, next_draw)
+
+    def give_up(self, step: int, draws: Iterable[int], steps: Iterable[int]) -> None:
+        """Never train these draws again: the checkpoint of `step` knows them, and the ledger has lost them."""
+        with self.transaction():
+            resume.give_up(self._db, step, draws, steps)
+
     def resumable(self, step: int, oldest_version: int) -> list[Group]:
         """Finished groups that the next step may train on; see `resume.resumable`."""
         with self.transaction():
             return resume.resumable(self._db, self._run_dir, step, oldest_version)
 
-    def kept_rollouts(self, step: int, oldest_version: int) -> dict[tuple[int, int], Kept]:
-        """What unfinished draws have already played, by group and member; see `resume.kept_rollouts`."""
+    def partial_rollouts(self, step: int, oldest_version: int) -> dict[tuple[int, int], PartialRollout]:
+        """The stored turns of unfinished draws, by group and member; see `resume.partial_rollouts`."""
         with self.transaction():
-            found = resume.kept_rollouts(self._db, self._run_dir, step, oldest_version)
+            found = resume.partial_rollouts(self._db, self._run_dir, step, oldest_version)
             self._turns = {key: each.place for key, each in found.items()}
             for key, each in found.items():
-                if each.is_cut:  # written down without what is undone, whose versions will be other weights
+                if each.is_cut:  # stored anew without undone tokens: their versions will be other weights
                     del self._turns[key]
-                    for turn in each.kept.turns:
+                    for turn in each.rollout.turns:
                         self._add_turn(key, each.row, turn)
-        return {key: each.kept for key, each in found.items()}
+        return {key: each.rollout for key, each in found.items()}
 
     def unfinished_draws(self) -> list[tuple[int, Task]]:
         """Draws to run again under their number, in draw order; call it after `resumable`."""
-        return resume.unfinished_draws(self._db)
+        with schema.guarded(self._run_dir.ledger):
+            return resume.unfinished_draws(self._db)
 
     def next_draw(self) -> int:
         """The first draw number that was never used."""
         return self._scalar("SELECT coalesce(max(group_id) + 1, 0) FROM draws")
 
     def open_draws(self) -> list[int]:
-        """Draws that are neither trained nor given up, in order."""
+        """Draws that are neither trained nor dropped nor failed, in order."""
         query = "SELECT group_id FROM draws WHERE state IN ('drawn', 'finished', 'shipped') ORDER BY group_id"
-        return [group_id for (group_id,) in self._db.execute(query)]
+        with schema.guarded(self._run_dir.ledger):
+            return [group_id for (group_id,) in self._db.execute(query)]
 
-    def began_at(self, step: int) -> None:
-        """This run begins after `step` of another one; call it before `run_started`.
+    @property
+    def is_new(self) -> bool:
+        """Is there no incarnation of the run in it?"""
+        return self._incarnation == 0
 
-        Raises: ConfigError when it has begun before.
+    def begin_after(self, step: int) -> None:
+        """Let a new ledger begin after `step`, for a run that continues another one or has lost its ledger.
+
+        Call it before `run_started`. Raises: ConfigError if the ledger is not new.
         """
-        if self._incarnation:
+        if not self.is_new:
             raise ConfigError(
-                f"resume.dir: the run in {self._run_dir} has begun before; continue it with --resume alone, or "
-                "give this one another run.name."
+                f"the run in {self._run_dir} has begun before; continue it with --resume alone, or give this run "
+                "another run.name."
             )
         self._step = step
 
     # -- inside --
 
     def _scalar(self, query: str, *values: Any) -> Any:
-        return self._db.execute(query, values).fetchone()[0]
+        with schema.guarded(self._run_dir.ledger):
+            return self._db.execute(query, values).fetchone()[0]
 
     def _insert(self, table: str, *values: Any) -> None:
         self._db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
@@ -328,26 +362,28 @@ class Ledger:
             self.write_turns()
             return
         if len(self._unwritten) == 1:
-            loop.call_later(TURNS_EVERY_S, self.write_turns)
+            loop.call_later(TURN_COMMIT_INTERVAL_S, self.write_turns)
 
     def write_turns(self) -> None:
-        """Commit the turns that wait for it."""
+        """Commit the turns that are not committed yet."""
         if self._unwritten:
             with self.transaction():
                 pass
 
-    def _take_row(self, group_id: int, member: int) -> tuple[int, int | None, float | None]:
-        """The row of a running member, or a new one for a member that was never said to start."""
+    def _pop_start(self, group_id: int, member: int) -> _Start:
+        """The start of a member that has ended; a new row if its start was not recorded."""
         self._turns.pop((group_id, member), None)
-        if (group_id, member) in self._running:
-            row, *rest = self._running.pop((group_id, member))
-            self._unwritten.pop(row, None)
-            return row, *rest
+        members = self._running.get(group_id, {})
+        if start := members.pop(member, None):
+            if not members:
+                del self._running[group_id]
+            self._unwritten.pop(start.row, None)
+            return start
         self._next_row += 1
-        return self._next_row - 1, None, None
+        return _Start(self._next_row - 1, None, None)
 
     def _row(self, rollout: Rollout, advantage: float, place: Place) -> tuple[Any, ...]:
-        row, version, started = self._take_row(rollout.group_id, rollout.member)
+        row, version, started = self._pop_start(rollout.group_id, rollout.member)
         versions = [span.version for branch in rollout.branches for span in branch.versions]
         return (
             row, rollout.group_id, rollout.member, self._incarnation, str(rollout.status), version,
@@ -357,7 +393,7 @@ class Ledger:
         )  # fmt: skip
 
     def _open_segment(self) -> SegmentWriter:
-        """Go on where the last row ends; what a killed process was about to delete goes now."""
+        """Continue where the last row ends; delete segments whose deletion a kill interrupted."""
         for (segment,) in self._db.execute("SELECT segment FROM segments WHERE deleted_at IS NOT NULL"):
             self._run_dir.segment(segment).unlink(missing_ok=True)
         newest = self._scalar("SELECT coalesce(max(segment), 0) FROM rollouts")
@@ -376,13 +412,15 @@ class Ledger:
             self._delete_old_segments(self._keep_steps)
 
     def _delete_old_segments(self, keep_steps: int) -> None:
-        """Delete segments whose every rollout was trained or given up `keep_steps` ago, and before a
-        checkpoint.
+        """Delete segments whose rollouts were all trained or dropped at least `keep_steps` ago.
 
-        What lies after the newest checkpoint stays, whatever its age: a resume may need it.
+        What came after the newest checkpoint is kept at any age: a resume may need it.
         """
         horizon = (
-            self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state = 'trained'") - keep_steps
+            self._scalar(
+                "SELECT coalesce(max(step), 0) FROM batches WHERE state = 'trained' AND state != 'undone'"
+            )
+            - keep_steps
         )
         saved = self._scalar("SELECT max(step) FROM checkpoints WHERE state = 'saved'")
         horizon = horizon if saved is None else min(horizon, saved)
@@ -393,24 +431,38 @@ class Ledger:
         for (segment,) in closed:
             if resume.is_needed(self._db, segment, horizon):
                 continue
-            with (
-                self.transaction()
-            ):  # first the row: a file that outlives a kill is removed at the next opening
+            # First the row: if a kill comes before the file is deleted, the next opening deletes it.
+            with self.transaction():
                 deleted = "UPDATE segments SET deleted_at = ? WHERE segment = ?"
                 self._db.execute(deleted, (time.time(), segment))
             self._run_dir.segment(segment).unlink(missing_ok=True)
             logger.info("deleted token payloads of segment %d: all older than step %d", segment, horizon)
 
 
-def _lock(run_dir: RunDir) -> int:
-    """Make this process the only writer; the kernel ends that when the process ends, however it does."""
-    run_dir.tokens.mkdir(parents=True, exist_ok=True)
-    fd = os.open(run_dir.tokens, os.O_RDONLY | os.O_CLOEXEC)
+def _flush(run_dir: RunDir, segments: Sequence[Path]) -> None:
+    # SQLite itself flushes the database before it reuses the WAL, so flushing the WAL is enough.
+    wal = run_dir.ledger.with_name(run_dir.ledger.name + "-wal")
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        for path in (*segments, wal):
+            with suppress(FileNotFoundError):  # a deleted segment, or a WAL that is empty
+                flush(path)
+        flush_parents(run_dir.segment(0), run_dir.path.parent)
+    except OSError as cause:
+        raise EngineError(f"{run_dir.ledger}: {cause}; the disk does not take the ledger.") from cause
+
+
+def _lock(run_dir: RunDir) -> int:
+    """Make this process the only writer; the kernel releases the lock when the process ends."""
+    try:
+        run_dir.tokens.mkdir(parents=True, exist_ok=True)
+        fd = os.open(run_dir.tokens, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as cause:
+        raise ConfigError(
+            f"{run_dir.tokens}: {cause.strerror}; it must be a directory of this run, or not exist."
+        ) from cause
+    if not try_lock(fd):
         os.close(fd)
-        raise EngineError(f"{run_dir.ledger}: another process writes this ledger; end it first.") from None
+        raise EngineError(f"{run_dir.ledger}: another process writes this ledger; end it first.")
     return fd
 
 
@@ -419,5 +471,5 @@ def _json(value: Any) -> str:
 
 
 def _number(value: Any) -> Any:
-    """numpy scalars as numbers."""
+    """Convert numpy scalars to numbers."""
     return value.item()

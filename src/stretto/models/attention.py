@@ -1,16 +1,17 @@
-"""Causal attention within packed documents: what the trainer hands the decoder as `Attend`.
+"""Causal attention within packed documents: the `Attend` that the trainer uses.
 
-Documents never see each other and are never padded. Neighbouring documents of equal shape go through one
-batched call, so rows.py sorts them: a few calls a layer then do instead of one a document. A segment may
-continue another one, its prefix: the samples of a group share their prompt, which is then computed once and
-attended to by all. The slow reference, one mask over the whole row, stands in the tests.
+Documents never see each other. A segment may continue another one, its prefix: the samples of a group share their
+prompt, which is then computed once and attended to by all. Segments of about the same shape share one batched call
+(`AttentionCall`); short ones are padded by a few tokens, so that a few calls per layer are enough for any mix of
+lengths. For float32 on a CPU, calls with few keys are matrix products (short_attention.py). The slow reference, one
+mask over the whole row, is in the tests.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,24 +22,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.models.short_attention import AttentionCall, ShortAttention
+
 if TYPE_CHECKING:
     from jaxtyping import Int
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim].
 
-q and k carry their positions already; scores are scaled by head_dim ** -0.5 and causal within a sequence."""
+q and k are rotated by their positions already; scores are scaled by head_dim ** -0.5 and causal within a sequence."""
 
-SHORT_KEYS = 64
-"""Up to so many keys two batched products beat the CPU's flash kernel (1.6 times at 20 keys, even at 64)."""
+PAD_STEP = 8
+"""Short segments are padded to a multiple of this many tokens, so that similar lengths share a call."""
+MAX_PADDED_KEYS = 512
+"""Segments with more keys share calls only with equal shapes: padding them would cost more than it saves."""
+MAX_SHORT_KEYS = 64
+"""Up to this many keys, matrix products beat the CPU's flash kernel (short_attention.py); at 92 they are equal."""
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where segments begin and end in a row: segment s is tokens cu_seqlens[s]:cu_seqlens[s + 1].
+    """Segments of a row: segment s is tokens cu_seqlens[s]:cu_seqlens[s + 1].
 
     A segment is a document, unless `parents` is given: then segment s continues segment parents[s] (-1: it
-    begins a document). Segments without parent come first, and a parent has none itself.
+    starts a document). Segments without a parent come first, and a parent has no parent itself.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -59,97 +66,166 @@ class PackedLayout:
 
     @cached_property
     def attend(self) -> Attend:
+        """Attention over these segments."""
         if self.parents is None or all(parent < 0 for parent in self.parents):
-            return packed_attention(self.cu_seqlens)
+            return packed_attention(self.cu_seqlens, self.device)
         return prefix_attention(self.cu_seqlens, self.parents, self.device)
 
 
-def packed_attention(cu_seqlens: tuple[int, ...] | Tensor) -> Attend:
+def packed_attention(cu_seqlens: tuple[int, ...] | Tensor, device: torch.device | None = None) -> Attend:
     """An `Attend` over documents with these bounds (0, end of the first, ..., number of tokens)."""
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(b) for b in cu_seqlens]
-    runs = equal_length_runs(bounds)
+    in_calls = _attend_in_calls(bounds, [-1] * (len(bounds) - 1), device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if _fits_varlen(q):
-            return _varlen(q, k, v, bounds)
-        parts = [_causal(*(_split(x[a:b], num) for x in (q, k, v))) for a, b, num in runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _attend_varlen(q, k, v, bounds) if _supports_varlen(q) else in_calls(layer, q, k, v)
 
     return attend
 
 
-def prefix_attention(cu_seqlens: tuple[int, ...], parents: tuple[int, ...], device: torch.device) -> Attend:
+def prefix_attention(
+    cu_seqlens: tuple[int, ...], parents: tuple[int, ...], device: torch.device | None = None
+) -> Attend:
     """An `Attend` where segments with a parent also see all of it (PackedLayout)."""
     num_roots = sum(parent < 0 for parent in parents)
     assert all(0 <= p < num_roots for p in parents[num_roots:]), (
         "a parent must be a root, and roots come first"
     )
-    roots = packed_attention(cu_seqlens[: num_roots + 1])
-    end = cu_seqlens[num_roots]
-    runs = _continued_runs(cu_seqlens, parents, num_roots, device)
+    return _attend_in_calls(cu_seqlens, parents, device)
+
+
+# -- calls: segments of about the same shape together --
+
+
+def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torch.device | None) -> Attend:
+    """An `Attend` over all segments, with one call per shape."""
+    ends, parents_of = np.asarray(bounds, np.int64), np.asarray(parents, np.int64)
+    calls = [
+        _build_call(ends, parents_of, segments, device) for segments in _group_by_shape(ends, parents_of)
+    ]
+    short = ShortAttention([call for call in calls if call.keys.shape[1] <= MAX_SHORT_KEYS])
+    long = [call for call in calls if call.keys.shape[1] > MAX_SHORT_KEYS]
+    num_rows = int(ends[-1])
+    result_index, long_result_index = (
+        _result_index(calls, num_rows, 0),
+        _result_index(long, num_rows, num_rows),
+    )
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = [roots(layer, q[:end], k[:end], v[:end])]
-        for a, b, num, prefix in runs:
-            seen = [
-                torch.cat((_split(x.index_select(0, prefix), num), _split(x[a:b], num)), dim=1)
-                for x in (k, v)
-            ]
-            parts.append(_causal(_split(q[a:b], num), *seen))
-        return torch.cat(parts)
+        if short.calls and q.dtype is torch.float32 and not q.is_cuda:
+            out = short(q, k, v)
+            if long:
+                out = torch.cat((out, *(_run_call(call, q, k, v) for call in long)))
+                out = out.index_select(0, long_result_index)
+            return out
+        parts = [_run_call(call, q, k, v) for call in calls]
+        if not parts:
+            return q[:0]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if result_index is None else out.index_select(0, result_index)
 
     return attend
 
 
-def equal_length_runs(bounds: list[int]) -> list[tuple[int, int, int]]:
-    """(first token, last token + 1, number of documents) of each stretch of equally long documents."""
-    runs: list[tuple[int, int, int]] = []
-    length_before = None
-    for start, end in pairwise(bounds):
-        if end == start:
-            continue
-        if end - start == length_before:
-            runs[-1] = (runs[-1][0], end, runs[-1][2] + 1)
-        else:
-            runs.append((start, end, 1))
-        length_before = end - start
-    return runs
+def _result_index(calls: Sequence[AttentionCall], num_rows: int, start: int) -> Int[Tensor, " rows"] | None:
+    """The index of each row's result if the results of `calls` begin at `start`; None if in order.
+
+    A row that is not a query of these calls has its result before `start`, at its own index.
+    """
+    if not calls:
+        return None
+    index = torch.arange(num_rows, device=calls[0].queries.device)
+    is_in_order = start == 0
+    for call in calls:
+        rows = call.queries.flatten()
+        numbers = torch.arange(start, start + len(rows), device=rows.device)
+        is_in_order = is_in_order and call.contiguous_rows == slice(start, start + len(rows))
+        if call.is_padding is not None:
+            is_real = ~call.is_padding.flatten()
+            rows, numbers = rows[is_real], numbers[is_real]
+        index[rows] = numbers
+        start += call.queries.numel()
+    return None if is_in_order else index
 
 
-def _continued_runs(
-    bounds: tuple[int, ...], parents: tuple[int, ...], first: int, device: torch.device
-) -> list[tuple[int, int, int, Tensor]]:
-    """(first token, last token + 1, segments, rows of their prefixes) of neighbours of one shape."""
-    runs: list[list] = []
-    shape_before = None
-    for segment in range(first, len(parents)):
-        start, end = bounds[segment], bounds[segment + 1]
-        prefix = range(bounds[parents[segment]], bounds[parents[segment] + 1])
-        if end == start:
-            continue
-        if (end - start, len(prefix)) == shape_before:
-            runs[-1][1:3] = end, runs[-1][2] + 1
-            runs[-1][3].extend(prefix)
-        else:
-            runs.append([start, end, 1, list(prefix)])
-        shape_before = end - start, len(prefix)
-    return [(a, b, num, torch.tensor(rows, device=device)) for a, b, num, rows in runs]
+def _group_by_shape(bounds: np.ndarray, parents: np.ndarray) -> list[np.ndarray]:
+    """Groups of segments that share a call, without empty segments."""
+    lengths = np.diff(bounds)
+    prefixes = np.where(parents >= 0, lengths[parents], 0) if len(parents) else lengths
+    is_padded = lengths + prefixes <= MAX_PADDED_KEYS
+    shapes = np.stack((lengths, prefixes), 1)
+    shapes = np.where(is_padded[:, None], -(-shapes // PAD_STEP) * PAD_STEP, shapes)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for segment in np.flatnonzero(lengths).tolist():
+        groups.setdefault(tuple(shapes[segment].tolist()), []).append(segment)
+    return [np.array(segments) for segments in groups.values()]
 
 
-def _split(x: Tensor, num_segments: int) -> Tensor:
-    return x.unflatten(0, (num_segments, -1))
+def _build_call(
+    bounds: np.ndarray, parents: np.ndarray, segments: np.ndarray, device: torch.device | None
+) -> AttentionCall:
+    """The call for these segments, padded to the longest of them.
 
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [segments, queries, heads, dim] against k, v [segments, keys, kv heads, dim], aligned at the end."""
-    queries, keys = q.shape[1], k.shape[1]
-    if keys <= SHORT_KEYS and q.dtype is torch.float32 and not q.is_cuda:
-        return _short(q, k, v)
-    mask = (
-        None
-        if queries == keys
-        else torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    A segment's keys are those of its prefix, then its own; both are padded at the end. The bias hides the padding of a
+    prefix; the padding of a segment comes after all of its queries, so causality hides it.
+    """
+    lengths = np.diff(bounds)
+    rows, is_real = _padded_rows(bounds[segments], lengths[segments])
+    is_contiguous = bool(is_real.all() and (np.diff(rows.ravel()) == 1).all())
+    queries = torch.from_numpy(rows).to(device)
+    keys, bias = queries, None
+    if parents[segments[0]] >= 0:
+        seen, is_seen = _padded_rows(bounds[parents[segments]], lengths[parents[segments]])
+        keys = torch.from_numpy(np.concatenate((seen, rows), axis=1)).to(device)
+        if not is_seen.all():
+            num = rows.shape[1]
+            is_hidden = np.broadcast_to(~is_seen[:, None], (len(segments), num, seen.shape[1]))
+            is_later = np.broadcast_to(np.triu(np.ones((num, num), bool), 1), (len(segments), num, num))
+            hidden = np.concatenate((is_hidden, is_later), axis=2)
+            bias = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(device)
+    return AttentionCall(
+        queries=queries,
+        keys=keys,
+        is_padding=None if is_real.all() else torch.from_numpy(~is_real).to(device),
+        bias=bias,
+        contiguous_rows=slice(int(rows[0, 0]), int(rows[-1, -1]) + 1) if is_contiguous else None,
     )
+
+
+def _padded_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row indices [segments, longest], and a mask of those that are no padding.
+
+    Padding repeats a segment's first row.
+    """
+    offsets = np.arange(lengths.max())
+    is_real = offsets < lengths[:, None]
+    return starts[:, None] + np.where(is_real, offsets, 0), is_real
+
+
+def _run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The results of one call, [segments * queries, heads, head_dim]."""
+
+    def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+        is_contiguous = rows is call.queries and call.contiguous_rows is not None
+        x = x[call.contiguous_rows] if is_contiguous else x.index_select(0, rows.flatten())
+        return x.unflatten(0, rows.shape)
+
+    return _causal(rows_of(q, call.queries), rows_of(k, call.keys), rows_of(v, call.keys), call.bias)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Causal attention of segments, queries aligned with the last keys.
+
+    q: [segments, queries, heads, dim]; k, v: [segments, keys, kv heads, dim].
+
+    bias: [segments, queries, keys], added to the scores instead of the causal mask.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    mask = None
+    if bias is not None:
+        mask = bias.to(q.dtype).unsqueeze(1)
+    elif queries != keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
@@ -157,32 +233,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same as plain products, one for every kv head; its query heads are stacked as rows."""
-    segments, queries, heads, dim = q.shape
-    keys, kv_heads = k.shape[1:3]
-    per_kv = heads // kv_heads
-    bias = _causal_bias(queries, keys).repeat(per_kv, 1)
-    q = (q * dim**-0.5).view(segments, queries, kv_heads, per_kv, dim).permute(0, 2, 3, 1, 4)
-    scores = torch.baddbmm(
-        bias,
-        q.reshape(segments * kv_heads, per_kv * queries, dim),
-        k.permute(0, 2, 3, 1).reshape(segments * kv_heads, dim, keys),
-    )
-    out = torch.bmm(scores.softmax(dim=-1), v.transpose(1, 2).reshape(segments * kv_heads, keys, dim))
-    out = out.view(segments, kv_heads, per_kv, queries, dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(segments * queries, heads, dim)
-
-
-@functools.lru_cache(maxsize=1024)
-def _causal_bias(queries: int, keys: int) -> Tensor:
-    """0 where a query sees a key, -inf elsewhere."""
-    return torch.full((queries, keys), float("-inf")).triu(keys - queries + 1)
-
-
 @functools.cache
 def _varlen_kernel() -> Callable[..., Tensor] | None:
-    """torch's flash attention over ragged rows, where this torch has it in the form used here."""
+    """torch's flash attention over ragged rows; None if this torch lacks it or its options."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -190,12 +243,15 @@ def _varlen_kernel() -> Callable[..., Tensor] | None:
     return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
-def _fits_varlen(q: Tensor) -> bool:
+def _supports_varlen(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _varlen_kernel() is not None
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
-    """Flash attention over all documents in one kernel; keys and values repeated for their query heads."""
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
+    """Flash attention over all documents in one kernel.
+
+    Keys and values are repeated for their query heads.
+    """
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)

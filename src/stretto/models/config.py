@@ -1,18 +1,16 @@
-"""The shape of a network, read from and written as a Hugging Face config.json.
+"""Reads the shape of a network from a Hugging Face config.json, and writes it.
 
-Only what our own decoder can compute passes: anything else is refused here, by name, before a tensor is made.
+Settings that our decoder does not support are refused here, by name, before any tensor is allocated.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.base.errors import DataError
 from stretto.models.families import FAMILIES
-from stretto.models.family import Family
-from stretto.models.moe import MoEShape
+from stretto.models.shape import ModelConfig, MoEShape, Rope
 
 _REQUIRED = (
     "vocab_size",
@@ -22,88 +20,36 @@ _REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-_ONLY = {"hidden_act": "silu", "attention_dropout": 0.0, "partial_rotary_factor": 1.0}
+_FIXED_VALUES = {"hidden_act": "silu", "attention_dropout": 0.0, "partial_rotary_factor": 1.0}
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions; `kind` is default, linear, llama3 or yarn. `factor` and the rest are the scaling's."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_positions: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """What the decoder needs to know about itself; `hf` is the config.json it came from."""
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    max_position_embeddings: int
-    has_qk_norm: bool = True
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    moe: MoEShape | None = None
-    initializer_range: float = 0.02
-    hf: dict[str, Any] = field(default_factory=dict, compare=False)
-
-    @property
-    def rope_theta(self) -> float:
-        return self.rope.theta
-
-    @property
-    def family_data(self) -> Family:
-        return FAMILIES[self.family]
-
-    def is_sparse(self, layer: int) -> bool:
-        """True for a block with a mixture of experts in the place of its MLP."""
-        return self.moe is not None and layer in self.moe.sparse_layers
-
-
 def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
-    """The decoder's view of a config.json.
+    """The ModelConfig of a config.json.
 
-    Raises: DataError for an architecture, activation or attention form that the decoder does not compute.
+    Raises: DataError for an architecture, activation or kind of attention that the decoder does not support.
     """
     family = FAMILIES.get(hf.get("model_type"))
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise DataError(
-            f"{where}: model_type = {hf.get('model_type')!r} has no module of ours (known: {known}); "
+            f'{where}: model_type = {hf.get("model_type")!r} is not supported by impl = "custom" (known: {known}); '
             'use impl = "hf"'
         )
-    raw, hf = hf, {name: hf[key] for key, name in family.spellings.items() if key in hf} | hf
+    raw, hf = hf, {name: hf[key] for key, name in family.key_aliases.items() if key in hf} | hf
     missing = [key for key in _REQUIRED + family.required if hf.get(key) is None]
     if missing:
         raise DataError(
             f"{where}: no value for {', '.join(missing)}; a {family.name} config.json must give every one"
         )
-    for key, allowed in (_ONLY | dict(family.only)).items():
+    for key, allowed in (_FIXED_VALUES | dict(family.fixed_values)).items():
         if hf.get(key, allowed) != allowed:
             raise DataError(
-                f'{where}: {key} = {hf[key]!r} is not computed here (only {allowed!r}); use impl = "hf"'
+                f'{where}: {key} = {hf[key]!r} is not supported (only {allowed!r}); use impl = "hf"'
             )
     if windowed := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
         raise DataError(
-            f"{where}: layer_types {', '.join(windowed)} is not computed here (only full_attention); "
+            f"{where}: layer_types {', '.join(windowed)} is not supported (only full_attention); "
             'use impl = "hf"'
         )
     num_heads, num_kv_heads = (
@@ -137,7 +83,10 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
 
 
 def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
-    """A config.json from which transformers builds the same network; `extra` adds token ids and the like."""
+    """A config.json from which transformers builds the same network.
+
+    extra: more keys, such as token ids.
+    """
     rope: dict[str, Any] = {"rope_type": cfg.rope.kind, "rope_theta": cfg.rope.theta}
     if cfg.rope.kind != "default":
         rope["factor"] = cfg.rope.factor
@@ -151,7 +100,7 @@ def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
             rope["attention_factor"] = cfg.rope.attention_factor
     return (
         {
-            "architectures": [cfg.family_data.architecture],
+            "architectures": [FAMILIES[cfg.family].architecture],
             "model_type": cfg.family,
             "vocab_size": cfg.vocab_size,
             "hidden_size": cfg.hidden_size,
@@ -169,13 +118,13 @@ def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
             "initializer_range": cfg.initializer_range,
             "use_cache": True,
         }
-        | cfg.family_data.to_hf(cfg)
+        | FAMILIES[cfg.family].to_hf(cfg)
         | extra
     )
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int) -> tuple[list[float], float]:
-    """One angular frequency a pair of dims, and the factor on cos and sin.
+    """The angular frequency of each pair of dims, and the factor on cos and sin.
 
     Source: RoPE, arXiv:2104.09864; linear: position interpolation, arXiv:2306.15595; YaRN, arXiv:2309.00071,
     section 3.2 (the ramp between dims) and 3.4 (the factor); llama3: the Llama 3.1 models' config.json.
@@ -203,8 +152,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int) -> tuple[
 
 
 def _llama3_frequency(freq: float, rope: Rope, trained: int) -> float:
-    """Long waves are stretched by the factor, short ones kept, those between mixed."""
-    turns = trained * freq / (2 * math.pi)  # in the length the model was first trained on
+    """Low frequencies are divided by the factor, high ones unchanged, others mixed."""
+    turns = trained * freq / (2 * math.pi)  # rotations over the original context length
     span = rope.high_freq_factor - rope.low_freq_factor
     keep = min(max((turns - rope.low_freq_factor) / span, 0.0), 1.0)
     return freq * keep + freq / rope.factor * (1 - keep)
@@ -218,20 +167,20 @@ def _check_moe(moe: MoEShape | None, where: str) -> None:
 
 
 def _parse_rope(hf: dict[str, Any], where: str) -> Rope:
-    """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as 4 did."""
+    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
     raw = hf.get("rope_parameters") or {**(hf.get("rope_scaling") or {}), "rope_theta": hf.get("rope_theta")}
     kind = raw.get("rope_type") or raw.get("type") or "default"
     theta = raw.get("rope_theta") or hf.get("rope_theta") or 10_000.0
     if kind not in _ROPE_KINDS:
         raise DataError(
-            f'{where}: rope_type = {kind!r} is not computed here ({", ".join(_ROPE_KINDS)}); use impl = "hf"'
+            f'{where}: rope_type = {kind!r} is not supported (only {", ".join(_ROPE_KINDS)}); use impl = "hf"'
         )
     unknown = [key for key in ("mscale", "mscale_all_dim") if raw.get(key)] + ["truncate"] * (
         raw.get("truncate") is False
     )
     unknown += ["partial_rotary_factor"] * (raw.get("partial_rotary_factor", 1.0) != 1.0)
     if unknown:
-        raise DataError(f'{where}: rope_parameters {", ".join(unknown)} not computed here; use impl = "hf"')
+        raise DataError(f'{where}: rope_parameters {", ".join(unknown)} not supported; use impl = "hf"')
     if kind != "default" and not raw.get("factor"):
         raise DataError(f"{where}: rope_type = {kind!r} needs a factor in rope_parameters")
     low, high = float(raw.get("low_freq_factor") or 1.0), float(raw.get("high_freq_factor") or 4.0)

@@ -1,22 +1,26 @@
-"""A decoder over a flat row of tokens, dense or with experts: the one forward pass of trainer and engine.
+"""A decoder over a flat row of tokens: the forward pass of trainer and engine.
 
-Attention is handed in (`Attend`): the trainer attends within packed documents (attention.py), the engine over
-its paged KV cache. So is what a pass wants of its routers (`Routing`, moe.py). Parameter names are those of
-Hugging Face checkpoints but for what the family's table says (tensor_map.py).
+Attention is an argument (`Attend`): the trainer's is over packed documents (attention.py), the engine's over its paged
+KV cache. So are the options of the routers (`Routing`, moe.py). Parameter names are those of Hugging Face checkpoints,
+except for the rules of a family (tensor_map.py). The engine runs the same pass without modules (fused.py).
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from stretto.models.attention import Attend, PackedLayout
-from stretto.models.config import ModelConfig, inverse_frequencies
+from stretto.models.config import inverse_frequencies
+from stretto.models.families import FAMILIES
 from stretto.models.moe import MoE, Routing
+from stretto.models.norm import rms_norm
+from stretto.models.shape import ModelConfig
 from stretto.models.tensor_map import TensorMap
 
 if TYPE_CHECKING:
@@ -36,12 +40,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         if x.dtype is torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+            return rms_norm(x, self.weight, self.eps)
+        return self.weight * rms_norm(x.float(), None, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with normalised queries and keys where the family has that."""
+    """Grouped-query attention, with normalised queries and keys if the family has them."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -60,11 +64,11 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "tokens dim"], angles: CosSin, layer: int, attend: Attend, rows: Tensor | None
     ) -> Float[Tensor, "rows dim"]:
         attended = attend(layer, *self.project(x, angles)).flatten(1)
-        return self.o_proj(_only(attended, rows))
+        return self.o_proj(_select_rows(attended, rows))
 
     def project(self, x: Float[Tensor, "tokens dim"], angles: CosSin) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, [tokens, heads, head_dim], turned by their positions."""
-        by_head = (-1, self.head_dim)  # unflatten, because view cannot tell the heads of no token
+        """Queries, keys and values, [tokens, heads, head_dim], rotated by position."""
+        by_head = (-1, self.head_dim)  # unflatten, because view fails with 0 tokens
         q = self.q_proj(x).unflatten(-1, by_head)
         k = self.k_proj(x).unflatten(-1, by_head)
         if self.has_qk_norm:
@@ -87,7 +91,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP or mixture, each on the normalised residual stream."""
+    """Attention, then an MLP or a mixture of experts, each on the normalised residual stream."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -105,7 +109,7 @@ class Block(nn.Module):
         rows: Tensor | None,
         routing: Routing,
     ) -> Float[Tensor, "rows dim"]:
-        x = _only(x, rows) + self.self_attn(self.input_layernorm(x), angles, self.layer, attend, rows)
+        x = _select_rows(x, rows) + self.self_attn(self.input_layernorm(x), angles, self.layer, attend, rows)
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MoE):
             return x + self.mlp(normed, self.layer, routing, rows)
@@ -113,7 +117,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embedding, blocks and final norm: what a checkpoint calls `model`."""
+    """Embedding, blocks and final norm; `model` in a checkpoint."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -123,10 +127,10 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
-    """token ids -> hidden states after the final norm; logits are hidden @ output_weight.T (lm_head.py)."""
+    """token ids -> hidden states; logits are hidden @ output_weight.T (lm_head.py)."""
 
     shares_prefixes = True
-    """`hidden` takes layouts whose segments continue others, and a `routing`."""
+    """True: `hidden` supports layouts whose segments continue others, and takes a `routing`."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -142,13 +146,13 @@ class Decoder(nn.Module):
 
     @cached_property
     def tensor_map(self) -> TensorMap:
-        """Where every weight lies in a checkpoint of this family."""
+        """Where every weight is in a checkpoint of this family."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
-        return TensorMap(shapes, self.config.family_data.weights)
+        return TensorMap(shapes, FAMILIES[self.config.family].weights)
 
     @cached_property
-    def kept_whole(self) -> frozenset[str]:
-        """Biases on the choice of experts: not trained by gradients, in float32, and whole on every rank."""
+    def unsharded_names(self) -> frozenset[str]:
+        """Parameters that every rank has whole: expert biases, float32, without gradients."""
         return frozenset(name for name, _ in self.named_parameters() if name.endswith("expert_bias"))
 
     def forward(
@@ -159,9 +163,9 @@ class Decoder(nn.Module):
         rows: Int[Tensor, " rows"] | None = None,
         routing: Routing | None = None,
     ) -> Float[Tensor, "rows dim"]:
-        """Hidden states of all tokens, or of `rows` only: the last block then leaves the others out."""
+        """Hidden states of all tokens, or only of `rows`: the last block then computes no others."""
         x = self.model.embed_tokens(token_ids)
-        angles = self._angles(position_ids, x.dtype)
+        angles = self.angles(position_ids, x.dtype)
         routing = routing or Routing()
         last = len(self.model.layers) - 1
         for layer, block in enumerate(self.model.layers):
@@ -175,15 +179,15 @@ class Decoder(nn.Module):
         rows: Int[Tensor, " rows"] | None = None,
         routing: Routing | None = None,
     ) -> Float[Tensor, "rows dim"]:
-        """Hidden states of packed documents, each as if it stood alone (training and scoring)."""
+        """Hidden states of packed documents, each as if it were alone in the row."""
         return self(token_ids, layout.position_ids, layout.attend, rows, routing)
 
-    def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> CosSin:
-        """cos and sin of these positions, [tokens, 1, head_dim]; one table lookup shared by all layers."""
+    def angles(self, position_ids: Int[Tensor, " tokens"], dtype: torch.dtype) -> CosSin:
+        """cos and sin of these positions, [tokens, 1, head_dim]; computed once for all layers."""
         table = self._angle_table
         if table is None or table[0].device != position_ids.device or table[0].dtype != dtype:
             table = self._angle_table = angle_table(self.config, position_ids.device, dtype)
-        return table[0][position_ids], table[1][position_ids]
+        return table[0].index_select(0, position_ids), table[1].index_select(0, position_ids)
 
 
 def angle_table(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> CosSin:
@@ -197,13 +201,33 @@ def angle_table(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> C
 
 
 def rotate(x: Float[Tensor, "tokens heads dim"], angles: CosSin) -> Float[Tensor, "tokens heads dim"]:
-    """Turn each pair (x[i], x[i + dim/2]) by its position's angle.
+    """Rotate each pair (x[i], x[i + dim/2]) by its position's angle.
 
     Source: RoPE, arXiv:2104.09864, in the half-split layout of Hugging Face checkpoints.
     """
-    cos, sin = angles
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    if torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
+        return _Rotation.apply(x, *angles)
+    return _rotate_pairs(x, *angles)
 
 
-def _only(x: Tensor, rows: Tensor | None) -> Tensor:
+class _Rotation(torch.autograd.Function):
+    """RoPE with a backward pass of the same operations: the gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate_pairs(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate_pairs(grad, cos, sin, sign=-1), None, None
+
+
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=sign)
+
+
+def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)

@@ -1,19 +1,17 @@
-"""What makes a family of models one: its settings, its weight names, its tensor-parallel plan. All data.
+"""A family of models as data: its settings, weight names and tensor-parallel plan.
 
-The forward pass is decoder.py's for every family; a family says which of its parts are on. How to add one:
-docs/add_a_model.md.
+The forward pass of every family is decoder.py; a family says which options are on. docs/add_a_model.md explains how
+to add one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stretto.models.tensor_map import Rule
-
-if TYPE_CHECKING:
-    from stretto.models.config import ModelConfig
+from stretto.models.shape import ModelConfig
+from stretto.models.tensor_map import WeightRule
 
 DENSE_TP_PLAN: dict[str, str] = {
     "model.embed_tokens": "vocab",
@@ -28,19 +26,21 @@ DENSE_TP_PLAN: dict[str, str] = {
 }
 """Module -> how its weight is cut over the tensor-parallel axis.
 
-column: by output features (weight dim 0, bias too); row: by input features (weight dim 1; the partial sums
-are added over the axis, the bias once); vocab: by vocabulary (dim 0). Modules that are not named are whole on
-every rank."""
+column: by output features (weight dim 0, bias too). row: by input features (weight dim 1; the partial sums
+are added over the axis, the bias once). vocab: by vocabulary (dim 0). Other modules are whole on every rank."""
 
 
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face configs.
 
-    fields: the settings of config.json that are this family's own, as fields of ModelConfig.
-    to_hf: the way back, keys of config.json.
-    only: settings that are computed for one value only (missing counts as that value).
-    spellings: other names of keys, as some versions of transformers write them.
+    fields: reads the settings of config.json that only this family has, as fields of ModelConfig.
+    to_hf: the inverse: these settings as keys of config.json.
+    required: keys that a config.json of this family must have.
+    fixed_values: keys that are supported with one value only (a missing key counts as that value).
+    key_aliases: other names of keys that some versions of transformers write.
+    weights: weights whose names or layout differ from the checkpoint's.
+    tp_plan: how modules are cut over tensor-parallel ranks.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Family:
     fields: Callable[[dict[str, Any]], dict[str, Any]]
     to_hf: Callable[[ModelConfig], dict[str, Any]]
     required: tuple[str, ...] = ()
-    only: Mapping[str, Any] = field(default_factory=dict)
-    spellings: Mapping[str, str] = field(default_factory=dict)
-    weights: tuple[Rule, ...] = ()
+    fixed_values: Mapping[str, Any] = field(default_factory=dict)
+    key_aliases: Mapping[str, str] = field(default_factory=dict)
+    weights: tuple[WeightRule, ...] = ()
     tp_plan: Mapping[str, str] = field(default_factory=lambda: DENSE_TP_PLAN)

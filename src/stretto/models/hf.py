@@ -1,20 +1,21 @@
-"""Any transformers causal language model behind the interface our own decoder has for training.
+"""Any causal language model of transformers, with the training interface of our decoder.
 
-Trainer only: there is no KV cache and no `Attend` here. Rows arrive packed; families whose transformers
-code was shown to keep packed documents apart get the row as it is, all others get one padded row a
-document, because five of eleven families leak between packed documents without a word. `use_cache=False`
-always: with a cache even the good ones leak.
+It is for the trainer only: there is no KV cache and no `Attend`. Rows are packed; a family whose transformers code is
+known to separate packed documents gets the row as it is, all others get one padded row per document, because in five of
+eleven families tested tokens see other documents of the row, without an error. `use_cache=False` always: with a cache
+this happens in the other families too.
 
-On several ranks a model is made without memory (`outline_hf_model`) and each rank reads its shards of the files, as
-for our own modules. Where transformers stacks or splits tensors of a checkpoint, `find_tensor_map` finds out where
-everything lies by letting it convert small tensors of numbers.
+On several ranks a model is built on the meta device (`build_meta_hf_model`) and each rank reads its shards of files,
+as for our decoder. Where transformers stacks or splits tensors of a checkpoint, `find_tensor_map` finds the layout by
+letting transformers convert small tensors of numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,38 +26,38 @@ from torch import Tensor, nn
 from stretto.base.errors import ConfigError, DataError
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
-from stretto.models.lora import Merged, is_adapter_parameter
-from stretto.models.tensor_map import Piece, Source, TensorMap
+from stretto.models.lora import MergedWeights, is_adapter_parameter
+from stretto.models.tensor_map import LazyTensor, SharedSlice, TensorMap
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 PACKED_FAMILIES = frozenset({"qwen3", "qwen3_moe", "minimax_m2", "laguna", "glm4_moe", "glm_moe_dsa"})
-"""model_type of families whose packed rows equal each document alone (tests/unit/test_models_hf.py)."""
+"""model_type of families whose packed rows equal each document alone (tests/unit/models/test_models_hf.py)."""
 
 _HEAD_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 
 
 class HFDecoder(nn.Module):
-    """`hidden`, `output_weight`, `config.hf`, `export_tensors`: what the learner asks of a policy."""
+    """A transformers model with `hidden`, `output_weight`, `config` and `export_tensors`."""
 
     shares_prefixes = False
     tensor_map: TensorMap
-    """Where every weight lies in a checkpoint; of a model that is spread over ranks (`prepare_for_ranks`)."""
-    kept_whole: frozenset[str]
-    """... and which of its parameters every rank has whole."""
-    origin: hub.Origin
-    """... and where the weights of an outline are."""
+    """Where every weight is in a checkpoint; set by `prepare_for_sharding`."""
+    unsharded_names: frozenset[str]
+    """Names of parameters that every rank has whole; set by `prepare_for_sharding`."""
+    checkpoint_reader: hub.CheckpointReader
+    """Reads the weights of a model on the meta device; set by `build_meta_hf_model`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.config = _HFConfig(model.config)
-        self.packs = model.config.model_type in PACKED_FAMILIES
+        self.config = _HFModelConfig(model.config)
+        self.is_packable = model.config.model_type in PACKED_FAMILIES
 
     @property
     def wrapped(self) -> nn.Module:
-        """What transformers made."""
+        """The transformers model."""
         return self.model
 
     @property
@@ -69,14 +70,17 @@ class HFDecoder(nn.Module):
         layout: PackedLayout,
         rows: Int[Tensor, " rows"] | None = None,
     ) -> Float[Tensor, "rows dim"]:
-        """Hidden states of packed documents, each as if it stood alone; all of them, or those of `rows`."""
+        """Hidden states of packed documents, each as if it were alone; of all tokens, or of `rows`."""
         hidden = self(token_ids, layout).flatten(0, -2)
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def forward(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
-        """Hidden states of all tokens, in order; not a view, of which FSDP would lose sight."""
+        """Hidden states of all tokens, in order.
+
+        Not a view, because FSDP needs the output tensor itself.
+        """
         assert layout.parents is None, "transformers models take whole documents only"
-        if self.packs:
+        if self.is_packable:
             return self._body(token_ids[None], position_ids=layout.position_ids[None])
         rows, columns, mask = _padding(layout)
         padded = token_ids.new_zeros(mask.shape)
@@ -84,10 +88,10 @@ class HFDecoder(nn.Module):
         return self._body(padded, attention_mask=mask)[rows, columns]
 
     def export_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under their checkpoint names; tensors that transformers fused at load are split again."""
+        """Weights by checkpoint name; tensors that transformers fused when loading are split again."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        merged = Merged(self.model)
+        merged = MergedWeights(self.model)
         state = {
             name: merged[name] if name in merged else tensor.detach()
             for name, tensor in self.model.state_dict().items()
@@ -98,8 +102,8 @@ class HFDecoder(nn.Module):
                 state.pop(name, None)
         yield from revert_weight_conversion(self.model, state).items()
 
-    def prepare_for_ranks(self) -> None:
-        """Learn where weights lie in a checkpoint; buffers that are in it become parameters that nobody trains.
+    def prepare_for_sharding(self) -> None:
+        """Find the tensor map; buffers that are in a checkpoint become parameters without gradients.
 
         Raises: ConfigError as `find_tensor_map`.
         """
@@ -110,7 +114,7 @@ class HFDecoder(nn.Module):
                     delattr(module, name)
                     module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
                     kept.append(f"{path}.{name}")
-        self.kept_whole = frozenset(kept)
+        self.unsharded_names = frozenset(kept)
         self.tensor_map = find_tensor_map(self)
 
     def _body(self, token_ids: Tensor, **layout: Tensor) -> Tensor:
@@ -118,10 +122,10 @@ class HFDecoder(nn.Module):
         return out.last_hidden_state
 
 
-class _HFConfig:
-    """The part of ModelConfig that saving and learning need."""
+class _HFModelConfig:
+    """The fields of ModelConfig that learner and export need."""
 
-    moe = None  # transformers' mixtures compute their choices themselves
+    moe = None  # routers of transformers models cannot be controlled
 
     def __init__(self, config: Any) -> None:
         self.family = config.model_type
@@ -129,15 +133,31 @@ class _HFConfig:
         self.hf = config.to_dict()
 
 
-def outline_hf_model(
+def build_meta_hf_model(
     directory: str | Path, *, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> HFDecoder | None:
-    """The transformers model of a directory without memory for its weights, but with its buffers.
+    """The transformers model of a directory, weights on the meta device, buffers in memory.
 
-    None where its files do not hold the tensors that transformers writes of it: then it has to be loaded whole.
+    None if its files do not have the tensors that transformers would write: then it must be loaded whole.
 
     Raises: DataError when transformers does not know the architecture; ConfigError as `find_tensor_map`.
     """
+    decoder = _build_on_meta(directory, dtype, trust_remote_code=trust_remote_code)
+    decoder.prepare_for_sharding()
+    known = decoder.tensor_map.their_shapes
+
+    def read() -> Iterator[tuple[str, tuple[int, ...], LazyTensor]]:
+        """The tensors of the files that transformers would write too."""
+        return (tensor for tensor in hub.read_tensors(Path(directory)) if tensor[0] in known)
+
+    decoder.checkpoint_reader = hub.CheckpointReader(Path(directory), read)
+    return decoder if {name for name, _, _ in read()} == known.keys() else None
+
+
+def _build_on_meta(
+    directory: str | Path, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> HFDecoder:
+    """Raises: DataError when transformers does not know the architecture."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -148,66 +168,79 @@ def outline_hf_model(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as cause:
         raise DataError(f"{directory}: transformers cannot load it: {cause}") from cause
-    decoder = HFDecoder(model.train())
-    decoder.prepare_for_ranks()
-    known = decoder.tensor_map.their_shapes
-
-    def read() -> Iterator[tuple[str, tuple[int, ...], Source]]:
-        """Files may hold what transformers leaves out."""
-        return (tensor for tensor in hub.read_tensors(Path(directory)) if tensor[0] in known)
-
-    decoder.origin = hub.Origin(Path(directory), read)
-    return decoder if {name for name, _, _ in read()} == known.keys() else None
+    return HFDecoder(model.train())
 
 
 @contextmanager
 def _weights_on_meta() -> Iterator[None]:
-    """Parameters of modules that are made inside have no memory; buffers, which no file holds, have."""
+    """A context in which modules are built with their parameters on the meta device.
+
+    Buffers are in memory, because no file has them.
+    """
     register = nn.Module.register_parameter
 
-    def register_outline(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_outline
+    nn.Module.register_parameter = register_on_meta
     try:
         yield
     finally:
         nn.Module.register_parameter = register
 
 
-def find_tensor_map(decoder: HFDecoder) -> TensorMap:
-    """Where every weight lies in the checkpoint that transformers writes.
+def find_adaptable_layers(directory: str | Path) -> TensorMap:
+    """The tensor map of the linear layers of a directory's transformers model, by PEFT's names.
 
-    Raises: ConfigError for a weight that is not made of rectangles of a checkpoint's tensors.
+    Raises: DataError when transformers does not know the architecture; ConfigError as `find_tensor_map`.
+    """
+    decoder = _build_on_meta(directory, torch.float32)
+    linear = {f"{path}.weight" for path, module in decoder.named_modules() if isinstance(module, nn.Linear)}
+    table = find_tensor_map(decoder, linear)
+    shapes = {name.removeprefix("model."): shape for name, shape in table.shapes.items()}
+    slices = [
+        replace(shared, ours=shared.ours.removeprefix("model."))
+        for name in table.their_shapes
+        for shared in table.slices_of(name)
+    ]
+    return TensorMap.of(shapes, slices)
+
+
+def find_tensor_map(decoder: HFDecoder, only: Collection[str] | None = None) -> TensorMap:
+    """Where every weight, or each of `only`, is in the checkpoint that transformers writes.
+
+    Raises: ConfigError for a weight that does not consist of slices of a checkpoint's tensors.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    shapes, pieces = {}, []
+    shapes, slices = {}, []
     for name, parameter in decoder.named_parameters():
-        if is_adapter_parameter(name):
+        if is_adapter_parameter(name) or (only is not None and name not in only):
             continue
-        own, shape = name.removeprefix("model."), tuple(parameter.shape)
+        hf_name, shape = name.removeprefix("model."), tuple(parameter.shape)
         shapes[name] = shape
-        # Experts are as many as they are; of anything else, four rows tell where they go.
+        # The number of experts must be the real one; for other weights four rows are enough to find the layout.
         probed = (shape[0], 4, 3) if len(shape) == 3 else (4, 3, 2, 2, 2)[: len(shape)]
         numbers = torch.arange(math.prod(probed)).view(probed)
         try:
-            found = revert_weight_conversion(decoder.model, {own: numbers})
-            pieces += [_piece(name, shape, theirs, part, probed) for theirs, part in found.items()]
+            found = revert_weight_conversion(decoder.model, {hf_name: numbers})
+            slices += [_find_slice(name, shape, theirs, part, probed) for theirs, part in found.items()]
         except (ValueError, AssertionError, KeyError, IndexError, RuntimeError) as cause:
             raise ConfigError(
-                f'[model] impl = "hf": how transformers makes {own!r} of the tensors of a {decoder.config.family} '
+                f'[model] impl = "hf": how transformers makes {hf_name!r} of the tensors of a {decoder.config.family} '
                 "checkpoint cannot be spread over ranks; train it on one rank"
             ) from cause
-    return TensorMap.of(shapes, pieces)
+    return TensorMap.of(shapes, slices)
 
 
-def _piece(name: str, shape: tuple[int, ...], theirs: str, part: Tensor, probed: tuple[int, ...]) -> Piece:
-    """The rectangle that these numbers of a probed parameter are, in one of `shape`.
+def _find_slice(
+    name: str, shape: tuple[int, ...], theirs: str, part: Tensor, probed: tuple[int, ...]
+) -> SharedSlice:
+    """The slice of a parameter of `shape` that `part` is, from its numbers.
 
-    Raises: ValueError when they are none.
+    Raises: ValueError when they are not a slice.
     """
     first, lead = int(part.flatten()[0]), len(probed) - part.dim()
     start = tuple(int(at) for at in np.unravel_index(first, probed))
@@ -215,10 +248,10 @@ def _piece(name: str, shape: tuple[int, ...], theirs: str, part: Tensor, probed:
     region = tuple(slice(at, at + n) for at, n in zip(start, size))
     whole = torch.arange(math.prod(probed)).view(probed)[region]
     if lead not in (0, 1) or whole.shape != size or not torch.equal(whole.reshape(part.shape), part):
-        raise ValueError(f"{theirs} is no rectangle of {name}")
+        raise ValueError(f"{theirs} is not a slice of {name}")
     scaled = [(at * n // p, length * n // p) for at, length, n, p in zip(start, size, shape, probed)]
     starts, lengths = zip(*scaled)
-    return Piece(name, starts, lengths, theirs, (0,) * (len(shape) - lead), lead)
+    return SharedSlice(name, starts, lengths, theirs, (0,) * (len(shape) - lead), lead)
 
 
 def load_hf_model(
@@ -247,9 +280,11 @@ def load_hf_model(
 
 @torch.no_grad()
 def check_output_head(decoder: HFDecoder, where: str) -> None:
-    """Refuse a family whose logits are not hidden @ output_weight.T (soft-capped, scaled, with a bias).
+    """Refuse a family whose logits are not hidden @ output_weight.T.
 
-    By name where the setting is known, because a soft cap hardly shows on small logits; else by trying it.
+    That is, they are soft-capped, scaled or have a bias.
+
+    Known settings are checked by name, because a soft cap hardly changes small logits; then the logits are compared.
     """
     config = decoder.model.config.get_text_config()
     changes = [
@@ -260,14 +295,14 @@ def check_output_head(decoder: HFDecoder, where: str) -> None:
     device = decoder.output_weight.device
     token_ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     hidden = decoder.hidden(token_ids[0], PackedLayout((0, 2), device))
-    # After that the weights outside blocks are whole on every rank, also for a pass of the wrapped model's own.
+    # After the pass above, weights outside blocks are gathered on every rank, so the wrapped model can use them.
     logits = decoder.model(input_ids=token_ids, use_cache=False).logits[0].float()
     ours = hidden.float() @ decoder.output_weight.float().T
     tolerance = 1e-3 if decoder.output_weight.dtype is torch.float32 else 0.05
     if changes or (logits - ours).abs().max() > tolerance * logits.abs().max():
         raise DataError(
             f"{where}: {decoder.config.family} changes its logits after the output head "
-            f"({', '.join(changes) or 'as a try showed'}); training it would use the wrong "
+            f"({', '.join(changes) or 'found by comparing logits'}); training it would use the wrong "
             "log-probabilities, so it is not supported"
         )
 

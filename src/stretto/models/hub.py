@@ -1,10 +1,9 @@
-"""Model directories in and out, and the stream of named tensors that weight transports carry.
+"""Loads and saves model directories, and exports the named tensors of a model.
 
-A directory is what transformers and vLLM load: config.json, model.safetensors (or shards and an index),
-generation_config.json, tokenizer files. Tensors are read one at a time into the finished module, so loading
-needs no second copy; whoever holds slices of parameters reads the bytes of these only (`fill`). Names go
-through the family's table (tensor_map.py). Completeness is checked by name and shape; what is wrong with a
-directory is a DataError that names the file.
+A directory is one that transformers and vLLM load: config.json, model.safetensors (or shards and an index),
+generation_config.json, tokenizer files. Tensors are read one at a time into the module's memory, so loading needs no
+second copy; a rank with slices of parameters reads the bytes of these only (`load_slices`). tensor_map.py maps names.
+Names and shapes are checked for completeness; errors in a directory are DataErrors that name the file.
 """
 
 from __future__ import annotations
@@ -21,16 +20,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stretto.base.errors import DataError
-from stretto.config.model import ScratchSection
-from stretto.models.config import ModelConfig, Rope, parse_config, to_hf
+from stretto.config.sections.model import Dtype, ScratchSection, dtype_on
+from stretto.models.config import parse_config, to_hf
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
-from stretto.models.lora import Merged
-from stretto.models.moe import MoEShape
+from stretto.models.lora import MergedWeights
 from stretto.models.safetensors_file import read_file
-from stretto.models.tensor_map import Local, Source, TensorMap, whole
+from stretto.models.shape import ModelConfig, MoEShape, Rope
+from stretto.models.tensor_map import LazyTensor, TensorMap, TensorSlice, as_whole_slices
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def dtype_of(dtype: Dtype, device: torch.device | str) -> torch.dtype:
+    """The torch dtype of a config's dtype, which for "auto" depends on the device."""
+    return DTYPES[dtype_on(dtype, is_gpu=torch.device(device).type != "cpu")]
+
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,7 +54,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def find_model(name: str) -> Path:
-    """The directory called `name`, or the snapshot of a hub model that is already in the local cache."""
+    """The model directory `name`, or the snapshot of the hub model `name` in the local cache."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -77,13 +83,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """The config.json of a model directory, as our decoder understands it."""
+    """The config.json of a model directory, as ModelConfig."""
     path = Path(directory) / "config.json"
     return parse_config(read_json(path), str(path))
 
 
-def has_own_module(directory: str | Path) -> bool:
-    """True where impl = "auto" means our own decoder."""
+def has_custom_module(directory: str | Path) -> bool:
+    """True if our decoder supports the model of a directory: impl = "auto" then means "custom"."""
     path = Path(directory) / "config.json"
     hf = read_json(path)
     if hf.get("model_type") not in FAMILIES:
@@ -96,31 +102,34 @@ def has_own_module(directory: str | Path) -> bool:
 
 
 def build_model(cfg: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """The module with memory but without values: fill it with `load_tensors`."""
+    """A module with uninitialised weights; `load_tensors` or `load_slices` sets them."""
     with torch.device("meta"):
         model = Decoder(cfg)
     return model.to(dtype).to_empty(device=device)
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where the weights of a module without memory are: every tensor by name, shape and source."""
+class CheckpointReader:
+    """The checkpoint of a module on the meta device.
+
+    read: gives the name, shape and lazy tensor of every weight.
+    """
 
     directory: Path
-    read: Callable[[], Iterator[tuple[str, tuple[int, ...], Source]]]
+    read: Callable[[], Iterator[tuple[str, tuple[int, ...], LazyTensor]]]
 
 
-def outline(directory: str | Path, dtype: torch.dtype) -> Decoder:
-    """The module without memory: give it some, then load what is needed of its `origin` with `fill`."""
+def build_meta_model(directory: str | Path, dtype: torch.dtype) -> Decoder:
+    """A module on the meta device with a `checkpoint_reader` (see `load_slices`)."""
     directory = Path(directory)
     with torch.device("meta"):
         model = Decoder(load_config(directory))
-    model.origin = Origin(directory, lambda: read_tensors(directory))
+    model.checkpoint_reader = CheckpointReader(directory, lambda: read_tensors(directory))
     return model.to(dtype)
 
 
-def table_of(cfg: ModelConfig) -> TensorMap:
-    """Where the weights of such a model lie in a checkpoint, without their memory."""
+def build_tensor_map(cfg: ModelConfig) -> TensorMap:
+    """The TensorMap of a model with this config, without allocating its weights."""
     with torch.device("meta"):
         return Decoder(cfg).tensor_map
 
@@ -130,16 +139,16 @@ def load_model(
 ) -> Decoder:
     """Our decoder with the weights of a model directory (for `impl = "hf"` see hf.py).
 
-    Raises: DataError when the directory is missing, incomplete, truncated, or of a family unknown here.
+    Raises: DataError when the directory is missing, incomplete, truncated, or of an unknown family.
     """
     assert impl in ("auto", "custom"), impl
     directory = Path(directory)
     if not directory.is_dir():
         raise DataError(f"model {str(directory)!r}: no such directory")
     model = build_model(load_config(directory), dtype, device)
-    fill(
+    load_slices(
         model.tensor_map,
-        whole(model.named_parameters()),
+        as_whole_slices(model.named_parameters()),
         read_tensors(directory),
         model.config,
         str(directory),
@@ -180,7 +189,7 @@ def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | li
 
 
 def _scratch_fields(scratch: ScratchSection) -> dict[str, Any]:
-    """The fields that a fresh config of this family has, with every option of its own at its usual value."""
+    """The fields of ModelConfig that only this family has, for a scratch model."""
     if scratch.family != "qwen3_moe":
         return FAMILIES[scratch.family].fields({})
     moe = MoEShape(
@@ -195,38 +204,36 @@ def _scratch_fields(scratch: ScratchSection) -> dict[str, Any]:
 
 
 def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its Hugging Face checkpoint name, detached, in a fixed order; adapters are merged."""
-    if (shards := getattr(model, "shards", None)) is not None:
-        return shards.export()
+    """Every weight by Hugging Face name, detached, in a fixed order; adapters are merged."""
     if hasattr(model, "export_tensors"):
         return model.export_tensors()
-    return model.tensor_map.export(Merged(model))
+    return model.tensor_map.export(MergedWeights(model))
 
 
 def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], where: str = "weights") -> None:
-    """Copy named tensors into the model in place; every weight must come once, in its shape.
+    """Copy named tensors into the model in place; every weight must be given once.
 
-    Raises: DataError naming what is missing, unknown or misshapen. The model is then partly overwritten.
+    Raises: DataError if one is missing, unknown or has a wrong shape. The model is then partly overwritten.
     """
     sources = ((name, tuple(tensor.shape), tensor) for name, tensor in tensors)
-    fill(model.tensor_map, whole(model.named_parameters()), sources, model.config, where)
+    load_slices(model.tensor_map, as_whole_slices(model.named_parameters()), sources, model.config, where)
 
 
 @torch.no_grad()
-def fill(
+def load_slices(
     table: TensorMap,
-    targets: Mapping[str, Local],
-    sources: Iterable[tuple[str, tuple[int, ...], Source]],
+    targets: Mapping[str, TensorSlice],
+    sources: Iterable[tuple[str, tuple[int, ...], LazyTensor]],
     cfg: ModelConfig,
     where: str,
 ) -> None:
-    """Copy checkpoint tensors (name, shape, source) into these parameters or parts of them.
+    """Copy checkpoint tensors (name, shape, lazy tensor) into slices of parameters.
 
-    Of a source only what the targets need is read: give a rank its slices, and it reads no more.
+    Only what the targets need is read: a rank reads the bytes of its slices.
 
-    Raises: DataError naming what is missing, unknown or misshapen. The targets are then partly overwritten.
+    Raises: DataError if one is missing, unknown or has a wrong shape. The targets are then partly overwritten.
     """
-    needed = table.names_of(targets)
+    needed = table.find_needed(targets)
     missing = set(needed)
     for name, shape, source in sources:
         if name not in table.their_shapes:
@@ -245,31 +252,40 @@ def fill(
         raise DataError(f"{where}: {len(missing)} of {len(needed)} tensors are missing: {first} ...")
 
 
-def read_tensors(directory: Path) -> Iterator[tuple[str, tuple[int, ...], Source]]:
-    """Every tensor of a model directory by name and shape; bytes are read when the source is indexed."""
+def read_tensors(directory: Path) -> Iterator[tuple[str, tuple[int, ...], LazyTensor]]:
+    """(name, shape, lazy tensor) per tensor of a directory; indexing reads the bytes."""
     for path in _weight_files(directory):
         for name, tensor in read_file(path):
             yield name, tensor.shape, tensor
 
 
+def map_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model directory by name, mapped from its files; do not write to them."""
+    for path in _weight_files(directory):
+        for name, tensor in read_file(path):
+            yield name, tensor.mapped()
+
+
 def save_hf(model: nn.Module, directory: str | Path, tokenizer_dir: str | Path | None = None) -> None:
-    """Write a model directory that transformers and vLLM load, with the tokenizer of `tokenizer_dir`."""
-    save_as(model, directory, tokenizer_dir, model.config.hf, export_tensors(model))
+    """Write a model directory for transformers and vLLM, with a tokenizer if given."""
+    dtype = next(model.parameters()).dtype
+    save_model_directory(dtype, directory, tokenizer_dir, model.config.hf, export_tensors(model))
 
 
-def save_as(
-    model: nn.Module,
+def save_model_directory(
+    dtype: torch.dtype,
     directory: str | Path,
     tokenizer_dir: str | Path | None,
     config: dict[str, Any],
     tensors: Iterable[tuple[str, Tensor]] | None,
 ) -> None:
-    """The same with another config.json and other tensors; None: others write these."""
+    """Write a model directory with this config.json and these tensors.
+
+    tensors: None if other code writes them.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    shards, config = getattr(model, "shards", None), dict(config)
-    dtype = next(model.parameters()).dtype if shards is None else shards.export_dtype
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config = config | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     _write_json(directory / "config.json", config)
     if tensors is not None:
@@ -289,7 +305,7 @@ def save_as(
 
 
 def copy_tokenizer(source: str | Path, directory: str | Path) -> None:
-    """Copy the tokenizer's files (and a model's own Python files, which its config.json may name)."""
+    """Copy tokenizer files, and Python files that config.json may refer to."""
     if not Path(source).is_dir():
         raise DataError(f"tokenizer {str(source)!r}: no such directory")
     for path in [Path(source) / name for name in TOKENIZER_FILES] + sorted(Path(source).glob("*.py")):
@@ -298,7 +314,7 @@ def copy_tokenizer(source: str | Path, directory: str | Path) -> None:
 
 
 def _is_redundant(name: str, cfg: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry although the network derives them."""
+    """True for tensors that some checkpoints have although the network computes them."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and cfg.tie_word_embeddings)
 
 
@@ -317,7 +333,10 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _save_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """One file, or files of at most MAX_SHARD_BYTES with an index; one shard in memory at a time."""
+    """Write one file, or files of at most MAX_SHARD_BYTES with an index.
+
+    One shard is in memory at a time.
+    """
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     sizes = {"pending": 0, "total": 0}
@@ -348,7 +367,7 @@ def _save_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None
 
 
 def write_index(directory: Path, weight_map: dict[str, str], num_bytes: int) -> None:
-    """Which file has which tensor."""
+    """Write the index of a model directory: the file of each tensor."""
     _write_json(directory / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
 
 

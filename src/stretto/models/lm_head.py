@@ -1,21 +1,28 @@
-"""From hidden states to log-probabilities of given tokens without ever holding [tokens, vocab].
+"""Log-probabilities of given tokens from hidden states, without a [tokens, vocab] tensor.
 
-Logits exist for one chunk of tokens at a time, in float32 whatever the weights' type; the backward pass
-computes them again. The engine uses `head_logits` too, so that trainer and engine round alike.
+Logits exist for one chunk of tokens at a time, in float32 for every dtype of the weights; the backward pass
+computes them again. The engine uses `head_logits` too, so that trainer and engine round in the same way.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from stretto.records.support import Support
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-SAVED_LOGITS = 1 << 21
-"""Up to so many logits (8 MiB) the forward pass keeps its probabilities instead of computing them twice."""
+MASKED_LOGIT = -1e30
+"""Logit of a token that could not be sampled: its probability is 0; finite, so that 0 log 0 is not NaN."""
+MAX_SAVED_LOGITS = 1 << 21
+"""Up to this many logits (8 MiB) the forward pass saves its probabilities for the backward pass."""
+_CAST_ROWS = 512
+"""Rows of a 16-bit head that a CPU casts to float32 at a time, so that the copy fits in its caches."""
 
 
 def token_logprobs(
@@ -26,24 +33,51 @@ def token_logprobs(
     chunk: int,
     *,
     entropy_grad: bool = False,
+    support: Support | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """log p(targets) under softmax(hidden @ output_weight.T / temperatures), and the entropy, token by token.
+    """Per token, log p(target) and the entropy, both float32 in nats.
 
-    Both in nats and float32; the entropy carries a gradient only with entropy_grad. `chunk` tokens are done
-    at a time unless the logits of all of them are few (SAVED_LOGITS).
+    The distribution is softmax(hidden @ output_weight.T / temperatures).
+
+    Both are float32 in nats; the entropy has a gradient only with entropy_grad. `chunk` tokens are computed at a time,
+    or all if they have few logits (MAX_SAVED_LOGITS). support: the softmax of a token is over its support and the
+    target only.
     """
-    return _TokenLogprobs.apply(hidden, output_weight, targets, temperatures, chunk, entropy_grad)
+    return _TokenLogprobs.apply(hidden, output_weight, targets, temperatures, chunk, entropy_grad, support)
 
 
 def head_logits(
     hidden: Float[Tensor, "tokens dim"], output_weight: Float[Tensor, "vocab dim"]
 ) -> Float[Tensor, "tokens vocab"]:
-    """float32 logits; those of bfloat16 operands are summed in float32 and never rounded to bfloat16."""
+    """float32 logits; 16-bit operands are summed in float32 and not rounded."""
     if hidden.dtype is torch.float32:
         return hidden @ output_weight.T
-    if hidden.is_cuda:
-        return torch.mm(hidden, output_weight.T, out_dtype=torch.float32)
-    return hidden.float() @ output_weight.float().T
+    return _WideProduct.apply(hidden, output_weight)
+
+
+class _WideProduct(torch.autograd.Function):
+    """hidden @ weight.T of 16-bit operands in float32.
+
+    torch.mm with out_dtype has no derivative.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        wide = hidden.float()
+        out = wide.new_empty(len(hidden), len(weight))
+        for ids in _chunks(len(weight), _CAST_ROWS):
+            torch.mm(wide, weight[ids].float().T, out=out[:, ids])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(hidden.dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        return grad @ weight if needs_hidden else None, grad.T @ hidden if needs_weight else None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -56,37 +90,42 @@ class _TokenLogprobs(torch.autograd.Function):
         temperatures: Tensor,
         chunk: int,
         entropy_grad: bool,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
         logprobs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        keep = tokens * weight.shape[0] <= SAVED_LOGITS
-        chunk = max(tokens, 1) if keep else chunk
+        should_save = tokens * weight.shape[0] <= MAX_SAVED_LOGITS
+        chunk = max(tokens, 1) if should_save else chunk
         probs = None
         for rows in _chunks(tokens, chunk):
-            logits = head_logits(hidden[rows], weight).div_(temperatures[rows, None])
+            logits = _scaled_logits(hidden, weight, targets, temperatures, support, rows)
             normalised = logits.sub_(torch.logsumexp(logits, dim=-1, keepdim=True))
             logprobs[rows] = normalised.gather(1, targets[rows, None]).squeeze(1)
             probs = normalised.exp()
             entropy[rows] = torch.linalg.vecdot(probs, normalised).neg_()
-        ctx.chunk = chunk
+        ctx.chunk, ctx.support = chunk, support
         saved_entropy = entropy if entropy_grad else None
-        ctx.save_for_backward(hidden, weight, targets, temperatures, probs if keep else None, saved_entropy)
+        ctx.save_for_backward(
+            hidden, weight, targets, temperatures, probs if should_save else None, saved_entropy
+        )
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperatures, kept, entropy = ctx.saved_tensors
+        hidden, weight, targets, temperatures, saved_probs, entropy = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for rows in _chunks(hidden.shape[0], ctx.chunk):
-            if kept is None:
-                probs = head_logits(hidden[rows], weight).div_(temperatures[rows, None]).softmax(dim=-1)
+            if saved_probs is None:
+                probs = _scaled_logits(hidden, weight, targets, temperatures, ctx.support, rows).softmax(
+                    dim=-1
+                )
             else:
-                probs = kept
+                probs = saved_probs
             # d logprob / d logits = (onehot - p) / temperature
             scale = grad[rows] / temperatures[rows]
             d_logits = probs * -scale[:, None]
@@ -102,7 +141,30 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += d_logits.T @ hidden[rows]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _scaled_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    support: Support | None,
+    rows: slice,
+) -> Tensor:
+    """float32 logits over their temperatures; MASKED_LOGIT outside the support."""
+    logits = head_logits(hidden[rows], weight).div_(temperatures[rows, None])
+    if support is None:
+        return logits
+    part = support.part(rows.start, rows.stop)
+    if not part.sizes.any():
+        return logits
+    owners = torch.from_numpy(np.repeat(np.arange(len(part)), part.sizes)).to(logits.device)
+    ids = torch.from_numpy(part.ids.astype(np.int64)).to(logits.device)
+    is_cut = torch.from_numpy(part.sizes > 0).to(logits.device)[:, None].repeat(1, logits.shape[1])
+    is_cut[owners, ids] = False
+    is_cut.scatter_(1, targets[rows, None], False)
+    return logits.masked_fill_(is_cut, MASKED_LOGIT)
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:

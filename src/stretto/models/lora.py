@@ -1,14 +1,13 @@
-"""LoRA: low-rank matrices beside frozen ones, trained here and merged or served elsewhere.
+"""LoRA: trains low-rank matrices beside frozen weights, saves, loads and merges them.
 
-Three things are in this file: the layers that train an adapter (`attach`), an adapter as data by PEFT's names
-(`Adapter`, read from a directory of PEFT's or from a weight transport, written back), and merging: into a policy
-that is exported, into tensors of a checkpoint that an engine reloads. Engines that keep adapters beside the base
-model are inference/embedded/adapters.py.
+This file has the layers that train an adapter (`attach_adapters`), an adapter as data (`Adapter`, which is read from
+and written to PEFT directories and weight transports), and merging: into a policy that is exported, or into checkpoint
+tensors that an engine reloads. Serving several adapters beside a base model is inference/embedded/adapters.py.
 
 A linear layer computes W x + scaling * B A dropout(x), with A [rank, in] and B [out, rank]; experts have one such
 pair for every expert and each of their two stacked matrices. scaling = alpha / rank. B starts at 0.
 
-Source: LoRA, arXiv:2106.09685, equation 3. Differs: experts, as PEFT's `target_parameters` have them.
+Source: LoRA, arXiv:2106.09685, equation 3. Differs: experts have adapters too, as with PEFT's `target_parameters`.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.models.fp8 import Groups, multiply, product
+from stretto.models.fp8.reference import RowGroups, multiply, product
 from stretto.models.moe import Experts
 from stretto.models.safetensors_file import read_file
-from stretto.models.tensor_map import Region, Source, TensorMap
+from stretto.models.tensor_map import Region, TensorMap, region_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from stretto.config.model import LoRASection
+    from stretto.config.sections.model import LoRASection
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +44,11 @@ _HALVES = ("lora_A", "lora_B")
 _EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 Times = Callable[[Tensor, Tensor], Tensor]
-"""(rows sorted by expert, [experts, out, in]) -> every row times its expert's matrix."""
+"""(rows sorted by expert, weights [experts, out, in]) -> every row times its expert's weight."""
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer whose own weight stays and beside which `lora_A` and `lora_B` are trained."""
+    """A linear layer with a frozen weight and trained `lora_A` and `lora_B`."""
 
     def __init__(self, base: nn.Linear, lora: LoRASection) -> None:
         nn.Module.__init__(self)
@@ -64,13 +63,16 @@ class LoRALinear(nn.Linear):
         return out + self.adapted(x)
 
     def adapted(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        """What the adapter adds to the layer's output."""
+        """The adapter's part of the output."""
         low = F.linear(_dropped(x, self.dropout), self.lora_A)
         return self.scaling * F.linear(low, self.lora_B)
 
 
 class LoRAExperts(Experts):
-    """Experts with pairs: `<matrix>_lora_A` [experts, rank, in], `<matrix>_lora_B` [experts, out, rank]."""
+    """Experts with adapters beside both of their weights.
+
+    `<weight>_lora_A` is [experts, rank, in], `<weight>_lora_B` [experts, out, rank].
+    """
 
     def __init__(self, base: Experts, lora: LoRASection) -> None:
         nn.Module.__init__(self)
@@ -101,7 +103,7 @@ class LoRAExperts(Experts):
     def _gated_mlp(self, x: Tensor, counts: Tensor, times: Times) -> Tensor:
         base = times
         if self.kernels is not None:
-            groups, kernels = Groups.of(counts, len(x)), self.kernels
+            groups, kernels = RowGroups.of(counts, len(x)), self.kernels
 
             def base(rows: Tensor, weight: Tensor) -> Tensor:
                 return multiply(rows, weight, groups, kernels)
@@ -110,7 +112,7 @@ class LoRAExperts(Experts):
         return self._adapted(hidden, "down_proj", base, times)
 
     def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:
-        raise AssertionError("an engine serves adapters with layers of its own")
+        raise AssertionError("padded experts are for engines, which have their own adapter layers")
 
     def _adapted(self, x: Tensor, name: str, base: Times, times: Times) -> Tensor:
         low = times(_dropped(x, self.dropout), getattr(self, f"{name}_lora_A"))
@@ -122,18 +124,17 @@ class LoRAExperts(Experts):
 
 
 def _dropped(x: Tensor, share: float) -> Tensor:
-    """Dropout where something is learned; what is only scored is computed as an engine computes it."""
+    """Dropout while gradients are computed; without them the result must equal the engine's."""
     return F.dropout(x, share) if share and torch.is_grad_enabled() else x
 
 
-def attach(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None:
-    """Give the layers that [model.lora] names an adapter, and freeze everything else.
+def attach_adapters(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None:
+    """Add adapters to the layers that [model.lora] names, and freeze all other weights.
 
-    Raises: ConfigError when no layer has one of the names, or the output head has.
+    Raises: ConfigError when no layer has one of the names, or when the output head has.
     """
-    _ = getattr(
-        policy, "tensor_map", None
-    )  # of the base model: it is made from the parameters that are there now
+    # Built now, because it must not contain the adapters' parameters.
+    _ = getattr(policy, "tensor_map", None)
     policy.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     found = dict.fromkeys(lora.target_modules, 0)
@@ -152,7 +153,7 @@ def attach(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None:
         policy.get_submodule(path.rpartition(".")[0]).add_module(name, layer)
         found[name] += 1
     if absent := [name for name, count in found.items() if not count]:
-        logger.info("[model.lora] target_modules without a layer in this model: %s", ", ".join(absent))
+        logger.info("[model.lora] target_modules that this model does not have: %s", ", ".join(absent))
     if not any(found.values()):
         raise ConfigError(
             f"[model.lora] target_modules = {', '.join(lora.target_modules)}: this model has no layer of these names"
@@ -163,13 +164,16 @@ def attach(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None:
 
 @torch.no_grad()
 def _fill_uniform(parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Uniform within 1/sqrt(in), the same values whatever the device and dtype."""
+    """Fill with uniform values within 1/sqrt(in), the same for every device and dtype."""
     bound = 1 / math.sqrt(parameter.shape[-1])
     parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
 
 
-class Merged(Mapping[str, Tensor]):
-    """A policy's weights by parameter name, each with its adapter added when it is asked for; the last one is kept."""
+class MergedWeights(Mapping[str, Tensor]):
+    """A policy's weights by name, merged with their adapters on access.
+
+    The last merged weight is cached.
+    """
 
     def __init__(self, policy: nn.Module) -> None:
         self._tensors = {
@@ -188,7 +192,7 @@ class Merged(Mapping[str, Tensor]):
         if name not in self._pairs:
             return self._tensors[name]
         if self._last is None or self._last[0] != name:
-            self._last = (name, added(self._tensors[name], *self._pairs[name]))
+            self._last = (name, merge_pair(self._tensors[name], *self._pairs[name]))
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -199,22 +203,26 @@ class Merged(Mapping[str, Tensor]):
 
 
 def is_adapter_parameter(name: str) -> bool:
+    """True for the names of adapter matrices."""
     return name.endswith(_HALVES)
 
 
 def pair_names(policy: nn.Module) -> Iterator[tuple[str, str, str, float]]:
-    """(adapted parameter, its A, its B, scaling) by parameter name, of every adapter in a policy of ours."""
+    """(weight, A, B, scaling) for every adapter pair of a policy, by parameter names."""
     for path, module in policy.named_modules():
         if isinstance(module, LoRALinear):
             yield f"{path}.weight", f"{path}.lora_A", f"{path}.lora_B", module.scaling
         elif isinstance(module, LoRAExperts):
             for name in _EXPERT_PARAMETERS:
-                own = f"{path}.{name}"
-                yield own, f"{own}_lora_A", f"{own}_lora_B", module.scaling
+                weight = f"{path}.{name}"
+                yield weight, f"{weight}_lora_A", f"{weight}_lora_B", module.scaling
 
 
 def initial_values(policy: nn.Module, seed: int) -> Iterator[tuple[str, Callable[[tuple[int, ...]], Tensor]]]:
-    """(parameter, its shape -> its first values) of every adapter, as `attach` makes them; take them in order."""
+    """(name, shape -> initial values) for every adapter matrix; call them in order.
+
+    The values are those of `attach_adapters` with the same seed.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(shape: tuple[int, ...]) -> Tensor:
@@ -231,18 +239,18 @@ def initial_values(policy: nn.Module, seed: int) -> Iterator[tuple[str, Callable
                     yield f"{path}.{key}", torch.zeros
 
 
-def _root(policy: nn.Module) -> nn.Module:
-    """Of which module PEFT's names count: a wrapped model of transformers' is one itself."""
+def _peft_root(policy: nn.Module) -> nn.Module:
+    """The module from which PEFT's names start; inside HFDecoder the transformers model."""
     return getattr(policy, "wrapped", policy)
 
 
-def own_name(policy: nn.Module, name: str) -> str:
-    """A parameter's name as it counts for PEFT."""
-    return name if _root(policy) is policy else name.removeprefix("model.")
+def peft_name(policy: nn.Module, name: str) -> str:
+    """A parameter's name as PEFT has it."""
+    return name if _peft_root(policy) is policy else name.removeprefix("model.")
 
 
 def _pairs_of(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor, float]]]:
-    """(parameter, (A, B, scaling)) of one layer."""
+    """(parameter name, (A, B, scaling)) for the adapter pairs of one layer."""
     if isinstance(module, LoRALinear):
         yield "weight", (module.lora_A.detach(), module.lora_B.detach(), module.scaling)
     elif isinstance(module, LoRAExperts):
@@ -251,7 +259,7 @@ def _pairs_of(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor, fl
             yield name, (a.detach(), b.detach(), module.scaling)
 
 
-def added(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def merge_pair(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """weight + scaling * B A, computed in float32 and rounded once."""
     return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
 
@@ -261,9 +269,11 @@ def added(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The pairs (A, B) of an adapter by our parameter names, "model.layers.0.self_attn.q_proj.weight".
+    """An adapter: pairs (A, B) by our parameter names.
 
-    A is [rank, in] and B [out, rank]; of experts [experts, rank, in] and [experts, out, rank].
+    A name is such as "model.layers.0.self_attn.q_proj.weight".
+
+    A is [rank, in] and B [out, rank]; for experts [experts, rank, in] and [experts, out, rank].
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -272,11 +282,9 @@ class Adapter:
 
     @classmethod
     def of(cls, policy: nn.Module) -> Adapter:
-        """The adapter that is trained in a policy, as it is now; if it is sharded, every rank must ask."""
-        if (shards := getattr(policy, "shards", None)) is not None:
-            return shards.adapter()
+        """The current adapter of a policy."""
         pairs, rank, scaling = {}, 0, 0.0
-        for path, module in _root(policy).named_modules():
+        for path, module in _peft_root(policy).named_modules():
             for name, (a, b, scaling_here) in _pairs_of(module):
                 pairs[f"{path}.{name}"], rank, scaling = (a, b), a.shape[-2], scaling_here
         return cls(pairs, rank, scaling)
@@ -287,13 +295,15 @@ class Adapter:
     ) -> Adapter:
         """An adapter from tensors by PEFT's names.
 
-        Raises: DataError for names and shapes that are none of an adapter.
+        Raises: DataError for names and shapes that no adapter has.
         """
         halves: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
             path, _, half = name.removesuffix(".weight").rpartition(".")
             if not name.startswith(_PREFIX) or half not in _HALVES:
-                raise DataError(f"{where}: tensor {name!r} is no LoRA matrix of a linear layer or of experts")
+                raise DataError(
+                    f"{where}: tensor {name!r} is not a LoRA matrix of a linear layer or of experts"
+                )
             halves.setdefault(path.removeprefix(_PREFIX), {})[half] = tensor
         pairs = {}
         for path, half in halves.items():
@@ -302,7 +312,7 @@ class Adapter:
             a, b = half["lora_A"], half["lora_B"]
             if a.dim() != 2 or b.dim() != 2 or len(a) % rank or b.shape[1] != len(a):
                 shape = f"A {list(a.shape)} and B {list(b.shape)}"
-                raise DataError(f"{where}: {path} has {shape}, which are no pair of rank {rank}")
+                raise DataError(f"{where}: {path} has {shape}, which are not a pair of rank {rank}")
             name, pair = _from_peft(path, a, b, rank)
             pairs[name] = pair
         for path in {name.rpartition(".")[0] for name in pairs if not name.endswith(".weight")}:
@@ -313,14 +323,14 @@ class Adapter:
         return cls(pairs, rank, scaling)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """By PEFT's names, in a fixed order: what is saved and published."""
+        """The tensors by PEFT's names, in a fixed order, as they are saved and published."""
         for name, (a, b) in self.pairs.items():
             path, a, b = _to_peft(name, a, b)
             yield f"{_PREFIX}{path}.lora_A.weight", a
             yield f"{_PREFIX}{path}.lora_B.weight", b
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], where: str = "adapter") -> None:
-        """Raises: DataError when it is not one of a model with these parameters."""
+        """Raises: DataError when it does not fit a model with parameters of these shapes."""
         for name, (a, b) in self.pairs.items():
             if name not in shapes:
                 raise DataError(
@@ -333,7 +343,7 @@ class Adapter:
                 raise DataError(f"{where}: {name} has {shape}, which do not fit a weight of {list(wanted)}")
 
     def delta(self, name: str, region: Region) -> Tensor:
-        """What is added to this rectangle of a parameter, float32."""
+        """What the adapter adds to this region of a parameter, float32."""
         a, b = self.pairs[name]
         *lead, rows, columns = region
         for part in lead:
@@ -342,7 +352,10 @@ class Adapter:
 
 
 def _to_peft(name: str, a: Tensor, b: Tensor) -> tuple[str, Tensor, Tensor]:
-    """PEFT wraps the parameters of one module in each other, the first one innermost; experts lie side by side."""
+    """A pair under PEFT's name and in its layout.
+
+    PEFT nests its wrappers of the parameters of one module, the first innermost, and concatenates experts.
+    """
     path, _, parameter = name.rpartition(".")
     if parameter == "weight":
         return path, a, b
@@ -352,6 +365,7 @@ def _to_peft(name: str, a: Tensor, b: Tensor) -> tuple[str, Tensor, Tensor]:
 
 
 def _from_peft(path: str, a: Tensor, b: Tensor, rank: int) -> tuple[str, tuple[Tensor, Tensor]]:
+    """The inverse of `_to_peft`."""
     outer = path.removesuffix(".base_layer")
     if outer.rpartition(".")[2] != "experts":
         return f"{path}.weight", (a, b)
@@ -360,23 +374,20 @@ def _from_peft(path: str, a: Tensor, b: Tensor, rank: int) -> tuple[str, tuple[T
     return f"{outer}.{_EXPERT_PARAMETERS[0 if outer != path else 1]}", pair
 
 
-def merge(
-    sources: Iterable[tuple[str, tuple[int, ...], Source]], table: TensorMap, adapter: Adapter
-) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a checkpoint with the adapter added: what an engine that has none of its own reloads."""
-    for name, shape, source in sources:
-        tensor = source[_all(shape)]
-        for piece in table.pieces_of(name):
-            if piece.ours not in adapter.pairs:
-                continue
-            ours = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape))
-            theirs = tuple(slice(a, a + n) for a, n in zip(piece.their_start, piece.their_shape))
-            delta = adapter.delta(piece.ours, ours).reshape(piece.their_shape)
-            tensor[theirs] = (tensor[theirs].float() + delta.to(tensor.device)).to(tensor.dtype)
-        yield name, tensor
+def with_adapter(name: str, tensor: Tensor, table: TensorMap, adapter: Adapter) -> Tensor:
+    """A checkpoint's tensor with the adapter added; unchanged without an adapter."""
+    adapted = [shared for shared in table.slices_of(name) if shared.ours in adapter.pairs]
+    if not adapted:
+        return tensor
+    tensor = tensor.clone()
+    for shared in adapted:
+        theirs = region_of(shared.their_start, shared.their_shape)
+        delta = adapter.delta(shared.ours, region_of(shared.start, shared.shape)).reshape(shared.their_shape)
+        tensor[theirs] = (tensor[theirs].float() + delta.to(tensor.device)).to(tensor.dtype)
+    return tensor
 
 
-# -- PEFT's directories --
+# -- PEFT directories --
 
 
 def save_adapter(
@@ -397,7 +408,7 @@ def save_adapter(
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        # Experts cannot have dropout in PEFT, and whoever loads this does not train it on.
+        # PEFT does not support dropout for experts, and an exported adapter is not trained further.
         "lora_dropout": 0.0 if experts else lora.dropout,
         "target_modules": sorted({path.rpartition(".")[2] for path in paths}),
         "target_parameters": sorted(experts, reverse=True) or None,
@@ -415,13 +426,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
 }
-"""Settings of PEFT's that change what an adapter computes, and the values with which they do not."""
+"""PEFT settings that are not supported, and the values with which they have no effect."""
 
 
 def load_adapter(directory: str | Path) -> Adapter:
-    """The adapter in a directory of PEFT's.
+    """Load the adapter of a PEFT directory.
 
-    Raises: DataError when it is missing, damaged, or of a kind that is not computed here.
+    Raises: DataError when it is missing, damaged, or of an unsupported kind.
     """
     directory = Path(directory)
     path = directory / CONFIG
@@ -439,10 +450,10 @@ def load_adapter(directory: str | Path) -> Adapter:
             raise DataError(f"{path}: {key} = {config[key]!r} is not supported")
     if not (directory / TENSORS).is_file():
         raise DataError(f"{directory / TENSORS}: no such file")
-    tensors = ((name, source[_all(source.shape)]) for name, source in read_file(directory / TENSORS))
+    tensors = ((name, source[_whole_region(source.shape)]) for name, source in read_file(directory / TENSORS))
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Adapter.from_tensors(tensors, rank, scaling, str(directory))
 
 
-def _all(shape: tuple[int, ...]) -> Region:
+def _whole_region(shape: tuple[int, ...]) -> Region:
     return tuple(slice(0, n) for n in shape)

@@ -1,12 +1,12 @@
-"""A mixture of experts: a router chooses top_k experts a token, grouped products compute them.
+"""A mixture of experts: a router chooses top_k experts per token.
 
-The router works in float32. What a forward pass wants of all its routers, and what it learns from them, is
-one `Routing`: choices to replay, choices made, how many tokens each expert got. Replayed choices replace the
-selection only: gates are this router's own scores at the given experts, so they still get gradients.
+The router computes in float32. A `Routing` has the options and results of one forward pass for all its routers:
+choices to replay, choices made, tokens per expert. Replayed choices replace the selection only: gates are this
+router's own scores of the replayed experts, so they still get gradients.
 
-Three ways to compute the experts, with equal results up to rounding: one grouped product over tokens sorted
-by expert (default), a loop over experts (the slow reference), and a loop over padded groups, which gives a
-token the same bits in whatever batch it stands (the embedded engine in float32 on a CPU).
+The experts are computed in one of three ways, with equal results up to rounding: one grouped product over tokens sorted
+by expert (default), a loop over experts (the slow reference), and a loop over padded groups, in which the bits of a
+token do not depend on its batch (the embedded engine in float32 on a CPU).
 """
 
 from __future__ import annotations
@@ -25,31 +25,18 @@ if TYPE_CHECKING:
 
     from jaxtyping import Float, Int
 
-    from stretto.models.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class MoEShape:
-    """The mixture of a model; `sparse_layers` are the blocks that have one, all others are dense."""
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    norm_topk_prob: bool
-    sparse_layers: tuple[int, ...]
-    has_expert_bias: bool = False
-    """A bias on the scores by which experts are chosen (not on the gates), moved to balance their loads."""
+    from stretto.models.shape import ModelConfig, MoEShape
 
 
 @dataclass
 class Routing:
-    """One forward pass's view of its routers; a new one for every pass.
+    """Options and results of one forward pass for all its routers; a new object for every pass.
 
-    replay: [tokens, layers, top_k] of experts to use, rows of NO_EXPERT (255 or 65535) where the router
-    itself shall choose. row_multiple: compute experts bit-exactly for any batch, on groups padded to this
-    many rows; is_tiled: on groups of exactly so many. After the pass: `choices` by layer, if is_recording;
-    `loads` (tokens by expert) and `confidence` (score mass of the chosen, summed over tokens) by layer.
-    A layer that is computed again for the backward pass takes the choices of the first time, `remembered`.
+    replay: [tokens, layers, top_k], the experts to use, or NO_EXPERT (255 or 65535) in all entries if the router
+    is to choose. row_multiple: pad the rows of each expert to a multiple of this, so that results do not depend on the
+    batch; is_tiled: compute tiles of exactly this many rows. After the pass: `choices` by layer, if is_recording;
+    `loads` (tokens per expert) and `confidence` (scores of the chosen experts, summed over tokens) by layer, if
+    is_measuring. A layer that is computed again for the backward pass uses its `first_choices`.
     """
 
     replay: Int[Tensor, "tokens layers top_k"] | None = None
@@ -60,24 +47,26 @@ class Routing:
     choices: dict[int, Tensor] = field(default_factory=dict)
     loads: dict[int, Tensor] = field(default_factory=dict)
     confidence: dict[int, Tensor] = field(default_factory=dict)
-    remembered: dict[int, Int[Tensor, "tokens top_k"]] = field(default_factory=dict)
+    first_choices: dict[int, Int[Tensor, "tokens top_k"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.replay is not None:  # here, so that a device is waited for once and not in every layer
+        # Computed here, so that the device is waited for once and not in every layer.
+        if self.replay is not None:
             missing = is_missing(self.replay)
             has_missing = missing.any(dim=0).tolist()
             self._missing = [missing[:, layer] if some else None for layer, some in enumerate(has_missing)]
 
-    def given(self, layer: int, rows: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-        """The choices to replay in a layer, [rows, top_k], and which rows have none (None: all have)."""
+    def replayed(self, layer: int, rows: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+        """The choices to replay in a layer, [rows, top_k], and which rows have none."""
         if self.replay is None:
             return None
-        given, missing = self.replay[:, layer].long(), self._missing[layer]
+        replayed, missing = self.replay[:, layer].long(), self._missing[layer]
         if rows is None:
-            return given, missing
-        return given.index_select(0, rows), None if missing is None else missing.index_select(0, rows)
+            return replayed, missing
+        return replayed.index_select(0, rows), None if missing is None else missing.index_select(0, rows)
 
-    def saw(self, layer: int, scores: Tensor, chosen: Tensor) -> None:
+    def record(self, layer: int, scores: Tensor, chosen: Tensor) -> None:
+        """Store the results of a layer's router."""
         if self.is_recording:
             self.choices[layer] = chosen
         if self.is_measuring:
@@ -85,11 +74,11 @@ class Routing:
                 self.loads[layer] = count(chosen.flatten(), scores.shape[1])
                 self.confidence[layer] = scores.gather(1, chosen).sum()
         if torch.is_grad_enabled():
-            self.remembered[layer] = chosen.to(torch.int16)
+            self.first_choices[layer] = chosen.to(torch.int16)
 
 
 class Router(nn.Module):
-    """Scores of all experts in float32, and the chosen ones with their gates."""
+    """Scores all experts in float32, and chooses top_k of them with their gates."""
 
     def __init__(self, hidden_size: int, shape: MoEShape) -> None:
         super().__init__()
@@ -105,11 +94,11 @@ class Router(nn.Module):
     ) -> tuple[Int[Tensor, "tokens top_k"], Float[Tensor, "tokens top_k"]]:
         """Chosen experts and their gates (in the dtype of x)."""
         scores = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
-        if layer in routing.remembered:
-            chosen = routing.remembered[layer].long()
+        if layer in routing.first_choices:
+            chosen = routing.first_choices[layer].long()
         else:
-            chosen = self.choose(scores, routing.given(layer, rows))
-            routing.saw(layer, scores, chosen)
+            chosen = self.choose(scores, routing.replayed(layer, rows))
+            routing.record(layer, scores, chosen)
         gates = scores.gather(1, chosen)
         if self.shape.norm_topk_prob:
             gates = gates / gates.sum(dim=-1, keepdim=True)
@@ -117,17 +106,17 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(
-        self, scores: Float[Tensor, "tokens experts"], given: tuple[Tensor, Tensor | None] | None
+        self, scores: Float[Tensor, "tokens experts"], replayed: tuple[Tensor, Tensor | None] | None
     ) -> Int[Tensor, "tokens top_k"]:
-        """The given experts, and where none are given those of the highest scores."""
-        if given is not None and given[1] is None:
-            return given[0]
+        """The experts to replay; for rows without any, those with the highest scores."""
+        if replayed is not None and replayed[1] is None:
+            return replayed[0]
         biased = scores + self.expert_bias if self.shape.has_expert_bias else scores
         own = biased.topk(self.shape.top_k, dim=-1).indices
-        return own if given is None else torch.where(given[1][:, None], own, given[0])
+        return own if replayed is None else torch.where(replayed[1][:, None], own, replayed[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """The bias stays in float32 whatever the model's dtype: its steps are smaller than bfloat16's."""
+        """Keep the bias in float32 for every dtype: its updates are too small for bfloat16."""
         super()._apply(fn, recurse)
         if self.shape.has_expert_bias:
             self.expert_bias.data = self.expert_bias.data.float()
@@ -135,7 +124,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated MLPs of all experts, stacked: [experts, 2 * inter, dim] (gate above up) and [experts, dim, inter]."""
+    """Gated MLPs of all experts, stacked.
+
+    gate_up_proj: [experts, 2 * inter, dim], gate first; down_proj: [experts, dim, inter].
+    """
 
     def __init__(self, hidden_size: int, shape: MoEShape) -> None:
         super().__init__()
@@ -146,7 +138,7 @@ class Experts(nn.Module):
 
     @staticmethod
     def gated(gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
-        """Of the products with gate and up: silu(gate) * up."""
+        """silu(gate) * up, from the products with both."""
         return gated(gate_up)
 
     def forward(
@@ -169,10 +161,10 @@ class Experts(nn.Module):
         return F.grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=offsets)
 
     def _loop(self, x: Tensor, counts: list[int]) -> Tensor:
-        # unbind, because the gradient of weight[e] would be as large as the whole stack, once for every e.
+        # unbind, because the gradient of each weight[e] would be as large as the whole stack.
         weights = list(zip(self.gate_up_proj.unbind(), self.down_proj.unbind()))
         if not len(x):
-            return _mlp(x, *weights[0])  # gradients of zeros: a rank of several may have no token here
+            return _mlp(x, *weights[0])  # zero gradients for a rank that has no token
         return torch.cat([_mlp(rows, *w) for rows, w in zip(x.split(counts), weights) if len(rows)])
 
     def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:
@@ -185,12 +177,12 @@ class Experts(nn.Module):
         return torch.cat(out)
 
     def _is_aligned(self, dtype: torch.dtype) -> bool:
-        """grouped_mm wants rows of a multiple of 16 bytes; a model of odd sizes takes the loop."""
+        """True if rows are multiples of 16 bytes, which grouped_mm needs; other sizes use the loop."""
         return all(size * dtype.itemsize % 16 == 0 for size in self.down_proj.shape[1:])
 
 
 class MoE(nn.Module):
-    """Router and experts, in the place of a block's MLP."""
+    """A mixture of experts, router and experts, instead of a block's MLP."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -201,37 +193,37 @@ class MoE(nn.Module):
     def forward(
         self, x: Float[Tensor, "tokens dim"], layer: int, routing: Routing, rows: Tensor | None
     ) -> Float[Tensor, "tokens dim"]:
-        """`rows` says which of the pass's tokens x holds (None: all), for choices that are replayed."""
+        """rows: which tokens of the pass x has (None: all); needed to replay choices."""
         chosen, gates = self.gate(x, layer, routing, rows)
         experts = chosen.flatten()
         order = experts.argsort(stable=True)
         counts = count(experts, self.gate.shape.num_experts)
         tokens = order // chosen.shape[1]
         computed = self.experts(x.index_select(0, tokens), counts, routing, tokens)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        by_choice = computed.index_select(0, back).view(*chosen.shape, x.shape[-1])
+        original = torch.empty_like(order)
+        original[order] = torch.arange(len(order), device=order.device)
+        by_choice = computed.index_select(0, original).view(*chosen.shape, x.shape[-1])
         return (by_choice * gates.unsqueeze(-1)).sum(dim=1)
 
 
 def count(experts: Int[Tensor, " choices"], num_experts: int) -> Int[Tensor, " experts"]:
-    """How often each expert was chosen; unlike bincount without waiting for the device."""
+    """How often each expert was chosen; unlike bincount it does not wait for the device."""
     return experts.new_zeros(num_experts).index_add_(0, experts, torch.ones_like(experts))
 
 
 def is_missing(choices: Int[Tensor, "*rows top_k"]) -> Tensor:
-    """Rows for which no choice is given: all their entries are the largest value of uint8 or uint16."""
+    """True for rows without a choice to replay: all entries are NO_EXPERT of uint8 or uint16."""
     return torch.stack([(choices == value).all(dim=-1) for value in NO_EXPERT]).any(dim=0)
 
 
 def mixtures(model: nn.Module) -> dict[str, MoE]:
-    """The mixtures of a model by module name, in order of their layers."""
+    """The mixtures of experts of a model by module name, in the order of layers."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module, loads: Float[Tensor, "mixtures experts"], rate: float) -> None:
-    """Raise the bias of experts that got fewer tokens than the mean, lower that of the others.
+    """Raise the biases of experts that got fewer tokens than the mean, and lower the others.
 
     Source: auxiliary-loss-free load balancing, arXiv:2408.15664, algorithm 1. Differs: the steps are
     centred, so that the mean bias stays 0.
@@ -242,10 +234,11 @@ def update_expert_bias(model: nn.Module, loads: Float[Tensor, "mixtures experts"
 
 
 def _mlp(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """One expert."""
+    """The gated MLP of one expert."""
     return F.linear(gated(F.linear(rows, gate_up)), down)
 
 
 def gated(gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
+    """silu(gate) * up, from both stacked in the last dim."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -1,10 +1,9 @@
-"""Safetensors files, read by rectangles of tensors and without staying in memory.
+"""Reads slices of tensors from safetensors files, and writes such files as a stream.
 
-The library maps a whole file for as long as it is open, so every page that was read counts as this process's
-memory until the end, and loading peaks at twice the model. Here each read maps its own tensor and unmaps it:
-the peak is the model and one tensor. The format: 8 bytes length, a JSON header of names, dtypes, shapes and
-offsets, then the bytes (https://huggingface.co/docs/safetensors).
-Writing is a stream as well.
+The safetensors library maps a whole file while it is open, so every page that was read counts as memory of this process
+until the end, and loading peaks at twice the size of the model. Here each read maps one tensor and unmaps it: the peak
+is the model and one tensor. The format: 8 bytes length, a JSON header with names, dtypes, shapes and offsets, then the
+bytes (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a file; indexing it with slices reads what they name."""
+    """One tensor of a file; indexing it with slices reads these slices."""
 
     path: Path
     dtype: torch.dtype
@@ -43,18 +42,25 @@ class FileTensor:
     offset: int  # bytes from the beginning of the file
 
     def __getitem__(self, region: Region) -> Tensor:
-        """A tensor of its own: nothing of the file stays mapped."""
+        """A copy of the slice; nothing of the file stays mapped."""
+        return self.mapped()[region].clone()
+
+    def mapped(self) -> Tensor:
+        """The tensor without a copy, as pages of the file; do not write to it.
+
+        All processes that map the file share its pages.
+        """
         if not math.prod(self.shape):
-            return torch.empty(self.shape, dtype=self.dtype)[region]
+            return torch.empty(self.shape, dtype=self.dtype)
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
         mapped = np.memmap(self.path, np.uint8, mode="c", offset=self.offset, shape=(num_bytes,))
-        return torch.from_numpy(mapped).view(self.dtype).view(self.shape)[region].clone()
+        return torch.from_numpy(mapped).view(self.dtype).view(self.shape)
 
 
 def read_file(path: Path) -> Iterator[tuple[str, FileTensor]]:
     """Every tensor of a file by name, in the order of their bytes.
 
-    Raises: DataError when the file is truncated or damaged, or holds a dtype unknown here.
+    Raises: DataError when the file is truncated or damaged, or has an unknown dtype.
     """
     header, begin, end = _header(path)
     try:
@@ -64,13 +70,13 @@ def read_file(path: Path) -> Iterator[tuple[str, FileTensor]]:
             if name != "__metadata__"
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as cause:
-        raise _damaged(path, f"its header is not one of safetensors: {cause!r}") from cause
+        raise _damaged(path, f"its header is not a safetensors header: {cause!r}") from cause
     yield from sorted(tensors, key=lambda item: item[1].offset)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor that will be written."""
+class TensorEntry:
+    """Name, dtype and shape of a tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -80,14 +86,14 @@ class Entry:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def called(self, name: str) -> Entry:
+    def renamed(self, name: str) -> TensorEntry:
         return replace(self, name=name)
 
 
 class StreamWriter:
-    """A file whose tensors come one after the other: what was written need not stay in memory."""
+    """Writes a file tensor by tensor, so that written tensors need not stay in memory."""
 
-    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
+    def __init__(self, path: Path, entries: Sequence[TensorEntry]) -> None:
         """entries: every tensor, in the order in which `add` will get them."""
         self._entries = iter(entries)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -106,13 +112,13 @@ class StreamWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def add(self, tensor: Tensor) -> None:
-        """The next tensor."""
+        """Write the next tensor."""
         entry = next(self._entries)
         assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), entry
         self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
     def close(self) -> None:
-        """All tensors have come; the file is on the disk."""
+        """Flush the file to the disk; all tensors must have been written."""
         assert next(self._entries, None) is None, "a tensor is missing"
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -121,7 +127,7 @@ class StreamWriter:
 
 def _tensor(path: Path, name: str, entry: dict[str, Any], begin: int, end: int) -> FileTensor:
     if entry["dtype"] not in _DTYPES:
-        raise DataError(f"{path}: tensor {name!r} is of dtype {entry['dtype']}, which is not read here")
+        raise DataError(f"{path}: tensor {name!r} is of dtype {entry['dtype']}, which is not supported")
     low, high = map(int, entry["data_offsets"])
     tensor = FileTensor(path, _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), begin + low)
     num_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -131,7 +137,7 @@ def _tensor(path: Path, name: str, entry: dict[str, Any], begin: int, end: int) 
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header, where the bytes begin, and where the file ends."""
+    """(header, offset of the tensors' bytes, size of the file)."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -1,9 +1,9 @@
-"""Names and layouts of weights: ours beside those of Hugging Face checkpoints, as one table read both ways.
+"""Maps our parameters to the tensors of Hugging Face checkpoints.
 
-A family lists only where the two differ (`Rule`); every other name is the same. From the rules and the shapes
-of our parameters comes a `TensorMap`: for every rectangle of ours, where it lies in which tensor of theirs.
-Loading copies rectangles in, exporting reads them out, and a rank that holds a slice of a parameter
-(`Local`) reads the bytes of that slice only. Files are hub.py's.
+In this file "ours" are parameters and "theirs" are checkpoint tensors. A family lists only the differences
+(`WeightRule`); every other name is the same. A `TensorMap` is built from the rules and the shapes of our parameters: it
+says which slice of ours is which slice of theirs. Loading and exporting copy these slices, and a rank that has a slice
+of a parameter (`TensorSlice`) reads only the bytes of that slice. hub.py reads and writes the files.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ Shape = tuple[int, ...]
 Region = tuple[slice, ...]
 
 
-class Source(Protocol):
-    """A tensor of theirs, read by rectangles: a Tensor, or a tensor of a safetensors file."""
+class LazyTensor(Protocol):
+    """A checkpoint's tensor of which slices can be read: a Tensor, or one in a file."""
 
     def __getitem__(self, region: Region) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Tensors of ours that are other tensors of theirs; `{layer}` stands for a number on both sides.
+class WeightRule:
+    """Parameters with other names or another layout in a checkpoint.
 
-    One of ours and several of theirs: ours is theirs one below the other (equal numbers of rows). Several of
-    ours and one of theirs: the other way round. `{expert}` on their side: ours has one more dim in front,
-    which counts the experts.
+    `{layer}` is a number on both sides.
+
+    One of ours and several of theirs: ours is theirs concatenated along dim 0 (each has the same number of rows).
+    Several of ours and one of theirs: theirs is ours concatenated. `{expert}` in theirs: ours has one more dim in
+    front, the experts.
     """
 
     ours: tuple[str, ...]
@@ -50,30 +52,43 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Local:
-    """The part of one of our parameters that is here: `tensor` begins at `start` of the whole."""
+class TensorSlice:
+    """A slice of a whole tensor of `shape`, at `start`; it may be empty."""
 
     tensor: Tensor
     start: Shape
+    shape: Shape
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> TensorSlice:
+        return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+
+    @property
+    def region(self) -> Region:
+        """Its place in the whole tensor."""
+        return region_of(self.start, self.tensor.shape)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rectangle that both sides have: `shape` at `start` of ours and, less `lead` dims, at `their_start`."""
+class SharedSlice:
+    """A slice that one of ours and one of theirs have in common.
+
+    ours[start : start + shape] equals theirs[their_start : ...], after dropping the first `lead` dims of ours (size 1).
+    """
 
     ours: str
     start: Shape
     shape: Shape
     theirs: str
     their_start: Shape
-    lead: int  # dims of ours (of size 1 here) that theirs does not have
+    lead: int  # first dims of ours that theirs does not have
 
     @property
     def their_shape(self) -> Shape:
         return self.shape[self.lead :]
 
-    def overlap(self, local: Local) -> tuple[Region, Region] | None:
-        """What a local part needs of theirs, and where in the local tensor it goes; None: nothing."""
+    def overlap(self, local: TensorSlice) -> tuple[Region, Region] | None:
+        """The overlap with a slice of ours, in theirs and in local.tensor; None without any."""
         low = tuple(max(a, b) for a, b in zip(self.start, local.start))
         ends = zip(self.start, self.shape, local.start, local.tensor.shape)
         high = tuple(min(a + n, b + m) for a, n, b, m in ends)
@@ -89,32 +104,34 @@ class Piece:
 
 
 class TensorMap:
-    """All pieces of a network with parameters of these shapes."""
+    """The slices that parameters of these shapes share with a checkpoint's tensors."""
 
-    def __init__(self, shapes: Mapping[str, Shape], rules: Iterable[Rule]) -> None:
+    def __init__(self, shapes: Mapping[str, Shape], rules: Iterable[WeightRule]) -> None:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         templates = {template: (rule, at) for rule in rules for at, template in enumerate(rule.ours)}
-        found: list[Piece] = []
+        found: list[SharedSlice] = []
         for name, shape in self.shapes.items():
-            template, layer = _template(name)
-            rule, at = templates.get(template, (Rule((template,), (template,)), 0))
-            found += self._pieces(name, shape, rule, at, layer)
-        self._take(found)
+            template, layer = _split_layer(name)
+            rule, at = templates.get(template, (WeightRule((template,), (template,)), 0))
+            found += self._apply_rule(name, shape, rule, at, layer)
+        self._set_slices(found)
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Shape], pieces: Iterable[Piece]) -> TensorMap:
-        """The same of pieces that are known."""
+    def of(cls, shapes: Mapping[str, Shape], slices: Iterable[SharedSlice]) -> TensorMap:
+        """A map from slices that are known, without rules."""
         table = cls(shapes, ())
-        table._take(pieces)
+        table._set_slices(slices)
         return table
 
-    def _take(self, pieces: Iterable[Piece]) -> None:
-        self._by_theirs: dict[str, list[Piece]] = {}
-        for piece in pieces:
-            self._by_theirs.setdefault(piece.theirs, []).append(piece)
+    def _set_slices(self, slices: Iterable[SharedSlice]) -> None:
+        self._by_theirs: dict[str, list[SharedSlice]] = {}
+        for shared in slices:
+            self._by_theirs.setdefault(shared.theirs, []).append(shared)
         self.their_shapes = {name: _bounds(found) for name, found in self._by_theirs.items()}
 
-    def _pieces(self, name: str, shape: Shape, rule: Rule, at: int, layer: str) -> Iterator[Piece]:
+    def _apply_rule(
+        self, name: str, shape: Shape, rule: WeightRule, at: int, layer: str
+    ) -> Iterator[SharedSlice]:
         fill = lambda text, **more: _fill(text, layer=layer, **more)
         if rule.is_stacked:
             num, rows = len(rule.theirs), shape[1] // len(rule.theirs)
@@ -123,59 +140,61 @@ class TensorMap:
                 for i in range(num):
                     start = (expert, i * rows, *(0,) * len(shape[2:]))
                     theirs = fill(rule.theirs[i], expert=str(expert))
-                    yield Piece(name, start, part, theirs, (0,) * (len(shape) - 1), 1)
+                    yield SharedSlice(name, start, part, theirs, (0,) * (len(shape) - 1), 1)
             return
         rest = (0,) * (len(shape) - 1)
         if len(rule.ours) > 1:
             above = sum(self.shapes[fill(other)][0] for other in rule.ours[:at])
-            yield Piece(name, (0, *rest), shape, fill(rule.theirs[0]), (above, *rest), 0)
+            yield SharedSlice(name, (0, *rest), shape, fill(rule.theirs[0]), (above, *rest), 0)
             return
         rows = shape[0] // len(rule.theirs)
         for i, theirs in enumerate(rule.theirs):
-            yield Piece(name, (i * rows, *rest), (rows, *shape[1:]), fill(theirs), (0, *rest), 0)
+            yield SharedSlice(name, (i * rows, *rest), (rows, *shape[1:]), fill(theirs), (0, *rest), 0)
 
-    def pieces_of(self, theirs: str) -> list[Piece]:
-        """Where a tensor of theirs lies in ours; none for a name that is not in the table."""
+    def slices_of(self, theirs: str) -> list[SharedSlice]:
+        """The slices of ours that make up a tensor of theirs; empty for an unknown name."""
         return self._by_theirs.get(theirs, [])
 
     def export(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Their tensors from ours, in a fixed order: views where a tensor of theirs lies in one of ours."""
-        for name, pieces in self._by_theirs.items():
-            views = [_cut(tensors[p.ours], p.start, p.shape).reshape(p.their_shape) for p in pieces]
+        """Tensors of theirs made from ours, in a fixed order; views where possible."""
+        for name, slices in self._by_theirs.items():
+            views = [tensors[s.ours][region_of(s.start, s.shape)].reshape(s.their_shape) for s in slices]
             yield name, views[0] if len(views) == 1 else torch.cat(views)
 
-    def names_of(self, targets: Mapping[str, Local]) -> set[str]:
-        """Tensors of theirs of which these parts need something."""
+    def find_needed(self, targets: Mapping[str, TensorSlice]) -> set[str]:
+        """Names of theirs that overlap with any of these slices."""
         return {
             name
-            for name, pieces in self._by_theirs.items()
-            if any(p.ours in targets and p.overlap(targets[p.ours]) for p in pieces)
+            for name, slices in self._by_theirs.items()
+            if any(s.ours in targets and s.overlap(targets[s.ours]) for s in slices)
         }
 
-    def copy_in(self, name: str, shape: Shape, source: Source, targets: Mapping[str, Local]) -> None:
-        """Copy what these parts need of their tensor `name`, and read no more of it.
+    def copy_in(
+        self, name: str, shape: Shape, source: LazyTensor, targets: Mapping[str, TensorSlice]
+    ) -> None:
+        """Copy from their tensor `name` into these slices; only the overlaps are read.
 
-        Raises: KeyError when no tensor of theirs has this name; DataError when it has another shape.
+        Raises: KeyError if there is no tensor of this name; DataError if its shape is wrong.
         """
-        pieces = self._by_theirs[name]
+        slices = self._by_theirs[name]
         if tuple(shape) != self.their_shapes[name]:
             raise DataError(
                 f"tensor {name!r} has shape {tuple(shape)}, config.json asks for {self.their_shapes[name]}"
             )
-        for piece in pieces:
-            if piece.ours not in targets or (overlap := piece.overlap(targets[piece.ours])) is None:
+        for shared in slices:
+            if shared.ours not in targets or (overlap := shared.overlap(targets[shared.ours])) is None:
                 continue
             theirs, ours = overlap
-            place = targets[piece.ours].tensor[ours]
-            place.copy_(source[theirs].reshape(place.shape))
+            target = targets[shared.ours].tensor[ours]
+            target.copy_(source[theirs].reshape(target.shape))
 
 
-def whole(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Local]:
-    """These parameters as parts that are all there."""
-    return {name: Local(tensor, (0,) * tensor.dim()) for name, tensor in tensors}
+def as_whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorSlice]:
+    """Each tensor as the slice that is the whole of it."""
+    return {name: TensorSlice.whole(tensor) for name, tensor in tensors}
 
 
-def _template(name: str) -> tuple[str, str]:
+def _split_layer(name: str) -> tuple[str, str]:
     """A parameter's name with its layer number replaced, and that number."""
     parts = name.split(".")
     for i, part in enumerate(parts):
@@ -185,14 +204,16 @@ def _template(name: str) -> tuple[str, str]:
 
 
 def _fill(template: str, **values: Any) -> str:
-    """The template's name; a template without {layer} ignores it."""
-    fields = {field for _, field, _, _ in Formatter().parse(template) if field}
-    return template.format(**{key: values[key] for key in fields})
+    """Fill in the fields of a template; a template without {layer} ignores the layer."""
+    names = {field for _, field, _, _ in Formatter().parse(template) if field}
+    return template.format(**{key: values[key] for key in names})
 
 
-def _cut(tensor: Tensor, start: Shape, shape: Shape) -> Tensor:
-    return tensor[tuple(slice(a, a + n) for a, n in zip(start, shape))]
+def region_of(start: Iterable[int], shape: Iterable[int]) -> Region:
+    """The slices of a tensor's part that begins at `start`."""
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
-def _bounds(pieces: list[Piece]) -> Shape:
-    return tuple(max(ends) for ends in zip(*(map(sum, zip(p.their_start, p.their_shape)) for p in pieces)))
+def _bounds(slices: list[SharedSlice]) -> Shape:
+    """The shape of a tensor of theirs, from its slices."""
+    return tuple(max(ends) for ends in zip(*(map(sum, zip(s.their_start, s.their_shape)) for s in slices)))

@@ -1,4 +1,4 @@
-"""Where numbers go: `metrics.jsonl` always, trackers as extras."""
+"""Where metrics are written: always to `metrics.jsonl`, and to trackers that are configured."""
 
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.monitors.file import read_metrics

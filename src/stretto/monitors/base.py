@@ -1,10 +1,9 @@
-"""One `log(step, metrics)` for every place where metrics go; none of them can stop or stall a run.
+"""One `log(step, metrics)` for all monitors; none of them can stop or stall a run.
 
-The metrics file is written at once by the caller (tens of microseconds). Trackers (`wandb`, `tensorboard`,
-`trackio`) are built and fed by a thread of their own each, through a bounded queue, so that neither their
-seconds of start-up nor a slow network is felt by the loop that logs. A monitor that raises is dropped with
-one error line. What a tracker is lies in its own file; `file.py` holds the format of the metrics file and its
-reader.
+The metrics file is written at once by the caller (tens of microseconds). Each tracker (`wandb`, `tensorboard`,
+`trackio`) has a thread that builds it and feeds it from a bounded queue, so that neither its seconds of start-up nor a
+slow network delays the loop that logs. A monitor that raises is removed with one error line. Each tracker has a file
+of its own; `file.py` defines the format of the metrics file and reads it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Protocol
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.monitors import MonitorsSection
+from stretto.config.sections.monitors import MonitorsSection
 from stretto.monitors import tensorboard, trackio, wandb
 from stretto.monitors.file import MetricsFile
 
@@ -30,7 +29,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Monitor(Protocol):
-    """One place where metrics go."""
+    """One place where metrics are written."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -45,11 +44,11 @@ class Monitors:
 
     @property
     def names(self) -> list[str]:
-        """Monitors that are still on."""
+        """The names of monitors that have not failed."""
         return list(self._monitors)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a step; several calls for one step add up to one row for a reader."""
+        """Record metrics of a step; `read_metrics` merges several calls for one step into one row."""
         for name, monitor in list(self._monitors.items()):
             try:
                 monitor.log(step, metrics)
@@ -57,11 +56,11 @@ class Monitors:
                 self._drop(name, error)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Write out what is still queued, waiting at most `timeout_s` in all."""
+        """Write all queued rows and close every monitor, in at most `timeout_s` together."""
         deadline = time.monotonic() + timeout_s
         for name, monitor in list(self._monitors.items()):
             try:
-                if isinstance(monitor, Background):
+                if isinstance(monitor, BackgroundMonitor):
                     monitor.close(max(deadline - time.monotonic(), 0.1))
                 else:
                     monitor.close()
@@ -70,14 +69,14 @@ class Monitors:
         self._monitors.clear()
 
     def _drop(self, name: str, error: Exception) -> None:
-        logger.error("monitor %s failed and is off from here on: %s: %s", name, type(error).__name__, error)
+        logger.error("monitor %s failed and is off from now on: %s: %s", name, type(error).__name__, error)
         self._monitors.pop(name, None)
 
 
-class Background:
-    """A tracker that lives in a thread. States: building -> running -> closed, or failed from any of them.
+class BackgroundMonitor:
+    """A tracker in a thread of its own. States: building -> running -> closed; any of them -> failed.
 
-    Only the thread touches the tracker. The next `log` or `close` after a failure raises its cause.
+    Only the thread uses the tracker. After a failure, the next `log` or `close` raises its cause.
     """
 
     def __init__(self, name: str, build: Callable[[], Monitor]) -> None:
@@ -93,7 +92,7 @@ class Background:
         try:
             self._rows.put_nowait((step, dict(metrics)))
         except queue.Full:
-            raise RuntimeError(f"{QUEUE_ROWS} rows wait for it; it is stuck or far too slow") from None
+            raise RuntimeError(f"{QUEUE_ROWS} rows are queued; the tracker is stuck or too slow") from None
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
@@ -120,10 +119,10 @@ class Background:
 def build_monitors(
     section: MonitorsSection, run_dir: RunDir, role: str, run_name: str, *, resumed_step: int | None = None
 ) -> Monitors:
-    """The metrics file of `role` and every tracker that has a section.
+    """Build the metrics file of `role` and every tracker that has a section.
 
-    resumed_step: the step a resumed run continues after; rows of later steps that an earlier life of the run
-    wrote are superseded. Raises: ConfigError when a tracker's package is missing.
+    resumed_step: the step after which a resumed run continues; rows of later steps from earlier incarnations of the
+    run are superseded. Raises: ConfigError if a tracker's package is missing.
     """
     trackers: dict[str, Callable[[], Monitor]] = {}
     for name, module in (("wandb", wandb), ("tensorboard", tensorboard), ("trackio", trackio)):
@@ -133,13 +132,13 @@ def build_monitors(
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"[monitors.{name}] needs the package {name}, which is not installed; "
-                f"pip install 'stretto[{name}]' or remove the section."
+                f"run pip install 'stretto[{name}]' or remove the section."
             )
         trackers[name] = lambda m=module, s=settings: m.build(s, run_dir, role, run_name, resumed_step)
     monitors: dict[str, Monitor] = {}
     try:
         monitors["file"] = MetricsFile(run_dir.metrics(role), resumed_step=resumed_step)
     except OSError as error:
-        logger.error("monitor file failed and is off from here on: %s", error)
-    monitors.update({name: Background(name, build) for name, build in trackers.items()})
+        logger.error("monitor file failed and is off from now on: %s", error)
+    monitors.update({name: BackgroundMonitor(name, build) for name, build in trackers.items()})
     return Monitors(monitors)

@@ -1,10 +1,10 @@
-"""The metrics file: one JSON object a line, appended, never rewritten; and the function that reads it.
+"""The metrics file: one JSON object per line, only ever appended; and the function that reads it.
 
-A line is {"step": n, "time": unix seconds, "incarnation": k, name: value, ...}. Every opening of the file is
-a new incarnation and begins with a line {"incarnation": k, "resumed_step": n or null, "time": ...}. A resumed
-run repeats steps; the reader keeps the newest: rows of older incarnations beyond the resumed step (or, when
-that is not known, from the first step that the newer one logged) are superseded. A value that is not finite
-is written as null and read as nan.
+A line is {"step": n, "time": unix seconds, "incarnation": k, name: value, ...}. Every opening of the file starts a new
+incarnation with a line {"incarnation": k, "resumed_step": n or null, "time": ...}. A resumed run repeats steps, and
+the reader returns the newest rows: rows of older incarnations after the resumed step (or, if that is null, from the
+first step that the newer incarnation logged) are superseded. A value that is not finite is written as null and read
+as nan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,12 @@ _TAIL_BYTES = 1 << 16
 
 
 class MetricsFile:
-    """The writing side; a row costs one write call, which a killed process has already made."""
+    """Writes the file. A row is one unbuffered write call, so a killed process loses no row."""
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self.incarnation = _end_torn_line(self._fd) + 1
+        self.incarnation = _repair_last_line(self._fd) + 1
         self._write({"incarnation": self.incarnation, "resumed_step": resumed_step, "time": time.time()})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -42,11 +42,11 @@ class MetricsFile:
     def _write(self, row: dict[str, Any]) -> None:
         if self._fd is None:
             raise ValueError("the metrics file is closed")
-        os.write(self._fd, orjson.dumps(row, default=_plain, option=_OPTIONS))
+        os.write(self._fd, orjson.dumps(row, default=_to_json, option=_OPTIONS))
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """One merged row a step, in step order, without superseded rows; [] when there is no file.
+    """One merged row per step, in step order, without superseded rows; [] if there is no file.
 
     Lines that a crash cut off are skipped.
     """
@@ -56,7 +56,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
         return []
     rows: dict[int, dict[str, Any]] = {}
     resumed: int | None = None
-    is_new = False  # an incarnation began without saying where it resumes: its first row says so
+    is_new = False  # an incarnation without resumed_step has begun: its first row says where
     for line in lines:
         row = _parse(line)
         if row is None:
@@ -73,8 +73,15 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _end_torn_line(fd: int) -> int:
-    """Close a line that a crash left open; the number of the last incarnation in the file (0: none)."""
+def moving_mean(values: Sequence[float]) -> list[float]:
+    """Centred moving mean over about a twentieth of the values; shorter at the ends."""
+    reach = max(1, len(values) // 40)
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _repair_last_line(fd: int) -> int:
+    """End a line that a crash cut off; returns the last incarnation in the file, 0 if there is none."""
     size = os.fstat(fd).st_size
     if size == 0:
         return 0
@@ -101,7 +108,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _plain(value: Any) -> Any:
-    """A 0-d array or tensor as its number, anything else as text."""
+def _to_json(value: Any) -> Any:
+    """A 0-d array or tensor as a number, any other value as text."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "shape", None) == () else str(value)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stretto.base.paths import RunDir
-from stretto.config.monitors import TensorboardSection
+from stretto.config.sections.monitors import TensorboardSection
 
 
 class TensorboardMonitor:
@@ -17,7 +17,7 @@ class TensorboardMonitor:
 
         self._event, self._summary = event_pb2, summary_pb2
         self._writer = EventFileWriter(str(run_dir.path / "tensorboard" / role))
-        if resumed_step is not None:  # tells the viewer to forget what an earlier life wrote beyond this step
+        if resumed_step is not None:  # the viewer drops later steps of earlier incarnations
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(resumed_step + 1, session_log=start)
 
@@ -39,5 +39,5 @@ class TensorboardMonitor:
 def build(
     section: TensorboardSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
 ) -> TensorboardMonitor:
-    """Takes a second: imports the package."""
+    """Build the monitor; takes a second to import the package."""
     return TensorboardMonitor(run_dir, role, resumed_step)

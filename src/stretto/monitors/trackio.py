@@ -1,11 +1,11 @@
-"""trackio, a local tracker: `trackio show` draws what it recorded in its own cache directory."""
+"""trackio, a local tracker: it records in its own cache directory, and `trackio show` plots it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from stretto.base.paths import RunDir
-from stretto.config.monitors import TrackioSection
+from stretto.config.sections.monitors import TrackioSection
 
 
 class TrackioMonitor:
@@ -26,5 +26,5 @@ class TrackioMonitor:
 def build(
     section: TrackioSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
 ) -> TrackioMonitor:
-    """Takes seconds: imports the package and starts its server."""
+    """Build the monitor; takes seconds to import the package and start its server."""
     return TrackioMonitor(section, role, run_name)

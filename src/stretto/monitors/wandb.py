@@ -1,4 +1,4 @@
-"""Weights & Biases. One run there per process (grouped by run name), continued when the run is resumed."""
+"""Weights & Biases: one W&B run per process, grouped by run name, continued after a resume."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stretto.base.paths import RunDir
-from stretto.config.monitors import WandbSection
+from stretto.config.sections.monitors import WandbSection
 
 
 class WandbMonitor:
@@ -35,7 +35,7 @@ class WandbMonitor:
             resume=None if section.offline else "allow",
             settings=wandb.Settings(silent=True, init_timeout=120, console="off", disable_git=True),
         )
-        # Rows are keyed by our step, not wandb's own counter, which refuses to go back after a resume.
+        # Rows are keyed by our step, not by W&B's counter, which cannot go back after a resume.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -43,7 +43,7 @@ class WandbMonitor:
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Also ends wandb's own process, which otherwise writes on after we have left."""
+        """Finish the W&B run and end W&B's own process, which would otherwise outlive this one."""
         import wandb
 
         self._run.finish()
@@ -53,12 +53,12 @@ class WandbMonitor:
 def build(
     section: WandbSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
 ) -> WandbMonitor:
-    """Takes seconds: imports the package and starts its service."""
+    """Build the monitor; takes seconds to import the package and start its service."""
     return WandbMonitor(section, run_dir, role, run_name)
 
 
 def _run_id(path: Path) -> str:
-    """The id under which this process of this run is known there, kept in the run directory."""
+    """The W&B id of this process of this run, stored in the run directory."""
     if not path.exists():
         path.write_text(secrets.token_hex(6))
     return path.read_text().strip()

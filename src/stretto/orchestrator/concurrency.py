@@ -1,16 +1,15 @@
-"""How many rollouts are in flight: an AIMD machine that follows the engines (additive increase, multiplicative
-decrease).
+"""Adapts the limit on rollouts in flight: additive increase, multiplicative decrease.
 
-    look at the engines        limit
+    engine load                limit
     ------------------------   ------------------------------------------------
-    room (cache below low,     + increase, when the limit is what holds rollouts back
-    nobody waits)
-    crowded (cache above       x decrease, once; then nothing for cooldown_s
-    high, many wait, or one
-    was preempted)
-    anything else              as it is
+    low (cache below low, no   + increase, if as many rollouts run as the limit allows
+    request waits)
+    high (cache above high,    x decrease, once; then unchanged for cooldown_s
+    many requests wait, or
+    one was preempted)
+    anything else              unchanged
 
-Pure: time and looks come in, a limit goes out.
+Pure: the time and the load come in, a limit goes out.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stretto.config.concurrency import AdaptiveConcurrency
+from stretto.config.sections.concurrency import AdaptiveConcurrency
 
 
 @dataclass(frozen=True)
-class Look:
-    """What all engines together said at one moment."""
+class EngineLoad:
+    """The load of all engines at one moment."""
 
     cache_usage: float  # 0 .. 1, mean over engines
-    num_waiting: float  # requests that wait, mean over engines
-    num_preemptions: float  # since the engines were started, sum
+    num_waiting: float  # waiting requests, mean over engines
+    num_preemptions: float  # since the engines started, sum
 
     @classmethod
-    def of(cls, metrics: Mapping[str, float], num_engines: int) -> Look | None:
-        """From the engines' summed metrics; None where they say nothing of these."""
+    def of(cls, metrics: Mapping[str, float], num_engines: int) -> EngineLoad | None:
+        """The load, from metrics summed over engines; None if a metric is missing."""
         names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_waiting", "vllm:num_preemptions_total")
         if not all(name in metrics for name in names) or not num_engines:
             return None
@@ -40,35 +39,35 @@ class Look:
 
 
 @dataclass
-class Aimd:
-    """The limit on rollouts in flight. `most` is what other bounds allow at any rate."""
+class AdaptiveLimit:
+    """The limit on rollouts in flight; it never exceeds `upper_bound`."""
 
     cfg: AdaptiveConcurrency
-    most: int
+    upper_bound: int
     limit: int = field(init=False)
 
     def __post_init__(self) -> None:
         if self.cfg.max_rollouts is not None:
-            self.most = min(self.most, self.cfg.max_rollouts)
-        self.limit = min(self.cfg.initial_rollouts or self.cfg.min_rollouts, self.most)
+            self.upper_bound = min(self.upper_bound, self.cfg.max_rollouts)
+        self.limit = min(self.cfg.initial_rollouts or self.cfg.min_rollouts, self.upper_bound)
         self._preemptions: float | None = None
         self._quiet_until = float("-inf")
 
-    def update(self, look: Look, num_running: int, now: float) -> int:
-        """The limit after a look; `now` in seconds of any clock."""
-        before, self._preemptions = self._preemptions, look.num_preemptions
-        # Engines that were started anew count from 0 again: that is no preemption.
-        is_preempted = before is not None and look.num_preemptions > before
+    def update(self, load: EngineLoad, num_running: int, now: float) -> int:
+        """Update the limit by the engines' load and return it; `now` is in seconds of any clock."""
+        before, self._preemptions = self._preemptions, load.num_preemptions
+        # A restarted engine counts from 0 again: a lower count is no preemption.
+        is_preempted = before is not None and load.num_preemptions > before
         if now < self._quiet_until:
             return self.limit
         cfg = self.cfg
-        if is_preempted or look.cache_usage > cfg.cache_high or look.num_waiting > cfg.waiting_high:
-            self.limit = max(int(self.limit * cfg.decrease), min(cfg.min_rollouts, self.most))
+        if is_preempted or load.cache_usage > cfg.cache_high or load.num_waiting > cfg.waiting_high:
+            self.limit = max(int(self.limit * cfg.decrease), min(cfg.min_rollouts, self.upper_bound))
             self._quiet_until = now + cfg.cooldown_s
         elif (
-            look.cache_usage < cfg.cache_low
-            and not look.num_waiting
+            load.cache_usage < cfg.cache_low
+            and not load.num_waiting
             and num_running >= self.limit - cfg.increase
         ):
-            self.limit = min(self.limit + cfg.increase, self.most)
+            self.limit = min(self.limit + cfg.increase, self.upper_bound)
         return self.limit

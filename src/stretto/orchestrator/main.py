@@ -1,7 +1,7 @@
-"""The orchestrator process: builds what loop.py runs, and ends it in good order.
+"""The orchestrator process: builds the parts that loop.py runs, and shuts them down.
 
-Exit status: 0 done or stopped by one Ctrl-C, 130 by two, 70 stalled; a failure raises the StrettoError that
-says who must act. torch and transformers are never imported here.
+Exit status: 0 if done or stopped by one Ctrl-C, 130 if stopped by two, 70 if stalled. A failure raises the
+StrettoError that says who must act. torch and transformers are never imported here.
 """
 
 from __future__ import annotations
@@ -12,75 +12,91 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 
 from stretto.algorithms.custom import load_credit
-from stretto.base import log
-from stretto.base.garbage import collecting_seldom
+from stretto.base import log, rundir
 from stretto.base.paths import RunDir
-from stretto.base.status import report, stop_signals
+from stretto.base.runtime import collect_on_growth
+from stretto.base.secret import load_secret
+from stretto.base.status import is_supervised, report, stop_signals
 from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
-from stretto.config.algorithm import CustomAlgo, RaeAlgo
-from stretto.config.curriculum import DifficultySampler
-from stretto.config.distill import OpdAlgo, OpsdAlgo, SftAlgo
-from stretto.config.orchestrator import OrchestratorSection
-from stretto.config.roots import OrchestratorConfig
+from stretto.config.root import OrchestratorConfig
+from stretto.config.sections.algorithm import CustomAlgo, RaeAlgo
+from stretto.config.sections.curriculum import DifficultySampler
+from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
+from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.envs.base import Environment, RunInfo, tasks_of
-from stretto.hooks.calls import Hook
 from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
-from stretto.orchestrator.baselines import Baselines
-from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
-from stretto.orchestrator.buffer import Bounds, Buffer
+from stretto.orchestrator.batch.packing import cost_of_model
+from stretto.orchestrator.batch.user_hooks import BatchHooks, arguments_of
+from stretto.orchestrator.batch.user_rollouts import UserRolloutFunction
 from stretto.orchestrator.build import (
-    build_engines,
-    build_renderer_of,
-    build_scratch_renderer,
-    build_teacher_client,
+    build_policy_renderer,
     open_env,
     run_info,
     urls_of,
 )
-from stretto.orchestrator.checkpoint import Progress, summary_of
-from stretto.orchestrator.curriculum import Curriculum, DifficultyPools
-from stretto.orchestrator.evaluate import Evaluator, eval_envs
-from stretto.orchestrator.loop import Control, Engines, Loop, Sender
-from stretto.orchestrator.own_rollouts import OwnRollouts
-from stretto.orchestrator.packing import cost_of_model
-from stretto.orchestrator.policy import Policy
-from stretto.orchestrator.resume import first_cursor, starting_point, with_data_of
-from stretto.orchestrator.rollout import Player
-from stretto.orchestrator.scoring import check_overlong
-from stretto.orchestrator.tasks import TaskMix
-from stretto.orchestrator.teacher import Author, Teacher, TeacherEngine, Tutor, Tutors, build_hint
+from stretto.orchestrator.clients import build_engines, build_teacher_client
+from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
+from stretto.orchestrator.groups.baselines import Baselines
+from stretto.orchestrator.groups.buffer import Bounds, Buffer
+from stretto.orchestrator.groups.credit import check_overlong
+from stretto.orchestrator.loop import Loop
+from stretto.orchestrator.rollout.player import Player
+from stretto.orchestrator.rollout.teacher import (
+    PlayingTeacher,
+    ScoringTeacher,
+    Teacher,
+    Teachers,
+    build_privileged_context,
+)
+from stretto.orchestrator.run import RunParts
+from stretto.orchestrator.state.checkpoint import Progress, summary_of
+from stretto.orchestrator.state.resume import prepare_cursor, starting_point, with_fingerprints
+from stretto.orchestrator.tasks.curriculum import Curriculum, DifficultyPools
+from stretto.orchestrator.tasks.order import TaskMix
+from stretto.orchestrator.versions import VersionLoader
 from stretto.transports.control import ControlServer
-from stretto.transports.rollouts import build_sender
+from stretto.transports.engine.client import EngineClient
+from stretto.transports.rollouts import Sender, build_sender
+from stretto.vime.calls import Hook
 
 logger = logging.getLogger(__name__)
 
 
 def main(cfg: OrchestratorConfig) -> int:
-    """Run the orchestrator; its exit status."""
-    log.setup("orchestrator", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-    return asyncio.run(run(cfg))
+    """Run the orchestrator and return its exit status."""
+    with claim_part(cfg):
+        log.setup("orchestrator", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+        return asyncio.run(run(cfg))
+
+
+def claim_part(cfg: OrchestratorConfig) -> AbstractContextManager[None]:
+    """Claim the run's ledger for this process, unless a launcher has claimed the whole run."""
+    if is_supervised():
+        return nullcontext()
+    is_new = cfg.resume is None or cfg.resume.dir is not None
+    return rundir.claim_part(cfg.run_dir, "orchestrator", is_new=is_new, clean=cfg.clean)
 
 
 async def run(cfg: OrchestratorConfig) -> int:
     """Build everything, train, and write the summary."""
     progress = starting_point(cfg)
-    if cfg.model.scratch is not None and cfg.tokenizer.name is None:
-        renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
-    else:
-        renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
+    renderer = build_policy_renderer(cfg)
     async with AsyncExitStack() as stack:
-        own = open_own(cfg, renderer, stack)  # first: what is wrong with it is told before anybody waits
+        # First, so that its errors are reported before anything waits.
+        user_code = open_user_code(cfg, renderer, stack)
         wires = await open_wires(cfg, progress.step, stack)
-        loop = build_loop(cfg, wires, renderer, progress, stack, own)
+        loop = build_loop(cfg, wires, renderer, progress, stack, user_code)
         handle_interrupts(loop)
-        await stack.enter_async_context(collecting_seldom())
+        await stack.enter_async_context(collect_on_growth())
         progress = await loop.run()
+    if (verdict := loop.verdict) is not None:
+        report("note", text=verdict)
     summary = summary_of(progress, max_steps=cfg.max_steps)
     cfg.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
     report("summary", **summary)
@@ -89,55 +105,61 @@ async def run(cfg: OrchestratorConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Own:
-    """What is a user's own in a run: environments, and functions in the place of ours."""
+class UserCode:
+    """Code of the user that a run calls: environments, hooks, and functions that replace ours."""
 
-    about: RunInfo
+    info: RunInfo
     envs: list[Environment]
     hooks: BatchHooks | None
-    rollouts: OwnRollouts | None
-    evals: OwnRollouts | None
+    rollouts: UserRolloutFunction | None
+    evals: UserRolloutFunction | None
 
 
-def open_own(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExitStack) -> Own:
-    """Build all of it; `stack` closes what environments have started.
+def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExitStack) -> UserCode:
+    """Import and build the user's code; `stack` closes what environments have started.
 
-    Raises: ConfigError, DataError naming what is wrong with a name, an argument, a file or a function.
+    Raises: ConfigError, DataError that name the wrong name, argument, file or function.
     """
-    about = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
+    info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
     hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
-    functions = [own_rollouts_of(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting)]
+    functions = [load_rollout_function(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting)]
     for name in (env.name or env.id for env in cfg.env):
         if isinstance(algo := cfg.algo_of(name), CustomAlgo):
             load_credit(algo, cfg.algo_path(name))
-    envs = [open_env(env, cfg.run_dir.logs, stack, about) for env in cfg.env]
+    envs = [open_env(env, cfg.run_dir.logs, stack, info) for env in cfg.env]
     for env in envs:
-        tasks_of(env, "train")  # as a check
+        tasks_of(env, "train")  # raises if there are none
         check_overlong(env, cfg.algo_of(env.name), cfg.sampling_of(env.name), cfg.algo_path(env.name))
-    return Own(about, envs, hooks, *functions)
+    return UserCode(info, envs, hooks, *functions)
 
 
 @dataclass(frozen=True)
 class Wires:
     """The orchestrator's ends of the wires to the other processes."""
 
-    engines: Engines
-    control: Control
+    engines: EngineClient
+    control: ControlServer
     sender: Sender
-    teachers: Mapping[str, TeacherEngine] = field(default_factory=dict)  # by environment
+    teacher_engines: Mapping[str, EngineClient] = field(default_factory=dict)  # by environment
 
 
 async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack) -> Wires:
-    """Bind and connect; `stack` closes them in reverse."""
+    """Bind and connect all wires; `stack` closes them in reverse order."""
     engines = await stack.enter_async_context(build_engines(cfg.client))
-    control = ControlServer(cfg.control, cfg.run_name, resume_step=start if cfg.resume else None)
+    control = ControlServer(
+        cfg.control,
+        cfg.run_name,
+        load_secret(cfg.run_dir),
+        world_size=cfg.num_train_workers,
+        resume_step=start if cfg.resume else None,
+    )
     await control.open()
     stack.push_async_callback(control.close)
-    sender = build_sender(cfg.rollout_transport, cfg.run_dir, cfg.num_train_workers)
+    sender = build_sender(cfg.rollout_transport, cfg.run_dir, cfg.num_train_workers, control.sessions)
     await sender.open()
     stack.push_async_callback(sender.close)
     teachers = {}
-    clients: dict[str, TeacherEngine] = {}
+    clients: dict[str, EngineClient] = {}
     for env in cfg.env:
         if (section := cfg.teacher_of(env.name or env.id)) is not None:
             key = section.model_dump_json()
@@ -153,13 +175,13 @@ def build_loop(
     renderer: Renderer,
     progress: Progress,
     stack: AsyncExitStack,
-    own: Own | None = None,
+    user_code: UserCode | None = None,
 ) -> Loop:
-    """All other parts of a run; `stack` closes them."""
+    """Build all other parts of a run; `stack` closes them."""
     run_dir, resumed_step = cfg.run_dir, progress.step if cfg.resume else None
-    own = own or open_own(cfg, renderer, stack)
-    envs = own.envs
-    progress = with_data_of(cfg, progress, envs)
+    user_code = user_code or open_user_code(cfg, renderer, stack)
+    envs = user_code.envs
+    progress = with_fingerprints(cfg, progress, envs)
     player = Player(
         engine=wires.engines,
         renderer=renderer,
@@ -172,35 +194,36 @@ def build_loop(
     )
     ledger = Ledger.open(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
-    buffer = Buffer(bounds_of(cfg), ledger, next_step=progress.step + 1)
+    buffer = Buffer(build_bounds(cfg), ledger, next_step=progress.step + 1)
     curriculum = build_curriculum(cfg, envs, progress)
     mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools)
     vocab_size = vocab_size_of(cfg, renderer)
-    cursor = first_cursor(cfg, ledger, buffer, mix, progress, vocab_size=vocab_size, hooks=own.hooks)
+    cursor = prepare_cursor(cfg, ledger, buffer, mix, progress, vocab_size=vocab_size, hooks=user_code.hooks)
     monitors = build_monitors(cfg.monitors, run_dir, "orchestrator", cfg.run_name, resumed_step=resumed_step)
     stack.callback(monitors.close)
-    policy = Policy(
+    versions = VersionLoader(
         wires.engines,
         ledger,
         start=progress.step,
         timeout_s=cfg.weight_broadcast.timeout_s,
         tolerance=cfg.weight_broadcast.canary_tolerance,
+        generation=lambda: wires.engines.generation,
     )
     watch = Watch(
         cfg.stall_timeout_s,
         run_dir.dumps,
-        lambda: {**buffer.gauges(), "versions_waiting": policy.num_waiting, "trained": progress.step},
+        lambda: {**buffer.gauges(), "versions_waiting": versions.num_waiting, "trained": progress.step},
         role="orchestrator",
     )
     stack.enter_context(watch)
-    return Loop(
+    parts = RunParts(
         cfg=cfg,
         run_dir=run_dir,
         mix=mix,
         cursor=cursor,
         player=player,
         buffer=buffer,
-        policy=policy,
+        versions=versions,
         engines=wires.engines,
         ledger=ledger,
         sender=wires.sender,
@@ -209,18 +232,19 @@ def build_loop(
         watch=watch,
         cost=cost_of_model(cfg.model.name),
         progress=progress,
-        hooks=own.hooks,
-        own_rollouts=own.rollouts,
-        evaluator=build_evaluator(cfg, own, player, watch, run_dir, stack),
+        hooks=user_code.hooks,
+        rollout_function=user_code.rollouts,
+        evaluator=build_evaluator(cfg, user_code, player, watch, run_dir, stack),
         curriculum=curriculum,
         baselines=build_baselines(cfg, envs, progress),
-        tutors=build_tutors(cfg, wires, envs, renderer),
+        teachers=build_teachers(cfg, wires, envs, renderer),
         vocab_size=vocab_size,
     )
+    return Loop(parts)
 
 
 def build_baselines(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Baselines:
-    """What agents have earned so far, where that is what they are compared with."""
+    """Build the running baselines of environments whose advantage estimator is `rae`."""
     algos = {env.name: cfg.algo_of(env.name) for env in envs}
     baselines = Baselines({env: algo for env, algo in algos.items() if isinstance(algo, RaeAlgo)})
     baselines.restore(progress.baselines)
@@ -228,9 +252,9 @@ def build_baselines(cfg: OrchestratorSection, envs: Sequence[Environment], progr
 
 
 def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Curriculum:
-    """The difficulty pools of the environments that ask for them.
+    """Build the difficulty pools of the environments whose config asks for them.
 
-    Raises: ConfigError for an environment that cannot have them.
+    Raises: ConfigError for an environment that cannot have pools.
     """
     curriculum = Curriculum(
         {
@@ -243,36 +267,41 @@ def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], prog
     return curriculum
 
 
-def build_tutors(
+def build_teachers(
     cfg: OrchestratorSection, wires: Wires, envs: Sequence[Environment], renderer: Renderer
-) -> Tutors:
-    """Who is asked about the groups of each environment.
+) -> Teachers:
+    """Build the teacher of each environment that is distilled.
 
-    Raises: ConfigError for an environment that has no demonstrations and needs them.
+    Raises: ConfigError for an environment that needs demonstrations and has none.
     """
-    by_env: dict[str, Tutor] = {}
+    by_env: dict[str, Teacher] = {}
     for env in envs:
         algo = cfg.algo_of(env.name)
         if isinstance(algo, OpdAlgo):
-            by_env[env.name] = Teacher(wires.teachers[env.name], max_failures=cfg.max_failed_groups)
+            by_env[env.name] = ScoringTeacher(
+                wires.teacher_engines[env.name], max_failures=cfg.max_failed_groups
+            )
         elif isinstance(algo, OpsdAlgo):
-            hint = build_hint(env, algo, renderer, cfg.algo_path(env.name))
-            by_env[env.name] = Teacher(wires.engines, hint=hint, max_failures=cfg.max_failed_groups)
+            privileged_context = build_privileged_context(env, algo, renderer, cfg.algo_path(env.name))
+            by_env[env.name] = ScoringTeacher(
+                wires.engines, privileged_context=privileged_context, max_failures=cfg.max_failed_groups
+            )
         elif isinstance(algo, SftAlgo):
-            by_env[env.name] = Author(algo.min_reward)
-    players = {name: wires.teachers[name] for name, tutor in by_env.items() if isinstance(tutor, Author)}
-    engines: dict[str, TeacherEngine] = {}
-    for name, engine in wires.teachers.items():
+            by_env[env.name] = PlayingTeacher(algo.min_reward)
+    playing = [name for name, teacher in by_env.items() if isinstance(teacher, PlayingTeacher)]
+    players = {name: wires.teacher_engines[name] for name in playing}
+    engines: dict[str, EngineClient] = {}
+    for name, engine in wires.teacher_engines.items():
         if engine not in engines.values():
-            is_own = getattr(cfg.algo_of(name), "teacher", None) is not None
-            engines[f"orchestrator.env {name}, algo.teacher" if is_own else "orchestrator.teacher"] = engine
-    sections = [section for name in wires.teachers if (section := cfg.teacher_of(name)) is not None]
+            has_own = getattr(cfg.algo_of(name), "teacher", None) is not None
+            engines[f"orchestrator.env {name}, algo.teacher" if has_own else "orchestrator.teacher"] = engine
+    sections = [section for name in wires.teacher_engines if (section := cfg.teacher_of(name)) is not None]
     longest = max((section.ready_timeout_s for section in sections), default=0.0)
-    return Tutors(by_env, engines, players, ready_timeout_s=longest)
+    return Teachers(by_env, engines, players, ready_timeout_s=longest)
 
 
 def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:
-    """Size of the vocabulary, where a filter needs it."""
+    """Size of the vocabulary; None if no filter needs it."""
     if not any(section.type == "gibberish" for section in cfg.filters):
         return None
     return renderer.tokenizer.vocab_size
@@ -280,36 +309,45 @@ def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:
 
 def build_evaluator(
     cfg: OrchestratorSection,
-    own: Own,
+    user_code: UserCode,
     player: Player,
     watch: Watch,
     run_dir: RunDir,
     stack: AsyncExitStack,
 ) -> Evaluator | None:
-    """Evals as configured; None: there are none."""
+    """Build the evaluator; None if no evals are configured."""
     section = cfg.eval_as_trained()
     if section is None:
         return None
     return Evaluator(
-        eval_envs(section, own.envs, run_dir, stack, own.about),
+        eval_envs(section, user_code.envs, run_dir, stack, user_code.info),
         section,
         player,
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,
         watch=watch,
         run_dir=run_dir,
-        own=own.evals,
+        user_function=user_code.evals,
     )
 
 
-def own_rollouts_of(cfg: OrchestratorSection, key: str | None) -> OwnRollouts | None:
-    """The function that plays whole batches or evals, where one is named."""
+def load_rollout_function(cfg: OrchestratorSection, key: str | None) -> UserRolloutFunction | None:
+    """Load the user's function that plays whole batches or evals; None if `key` names none."""
     if key is None or (path := getattr(cfg.hooks, key)) is None:
         return None
     hook = Hook.load(path, f"orchestrator.hooks.{key}", 3)
-    return OwnRollouts(hook, arguments_of(cfg), cfg.train.sampling.temperature, urls_of(cfg.client))
+    return UserRolloutFunction(
+        hook,
+        arguments_of(cfg),
+        cfg.train.sampling,
+        cfg.seq_len,
+        urls_of(cfg.client),
+        key=os.environ.get(cfg.client.api_key_var),
+        max_support=None if cfg.train.replay is None else cfg.train.replay.max_tokens,
+    )
 
 
-def bounds_of(cfg: OrchestratorSection) -> Bounds:
+def build_bounds(cfg: OrchestratorSection) -> Bounds:
+    """The buffer's bounds, from the config."""
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
         max_async_level=cfg.max_async_level,
@@ -327,7 +365,7 @@ def bounds_of(cfg: OrchestratorSection) -> Bounds:
 
 
 def handle_interrupts(loop: Loop) -> None:
-    """SIGINT, or a preemption, ends the run in good order; twice at once."""
+    """Stop in order at the first SIGINT or preemption signal; exit at once at the second."""
     first_at: list[float] = []
 
     def on_interrupt() -> None:

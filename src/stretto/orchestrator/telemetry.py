@@ -1,16 +1,16 @@
-"""What the orchestrator says about a step: one row of metrics, one status line.
+"""Reports about a step: one row of metrics, one status line.
 
-A row is put together where the batch is shipped (rewards, staleness, counts) and goes out when the step is
-trained, with the trainer's own metrics beside it; so metrics/orchestrator.jsonl alone draws every curve.
+A row is built when the batch is shipped (rewards, staleness, counts). It is logged when the step is trained,
+together with the trainer's metrics, so that metrics/orchestrator.jsonl alone has every curve.
 Names follow prime-rl's:
 
-    reward/{mean,std}  reward/<env>/mean       over the groups of the batch and those left out for want of signal
-    reward/trained                             over the rollouts of the batch alone
+    reward/{mean,std}  reward/<env>/mean       over the batch's groups and those discarded with it
+    reward/trained                             over the rollouts of the batch only
     off_policy/{mean,max,dropped}              versions from first token to training; groups that were too old
     groups/{drawn,failed,rejected,zero_signal_share}    since the last batch
-    filter/<type>                              share of finished rollouts it flagged, since the last batch
+    filter/<type>                              share of rollouts it flagged, since the last batch
     curriculum/<env>/{unseen,hard,normal,easy} tasks in each difficulty pool
-    completion/{mean,max,truncated_share}      sampled tokens a rollout
+    completion/{mean,max,truncated_share}      sampled tokens per rollout
     time/{step,wait_for_rollouts,wait_for_trainer,pack,update_weights}      seconds
     canary/error        mean difference between engine and trainer on fixed tokens, nats
     tokens_per_s  trainer/{step_s,wait_s}  progress/{rollouts,tokens}  inference/<metric>  env/<env>/<metric>
@@ -19,18 +19,22 @@ Names follow prime-rl's:
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from stretto.base.errors import EngineError
 from stretto.base.status import report
-from stretto.config.curriculum import Filter
-from stretto.orchestrator.buffer import Buffer, Counts, Slot
-from stretto.orchestrator.scores import Score, overall
-from stretto.orchestrator.scoring import is_counted
+from stretto.config.sections.curriculum import Filter
+from stretto.orchestrator.eval.results import EvalScore, mean_over_envs
+from stretto.orchestrator.groups.buffer import Buffer, Counts, Slot
 from stretto.records.rollout import RolloutStatus
+from stretto.transports.engine.client import EngineClient
+
+logger = logging.getLogger(__name__)
 
 ENGINE_METRICS = {
     "vllm:num_requests_running": "inference/num_requests_running",
@@ -43,21 +47,34 @@ ENGINE_METRICS = {
 
 @dataclass
 class StepRow:
-    """The row of a step that was shipped and is not trained yet."""
+    """The row of metrics of a step that is shipped and not trained yet."""
 
     metrics: dict[str, float]
     num_rollouts: int
     num_tokens: int  # sampled
-    idle_s: float = 0.0  # in which no rollout was running, since the batch before
+    idle_s: float = 0.0  # time without a running rollout since the batch before
 
 
-def batch_row(slots: Sequence[Slot], left_out: Sequence[Slot], buffer: Buffer, counts: Counts) -> StepRow:
-    """What is known about a batch when it is shipped.
+async def engine_metrics(engines: EngineClient) -> dict[str, float]:
+    """The engines' own metrics; empty if they do not answer.
 
-    Groups whose members all fail or all succeed are in no batch; a mean without them would hide how far a policy is.
+    An error here is not fatal: an engine that is really down fails its next request.
     """
-    rollouts = [r for slot in slots for r in slot.group.rollouts if is_counted(r)]
-    played = rollouts + [r for slot in left_out for r in slot.group.rollouts if is_counted(r)]
+    try:
+        return await engines.metrics()
+    except EngineError as error:
+        logger.debug("no engine metrics: %s", error)
+        return {}
+
+
+def batch_row(slots: Sequence[Slot], discarded: Sequence[Slot], buffer: Buffer, counts: Counts) -> StepRow:
+    """The metrics that are known when a batch is shipped.
+
+    Mean rewards include discarded groups: without those of equal rewards the mean would not show how good the
+    policy is.
+    """
+    rollouts = [r for slot in slots for r in slot.group.rollouts if r.is_counted]
+    played = rollouts + [r for slot in discarded for r in slot.group.rollouts if r.is_counted]
     rewards = np.array([rollout.reward for rollout in played])
     lengths = np.array([rollout.num_sampled_tokens for rollout in rollouts])
     staleness = [buffer.staleness(slot) for slot in slots]
@@ -84,7 +101,7 @@ def batch_row(slots: Sequence[Slot], left_out: Sequence[Slot], buffer: Buffer, c
 def filter_row(
     filters: Sequence[Filter], flags: Mapping[str, int], slots: Sequence[Slot]
 ) -> dict[str, float]:
-    """How often each filter flagged a rollout; more than the batch's may have been judged since the last one."""
+    """Flags of each filter since the last batch, per rollout of these groups."""
     total = max(sum(len(slot.group.rollouts) for slot in slots), 1)
     return {f"filter/{each.type}": flags.get(each.type, 0) / total for each in filters}
 
@@ -102,21 +119,21 @@ def _by_env(rollouts: Sequence) -> dict[str, float]:
     return row
 
 
-def beside(row: dict[str, float], trainer: Mapping[str, float]) -> dict[str, float]:
-    """The row with the trainer's metrics.
+def merge_metrics(row: dict[str, float], trainer: Mapping[str, float]) -> dict[str, float]:
+    """The row and the trainer's metrics together.
 
-    A name both use is the orchestrator's, the other is `trainer/<name>`.
+    If both have a name, the orchestrator's keeps it and the trainer's becomes `trainer/<name>`.
     """
     return {(f"trainer/{name}" if name in row else name): value for name, value in trainer.items()} | row
 
 
 def engine_row(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The engine's gauges that a training curve is read with."""
+    """The engine's gauges that help to read a training curve, under our names."""
     return {ours: metrics[name] for name, ours in ENGINE_METRICS.items() if name in metrics}
 
 
-def eval_row(scores: Sequence[Score]) -> dict[str, float]:
-    """The row of an eval."""
+def eval_row(scores: Sequence[EvalScore]) -> dict[str, float]:
+    """The metrics of an eval."""
     row = {}
     for score in scores:
         name = f"eval/{score.env}/{score.mode}"
@@ -131,7 +148,7 @@ def eval_row(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def report_step(step: int, max_steps: int | None, row: Mapping[str, float], waits: dict[str, float]) -> None:
-    """The step's line for the person at the console."""
+    """Print the step's line on the console."""
     report(
         "step",
         step=step,
@@ -140,6 +157,9 @@ def report_step(step: int, max_steps: int | None, row: Mapping[str, float], wait
         reward=row.get("reward/mean"),
         loss=row.get("loss/mean"),
         mismatch_kl=row.get("mismatch_kl/mean"),
+        entropy=row.get("entropy/mean"),
+        length=row.get("completion/mean"),
+        truncated=row.get("completion/truncated_share"),
         staleness=row.get("off_policy/mean"),
         staleness_max=row.get("off_policy/max"),
         tokens_per_s=row.get("tokens_per_s"),
@@ -147,10 +167,14 @@ def report_step(step: int, max_steps: int | None, row: Mapping[str, float], wait
     )
 
 
-def report_eval(version: int, scores: Sequence[Score]) -> None:
-    """The eval's line; of all environments, and with their names where there is one."""
+def report_eval(version: int, scores: Sequence[EvalScore]) -> None:
+    """Print the eval's line: means over environments."""
     names = {score.env for score in scores}
     env = names.pop() if len(names) == 1 else None
     report(
-        "eval", step=version, env=env, sampled=overall(scores, "sampled"), greedy=overall(scores, "greedy")
+        "eval",
+        step=version,
+        env=env,
+        sampled=mean_over_envs(scores, "sampled"),
+        greedy=mean_over_envs(scores, "greedy"),
     )

@@ -1,12 +1,12 @@
 """Records to bytes and back: a msgpack header, then the arrays as raw buffers.
 
-`encode` gives frames for a wire: small arrays together in one, each large one, not copied, in its own.
+`encode` gives frames for a wire: one frame for all small arrays, and one per large array, which is not copied.
 `encode_blob` gives one bytes object for a file (padded, with a crc). Both start with a fixed prefix that holds
-`SCHEMA`, the number of the record layout, so that a reader of another version can say so instead of misreading.
-Decoded arrays are read-only views of the buffers they came in.
+`SCHEMA`, the number of the record layout, so that a reader of another version raises an error instead of misreading.
+Decoded arrays are read-only views of the received buffers.
 
-Nothing here executes what it reads: no pickle, dtypes from a closed list, and every length is checked, so
-damaged or hostile input ends in a `WireError` (frames) or `DataError` (blobs).
+Decoding executes nothing: no pickle, dtypes from a fixed list, and every length is checked, so damaged or hostile
+input raises a `WireError` (frames) or `DataError` (blobs).
 """
 
 from __future__ import annotations
@@ -23,30 +23,34 @@ import numpy as np
 
 from stretto.base.errors import DataError, WireError
 
-SCHEMA = 2
-"""Raise it whenever a record's meaning or layout changes in a way an older reader would misunderstand."""
+SCHEMA = 3
+"""Increase it whenever a record's meaning or layout changes so that an older reader would misread it."""
 
 T = TypeVar("T")
-Buffer = bytes | bytearray | memoryview
+BytesLike = bytes | bytearray | memoryview
 
 _PREFIX = struct.Struct("<4sH")  # magic, schema
 _MAGIC = b"STRF"
 _BLOB = struct.Struct("<4sHHIIQ")  # magic, schema, 0, number of frames, crc32 of the rest, bytes of the rest
 _BLOB_MAGIC = b"STRB"
 _ALIGN = 8
-_SMALL = 4096  # bytes; a frame costs its sender and its receiver more than copying so much
+_SMALL = 4096  # bytes; copying this much costs less than sending and receiving one more frame
 _ARRAY = 1  # msgpack extension code; its data is the array's index
 _DTYPES = {np.dtype(c).newbyteorder("<").str: np.dtype(c).newbyteorder("<") for c in "?bBhHiIqQefd"}
 
 
 class _Header(msgspec.Struct, array_like=True):
     type: str
-    arrays: list[tuple[str, tuple[int, ...]]]  # dtype, shape; of what size it is says in which frame it lies
+    # dtype and shape; arrays over 4 KiB have a frame of their own, smaller ones share one.
+    arrays: list[tuple[str, tuple[int, ...]]]
     body: msgspec.Raw
 
 
-def encode(obj: Any) -> list[Buffer]:
-    """Frames of a record: the header, all small arrays if there are any, each large one, uncopied where contiguous."""
+def encode(obj: Any) -> list[BytesLike]:
+    """Encode a record as frames: header, all small arrays (if any), then each large array.
+
+    Contiguous large arrays are not copied.
+    """
     arrays: list[np.ndarray] = []
 
     def hook(value: Any) -> Any:
@@ -68,13 +72,13 @@ def encode(obj: Any) -> list[Buffer]:
 
 
 @overload
-def decode(frames: Sequence[Buffer], kind: type[T]) -> T: ...
+def decode(frames: Sequence[BytesLike], kind: type[T]) -> T: ...
 @overload
-def decode(frames: Sequence[Buffer], kind: Any) -> Any: ...
-def decode(frames: Sequence[Buffer], kind: Any) -> Any:
-    """The record of these frames; its arrays are read-only views of them.
+def decode(frames: Sequence[BytesLike], kind: Any) -> Any: ...
+def decode(frames: Sequence[BytesLike], kind: Any) -> Any:
+    """Decode the record in these frames; its arrays are read-only views of them.
 
-    Raises: WireError when the frames are of another schema, of another type, or damaged.
+    Raises: WireError if the frames have another schema or type, or are damaged.
     """
     if not frames:
         raise WireError("empty message: expected the header of a record.")
@@ -104,9 +108,9 @@ def decode(frames: Sequence[Buffer], kind: Any) -> Any:
 
 
 def encode_blob(obj: Any) -> bytes:
-    """One bytes object for a file: length and crc32 in front, arrays aligned to 8 bytes."""
+    """Encode a record as bytes for a file: length and crc32 first, arrays aligned to 8 bytes."""
     frames = encode(obj)
-    parts: list[Buffer] = [struct.pack(f"<{len(frames)}Q", *(len(frame) for frame in frames))]
+    parts: list[BytesLike] = [struct.pack(f"<{len(frames)}Q", *(len(frame) for frame in frames))]
     for frame in frames:
         parts.append(frame)
         if padding := -len(frame) % _ALIGN:
@@ -118,10 +122,10 @@ def encode_blob(obj: Any) -> bytes:
     return b"".join((_BLOB.pack(_BLOB_MAGIC, SCHEMA, 0, len(frames), crc, size), *parts))
 
 
-def decode_blob(blob: Buffer, kind: type[T], *, where: str = "blob") -> T:
-    """The record of a blob. `where` names the file in errors.
+def decode_blob(blob: BytesLike, kind: type[T], *, where: str = "blob") -> T:
+    """Decode the record in a blob; `where` names the file in error messages.
 
-    Raises: DataError when it is damaged, WireError when it is of another schema or type.
+    Raises: DataError if the blob is damaged, WireError if it has another schema or type.
     """
     view = memoryview(blob).toreadonly().cast("B")
     if len(view) < _BLOB.size:
@@ -150,16 +154,19 @@ def decode_blob(blob: Buffer, kind: type[T], *, where: str = "blob") -> T:
     return decode(frames, kind)
 
 
-def blob_bytes(head: Buffer) -> int:
-    """Whole length of the blob that begins with `head` (at least `BLOB_HEAD_BYTES` long)."""
+def blob_bytes(head: BytesLike) -> int:
+    """Size of the blob that begins with `head`, which has at least `BLOB_HEAD_BYTES` bytes."""
     return _BLOB.size + int(_BLOB.unpack_from(head)[-1])
 
 
 BLOB_HEAD_BYTES = _BLOB.size
 
 
-def blobs_of(buffer: Buffer) -> Iterator[memoryview]:
-    """The blobs that were laid end to end; of damaged ones at least one is none, which `decode_blob` says."""
+def split_blobs(buffer: BytesLike) -> Iterator[memoryview]:
+    """Split a buffer of concatenated blobs.
+
+    If the buffer is damaged, `decode_blob` fails for at least one of them.
+    """
     view = memoryview(buffer)
     while len(view) > _BLOB.size:
         size = blob_bytes(view)
@@ -170,7 +177,7 @@ def blobs_of(buffer: Buffer) -> Iterator[memoryview]:
 
 
 def check_schema(schema: int, what: str) -> None:
-    """Raise WireError unless `schema` is ours; the message says which side is older."""
+    """Raises: WireError if `schema` is not ours; the message says which side is older."""
     if schema != SCHEMA:
         older = "the writer" if schema < SCHEMA else "this process"
         raise WireError(
@@ -183,7 +190,7 @@ _StructMeta = type(msgspec.Struct)
 
 
 def _portable(array: np.ndarray) -> np.ndarray:
-    """The array itself where it is contiguous, little-endian and of a dtype we carry."""
+    """The array in C order and little-endian; copied only if necessary."""
     if array.dtype.str in _DTYPES and array.flags.c_contiguous:
         return array
     little = array.dtype.newbyteorder("<")
@@ -193,7 +200,7 @@ def _portable(array: np.ndarray) -> np.ndarray:
 
 
 def _arrays(header: _Header, views: Sequence[memoryview]) -> list[np.ndarray]:
-    """The arrays of a message, from its frames after the header."""
+    """The arrays of a message; views: its frames after the header."""
     sizes = [_nbytes(*each) for each in header.arrays]
     num_large = sum(size > _SMALL for size in sizes)
     if len(views) != num_large + (num_large < len(sizes)):
@@ -227,7 +234,7 @@ def _array(view: memoryview, dtype: str, shape: tuple[int, ...], size: int) -> n
     if size != len(view):
         raise WireError(f"array {dtype}{list(shape)} does not fit its {len(view)} bytes.")
     array = np.frombuffer(view, dtype=_DTYPES[dtype])
-    if not array.flags.aligned:  # small frames may lie anywhere in a socket's buffer
+    if not array.flags.aligned:  # small frames may be at any address of a socket's buffer
         array = array.copy()
         array.flags.writeable = False
     return array.reshape(shape)

@@ -1,4 +1,4 @@
-"""What trainer ranks and orchestrator say to each other over the control wire (transports/control.py)."""
+"""Messages between trainer ranks and orchestrator on the control wire (transports/control.py)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from stretto.records.weights import WeightManifest
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A rank is there. Everything that has a default is filled in by the client."""
+    """A rank registers. The client fills in the fields that have a default."""
 
     rank: int = 0
     world_size: int = 1
     resumed_step: int | None = None  # step whose checkpoint it loaded
-    version: int = 0  # of the weights it holds
+    version: int = 0  # version of the weights that it holds
     pid: int = 0
     host: str = ""
     run_id: str = ""
+    session: str = ""  # new for every process; identifies it on other wires, too
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The orchestrator knows the rank; resume_step is where the run continues (None: from the start)."""
+    """The orchestrator has registered the rank.
+
+    resume_step: the step after which the run continues; None if it starts from the beginning.
+    """
 
     run_id: str
     resume_step: int | None = None
@@ -29,13 +33,13 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A step was trained; sent before the version it made."""
+    """A step was trained; sent before the VersionReady of the version that it made."""
 
     step: int
     metrics: dict[str, float] = {}
     num_tokens: int = 0
     time_s: float = 0.0
-    wait_s: float = 0.0  # of it, waiting for the batch
+    wait_s: float = 0.0  # part of time_s spent waiting for the batch
 
 
 class VersionReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -45,13 +49,14 @@ class VersionReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class VersionLoaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Every engine has loaded the version; older ones may be released."""
+    """Every engine has loaded the version; older versions may be released."""
 
     version: int
+    wants_canary: bool = False  # check the next version by a canary, even if no check is due
 
 
 class CheckpointBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The trainer has put its state aside, and writes it while it trains on."""
+    """The trainer has copied its state and writes the checkpoint while it trains on."""
 
     step: int
 
@@ -82,7 +87,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The sender ends in good order; its silence from here on means nothing."""
+    """The sender ends normally; its silence from now on is no failure."""
 
 
 Message = (

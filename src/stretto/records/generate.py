@@ -1,41 +1,54 @@
-"""What is asked of an engine and what comes back, independent of the engine and of HTTP."""
+"""Requests to an engine and its answers, independent of the kind of engine and of HTTP."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 
-NO_EXPERT = (255, 65535)
-"""A token of `routed_experts` for which no choice is known has the largest value of its dtype in every entry."""
+from stretto.records.support import Support
 
+NO_EXPERT = (255, 65535)
+"""Marks a token of `routed_experts` whose experts are unknown: the largest value of the dtype, in every entry."""
 
 _MEMBER_STRIDE = 0x1E3779B97F4A7C15
 
 
 def member_seed(seed: int, member: int) -> int:
-    """The seed with which a request of its own draws what sample `member` of a request with `seed` draws.
+    """Seed of a separate request for the tokens of sample `member` of a request with `seed`.
 
-    Of the embedded engine, whose random numbers depend on seed and position alone.
+    Holds for the embedded engine, whose random numbers depend only on seed and position.
     """
     return seed if member == 0 else (seed + member * _MEMBER_STRIDE) & (2**63 - 1)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. Logprobs always belong to the processed distribution (after temperature, top-k, ...)."""
+    """How tokens are sampled.
 
-    temperature: float = 1.0  # 0 = greedy (the logprob is then that of the unscaled distribution)
+    Logprobs are those of the processed distribution (after temperature, top-k, ...).
+    """
+
+    temperature: float = 1.0  # 0 = greedy (logprobs are then those of the unscaled distribution)
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
     max_tokens: int | None = None  # None = up to the model's context
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end tokens
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    seed: int | None = None  # with n > 1 sample i draws from (seed, i)
+    seed: int | None = None  # if n > 1, sample i uses (seed, i)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary only."""
+        has_cut = self.top_p < 1 or self.top_k is not None or self.min_p > 0
+        return has_cut and self.temperature > 0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """n samples of one prompt. session_id keeps the turns of one rollout on one engine."""
+    """A request for n samples of one prompt.
+
+    session_id: keeps the turns of one rollout on one engine.
+    """
 
     request_id: str
     prompt_ids: np.ndarray  # int32 [prompt]
@@ -43,13 +56,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     cache_salt: str | None = None
     session_id: str | None = None
-    adapter: str | None = None  # name of the LoRA adapter to use; None: the engine's own model
+    adapter: str | None = None  # name of the LoRA adapter to use; None = the engine's own model
     prompt_logprobs: bool = False
-    routed_experts_start: int = 0  # prompt token from which expert choices are wanted; those before are known
+    routed_experts_start: int = 0  # first prompt token whose experts are wanted; those before are known
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Tokens start <= i < end of a completion were sampled from policy `version`."""
+    """Tokens start <= i < end of a completion were sampled from this version of the policy."""
 
     version: int
     start: int
@@ -57,7 +70,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample. token_ids include the end token when the model produced it."""
+    """One sample; token_ids include the end token if the model produced it."""
 
     token_ids: np.ndarray  # int32 [completion]
     logprobs: np.ndarray  # float32 [completion], nats
@@ -65,4 +78,6 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt], index 0 is 0.0
-    routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k], of prompt and reply
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + completion, layers, top_k]
+    # Tokens that each completion token was drawn from, if top_p, top_k or min_p applied and the engine reports it.
+    support: Support | None = None

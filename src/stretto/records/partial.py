@@ -1,4 +1,4 @@
-"""What is kept of a rollout that is not done: its turns so far, the last of them perhaps unfinished."""
+"""Partial rollouts: the turns so far of an interrupted rollout; the last turn may be incomplete."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import msgspec
 import numpy as np
 
 from stretto.records.generate import Completion, VersionSpan
+from stretto.records.support import concat_supports
 
 ABORTED = "abort"
-"""finish_reason of a reply that was interrupted and can be continued."""
+"""finish_reason of a completion that was interrupted and can be continued."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply of an episode, and the prompt it answers.
+    """One turn of a rollout: a prompt and its completion.
 
-    The prompt is the first num_shared tokens of what its agent had before (prompt and reply of its last turn),
-    then prompt_ids.
+    The prompt is the first num_shared tokens of the same agent's previous turn (prompt and completion), followed by
+    prompt_ids.
     """
 
     agent: str
-    index: int  # of the turn, among those of its agent
-    attempt: int  # at the rollout; a later one begins anew
-    seed: int  # continues the reply as if it had never been interrupted
+    index: int  # number of this turn among its agent's turns
+    attempt: int  # number of the attempt at this rollout; each attempt begins from the first turn
+    seed: int  # with it, the completion continues as if it had never been interrupted
     temperature: float
     num_shared: int
     prompt_ids: np.ndarray  # int32
@@ -31,30 +32,32 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_done(self) -> bool:
-        """Was it answered to its end?"""
+        """Whether the completion is complete."""
         return self.completion.finish_reason != ABORTED
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """The turns of a rollout in the order they were played, and the versions that sampled them."""
+class PartialRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """The turns so far of a rollout, in the order in which they were played."""
 
     turns: tuple[Turn, ...]
 
     @property
     def first_version(self) -> int:
-        """Version of the first token."""
+        """Version that sampled the first token."""
         return self.turns[0].completion.versions[0].version
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
 
-def standing(turns: Iterable[Turn]) -> list[Turn]:
-    """The turns that count of all that were written down: a turn replaces its agent's from its index on.
+def latest_turns(turns: Iterable[Turn]) -> list[Turn]:
+    """The valid ones of all recorded turns.
 
-    One of a later attempt replaces all of earlier ones.
+    A turn replaces its agent's turns from its own index on.
+
+    A turn of a later attempt replaces all turns of earlier attempts.
     """
     found: list[Turn] = []
     for turn in turns:
@@ -67,8 +70,8 @@ def standing(turns: Iterable[Turn]) -> list[Turn]:
     return found
 
 
-def up_to(turns: Iterable[Turn], version: int) -> list[Turn]:
-    """The turns as far as no token comes from a later version; what follows such a token is gone."""
+def turns_up_to(turns: Iterable[Turn], version: int) -> list[Turn]:
+    """The turns up to the first token that was sampled by a version later than `version`."""
     found = []
     for turn in turns:
         spans = turn.completion.versions
@@ -77,15 +80,15 @@ def up_to(turns: Iterable[Turn], version: int) -> list[Turn]:
             found.append(turn)
             continue
         if end:
-            found.append(msgspec.structs.replace(turn, completion=cut(turn.completion, end)))
+            found.append(msgspec.structs.replace(turn, completion=cut_completion(turn.completion, end)))
         break
     return found
 
 
-def cut(completion: Completion, end: int) -> Completion:
-    """The first `end` tokens of a reply, to be continued."""
-    left = len(completion.token_ids) - end
-    routes = completion.routed_experts
+def cut_completion(completion: Completion, end: int) -> Completion:
+    """The first `end` tokens of a completion, as one that can be continued."""
+    num_removed = len(completion.token_ids) - end
+    experts = completion.routed_experts
     return msgspec.structs.replace(
         completion,
         token_ids=completion.token_ids[:end],
@@ -96,12 +99,13 @@ def cut(completion: Completion, end: int) -> Completion:
             for span in completion.versions
             if span.start < end
         ),
-        routed_experts=None if routes is None else routes[: len(routes) - left],
+        routed_experts=None if experts is None else experts[: len(experts) - num_removed],
+        support=None if completion.support is None else completion.support.part(0, end),
     )
 
 
-def joined(first: Completion, rest: Completion) -> Completion:
-    """A reply that was interrupted and what continued it, as one. Expert choices are the caller's to join."""
+def concat_completions(first: Completion, rest: Completion) -> Completion:
+    """Concatenate an interrupted completion and its continuation, except their routed_experts."""
     start = len(first.token_ids)
     spans = list(first.versions)
     for span in rest.versions:
@@ -115,4 +119,5 @@ def joined(first: Completion, rest: Completion) -> Completion:
         logprobs=np.concatenate((first.logprobs, rest.logprobs), dtype=np.float32),
         versions=tuple(spans),
         cached_tokens=first.cached_tokens,
+        support=concat_supports((first.support, rest.support), (start, len(rest.token_ids))),
     )

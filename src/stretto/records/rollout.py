@@ -1,4 +1,4 @@
-"""A task, what a policy made of it (rollout), and the rollouts of one task that are compared (group)."""
+"""A task, a policy's rollout of it, and the group of rollouts of one task that are compared."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import msgspec
 import numpy as np
 
 from stretto.records.generate import VersionSpan
+from stretto.records.support import Support
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to do in one environment. `data` is the environment's own and JSON-able."""
+    """One thing to do in one environment.
+
+    data: the environment's own; it can be written as JSON.
+    """
 
     env: str  # the environment's name in this run
     task_id: str  # stable within the environment
@@ -28,29 +32,38 @@ class RolloutStatus(StrEnum):
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
-    """One token sequence of a rollout exactly as the engine saw it; a rollout has one unless its history was rewritten.
+    """One token sequence of a rollout, exactly as the engine saw it.
 
-    Index t of every array belongs to token t. Tokens with is_sampled=False are prompt, tool or environment text.
+    A rollout has one branch unless its history was rewritten. Index t of every array belongs to token t. Tokens with
+    is_sampled=False are prompt, tool or environment text.
     """
 
     token_ids: np.ndarray  # int32 [tokens]
     is_sampled: np.ndarray  # bool  [tokens]
     logprobs: np.ndarray  # float32 [tokens], nats under the sampling policy; 0 where not sampled
     temperature: float
-    versions: tuple[VersionSpan, ...]  # spans over token indices of this branch that the policy sampled
-    agent: str = "policy"  # whose stream this is; an episode of one policy has one agent
-    is_trained: bool = True  # False: an agent that plays along and is not learned from
+    versions: tuple[VersionSpan, ...]  # versions that sampled the tokens; indices are those of this branch
+    agent: str = "policy"  # agent whose tokens these are; most rollouts have one agent
+    is_trained: bool = True  # False for an agent that takes part but is not trained
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
+    support: Support | None = None  # tokens that each sampled token was drawn from; None = all
+    # bool [tokens], tokens that were sampled at temperature 0 and are not trained; None if there are none.
+    is_greedy: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None  # float32 [tokens], nats, of a teacher; such a branch is distilled
-    ce_weights: np.ndarray | None = None  # float32 [tokens], of given tokens in the cross-entropy; None: 0
-    trained_from: int | None = None  # tokens of older versions are not trained: the rollout was continued
-    is_frozen: bool = (
-        False  # sampled by a teacher, not by the policy: learned by cross-entropy, has no versions
-    )
+    ce_weights: np.ndarray | None = None  # float32 [tokens], cross-entropy weights; None = all 0
+    trained_from: int | None = None  # oldest version whose tokens are trained, if the rollout was continued
+    # Sampled by a teacher instead of the policy: trained by cross-entropy, has no versions.
+    is_frozen: bool = False
+
+
+COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole episode. Ids are `g<draw>.<member>`; a draw is the n-th task drawn in this run."""
+    """One whole rollout.
+
+    Its id is `g<draw>.<member>`; draw n is the n-th task drawn in this run.
+    """
 
     rollout_id: str
     group_id: int  # the draw number
@@ -59,7 +72,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     status: RolloutStatus
     branches: tuple[Branch, ...] = ()
     reward: float = 0.0
-    agent_rewards: dict[str, float] = {}  # by agent, where agents are paid differently; others get `reward`
+    agent_rewards: dict[str, float] = {}  # rewards of agents that do not get `reward`
     metrics: dict[str, float] = {}
     num_turns: int = 0
     started_at: float = 0.0  # unix seconds
@@ -67,18 +80,32 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
     @property
+    def is_counted(self) -> bool:
+        """Whether it belongs to its group's baseline and to the batch."""
+        return self.status in COUNTED
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether it is trained even if its advantage is 0: by distillation or cross-entropy."""
+        return any(
+            branch.ref_logprobs is not None or branch.is_frozen or branch.ce_weights is not None
+            for branch in self.branches
+            if branch.is_trained
+        )
+
+    @property
     def is_frozen(self) -> bool:
-        """Did a teacher play it? It is then never too old."""
+        """Whether a teacher played it; it is then never too old to train on."""
         return any(branch.is_frozen for branch in self.branches)
 
     @property
     def first_version(self) -> int | None:
-        """Version of the first token that the policy sampled: what staleness is measured from."""
+        """Version that sampled the rollout's first token; staleness is measured from it."""
         versions = [b.versions[0].version for b in self.branches if b.versions]
         return min(versions) if versions else None
 
     def reward_of(self, agent: str) -> float:
-        """What this agent was paid."""
+        """The reward of this agent."""
         return self.agent_rewards.get(agent, self.reward)
 
     @property
@@ -91,16 +118,15 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The rollouts of one drawn task, in member order, and their advantages once credit was assigned."""
+    """The rollouts of one drawn task, in member order, and their advantages."""
 
     group_id: int
     task: Task
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[float, ...] = ()  # one per rollout; 0 for failed ones; of several agents the largest
-    agent_advantages: dict[
-        str, tuple[float, ...]
-    ] = {}  # where several agents are trained: one per rollout each
+    advantages: tuple[float, ...] = ()  # one per rollout; 0 if it failed; the largest of its agents'
+    # By agent, if several agents are trained: one advantage per rollout.
+    agent_advantages: dict[str, tuple[float, ...]] = {}
 
     def advantages_of(self, member: int) -> dict[str, float]:
-        """The advantage of each agent that has one of its own."""
+        """The member's advantage by agent; empty unless several agents are trained."""
         return {agent: values[member] for agent, values in self.agent_advantages.items()}

@@ -1,7 +1,7 @@
-"""What the trainer learns from: samples, packed into micro batches, one list per rank and step.
+"""Training data: samples, packed into micro batches; one TrainBatch per rank and step.
 
-Alignment used everywhere: index t of every per-token array belongs to token t, and `logprobs[t]` is
-log p(token t | tokens before it in the same document). The first token of a document is never trained.
+In all arrays index t belongs to token t, and `logprobs[t]` is log p(token t | earlier tokens of the same document).
+The first token of a document is never trained.
 """
 
 from __future__ import annotations
@@ -9,15 +9,20 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from stretto.records.support import Support
+
 
 class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One document. A stream that is None has its default: rl weight 1 on loss_mask, ce and ref_kl weight 0."""
+    """One document.
+
+    Weights that are None have their default: rl 1 where loss_mask is true, ce and ref_kl 0.
+    """
 
     sample_id: str  # "<rollout id>/<branch>"
     env: str
     token_ids: np.ndarray  # int32 [tokens]
     loss_mask: np.ndarray  # bool [tokens]
-    logprobs: np.ndarray  # float32 [tokens], of the policy that sampled; 0 where not sampled
+    logprobs: np.ndarray  # float32 [tokens], under the policy that sampled; 0 where not sampled
     advantages: np.ndarray  # float32 [tokens], reward units
     temperature: float = 1.0
     first_version: int = 0
@@ -26,11 +31,15 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     ref_kl_weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
+    support: Support | None = None  # what each token was drawn from; None: all tokens
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Several documents in one row. Document d is tokens cu_seqlens[d]:cu_seqlens[d+1]; padding is a last document
-    with an all-False loss_mask. A micro batch without samples (num_samples = 0) keeps ranks in step."""
+    """Several documents in one row.
+
+    Document d is tokens cu_seqlens[d]:cu_seqlens[d+1]; padding is a last document with an all-False loss_mask. A
+    micro batch without samples (num_samples = 0) gives every rank the same number of micro batches.
+    """
 
     token_ids: np.ndarray  # int32 [tokens]
     cu_seqlens: np.ndarray  # int32 [documents + 1]
@@ -45,10 +54,11 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     ref_kl_weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
-    # The trainer's own, never on a wire: float32 [tokens], all as the step began.
-    old_logprobs: np.ndarray | None = None  # of the policy
-    values: np.ndarray | None = None  # the critic's, of the text before the token
-    returns: np.ndarray | None = None  # what the critic learns
+    support: Support | None = None  # what each token was drawn from; None: all tokens
+    # Filled in by the trainer at the beginning of a step, never sent: float32 [tokens].
+    old_logprobs: np.ndarray | None = None  # under the policy
+    values: np.ndarray | None = None  # the critic's value of the text before the token
+    returns: np.ndarray | None = None  # the critic's targets
 
     @property
     def num_samples(self) -> int:
@@ -56,12 +66,12 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, without padding."""
+        """Number of tokens without padding."""
         return int(self.cu_seqlens[self.num_samples])
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one rank trains on in one step. Every rank has the same number of micro batches."""
+    """What one rank trains on in one step; every rank has the same number of micro batches."""
 
     step: int  # from 1; trains version step-1 into version step
     rank: int

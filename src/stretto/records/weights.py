@@ -1,4 +1,4 @@
-"""What is said about one published version of the weights; the bytes travel by a weight transport."""
+"""Description of one published version of the weights; the bytes travel by a weight transport."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """What the trainer's own forward pass says about fixed tokens under the published weights.
+    """The trainer's logprobs of some fixed tokens under the published weights.
 
-    An engine that loaded them must say the same, up to rounding.
+    An engine that has loaded these weights must compute the same, up to rounding.
     """
 
     token_ids: tuple[int, ...]
@@ -31,55 +31,58 @@ class Canary(msgspec.Struct, frozen=True):
 
 
 class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Who receives a version together, for transports that send to all at once."""
+    """The processes that receive a version together, for transports that send to all at once."""
 
-    epoch: str  # the same as long as the same processes receive together
-    request: str  # of this one update
-    world_size: int  # receiving processes
-    rank: int  # of this engine's first process
+    epoch: str  # stays the same while the group has the same processes
+    request: str  # id of this update
+    world_size: int  # number of receiving processes
+    rank: int  # rank of this engine's first process
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tensors of a version are a LoRA adapter by PEFT's names, to be added to the weights an engine began with.
+    """Marks a version whose tensors are a LoRA adapter (PEFT's names).
+
+    An engine adds it to the weights that it started with.
 
     Source: models/lora.py.
     """
 
     rank: int
     scaling: float  # alpha / rank
-    name: str | None = None  # requests name it as their model; None: it belongs to the policy itself
+    name: str | None = None  # requests name it as their model; None if it is the policy's own adapter
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Where version `version` lies. `location` is the transport's: a directory, or the name of a memory segment."""
+    """Where a version's bytes are; what `location` means depends on the transport."""
 
     version: int
     transport: str  # "filesystem" | "shm" | "collective" | "ipc" | "delta"
     location: str
-    shards: tuple[str, ...]  # file or segment names, index = TensorEntry.shard
+    shards: tuple[str, ...]  # names of files or senders, index = TensorEntry.shard
     tensors: tuple[TensorEntry, ...]
-    checksum: int  # crc32 over all shards in order
+    checksum: int  # over the checksums of all shards in order
+    checksum_kind: str = "crc32"  # algorithm of the checksums (checksum.py)
     canary: Canary | None = None
-    adapter: AdapterInfo | None = None  # None: the tensors are the whole model
-    changed_bytes: int | None = None  # what travels where only changes do
-    needs_group: bool = False  # it is sent to all who ask together: an update names a WeightGroup
+    adapter: AdapterInfo | None = None  # None if the tensors are the whole model
+    changed_bytes: int | None = None  # bytes sent, if only changes are sent
+    needs_group: bool = False  # it is sent to a WeightGroup, which every update then names
 
     @property
     def sent_bytes(self) -> int:
-        """What this version puts on the wire, for each engine."""
+        """Bytes that this version sends to each engine."""
         if self.changed_bytes is not None:
             return self.changed_bytes
         return sum(entry.num_bytes for entry in self.tensors)
 
 
 MANIFEST = "manifest.json"
-"""Its name where a version is a directory."""
+"""File name of the manifest in a version's directory."""
 
 
 def load_manifest(directory: Path) -> WeightManifest:
-    """The manifest of a version that was published as a directory.
+    """Load the manifest of a version that was published as a directory.
 
-    Raises: DataError when the directory holds no complete version.
+    Raises: DataError if the directory holds no complete version.
     """
     try:
         return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=WeightManifest)

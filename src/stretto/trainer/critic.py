@@ -1,17 +1,17 @@
-"""The critic of PPO: the policy's kind of network with an output of one number, and its own optimizer.
+"""The critic of PPO: a network like the policy with one output, and its own optimizer.
 
-It says, at every trained token, what score the sample will get, as far as the text before the token tells. It
-runs over the policy's mesh, on the same batches. On disk it is what transformers calls a model for sequence
-classification with one label, so that a reward model can be its start.
+It predicts, at every trained token, the return of the sample from the text before the token. It runs on the
+policy's mesh and batches. Its files are those of a transformers model for sequence classification with one label,
+so a critic can start from a reward model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,38 +19,36 @@ from torch import Tensor, nn
 
 from stretto.algorithms.losses import weighted_sum
 from stretto.algorithms.value_loss import value_loss
-from stretto.base.errors import ConfigError, EngineError
-from stretto.config.model import ModelSection
-from stretto.config.trainer import ConstantScheduler, CriticSection, Optim
+from stretto.base.errors import ConfigError
+from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import ConstantScheduler, CriticSection, Optim
 from stretto.models import hub
 from stretto.models.decoder import Decoder
+from stretto.models.families import FAMILIES
 from stretto.models.lm_head import head_logits
-from stretto.models.tensor_map import Source, whole
+from stretto.models.tensor_map import LazyTensor, as_whole_slices
 from stretto.records.sample import MicroBatch
-from stretto.trainer.mesh import Mesh, num_ranks, training_device
-from stretto.trainer.metrics import Reduce, StepSums, alone
-from stretto.trainer.optim import (
-    Masters,
-    build_optimizer,
-    make_optimizer_parts,
-    optimizer_parts,
-)
+from stretto.trainer.batch.metrics import StepSums
+from stretto.trainer.batch.pass_inputs import ComponentWeights, PassInputs
+from stretto.trainer.network import Network
+from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.parallel import context
-from stretto.trainer.parallel.memory import prepare_blocks
-from stretto.trainer.parallel.shard import parallelise
-from stretto.trainer.precision import round_products
-from stretto.trainer.rows import IDLE, Membership, Rows, build_rows
-from stretto.trainer.schedule import learning_rate
-from stretto.trainer.state import Described, Part, part_of, under
+from stretto.trainer.parallel.mesh import Mesh, num_ranks, training_device
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 logger = logging.getLogger(__name__)
 
-HEAD, SCORE = "lm_head.weight", "score.weight"
-"""The output's name here, and in a model for sequence classification."""
+HEAD_NAME, SCORE_NAME = "lm_head.weight", "score.weight"
+"""The name of the output weight here, and in a model for sequence classification."""
 
 
 def with_value_head(policy: Decoder) -> Decoder:
-    """The same network, with an output of one number that is 0 for every text; `policy` is used up."""
+    """A critic with the policy's blocks and a new output that is 0 for every text.
+
+    It shares memory with `policy`, which must not be used afterwards.
+    """
     cfg = replace(policy.config, tie_word_embeddings=False)
     with torch.device("meta"):
         critic = Decoder(cfg)
@@ -65,12 +63,12 @@ def _head(hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> n
     return head
 
 
-def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_outline: bool = False) -> Decoder:
-    """A critic from a model directory: with its own output where it has `score.weight`, with a new one elsewhere.
+def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_meta: bool = False) -> Decoder:
+    """A critic from a model directory; without `score.weight` it gets a new output that is 0.
 
-    may_be_outline: on several ranks it may come without memory, for `Critic` to load its shards into.
+    may_be_meta: on several ranks it may be on the meta device; `Critic` then loads its shards.
 
-    Raises: ConfigError for a model that scores with several labels; DataError for a damaged directory.
+    Raises: ConfigError for a model with several labels; DataError for a damaged directory.
     """
     directory = hub.find_model(str(directory))
     cfg = replace(hub.load_config(directory), tie_word_embeddings=False)
@@ -79,92 +77,87 @@ def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_outline: bo
         critic.lm_head = nn.Linear(cfg.hidden_size, 1, bias=False)
     critic = critic.to(dtype)
 
-    def read() -> Iterator[tuple[str, tuple[int, ...], Source]]:
+    def read() -> Iterator[tuple[str, tuple[int, ...], LazyTensor]]:
         is_scorer = False
         for name, shape, source in hub.read_tensors(directory):
-            if name == SCORE:
+            if name == SCORE_NAME:
                 if shape != (1, cfg.hidden_size):
                     raise ConfigError(
-                        f"trainer.critic.load = {str(directory)!r}: {SCORE} has shape {shape}; a critic "
+                        f"trainer.critic.load = {str(directory)!r}: {SCORE_NAME} has shape {shape}; a critic "
                         f"has one label, (1, {cfg.hidden_size})"
                     )
                 is_scorer = True
-                yield HEAD, shape, source
-            elif name != HEAD:
+                yield HEAD_NAME, shape, source
+            elif name != HEAD_NAME:
                 yield name, shape, source
         if not is_scorer:
-            yield HEAD, (1, cfg.hidden_size), torch.zeros(1, cfg.hidden_size, dtype=dtype)
+            yield HEAD_NAME, (1, cfg.hidden_size), torch.zeros(1, cfg.hidden_size, dtype=dtype)
         logger.info(
-            "critic from %s, with %s", directory, "its output" if is_scorer else "an output that says 0"
+            "critic from %s, with %s", directory, "its own output" if is_scorer else "a new output that is 0"
         )
 
-    if may_be_outline and num_ranks() > 1:
-        critic.origin = hub.Origin(directory, read)
+    if may_be_meta and num_ranks() > 1:
+        critic.checkpoint_reader = hub.CheckpointReader(directory, read)
         return critic
     critic = critic.to_empty(device=training_device())
-    targets = whole((name, p) for name, p in critic.named_parameters())
-    hub.fill(critic.tensor_map, targets, read(), cfg, str(directory))
+    targets = as_whole_slices((name, p) for name, p in critic.named_parameters())
+    hub.load_slices(critic.tensor_map, targets, read(), cfg, str(directory))
     return critic
 
 
 class Critic:
-    """Learns the returns of trained tokens; `forward_backward` then `optim_step`, as a learner."""
+    """Trains a critic on returns; call `forward_backward`, then `optim_step`."""
 
     def __init__(
         self,
-        network: Decoder,
+        module: Decoder,
         *,
         section: CriticSection,
         model: ModelSection,
         optim: Optim,
-        reduce: Reduce = alone,
         mesh: Mesh | None = None,
     ) -> None:
-        self.network, self.section = network, section
-        self._optim = optim.model_copy(update={"lr": section.lr or optim.lr})
+        self.section, self._cp_style = section, model.cp_style
+        optim = optim.model_copy(update={"lr": section.lr or optim.lr})
         self._warmup = ConstantScheduler(warmup_steps=section.lr_warmup_steps)
-        self.mesh, self._cp_style = mesh, model.cp_style
-        self._reduce = reduce if mesh is None else mesh.reduce
-        self._device = network.output_weight.device if mesh is None else mesh.device
-        self._vocab_size = network.model.embed_tokens.weight.shape[0]
-        round_products(network, model)
-        prepare_blocks(network, model)
-        if mesh is None:
-            self.masters = Masters(network, hub.DTYPES[model.optimization_dtype])
-        else:
-            self.masters = parallelise(network, mesh, model)
-        self.optimizer = build_optimizer(self.masters, self._optim, offloads_state=model.optim_cpu_offload)
-        self._sums = StepSums()
-        self._is_cut_by_tokens = mesh is not None and mesh.degrees.cp > 1
-        self._shares_prefixes = self._device.type == "cpu" and not (
-            self._is_cut_by_tokens and model.cp_style == "ring"
+        self.network = Network(
+            module,
+            model=model,
+            optim=optim,
+            mesh=mesh,
+            error_prefix="the critic's ",
+            lr_key="trainer.critic.lr",
         )
+        self.module, self.mesh = module, self.network.mesh
+        self._sums = StepSums()
 
     @torch.no_grad()
-    def values(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-        """Of each micro batch, float32 [tokens]: the value of the text before each rl token, 0 elsewhere."""
-        found, num_idle = [], self._num_idle(micro_batches)
-        for mb, rows in zip(micro_batches, self._passes(micro_batches)):
-            out = np.zeros(len(mb.token_ids), np.float32)
-            if rows is not None:
-                out[rows.sources] = self._values(rows).cpu().numpy()
-            found.append(out)
-        self._idle(num_idle)
-        self.masters.settle()
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Float[np.ndarray, " _"]]:
+        """Per micro batch, float32 [tokens]: the value before each rl token, 0 elsewhere."""
+        found = [np.zeros(len(mb.token_ids), np.float32) for mb in micro_batches]
+        for index, inputs in self.network.passes(micro_batches, token_mask=rl_token_mask):
+            values = self._values(inputs)
+            if index is not None:
+                found[index][inputs.sources] = values.cpu().numpy()
+        self.network.weights.reshard()
         return found
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add the gradients of one update; micro batches carry values and returns. All ranks must call it."""
-        num_tokens = sum(int(np.count_nonzero(is_valued(mb))) for mb in micro_batches)
-        count = self._reduce({"tokens": float(num_tokens)})["tokens"]
-        self._has_gradient = count > 0  # a batch may be distilled as a whole
-        num_idle = self._num_idle(micro_batches)
-        for mb, rows in zip(micro_batches, self._passes(micro_batches)):
-            if rows is None:
+        """Add the gradients of one update; all ranks must call it.
+
+        Micro batches must have values and returns.
+        """
+        num_tokens = sum(int(np.count_nonzero(rl_token_mask(mb))) for mb in micro_batches)
+        count = self.mesh.reduce({"tokens": float(num_tokens)})["tokens"]
+        self._has_gradient = count > 0  # a batch may have no rl token, as in distillation
+        for index, inputs in self.network.passes(micro_batches, token_mask=rl_token_mask):
+            values = self._values(inputs)
+            if index is None:
+                (values * 0.0).sum().backward()
                 continue
+            mb = micro_batches[index]
             assert mb.values is not None and mb.returns is not None, "estimate values before training on them"
-            old, returns = (self._picked(stream, rows) for stream in (mb.values, mb.returns))
-            values = self._values(rows)
+            old, returns = (self._picked(stream, inputs) for stream in (mb.values, mb.returns))
             losses = value_loss(values, old, returns, clip=self.section.value_clip)
             loss = weighted_sum(losses.loss, torch.ones_like(values)) / count
             loss.backward()
@@ -172,7 +165,7 @@ class Critic:
             self._sums.add(
                 {
                     "loss": loss.detach(),
-                    "tokens": torch.tensor(float(len(values))),
+                    "tokens": float(len(values)),
                     "errors": (values - returns).square().sum(),
                     "values": values.sum(),
                     "returns": returns.sum(),
@@ -180,109 +173,62 @@ class Critic:
                     "is_clipped": losses.is_clipped.sum(),
                 }
             )
-        self._idle(num_idle)
-        self.masters.collect()
+        self.network.weights.collect_gradients()
 
     def optim_step(self, step: int) -> None:
-        """Update the weights, as part of the run's step `step`.
+        """Update the weights, in step `step` of the run.
 
-        Raises: EngineError when the gradient is not finite; the weights are then as before.
+        Raises: EngineError when the gradient is not finite; the weights are then unchanged.
         """
         if not self._has_gradient:
-            self.masters.zero_grad()
+            self.network.weights.zero_grad()
             return
-        norm = float(self.masters.clip(self._optim.max_norm))
-        if not np.isfinite(norm):
-            self.masters.zero_grad()
-            rule = f"lower trainer.critic.lr = {self._optim.lr:g}, or train in float32"
-            raise EngineError(f"step {step}: the critic's gradient norm is {norm}; {rule}")
-        lr = learning_rate(step, self._optim.lr, self._warmup, None)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.masters.zero_grad()
-        self.masters.write_back()
-        self._last = {"critic/lr": lr, "critic/grad_norm": norm}
+        lr = learning_rate(step, self.network.optim.lr, self._warmup, None)
+        self._last = {"critic/lr": lr, "critic/grad_norm": self.network.update(step, lr)}
 
-    def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call, over all updates and ranks; nothing where no token had a return."""
-        sums = self._sums.take_sums(self._reduce)
+    def pop_metrics(self) -> dict[str, float]:
+        """Metrics since the last call over all updates and ranks; empty if no token had a return."""
+        sums = self._sums.pop_sums(self.mesh.reduce)
         if not sums:
             return {}
         count = sums["tokens"]
         mean = sums["returns"] / count
-        spread = sums["squares"] / count - mean**2
+        variance = sums["squares"] / count - mean**2
         metrics = {
             "critic/value_loss": sums["errors"] / count,
             "critic/value/mean": sums["values"] / count,
             "critic/return/mean": mean,
             "critic/is_clipped/mean": sums["is_clipped"] / count,
         }
-        if spread > 1e-12:
-            metrics["critic/explained_variance"] = 1 - sums["errors"] / count / spread
+        if variance > 1e-12:
+            metrics["critic/explained_variance"] = 1 - sums["errors"] / count / variance
         return metrics | self._last
 
-    def state(self) -> dict[str, Part]:
-        """Weights and optimizer state, this rank's parts by name."""
-        return under("model", self._weights()) | under("optim", optimizer_parts(self.optimizer, self.masters))
-
-    def targets(self, saved: dict[str, Described]) -> dict[str, Part]:
-        """Where saved state goes; the caller has checked shapes, fills them, and writes masters back."""
-        optimizer = make_optimizer_parts(self.optimizer, self.masters, part_of("optim", saved))
-        return under("model", self._weights()) | under("optim", optimizer)
-
-    def _weights(self) -> dict[str, Part]:
-        masters = self.masters
-        return {n: masters.part(n, p.detach()) for n, p in zip(masters.names, masters.parameters)}
-
     def hf_config(self) -> dict[str, Any]:
-        """config.json of what `load_critic` and transformers' models for sequence classification load."""
-        cfg = self.network.config
+        """The config.json of a critic, for `load_critic` and transformers."""
+        cfg = self.module.config
         return cfg.hf | {
-            "architectures": [cfg.family_data.architecture.replace("CausalLM", "SequenceClassification")],
+            "architectures": [
+                FAMILIES[cfg.family].architecture.replace("CausalLM", "SequenceClassification")
+            ],
             "num_labels": 1,
             "id2label": {"0": "value"},
             "label2id": {"value": 0},
             "tie_word_embeddings": False,
         }
 
-    # -- passes --
+    def _values(self, inputs: PassInputs) -> Tensor:
+        if self.network.is_cut_by_tokens:
+            return context.compute_values(self.module, inputs, self.mesh, self._cp_style)
+        hidden = self.module.hidden(inputs.token_ids, inputs.layout, inputs.rows)
+        picked = hidden.index_select(0, inputs.predictors)
+        return head_logits(picked, self.module.output_weight).squeeze(1)
 
-    def _passes(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Rows | None]:
-        for mb in micro_batches:
-            yield build_rows(
-                mb,
-                self._vocab_size,
-                self._device,
-                is_scored=is_valued(mb),
-                share_prefixes=self._shares_prefixes,
-            )
-
-    def _num_idle(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Ranks gather each other's shards in every pass, so all must make equally many: how many are missing here."""
-        mine = sum(bool(is_valued(mb).any()) for mb in micro_batches)
-        return int(self._reduce({"max/passes": float(mine)})["max/passes"]) - mine
-
-    def _idle(self, num_passes: int) -> None:
-        for _ in range(num_passes):
-            rows = build_rows(IDLE, self._vocab_size, self._device)
-            assert rows is not None
-            values = self._values(rows)
-            if torch.is_grad_enabled():
-                (values * 0.0).sum().backward()
-
-    def _values(self, rows: Rows) -> Tensor:
-        if self._is_cut_by_tokens:
-            return context.values(self.network, rows, self.mesh, self._cp_style)
-        hidden = self.network.hidden(rows.token_ids, rows.layout, rows.rows)
-        picked = hidden.index_select(0, rows.predictors)
-        return head_logits(picked, self.network.output_weight).squeeze(1)
-
-    def _picked(self, stream: np.ndarray, rows: Rows) -> Tensor:
-        return torch.from_numpy(stream[rows.sources]).to(self._device)
+    def _picked(self, stream: np.ndarray, inputs: PassInputs) -> Tensor:
+        return torch.from_numpy(stream[inputs.sources]).to(self.mesh.device)
 
 
-def is_valued(mb: MicroBatch) -> np.ndarray:
-    """bool [tokens]: those of the rl component."""
-    rl = Membership.of(mb).rl
+def rl_token_mask(mb: MicroBatch) -> Bool[np.ndarray, " tokens"]:
+    """True for tokens of the rl component."""
+    rl = ComponentWeights.of(mb).rl
     return np.zeros(len(mb.token_ids), bool) if rl is None else rl != 0

@@ -1,4 +1,4 @@
-"""Ctrl-C once: finish the step. Twice: stop now."""
+"""The first Ctrl-C ends training after the current step, the second one stops it at once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class StopFlag:
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
-        logger.warning("%s: finishing this step; once more stops now", signal.Signals(number).name)
+        logger.warning("%s: finishing this step; send it again to stop now", signal.Signals(number).name)
 
 
 @contextmanager
-def finish_on_signal(*signals: signal.Signals) -> Iterator[StopFlag]:
-    """While inside, these signals (default: SIGINT and SIGTERM) ask to finish instead of interrupting."""
+def stop_on_signal(*signals: signal.Signals) -> Iterator[StopFlag]:
+    """A context in which signals (default: SIGINT, SIGTERM) set a StopFlag."""
     stop = StopFlag()
     numbers = signals or (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, stop.on_signal) for number in numbers}

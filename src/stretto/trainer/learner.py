@@ -1,16 +1,16 @@
-"""The learner: a policy, its optimizer and its schedule; where weights change, for `sft` and `rl`.
+"""The learner: a policy with optimizer and schedule, which `sft` and `rl` train.
 
-A step is `forward_backward` over the micro batches of a batch, then `optim_step`. Losses are divided by
-token counts of the whole step, over all ranks, so how documents were packed into micro batches does not
-matter. Given the same weights, state and batch, a step gives the same bits. What is learned from arrives as
-numpy (rows.py turns it into tensors); the loss is algorithms/losses.py; waiting, publishing and files
-belong to rl.py and sft.py.
+A step is `forward_backward` over the micro batches of a batch, then `optim_step`. Losses are divided by the
+token counts of the whole step over all ranks, so the packing of documents into micro batches does not matter. With the
+same weights, state and batch, a step is bit-identical. Micro batches are numpy arrays (pass_inputs.py turns them into
+tensors); the loss is algorithms/losses.py; waiting, publishing and files belong to rl.py and sft.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,78 +18,82 @@ from torch import Tensor, nn
 
 from stretto.algorithms.custom import load_loss
 from stretto.algorithms.losses import TokenCounts, needs_samples, total_loss
-from stretto.base.errors import ConfigError, DataError, EngineError
+from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer
-from stretto.config.algorithm import CustomLoss, DefaultLoss, LossSection
-from stretto.config.model import ModelSection, TokenizerSection
-from stretto.config.trainer import Optim, Scheduler
+from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
+from stretto.config.sections.model import ModelSection, TokenizerSection
+from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models import hub
 from stretto.models.lm_head import token_logprobs
-from stretto.models.lora import Adapter, attach
+from stretto.models.lora import Adapter
+from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
 from stretto.records.weights import AdapterInfo
+from stretto.trainer.batch.metrics import StepSums, sums_by_env
+from stretto.trainer.batch.pass_inputs import PassInputs, count_tokens, has_trained_tokens
+from stretto.trainer.batch.routing import build_routers
 from stretto.trainer.critic import Critic
-from stretto.trainer.mesh import Mesh, num_ranks, training_device
-from stretto.trainer.metrics import Reduce, StepSums, alone, sums_by_env
-from stretto.trainer.optim import (
-    Masters,
-    build_optimizer,
-    make_optimizer_parts,
-    optimizer_parts,
-)
+from stretto.trainer.network import Network
+from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.parallel import context
-from stretto.trainer.parallel.memory import prepare_blocks
+from stretto.trainer.parallel.mesh import Mesh, num_ranks, training_device
+from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.parallel.weights import Publication
-from stretto.trainer.precision import round_products
-from stretto.trainer.routing import build_routers
-from stretto.trainer.rows import IDLE, Rows, build_rows, count_tokens, trains
-from stretto.trainer.schedule import learning_rate
-from stretto.trainer.state import Described, Part, State, StateSource, check_same_model, part_of, under
+from stretto.trainer.state.learner_state import (
+    LearnerState,
+    StateSource,
+    TensorInfo,
+    add_prefix,
+    select_prefix,
+)
 
-Observer = Callable[[int, MicroBatch, Rows, Tensor, Tensor], None]
-"""Sees (step, micro batch, its rows, log-probabilities, entropy) of every forward pass that is trained."""
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+Observer = Callable[[int, MicroBatch, PassInputs, Tensor, Tensor], None]
+"""Called with (step, micro batch, its inputs, log-probabilities, entropy) after every training pass."""
 
 
 def load_policy(
     section: ModelSection,
     *,
     vocab_size: int | None = None,
-    may_be_outline: bool = False,
+    may_be_meta: bool = False,
     **token_ids: int | list[int] | None,
 ) -> nn.Module:
-    """The network of [model] on this rank's device: from its directory, or random with a scratch section.
+    """The model of [model] on this rank's device, from its directory or random.
 
-    may_be_outline: on several ranks it may come without memory, for the learner to load its shards into.
-
+    may_be_meta: on several ranks the model may be on the meta device; the learner then loads its shards.
     vocab_size and token_ids (eos_token_id, ...) are the tokenizer's and needed for a scratch model only.
-    What comes back has `hidden(token_ids, layout)`, `output_weight` and `config`, whichever `impl` it is.
+    With every `impl` the result has `hidden(token_ids, layout)`, `output_weight` and `config`.
     """
-    dtype, device = hub.DTYPES[section.dtype], training_device()
+    device = training_device()
+    dtype = hub.dtype_of(section.dtype, device)
     if section.scratch is not None:
         if section.impl == "hf":
             raise ConfigError('[model] impl = "hf" cannot start from [model.scratch]; remove one of them')
         assert vocab_size is not None, "a scratch model needs the tokenizer's vocabulary size"
         return hub.random_model(section.scratch, vocab_size, **token_ids).to(device=device, dtype=dtype)
     directory = hub.find_model(section.name)
-    if section.impl == "hf" or (section.impl == "auto" and not hub.has_own_module(directory)):
-        from stretto.models.hf import load_hf_model, outline_hf_model
+    if section.impl == "hf" or (section.impl == "auto" and not hub.has_custom_module(directory)):
+        from stretto.models.hf import build_meta_hf_model, load_hf_model
 
         remote = section.trust_remote_code
-        outline = None
-        if may_be_outline and num_ranks() > 1:
-            outline = outline_hf_model(directory, dtype=dtype, trust_remote_code=remote)
-        if outline is not None:
-            return outline
+        model = None
+        if may_be_meta and num_ranks() > 1:
+            model = build_meta_hf_model(directory, dtype=dtype, trust_remote_code=remote)
+        if model is not None:
+            return model
         return load_hf_model(directory, dtype=dtype, device=device, trust_remote_code=remote)
-    if may_be_outline and num_ranks() > 1:
-        return hub.outline(directory, dtype)
+    if may_be_meta and num_ranks() > 1:
+        return hub.build_meta_model(directory, dtype)
     return hub.load_model(directory, dtype=dtype, device=device)
 
 
 def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: RunDir) -> Path:
-    """The tokenizer's directory; a scratch model's is built in the run directory."""
+    """The tokenizer's directory; a scratch model's tokenizer is built in the run directory."""
     if tokenizer.name is not None:
         return hub.find_model(tokenizer.name)
     if model.scratch is not None:
@@ -98,7 +102,7 @@ def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: Ru
 
 
 class Learner:
-    """Trains `policy` in place. `step` counts the optimizer steps done; it is the policy's version."""
+    """Trains `policy` in place. `step` counts the steps done; it is the policy's version."""
 
     def __init__(
         self,
@@ -110,216 +114,180 @@ class Learner:
         max_steps: int | None,
         loss: LossSection | None = None,
         reference: nn.Module | None = None,
-        reduce: Reduce = alone,
         observe: Observer | None = None,
         enable_router_replay: bool = False,
         mesh: Mesh | None = None,
         critic: Critic | None = None,
+        frozen_steps: int = 0,
     ) -> None:
+        """frozen_steps: first steps, which do not update the policy; its schedule starts after them."""
         self.policy, self._lora = policy, model.lora
-        self.critic = critic
+        self.critic, self._frozen_steps = critic, frozen_steps
         self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
-        for network in (policy, reference):
-            if network is not None:
-                round_products(network, model)
-        if model.lora is not None:
-            attach(policy, model.lora, seed=torch.initial_seed() % 2**63)
-        prepare_blocks(policy, model)
         self._is_replaying = enable_router_replay
         self.step = 0
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
         self._loss = loss or DefaultLoss()
         if isinstance(self._loss, CustomLoss):
             load_loss(self._loss)
-        assert reference is not None or self._loss.reference_kl is None, "a loss without its reference"
+        assert reference is not None or self._loss.reference_kl is None, (
+            "a loss with reference_kl needs a reference"
+        )
         self._reference = reference
-        self._chunk = model.fused_lm_head_token_chunk_size
-        self.mesh, self._cp_style = mesh, model.cp_style
-        self._reduce = reduce if mesh is None else mesh.reduce
-        self._observe = observe if mesh is None or mesh.is_counted else None
-        self._device = policy.output_weight.device if mesh is None else mesh.device
-        self._publication: Publication | None = None
-        if mesh is None:
-            self._masters = Masters(policy, hub.DTYPES[model.optimization_dtype])
-        else:
-            self._masters = parallelise(policy, mesh, model)
-            self._publication = Publication(self._masters)
-            if reference is not None:
-                parallelise(reference, mesh, model)
-        self._optimizer = build_optimizer(self._masters, optim, offloads_state=model.optim_cpu_offload)
+        self._chunk, self._cp_style = model.fused_lm_head_token_chunk_size, model.cp_style
+        self.network = Network(policy, model=model, optim=optim, mesh=mesh)
+        self.mesh = self.network.mesh
+        self._publication = None
+        if self.mesh.world_size > 1:
+            self._publication = Publication(self.network.weights)
+        if reference is not None:
+            apply_fp8(reference, model)
+            self.network.shares_prefixes &= reference.shares_prefixes
+            if self.mesh.world_size > 1:
+                parallelise(reference, self.mesh, model)
+        self._observe = observe if self.mesh.is_batch_lead else None
         self._sums = StepSums()
         self._updates: list[tuple[float, float]] = []
-        # On a GPU one flash kernel over whole documents is faster than a call for every shape of segment.
-        models = (policy,) if reference is None else (policy, reference)
-        self._shares_prefixes = self._device.type == "cpu" and all(m.shares_prefixes for m in models)
-        if self._is_cut_by_tokens and model.cp_style == "ring":
-            self._shares_prefixes = False
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add the gradients of one step's batch; every rank must call it once a step.
+        """Add the gradients of a batch; all ranks must call it.
 
-        Raises: DataError when a batch does not fit the model, or trains no token at all.
+        Raises: DataError when a batch does not fit the model, or trains no token.
         """
         with_samples, by_sample = needs_samples(self._loss), self._loss.reduction != "token"
-        sums = self._reduce(
+        sums = self.mesh.reduce(
             count_tokens(micro_batches, by_sample=by_sample)._asdict()
-            | {"max/passes": sum(trains(mb) for mb in micro_batches)}
+            | {"max/passes": sum(has_trained_tokens(mb) for mb in micro_batches)}
         )
-        num_idle = int(sums.pop("max/passes")) - sum(trains(mb) for mb in micro_batches)
+        num_passes = int(sums.pop("max/passes"))
         counts = TokenCounts(**sums)
         if not any(counts):
             raise DataError(
                 f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0"
             )
-        for mb in micro_batches:
-            if self._is_replaying:
+        if self._is_replaying:
+            for mb in micro_batches:
                 self._routers.check(mb)
-            rows = build_rows(
-                mb,
-                self._vocab_size,
-                self._device,
-                share_prefixes=self._shares_prefixes,
-                with_samples=with_samples,
-                with_routes=self._is_replaying,
-            )
-            if rows is None:
+        how = {"with_samples": with_samples, "with_routes": self._is_replaying}
+        for index, inputs in self.network.passes(micro_batches, num_passes, **how):
+            if index is None:
+                self._run_idle_pass(inputs)
                 continue
-            logprobs, entropy = self._score(rows, entropy_grad=self._loss.entropy_coef is not None)
+            mb = micro_batches[index]
+            logprobs, entropy = self._logprobs(inputs, entropy_grad=self._loss.entropy_coef is not None)
             loss, sums = total_loss(
                 logprobs,
-                rows.streams,
+                inputs.streams,
                 counts,
                 self._loss,
                 entropy=entropy,
-                reference_logprobs=self._reference_logprobs(rows),
+                reference_logprobs=self._reference_logprobs(inputs),
             )
             loss.backward()
             entropy = entropy.detach()
             sums["loss"] = loss.detach()
-            sums["entropy"] = (entropy * rows.streams.is_sampled).sum()
+            sums["entropy"] = (entropy * inputs.streams.is_sampled).sum()
             if len(set(mb.envs)) > 1:
-                sums |= sums_by_env(mb, rows, logprobs.detach(), entropy)
+                sums |= sums_by_env(mb, inputs, logprobs.detach(), entropy)
             self._sums.add(sums)
             if self._observe is not None:
-                self._observe(self.step + 1, mb, rows, logprobs, entropy)
-        for _ in range(num_idle):
-            # Ranks gather each other's shards in every pass, so all must make equally many.
-            self._idle()
-        self._masters.collect()
+                self._observe(self.step + 1, mb, inputs, logprobs, entropy)
+        self.network.weights.collect_gradients()
 
     def optim_step(self) -> dict[str, float]:
-        """Clip, update the weights, and give the metrics of the step, which ends.
+        """Clip the gradient, update the weights and end the step; its metrics.
 
-        Raises: EngineError when the gradient is not finite; the weights are then as before.
+        Raises: EngineError when the gradient is not finite; the weights are then unchanged.
         """
         self.update()
         return self.end_step()
 
     def update(self) -> None:
-        """Clip and update the weights; more updates of the same step may follow.
+        """Clip the gradient and update the weights; more updates in the same step may follow.
 
-        Raises: EngineError when the gradient is not finite; the weights are then as before.
+        Raises: EngineError when the gradient is not finite; the weights are then unchanged.
         """
-        grad_norm = float(self._masters.clip(self._optim.max_norm))
-        if not np.isfinite(grad_norm):
-            self._masters.zero_grad()
-            raise EngineError(
-                f"step {self.step + 1}: gradient norm is {grad_norm}; lower [optim] lr = {self._optim.lr}, "
-                "or train in float32. The weights are those of the step before."
-            )
-        lr = learning_rate(self.step + 1, self._optim.lr, self._scheduler, self._max_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._masters.zero_grad()
-        self._masters.write_back()
-        self._updates.append((lr, grad_norm))
+        done, last = self.step - self._frozen_steps, self._max_steps
+        last = None if last is None else last - self._frozen_steps
+        lr = learning_rate(done + 1, self._optim.lr, self._scheduler, last)
+        self._updates.append((lr, self.network.update(self.step + 1, lr)))
 
     def end_step(self) -> dict[str, float]:
-        """The metrics of the step, over its updates (there may be none); the next one begins."""
+        """End the step; its metrics over all its updates, empty if there were none."""
         self.step += 1
         if not self._updates:
-            self._sums.take(self._reduce)
+            self._sums.pop_means(self.mesh.reduce)
             return {}
         rates, norms = zip(*self._updates)
-        self._sums.add({"max/updates": torch.tensor(float(len(norms)))})
-        metrics = self._sums.take(self._reduce)
+        self._sums.add({"max/updates": float(len(norms))})
+        metrics = self._sums.pop_means(self.mesh.reduce)
         metrics |= {"optim/lr": rates[-1], "optim/grad_norm": sum(norms) / len(norms)}
         if len(norms) > 1:
             metrics["optim/updates"] = len(norms)
         self._updates = []
-        if self._routers is None:
-            return metrics
-        return metrics | self._routers.finish(self._reduce if self.mesh is None else self.mesh.reduce_tokens)
+        return (
+            metrics
+            if self._routers is None
+            else metrics | self._routers.end_step(self.mesh.reduce_token_sums)
+        )
 
     @torch.no_grad()
-    def scores(self, micro_batches: Sequence[MicroBatch], *, is_reference: bool = False) -> list[np.ndarray]:
-        """Of each micro batch, float32 [tokens]: log-probabilities of its trained tokens, 0 elsewhere.
+    def trained_logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, is_reference: bool = False
+    ) -> list[Float[np.ndarray, " _"]]:
+        """Per micro batch, float32 [tokens]: log-probabilities of its trained tokens, 0 elsewhere.
 
-        Under the policy as it is, or the reference. Every rank must call it.
+        They are those of the current policy, or of the reference. All ranks must call it.
         """
         policy = self._reference if is_reference else None
-        mine, found = sum(trains(mb) for mb in micro_batches), []
-        # Ranks gather each other's shards in every pass, so all must make equally many.
-        most = int(self._reduce({"max/passes": float(mine)})["max/passes"])
-        for mb in micro_batches:
-            out = np.zeros(len(mb.token_ids), np.float32)
-            rows = build_rows(
-                mb,
-                self._vocab_size,
-                self._device,
-                share_prefixes=self._shares_prefixes,
-                with_routes=self._is_replaying,
-            )
-            if rows is not None:
-                out[rows.sources] = self._score(rows, policy)[0].cpu().numpy()
-            found.append(out)
-        for _ in range(most - mine):
-            self._score(self._idle_rows(), policy)
-        self._masters.settle()
+        found = [np.zeros(len(mb.token_ids), np.float32) for mb in micro_batches]
+        for index, inputs in self.network.passes(micro_batches, with_routes=self._is_replaying):
+            logprobs = self._logprobs(inputs, policy)[0]
+            if index is not None:
+                found[index][inputs.sources] = logprobs.cpu().numpy()
+        self.network.weights.reshard()
         return found
 
     @torch.no_grad()
-    def logprobs(self, mb: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probability and entropy at every token given those before it; 0 at a document's first token."""
+    def logprobs(self, mb: MicroBatch) -> tuple[Float[np.ndarray, " tokens"], Float[np.ndarray, " tokens"]]:
+        """Log-probability and entropy of every token; 0 at a document's first token."""
         is_scored = np.ones(len(mb.token_ids), dtype=bool)
         is_scored[np.asarray(mb.cu_seqlens[:-1])[np.diff(mb.cu_seqlens) > 0]] = False
         out = np.zeros((2, len(mb.token_ids)), dtype=np.float32)
-        rows = build_rows(
-            mb, self._vocab_size, self._device, is_scored=is_scored, with_routes=self._is_replaying
+        inputs = self.network.build_inputs(
+            mb, is_scored=is_scored, share_prefixes=False, with_routes=self._is_replaying
         )
-        if rows is not None:
-            for stream, values in zip(out, self._score(rows)):
-                stream[rows.sources] = values.cpu().numpy()
-            self._masters.settle()
+        if inputs is not None:
+            for stream, values in zip(out, self._logprobs(inputs)):
+                stream[inputs.sources] = values.cpu().numpy()
+            self.network.weights.reshard()
         return out[0], out[1]
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Mean negative log-likelihood of the ce tokens, in nats, without touching weights or metrics.
+        """Mean negative log-likelihood of the ce tokens, in nats.
 
-        Every rank gives its own micro batches, and gets the mean over all.
+        Weights and metrics do not change.
+
+        Every rank passes its own micro batches and gets the mean over all ranks.
         """
-        passes = [mb for mb in micro_batches if mb.ce_weights is not None and np.any(mb.ce_weights)]
-        most = int(self._reduce({"max/passes": len(passes)})["max/passes"])
         total, num_tokens = 0.0, 0
-        for mb in passes:
-            rows = build_rows(mb, self._vocab_size, self._device)
-            assert rows is not None and rows.streams.ce_weights is not None
-            is_member = rows.streams.ce_weights != 0
-            total -= float(self._score(rows)[0][is_member].double().sum())
-            num_tokens += int(is_member.sum())
-        for _ in range(most - len(passes)):
-            self._score(self._idle_rows())
-        self._masters.settle()
-        sums = self._reduce({"nll": total, "tokens": float(num_tokens)})
+        for index, inputs in self.network.passes(micro_batches, token_mask=_ce_token_mask):
+            logprobs = self._logprobs(inputs)[0]
+            if index is not None:
+                total -= float(logprobs.double().sum())
+                num_tokens += len(logprobs)
+        self.network.weights.reshard()
+        sums = self.mesh.reduce({"nll": total, "tokens": float(num_tokens)})
         return {"nll": sums["nll"] / max(sums["tokens"], 1.0), "tokens": sums["tokens"]}
 
     def export_tensors(self, *, is_merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """What engines are sent, as it is now: weights by Hugging Face name, of LoRA the adapter by PEFT's.
+        """The current tensors for engines: weights by Hugging Face name, or the LoRA adapter.
 
-        is_merged: weights, with the adapter added to them. Of several ranks each gives the tensors that it owns,
-        and every rank must go through them.
+        An adapter has PEFT's names.
+
+        is_merged: weights with the adapter added to them. Each of several ranks gives the tensors that it owns, and
+        all ranks must iterate over them.
         """
         is_adapter = self._lora is not None and not is_merged
         if self._publication is not None:
@@ -327,34 +295,43 @@ class Learner:
         return Adapter.of(self.policy).tensors() if is_adapter else hub.export_tensors(self.policy)
 
     def adapter_info(self) -> AdapterInfo | None:
-        """What a manifest says about the tensors that are published; None: they are the whole policy."""
+        """The adapter's entry in the manifest of a version; None if whole weights are published."""
         return (
             None if self._lora is None else AdapterInfo(self._lora.rank, self._lora.alpha / self._lora.rank)
         )
 
-    def state(self) -> State:
-        """All that decides the next step: this rank's parts of tensors, and plain values.
+    def check_finite(self) -> None:
+        """Check every trained weight of this rank, before it is saved.
 
-        What every rank holds alike may be left out on all but the lead.
+        Raises: EngineError when one is NaN or infinite.
         """
-        parts = under("model", self._weight_parts()) | under(
-            "optim", optimizer_parts(self._optimizer, self._masters)
-        )
-        if self._routers is not None:
-            parts |= under("routers", {n: Part.whole(t) for n, t in self._routers.state().items()})
+        self.network.check_finite(self.step)
         if self.critic is not None:
-            parts |= under("critic", self.critic.state())
-        if self.mesh is None or self.mesh.is_lead:
-            parts["rng.cpu"] = Part.whole(torch.get_rng_state())
-            if self._device.type == "cuda":
-                parts["rng.cuda"] = Part.whole(torch.cuda.get_rng_state(self._device))
+            self.critic.network.check_finite(self.step)
+
+    def state(self) -> LearnerState:
+        """Everything that the next step depends on: this rank's slices of tensors, and plain values.
+
+        Tensors that are equal on every rank may be present on the lead only.
+        """
+        parts = self.network.state()
+        if self._routers is not None:
+            parts |= add_prefix(
+                "routers", {n: TensorSlice.whole(t) for n, t in self._routers.state().items()}
+            )
+        if self.critic is not None:
+            parts |= add_prefix("critic", self.critic.network.state())
+        if self.mesh.is_lead:
+            parts["rng.cpu"] = TensorSlice.whole(torch.get_rng_state())
+            if self.mesh.device.type == "cuda":
+                parts["rng.cuda"] = TensorSlice.whole(torch.cuda.get_rng_state(self.mesh.device))
         values = {"step": self.step, "optim": self._optim.type}
         info = self.adapter_info()
-        return State(parts, values if info is None else values | {"adapter_scaling": info.scaling})
+        return LearnerState(parts, values if info is None else values | {"adapter_scaling": info.scaling})
 
     @torch.no_grad()
     def load_state(self, source: StateSource) -> None:
-        """Continue where `state` was taken, on this mesh or another.
+        """Load the state that `state` returned, on this mesh or another.
 
         Raises: DataError when it belongs to another model or optimizer; the learner is then unusable.
         """
@@ -368,90 +345,82 @@ class Learner:
             raise DataError(
                 f"state of an adapter with alpha / rank = {scaling:g}, but [model.lora] has {info.scaling:g}"
             )
-        check_same_model(self._masters.shapes(), part_of("model", saved))
-        targets = under("model", self._weight_parts())
-        optimizer = make_optimizer_parts(self._optimizer, self._masters, part_of("optim", saved))
-        targets |= under("optim", optimizer)
+        targets = self.network.targets(saved)
         if self._routers is not None:
-            targets |= under("routers", {n: Part.whole(t) for n, t in self._routers.state().items()})
-        targets |= under("critic", self._critic_targets(part_of("critic", saved)))
+            targets |= add_prefix(
+                "routers", {n: TensorSlice.whole(t) for n, t in self._routers.state().items()}
+            )
+        targets |= add_prefix("critic", self._critic_targets(select_prefix("critic", saved)))
         random = {"rng.cpu": torch.get_rng_state()}
-        if self._device.type == "cuda" and "rng.cuda" in saved:
-            random["rng.cuda"] = torch.cuda.get_rng_state(self._device)
-        source.read(targets | {name: Part.whole(tensor) for name, tensor in random.items() if name in saved})
+        if self.mesh.device.type == "cuda" and "rng.cuda" in saved:
+            random["rng.cuda"] = torch.cuda.get_rng_state(self.mesh.device)
+        source.read(
+            targets | {name: TensorSlice.whole(tensor) for name, tensor in random.items() if name in saved}
+        )
         torch.set_rng_state(random["rng.cpu"])
         if "rng.cuda" in random:
-            torch.cuda.set_rng_state(random["rng.cuda"], self._device)
+            torch.cuda.set_rng_state(random["rng.cuda"], self.mesh.device)
         self.step = values["step"]
-        self._masters.write_back()
+        self.network.weights.copy_to_model()
         if self.critic is not None:
-            self.critic.masters.write_back()
+            self.critic.network.weights.copy_to_model()
 
-    def _weight_parts(self) -> dict[str, Part]:
-        masters = self._masters
-        return {n: masters.part(n, p.detach()) for n, p in zip(masters.names, masters.parameters)}
-
-    def _critic_targets(self, saved: dict[str, Described]) -> dict[str, Part]:
+    def _critic_targets(self, saved: dict[str, TensorInfo]) -> dict[str, TensorSlice]:
         if self.critic is None:
             if saved:
-                raise DataError("state of a critic, but there is no [trainer.critic]")
+                raise DataError("the state has a critic, but there is no [trainer.critic]")
             return {}
         if not saved:
-            raise DataError("no state of a critic, but there is [trainer.critic]")
-        check_same_model(self.critic.masters.shapes(), part_of("model", saved))
-        return self.critic.targets(saved)
+            raise DataError("the state has no critic, but there is a [trainer.critic]")
+        return self.critic.network.targets(saved)
 
-    @property
-    def _vocab_size(self) -> int:
-        return self.policy.output_weight.shape[0]
-
-    @property
-    def _is_cut_by_tokens(self) -> bool:
-        return self.mesh is not None and self.mesh.degrees.cp > 1
-
-    def _idle_rows(self) -> Rows:
-        """Two tokens, for a pass whose result nobody takes."""
-        rows = build_rows(IDLE, self._vocab_size, self._device)
-        assert rows is not None
-        return rows
-
-    def _idle(self) -> None:
-        """A pass that adds zeros to the gradients."""
-        rows = self._idle_rows()
-        logprobs, _ = self._score(rows, is_measured=False)
-        self._reference_logprobs(rows)
+    def _run_idle_pass(self, inputs: PassInputs) -> None:
+        """A pass that adds zeros to the gradients: other ranks need its collectives."""
+        logprobs, _ = self._logprobs(inputs, is_measured=False)
+        self._reference_logprobs(inputs)
         (logprobs * 0.0).sum().backward()
 
-    def _score(
+    def _logprobs(
         self,
-        rows: Rows,
+        inputs: PassInputs,
         policy: nn.Module | None = None,
         *,
         entropy_grad: bool = False,
         is_measured: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of every trained token under a policy (None: the one that learns)."""
+        """Log-probability and entropy of every trained token under a policy (None: the trained one)."""
         is_measured = is_measured and torch.is_grad_enabled()
         routing = None
         if policy is None and self._routers is not None:
-            routing = self._routers.routing(rows, is_measured=is_measured)
+            routing = self._routers.routing(inputs, is_measured=is_measured)
         policy = policy or self.policy
-        if self._is_cut_by_tokens:
-            scores = context.score(
-                policy, rows, self.mesh, self._cp_style, routing, self._chunk, entropy_grad=entropy_grad
+        if self.network.is_cut_by_tokens:
+            scores = context.compute_logprobs(
+                policy, inputs, self.mesh, self._cp_style, routing, self._chunk, entropy_grad=entropy_grad
             )
         else:
-            seen = {} if routing is None else {"routing": routing}
-            picked = policy.hidden(rows.token_ids, rows.layout, rows.rows, **seen)
-            picked = picked.index_select(0, rows.predictors)
-            weight, targets, temperatures = policy.output_weight, rows.targets, rows.temperatures
+            more = {} if routing is None else {"routing": routing}
+            picked = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **more)
+            picked = picked.index_select(0, inputs.predictors)
+            weight, targets, temperatures = policy.output_weight, inputs.targets, inputs.temperatures
             scores = token_logprobs(
-                picked, weight, targets, temperatures, self._chunk, entropy_grad=entropy_grad
+                picked,
+                weight,
+                targets,
+                temperatures,
+                self._chunk,
+                entropy_grad=entropy_grad,
+                support=inputs.support,
             )
         if routing is not None and is_measured:
             self._routers.add(routing)
         return scores
 
     @torch.no_grad()
-    def _reference_logprobs(self, rows: Rows) -> Tensor | None:
-        return None if self._loss.reference_kl is None else self._score(rows, self._reference)[0]
+    def _reference_logprobs(self, inputs: PassInputs) -> Tensor | None:
+        return None if self._loss.reference_kl is None else self._logprobs(inputs, self._reference)[0]
+
+
+def _ce_token_mask(mb: MicroBatch) -> Bool[np.ndarray, " tokens"]:
+    """True for tokens of the ce component."""
+    return np.zeros(len(mb.token_ids), bool) if mb.ce_weights is None else mb.ce_weights != 0

@@ -1,9 +1,10 @@
-"""Evals on environments beside `sft`: a process with an engine of its own is given versions of the weights.
+"""Evals on environments during `sft`: a child process with an engine evaluates versions.
 
-    due -> publish RUN/broadcasts/version_N -> training goes on; RUN/evals/version_N/results.json comes later
-    at the end: RUN/evals/END, and wait for what is left
+    an eval is due -> publish RUN/broadcasts/version_N -> training continues
+    later: the child writes RUN/evals/version_N/results.json
+    at the end: write RUN/evals/END, and wait for the remaining results
 
-The process is orchestrator/eval_watch.py, started and ended here. It ends with this one, whatever happens.
+The process is orchestrator/eval/follow.py; it is started and stopped here, and stops with this process in any case.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from pathlib import Path
 
 from stretto.base import process
 from stretto.base.errors import EngineError
-from stretto.config.roots import EvalsConfig, SFTConfig
-from stretto.trainer.export import export_model
+from stretto.config.root import EvalsConfig, SFTConfig
 from stretto.trainer.learner import Learner
-from stretto.trainer.mesh import is_lead_process
+from stretto.trainer.parallel.mesh import is_lead_process
+from stretto.trainer.state.export import export_model
 from stretto.transports.weights.filesystem import FilesystemPublisher
-from stretto.transports.weights.layout import ONE_RANK
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ STOP_S = 5.0
 
 
 class OnlineEvals:
-    """The evals of one run. Every rank calls `evaluate`; the lead has the process."""
+    """The evals of one run. All ranks call `evaluate`; the lead has the process."""
 
     def __init__(self, cfg: SFTConfig, learner: Learner, tokenizer_dir: Path, max_steps: int) -> None:
         assert cfg.eval is not None
@@ -40,20 +40,19 @@ class OnlineEvals:
         model = cfg.model.name
         if cfg.model.scratch is not None:  # an engine starts from a directory
             model = str(self._run.eval_model)
-            export_model(learner.policy, self._run.eval_model, tokenizer_dir)
+            export_model(learner.network.weights, self._run.eval_model, tokenizer_dir)
         # Versions wait here until they are evaluated, however many they are.
-        self._publisher = FilesystemPublisher(
-            self._run.broadcasts, keep_versions=1, ranks=learner.mesh or ONE_RANK
-        )
+        self._publisher = FilesystemPublisher(self._run.broadcasts, keep_versions=1, ranks=learner.mesh)
         if not is_lead_process():
             return
         self._run.evals.mkdir(parents=True, exist_ok=True)
         self._run.evals_end.unlink(missing_ok=True)
         section = cfg.eval.model_dump()
         settings = {key: section.pop(key) for key in ("max_inflight_rollouts", "rollout_timeout_s")}
-        # As it was given: a port that nobody named is found by the engine's starter.
+        # Only the keys that were given: without a port, the process that starts the engine finds a free one.
         settings["inference"] = cfg.eval.inference.model_dump(exclude_unset=True)
-        settings["inference"].setdefault("num_threads", 1)  # the trainer has the rest
+        key = settings["inference"].pop("api_key", None)  # passed in the environment, not in a file
+        settings["inference"].setdefault("num_threads", 1)  # the trainer has the other cores
         del section["inference"], section["timeout_s"]
         config = EvalsConfig.model_validate(
             settings
@@ -78,14 +77,14 @@ class OnlineEvals:
         self._child = process.start(
             "evals",
             (sys.executable, "-m", "stretto", "evals", "@", str(path)),
-            env=process.thread_env(1),
+            env=process.thread_env(1) | ({} if key is None else {config.client.api_key_var: key}),
             log=self._run.log("evals"),
         )
 
     def evaluate(self, *, is_last: bool = False) -> None:
-        """Hand the current weights over, if their step is due; is_last: it is, whatever its number.
+        """Publish the current weights if an eval is due; with is_last it always is.
 
-        Where the evaluating process has ended training goes on; `finish` raises its error.
+        If the eval process has ended, training continues; `wait_for_results` raises its error.
         """
         step = self._learner.step
         if step == self._published or not self._section.is_due(
@@ -95,10 +94,9 @@ class OnlineEvals:
         self._published = step
         has_ended = is_lead_process() and self._child.returncode is not None
         if has_ended and not self._has_failed:
-            logger.error("%s", self._ended())
+            logger.error("%s", self._exit_message())
         self._has_failed = has_ended
-        mesh = self._learner.mesh
-        if has_ended if mesh is None else mesh.tell(has_ended):
+        if self._learner.mesh.broadcast(has_ended):
             return
         start = time.perf_counter()
         self._publisher.publish(step, self._learner.export_tensors(is_merged=True))
@@ -109,10 +107,10 @@ class OnlineEvals:
             "step %d: weights handed over to be evaluated in %.2fs", step, time.perf_counter() - start
         )
 
-    def finish(self) -> dict[int, dict[str, float]]:
-        """Wait for what is left; mean rewards by version, environment and way of playing.
+    def wait_for_results(self) -> dict[int, dict[str, float]]:
+        """Wait for the remaining results; mean rewards by version and "environment/mode".
 
-        Raises: EngineError when the evaluating process fails, or is not done in timeout_s.
+        Raises: EngineError when the eval process fails, or is not done in timeout_s.
         """
         if not is_lead_process():
             return {}
@@ -127,26 +125,26 @@ class OnlineEvals:
                 )
             time.sleep(POLL_S)
         if self._child.returncode:
-            raise EngineError(self._ended())
-        return results_of(self._run.evals)
+            raise EngineError(self._exit_message())
+        return read_results(self._run.evals)
 
     def close(self) -> None:
-        """End the process, done or not."""
-        if is_lead_process() and self._child.returncode is None:
+        """Stop the process, whether it is done or not."""
+        if is_lead_process():
             self._child.signal_group(signal.SIGTERM)
             deadline = time.monotonic() + STOP_S
             while self._child.returncode is None and time.monotonic() < deadline:
                 time.sleep(POLL_S / 10)
-            self._child.signal_group(signal.SIGKILL)
+            self._child.kill()
 
-    def _ended(self) -> str:
+    def _exit_message(self) -> str:
         code = self._child.returncode
         assert code is not None
         lines = "\n  ".join(self._child.tail())
         return f"the process of the evals ended ({process.describe_exit(code)}); its last lines:\n  {lines}"
 
     def _release(self) -> None:
-        """Versions up to the oldest that still waits are not needed any more."""
+        """Release all versions before the oldest one that is not evaluated yet."""
         waiting = self._published
         for path in sorted(
             self._run.broadcasts.glob("version_*"), key=lambda p: int(p.name.partition("_")[2])
@@ -158,11 +156,11 @@ class OnlineEvals:
         self._publisher.release(waiting - 1)
 
 
-def results_of(evals: Path) -> dict[int, dict[str, float]]:
-    """Mean rewards by version, of every eval that was done."""
+def read_results(evals: Path) -> dict[int, dict[str, float]]:
+    """Mean rewards by version, for every eval with results."""
     found = {}
     for path in evals.glob("version_*/results.json"):
-        if not (rows := json.loads(path.read_text())):  # that eval was lost
+        if not (rows := json.loads(path.read_text())):  # this eval failed
             continue
         version = int(path.parent.name.partition("_")[2])
         found[version] = {f"{row['env']}/{row['mode']}": row["mean"] for row in rows}

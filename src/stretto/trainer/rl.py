@@ -1,16 +1,17 @@
-"""The trainer process of an rl run: batches in, versions out.
+"""The trainer process of an `rl` run: receives batches, publishes versions of the policy.
 
-    meet the orchestrator -> publish the version it starts from
-    -> each step: wait for the batch, train, tell, publish the new version, checkpoint when due
-    -> at max_steps, at Stop or at Ctrl-C: checkpoint, wait until engines hold the last version, say Bye
+    register with the orchestrator -> publish the version it starts from
+    -> each step: wait for the batch, train, report the step, publish the new version, checkpoint when due
+    -> at max_steps, Stop or Ctrl-C: checkpoint, wait until engines have loaded the last version, send Bye
 
-The orchestrator tells when to stop and completes checkpoints; both ways of waiting for it have a deadline,
-and its death ends every wait (transports/control.py). Learning itself is learner.py.
+The orchestrator sends Stop and completes checkpoints. Every wait for it has a deadline, and ends if the orchestrator
+dies (transports/control.py). Training itself is learner.py.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import signal
 import sys
@@ -28,12 +29,12 @@ from torch import nn
 
 from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, EngineError, WireError
-from stretto.base.garbage import settle
-from stretto.base.memory import keep_freed_memory
-from stretto.base.status import stop_signals
+from stretto.base.runtime import freeze_objects, keep_freed_memory
+from stretto.base.secret import load_secret
+from stretto.base.status import is_supervised, stop_signals
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
-from stretto.config.roots import TrainerConfig
-from stretto.config.trainer import CriticSection
+from stretto.config.root import TrainerConfig
+from stretto.config.sections.trainer import CriticSection, num_kept
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.monitors import build_monitors
@@ -51,47 +52,54 @@ from stretto.records.control import (
 )
 from stretto.records.sample import TrainBatch
 from stretto.records.weights import Canary
-from stretto.trainer import checkpoint
-from stretto.trainer.canary import sing
+from stretto.trainer.batch.token_export import TokenExport, delete_after
 from stretto.trainer.critic import Critic, load_critic, with_value_head
-from stretto.trainer.export import export_critic, export_weights
-from stretto.trainer.interrupt import StopFlag, finish_on_signal
+from stretto.trainer.interrupt import StopFlag, stop_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
-from stretto.trainer.mesh import (
+from stretto.trainer.parallel.mesh import (
     Mesh,
     build_mesh,
-    by_lead,
+    choose_threads,
     process_group,
     rank_name,
-    share_of_cores,
+    run_on_lead,
     training_device,
 )
-from stretto.trainer.metrics import alone
+from stretto.trainer.state import checkpoint
+from stretto.trainer.state.canary import is_canary_due, score_canary
+from stretto.trainer.state.export import export_critic, export_weights
 from stretto.trainer.throughput import Throughput
-from stretto.trainer.token_export import TokenExport
 from stretto.trainer.updates import Updates
 from stretto.transports.control import ControlClient
 from stretto.transports.rollouts import build_receiver
-from stretto.transports.weights import ONE_RANK, build_publisher
+from stretto.transports.weights import build_publisher
 
 logger = logging.getLogger(__name__)
 
 ROLE = "trainer"
-POLL_S = 0.1  # how long a Stop may go unnoticed while waiting for a batch
+POLL_S = 0.1  # how often Stop is checked while waiting for a batch
 MONITOR_CLOSE_S = 10.0
 LOGGED = ("loss/mean", "mismatch_kl/mean", "entropy/mean", "optim/grad_norm", "optim/lr")
-GROUP_MARGIN_S = 600.0  # ranks wait for the lead's batch or for engines, and for what it does around that
+GROUP_MARGIN_S = 600.0  # added to how long ranks wait for the lead while it waits for a batch or engines
 
 
 def main(cfg: TrainerConfig) -> int:
-    """Train to the end, until told to stop, or until the first Ctrl-C; the exit status."""
+    """Train until max_steps, a Stop from the orchestrator, or the first Ctrl-C; the exit status."""
+    with ExitStack() as stack:
+        if not is_supervised() and os.environ.get("RANK", "0") == "0":
+            is_new = cfg.resume is None or cfg.resume.dir is not None
+            stack.enter_context(rundir.claim_part(cfg.run_dir, ROLE, is_new=is_new, clean=cfg.clean))
+        return _train(cfg)
+
+
+def _train(cfg: TrainerConfig) -> int:
     log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-    torch.set_num_threads(cfg.num_threads or share_of_cores())
+    torch.set_num_threads(choose_threads(cfg.num_threads))
     torch.manual_seed(cfg.seed)
     keep_freed_memory()
-    signal.signal(signal.SIGTERM, _exit_in_order)
+    signal.signal(signal.SIGTERM, _exit_cleanly)
     with (
-        finish_on_signal(*stop_signals()) as interrupt,
+        stop_on_signal(*stop_signals()) as interrupt,
         process_group(max(cfg.batch_timeout_s, 2 * cfg.weight_broadcast.timeout_s) + GROUP_MARGIN_S),
         ExitStack() as stack,
     ):
@@ -100,92 +108,102 @@ def main(cfg: TrainerConfig) -> int:
 
 
 class Trainer:
-    """One life of a trainer process. `stack` closes what it opens, in reverse.
+    """The training loop of one process and its connections.
 
-    On several ranks the lead talks to the orchestrator and writes metrics; it tells the others when to stop and what
-    engines have loaded. Each publishes the tensors that it owns. Each data-parallel rank receives its own batches and
-    is registered; those that share them (cp, tp) get them from it.
+    `stack` closes the connections in reverse order.
+
+    On several ranks the lead exchanges messages with the orchestrator and writes metrics; it broadcasts to the others
+    when to stop and what engines have loaded. Each rank publishes the tensors that it owns. One rank per data-parallel
+    group registers and receives batches, and sends them to the ranks of its cp and tp axes.
     """
 
     def __init__(self, cfg: TrainerConfig, interrupt: StopFlag, stack: ExitStack) -> None:
         self.cfg, self.run_dir = cfg, cfg.run_dir
-        self.interrupt = interrupt
-        self.tokenizer_dir = by_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
+        self.interrupt, self.stack = interrupt, stack
+        self.tokenizer_dir = run_on_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
         self.learner = build_learner(cfg, self.tokenizer_dir)
         self.mesh = mesh = self.learner.mesh
-        self.updates = Updates(self.learner, cfg, alone if mesh is None else mesh.reduce)
-        self.is_lead = mesh is None or mesh.is_lead
-        self.dp_rank, self.dp = (0, 1) if mesh is None else (mesh.dp_rank, mesh.degrees.dp)
+        self.updates = Updates(self.learner, cfg)
+        self.is_lead, self.dp_rank, self.dp = mesh.is_lead, mesh.dp_rank, mesh.degrees.dp
         self.resumed_step = resume(cfg, self.learner)
-        self.is_registered = mesh is None or mesh.is_counted
-        if self.is_registered:
-            self.control = ControlClient(cfg.control, cfg.run_name)
+        if self.is_lead:  # before the first step: the others begin it when all have published
+            delete_after(self.run_dir.trained_tokens, self.learner.step)
+        self.is_batch_lead = mesh.is_batch_lead
+        if self.is_batch_lead:
+            self.control = ControlClient(cfg.control, cfg.run_name, load_secret(self.run_dir))
             stack.callback(self.control.close)
-            self.receiver = build_receiver(cfg.rollout_transport, self.run_dir, rank=self.dp_rank)
-            stack.callback(self.receiver.close)
-        self.publisher = build_publisher(cfg.weight_broadcast, self.run_dir, cfg.run_name, mesh or ONE_RANK)
-        stack.callback(self.publisher.close)
-        if self.is_lead:
-            self.monitors = build_monitors(
-                cfg.monitors, self.run_dir, ROLE, cfg.run_name, resumed_step=self.resumed_step
-            )
-            stack.callback(self.monitors.close, MONITOR_CLOSE_S)
-        self.written: deque[int] = deque()
-        self.saver: checkpoint.Saver | None = None
-        if cfg.ckpt is not None:
-            is_async = cfg.ckpt.is_async
-            self.saver = checkpoint.Saver(self.run_dir, is_async=is_async, on_written=self.written.append)
         self.throughput = Throughput()
         self.stop: Stop | None = None
         self.loaded_version = -1
+        self.num_published, self.wants_canary = 0, True
         self.saved_step = self.complete_step = self.exported_step = self.learner.step
+        self.is_checkpoint_due = checkpoint.Due(cfg.ckpt, mesh)
         self.num_tokens = 0
 
+    def open(self) -> None:
+        """Open what writes into the run: weights, metrics, checkpoints; after registration."""
+        self.publisher = build_publisher(
+            self.cfg.weight_broadcast, self.run_dir, self.cfg.run_name, self.mesh
+        )
+        self.stack.callback(self.publisher.close)
+        if self.is_lead:
+            self.monitors = build_monitors(
+                self.cfg.monitors, self.run_dir, ROLE, self.cfg.run_name, resumed_step=self.resumed_step
+            )
+            self.stack.callback(self.monitors.close, MONITOR_CLOSE_S)
+        self.written: deque[int] = deque()
+        self.saver: checkpoint.Saver | None = None
+        if self.cfg.ckpt is not None:
+            is_async = self.cfg.ckpt.is_async
+            self.saver = checkpoint.Saver(self.run_dir, is_async=is_async, on_written=self.written.append)
+
     def run(self) -> None:
-        """Every step, then what is due at the end; an error is told to the orchestrator before it ends us."""
-        if self.is_registered:
-            self.meet()
+        """Train every step, then end the run; an error is reported to the orchestrator first."""
+        if self.is_batch_lead:
+            self.register()
         try:
+            self.open()
             self.publish()
-            settle()
+            freeze_objects()
             self.step_started_at = time.perf_counter()
             while self.learner.step != self.cfg.max_steps and (batch := self.next_batch()) is not None:
-                self.train(batch)
+                metrics = self.train(batch)
                 self.publish()
+                self.log(metrics)
                 self.save_if_due()
-            self.finish()
+            self.end_run()
         except Exception as error:
-            if self.is_registered:
-                self.tell_failure(error)
+            if self.is_batch_lead:
+                self.report_failure(error)
             raise
-        if self.is_registered:
+        if self.is_batch_lead:
             self.control.send(Bye())
         logger.info("done at step %d", self.learner.step)
 
     # -- a step --
 
     def next_batch(self) -> TrainBatch | None:
-        """The batch of the next step; None when told to stop.
+        """The batch of the next step; None if training should stop.
 
-        The lead waits for its own; the orchestrator has then sent everybody's.
+        The lead waits for its own; by then the orchestrator has sent the batches of all ranks.
 
         Raises: EngineError when none comes in batch_timeout_s.
         """
         self.wait_s = -time.perf_counter()
         batch = self.receive(self.should_stop) if self.is_lead else None
-        if self.mesh is not None:
-            # Any rank may be the one that was told: a preemption can take one machine of several.
-            said = self.mesh.gather((batch is not None, self.interrupt.is_set))
-            if not said[0][0] or any(is_set for _, is_set in said):
-                return None
-            if self.is_registered and not self.is_lead:
-                batch = self.receive(lambda: False)
-            batch = self.mesh.share(batch)
+        # A signal may reach any rank: a preemption can take one machine of several.
+        ranks = self.mesh.gather((batch is not None, self.interrupt.is_set))
+        lead_has_batch = ranks[0][0]
+        if not lead_has_batch or any(is_interrupted for _, is_interrupted in ranks):
+            return None
+        if self.is_batch_lead and not self.is_lead:
+            batch = self.receive(lambda: False)
+        batch = self.mesh.broadcast_to_cp_tp(batch)
         self.wait_s += time.perf_counter()
         return batch
 
     def receive(self, should_stop: Callable[[], bool]) -> TrainBatch | None:
-        """This rank's batch of the next step; None when it should stop.
+        """This rank's batch of the next step; None once should_stop() is true.
 
         Raises: EngineError when none comes in batch_timeout_s.
         """
@@ -203,8 +221,8 @@ class Trainer:
                 )
         return None
 
-    def train(self, batch: TrainBatch) -> None:
-        """One optimizer step, told to orchestrator and monitors."""
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """One optimizer step, reported to the orchestrator; its metrics."""
         start = time.perf_counter()
         metrics = self.updates.train(batch.micro_batches)
         now = time.perf_counter()
@@ -212,7 +230,7 @@ class Trainer:
             "tokens": sum(mb.num_tokens for mb in batch.micro_batches),
             "micro_batches": len(batch.micro_batches),
         }
-        counts = counts if self.mesh is None else self.mesh.reduce(counts)
+        counts = self.mesh.reduce(counts)
         num_tokens = int(counts["tokens"])
         self.num_tokens += num_tokens
         time_s, self.step_started_at = now - self.step_started_at, now
@@ -225,12 +243,17 @@ class Trainer:
             "time/wait_for_batch": self.wait_s,
             "time/train": now - start,
         }
+        if self.is_lead:
+            step, wait_s = self.learner.step, self.wait_s
+            done = StepDone(step=step, metrics=metrics, num_tokens=num_tokens, time_s=time_s, wait_s=wait_s)
+            self.control.post(done)
+        return metrics
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Log the trained step to console and monitors, after its version is published."""
         if not self.is_lead:
             return
         step = self.learner.step
-        self.control.send(
-            StepDone(step=step, metrics=metrics, num_tokens=num_tokens, time_s=time_s, wait_s=self.wait_s)
-        )
         self.monitors.log(step, metrics)
         logger.info(
             "step %d loss=%.4f mismatch_kl=%.2e entropy=%.3f grad_norm=%.3f lr=%.2e "
@@ -238,77 +261,83 @@ class Trainer:
             step,
             *(metrics.get(name, 0.0) for name in LOGGED),
             metrics["perf/throughput"],
-            time_s,
+            metrics["time/step"],
             self.wait_s,
         )
 
     def publish(self) -> None:
-        """Hand the current weights to the engines; the version is the number of steps done."""
+        """Publish the current weights for the engines; the version is the number of steps done."""
         start = time.perf_counter()
         if self.is_lead:
-            self.hear()
-        if self.mesh is not None:
-            self.loaded_version = self.mesh.tell(self.loaded_version)
-            self.publisher.release(self.loaded_version - 1)
+            self.handle_messages()
+        self.loaded_version, self.wants_canary = self.mesh.broadcast((self.loaded_version, self.wants_canary))
+        self.publisher.release(self.loaded_version - 1)
         manifest = self.publisher.publish(self.learner.step, self.learner.export_tensors())
         canary = self.canary()
+        self.num_published += 1
         if not self.is_lead:
             return
         adapter = self.learner.adapter_info()
         manifest = msgspec.structs.replace(manifest, canary=canary, adapter=adapter)
-        self.control.send(VersionReady(manifest=manifest))
+        self.control.post(VersionReady(manifest=manifest))
         values = {"time/publish": time.perf_counter() - start, "publish/bytes": manifest.sent_bytes}
         self.monitors.log(self.learner.step, values)
 
     def canary(self) -> Canary | None:
-        """What engines must agree with once they have loaded the version of this step; None: not checked."""
-        interval = self.cfg.weight_broadcast.canary_interval
-        if interval is None or self.learner.step % interval:
+        """Log-probabilities that engines must reproduce with this version; None if not checked."""
+        cfg = self.cfg.weight_broadcast
+        if not is_canary_due(
+            self.learner.step, self.num_published, cfg.canary_interval, is_wanted=self.wants_canary
+        ):
             return None
-        return sing(self.learner, self.cfg.weight_broadcast.canary_tokens)
+        return score_canary(self.learner, cfg.canary_tokens)
 
     def save_if_due(self, *, is_last: bool = False) -> None:
-        """Checkpoint and export at their intervals, and both at the end."""
+        """Save a checkpoint and export weights if their intervals are due; both if is_last."""
         ckpt, step = self.cfg.ckpt, self.learner.step
         if ckpt is None or self.saver is None:
             return
         self.saver.check()
         start = time.perf_counter()
-        is_saving = is_last or (ckpt.interval is not None and step % ckpt.interval == 0)
-        if ckpt.weights is not None and step != self.exported_step:
-            interval = ckpt.weights.interval
-            if is_last or (is_saving if interval is None else step % interval == 0):
-                export_weights(
-                    self.run_dir,
-                    self.learner.policy,
-                    step,
-                    self.tokenizer_dir,
-                    self.cfg.model if ckpt.weights.save_adapter_separately else None,
-                )
-                if (critic := self.learner.critic) is not None:
-                    folder = critic.section.save or self.run_dir.critic
-                    export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
-                self.exported_step = step
+        is_saving = is_last or self.is_checkpoint_due(step)
+        weights = ckpt.weights
+        is_exporting = is_last or (
+            weights is not None and checkpoint.is_interval_end(step, weights.interval or ckpt.interval)
+        )
+        if weights is not None and is_exporting and step != self.exported_step:
+            self.learner.check_finite()
+            export_weights(
+                self.run_dir,
+                self.learner.network.weights,
+                step,
+                self.tokenizer_dir,
+                self.cfg.model if ckpt.weights.save_adapter_separately else None,
+            )
+            if (critic := self.learner.critic) is not None:
+                folder = critic.section.save or self.run_dir.critic
+                export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
+            self.exported_step = step
         if is_saving and step != self.saved_step:
+            self.learner.check_finite()
             if self.is_lead:
                 self.control.send(CheckpointBegun(step=step))
             self.saver.save(self.learner)
             self.saved_step = step
         if is_last:
             self.saver.wait()
-        self.tell_saved()
+        self.report_saved()
         if self.is_lead and step in (self.saved_step, self.exported_step):
             self.monitors.log(step, {"time/save_ckpt": time.perf_counter() - start})
 
-    def tell_saved(self) -> None:
-        """The orchestrator completes checkpoints whose files are there."""
+    def report_saved(self) -> None:
+        """Report checkpoints whose files are written; the orchestrator then completes them."""
         while self.written:
             self.control.send(CheckpointSaved(step=self.written.popleft()))
 
     # -- the orchestrator --
 
-    def meet(self) -> None:
-        """Register.
+    def register(self) -> None:
+        """Register with the orchestrator, and open the connection for batches.
 
         Raises: ConfigError when the orchestrator continues from another step.
         """
@@ -321,39 +350,46 @@ class Trainer:
                 f"the orchestrator continues after step {registered.resume_step or 0}, this trainer after "
                 f"step {step}; start both with the same --resume"
             )
+        # Only after registration, so that a trainer that is refused never receives batches.
+        self.receiver = build_receiver(
+            self.cfg.rollout_transport, self.run_dir, self.dp_rank, self.control.session
+        )
+        self.stack.callback(self.receiver.close)
         logger.info("registered with the orchestrator; starting at step %d", step + 1)
 
-    def hear(self) -> None:
-        """Take in what the orchestrator said, without waiting, and tell what has come to be meanwhile."""
-        self.tell_saved()
+    def handle_messages(self) -> None:
+        """Handle the orchestrator's messages without waiting; report written checkpoints."""
+        self.report_saved()
         for message in self.control.poll():
-            self.on_message(message)
+            self.handle_message(message)
 
-    def on_message(self, message: object) -> None:
+    def handle_message(self, message: object) -> None:
         match message:
             case Stop():
-                logger.info("told to stop: %s", message.reason)
+                logger.info("the orchestrator asks to stop: %s", message.reason)
                 self.stop = message
-            case VersionLoaded(version=version):
-                self.loaded_version = version
+            case VersionLoaded(version=version, wants_canary=wants_canary):
+                self.loaded_version, self.wants_canary = version, wants_canary
                 self.publisher.release(version - 1)
             case CheckpointComplete(step=step):
                 self.complete_step = step
                 ckpt = self.cfg.ckpt
-                gone = checkpoint.prune(self.run_dir, ckpt.keep_last, ckpt.keep_interval) if ckpt else []
-                if gone:
-                    logger.info("deleted checkpoints of steps %s", ", ".join(map(str, gone)))
+                deleted = checkpoint.prune(self.run_dir, num_kept(ckpt), ckpt.keep_interval) if ckpt else []
+                if deleted:
+                    logger.info("deleted checkpoints of steps %s", ", ".join(map(str, deleted)))
             case _:
-                raise WireError(f"the orchestrator sent {type(message).__name__}, which is ours to send")
+                raise WireError(
+                    f"the orchestrator sent {type(message).__name__}, which only a trainer may send"
+                )
 
     def should_stop(self) -> bool:
-        self.hear()
+        self.handle_messages()
         return self.stop is not None or self.interrupt.is_set
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Hear the orchestrator until something is so.
+        """Handle the orchestrator's messages until is_done().
 
-        Raises: EngineError naming what was waited for.
+        Raises: EngineError after timeout_s, naming `what`.
         """
         deadline = time.monotonic() + timeout_s
         while not is_done():
@@ -361,15 +397,15 @@ class Trainer:
             if left <= 0:
                 raise EngineError(f"waited {timeout_s:g} s for {what}; see the orchestrator's log")
             for message in self.control.wait(left):
-                self.on_message(message)
+                self.handle_message(message)
 
     # -- the end --
 
-    def finish(self) -> None:
-        """Save unless told not to; leave only when nobody needs what only this process has."""
+    def end_run(self) -> None:
+        """Save unless Stop says not to; return once no other process needs this one."""
         step = self.learner.step
         should_save = self.stop is None or self.stop.save
-        if should_save if self.mesh is None else self.mesh.tell(should_save):
+        if self.mesh.broadcast(should_save):
             self.save_if_due(is_last=True)
         if self.is_lead:
             if self.cfg.ckpt is None and step:
@@ -382,15 +418,14 @@ class Trainer:
             )
             what = f"the engines to load the last version, {step}"
             self.wait_until(lambda: self.loaded_version == step, timeout_s, what)
-        if self.mesh is not None:
-            # Closing a publisher takes back the memory that engines read a version from, on every rank.
-            self.mesh.tell(None)
+        # All ranks wait here: closing a publisher frees the memory from which engines load a version.
+        self.mesh.broadcast(None)
 
-    def tell_failure(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         try:
             self.control.send(Failed(reason=f"{type(error).__name__}: {error}"), timeout_s=2.0)
         except (EngineError, WireError) as also:
-            logger.debug("could not tell the orchestrator: %s", also)
+            logger.debug("could not report the failure to the orchestrator: %s", also)
 
 
 def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
@@ -401,12 +436,12 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
         "eos_token_id": list(tokenizer.eos_ids),
         "pad_token_id": tokenizer.token_id(END_OF_TEXT),
     }
-    policy, reference = load_policy(cfg.model, may_be_outline=True, **tokens), None
-    if (named := reference_of(cfg)) is not None:
+    policy, reference = load_policy(cfg.model, may_be_meta=True, **tokens), None
+    if (named := find_reference_model(cfg)) is not None:
         path, name = named
         other = {} if name is None else {"name": name, "scratch": None}
         section = cfg.model.model_copy(update=other)
-        reference = load_policy(section, may_be_outline=True, **tokens).requires_grad_(False)
+        reference = load_policy(section, may_be_meta=True, **tokens).requires_grad_(False)
         if reference.output_weight.shape[0] != policy.output_weight.shape[0]:
             raise ConfigError(
                 f"{path} knows {reference.output_weight.shape[0]} tokens and the "
@@ -427,11 +462,12 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
         enable_router_replay=cfg.enable_router_replay,
         mesh=mesh,
         critic=critic,
+        frozen_steps=0 if cfg.critic is None else cfg.critic.num_critic_only_steps,
     )
 
 
-def reference_of(cfg: TrainerConfig) -> tuple[str, str | None] | None:
-    """Which key asks for a frozen reference, and which model it names; None: nobody asks."""
+def find_reference_model(cfg: TrainerConfig) -> tuple[str, str | None] | None:
+    """The key that asks for a frozen reference and the model that it names; None if no key does."""
     if (kl := cfg.loss.reference_kl) is not None:
         return "trainer.loss.reference_kl.model", kl.model
     if cfg.advantages is not None and cfg.advantages.kl_coef:
@@ -440,22 +476,20 @@ def reference_of(cfg: TrainerConfig) -> tuple[str, str | None] | None:
 
 
 def build_critic(
-    cfg: TrainerConfig, section: CriticSection, policy: nn.Module, tokens: dict[str, Any], mesh: Mesh | None
+    cfg: TrainerConfig, section: CriticSection, policy: nn.Module, tokens: dict[str, Any], mesh: Mesh
 ) -> Critic:
-    """The critic from its own directory, or from the model that the policy starts from.
+    """The critic, from trainer.critic.load or from the model that the policy starts from.
 
-    Raises: ConfigError when the policy is not of a family of ours, or the critic's texts are made of other tokens.
+    Raises: ConfigError when the policy has impl = "hf", or the critic has another vocabulary.
     """
     if not isinstance(policy, Decoder):
-        raise ConfigError(
-            '[trainer.critic] needs a policy of our own modules; model.impl = "hf" has no value output'
-        )
+        raise ConfigError('[trainer.critic] needs impl = "custom"; model.impl = "hf" has no value output')
     model = cfg.model.model_copy(update={"lora": None})
     if section.load is None and model.scratch is not None:
         network = with_value_head(load_policy(model, **tokens))
     else:
         directory = section.load or model.name
-        network = load_critic(directory, dtype=hub.DTYPES[model.dtype], may_be_outline=True)
+        network = load_critic(directory, dtype=hub.dtype_of(model.dtype, training_device()), may_be_meta=True)
     sizes = [m.model.embed_tokens.weight.shape[0] for m in (network, policy)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -465,9 +499,9 @@ def build_critic(
 
 
 def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
-    """Load the checkpoint that [resume] asks for; its step, None without [resume].
+    """Load the checkpoint that [resume] names; its step, or None without [resume].
 
-    Raises: ConfigError when there is none.
+    Raises: ConfigError when the checkpoint does not exist.
     """
     if cfg.resume is None:
         return None
@@ -481,14 +515,14 @@ def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
     return step
 
 
-def _token_export(cfg: TrainerConfig, mesh: Mesh | None) -> TokenExport:
-    """One folder a data-parallel rank where there are several."""
+def _token_export(cfg: TrainerConfig, mesh: Mesh) -> TokenExport:
+    """An export of tokens, with one folder per data-parallel rank if there are several."""
     folder = cfg.run_dir.trained_tokens
-    return TokenExport(folder if mesh is None or mesh.degrees.dp == 1 else folder / f"rank_{mesh.dp_rank}")
+    return TokenExport(folder if mesh.degrees.dp == 1 else folder / f"rank_{mesh.dp_rank}")
 
 
 def check_batch(batch: TrainBatch, step: int, rank: int, world_size: int) -> None:
-    """Raises: WireError when it is not this data-parallel rank's batch of this step."""
+    """Raises: WireError when it is not the batch of this step for this data-parallel rank."""
     if (batch.step, batch.rank, batch.world_size) != (step, rank, world_size):
         raise WireError(
             f"got the batch of step {batch.step} for rank {batch.rank} of {batch.world_size}; "
@@ -496,8 +530,8 @@ def check_batch(batch: TrainBatch, step: int, rank: int, world_size: int) -> Non
         )
 
 
-def _exit_in_order(number: int, frame: FrameType | None) -> None:
-    """SIGTERM: leave through every `finally`, so that shared memory and sockets are given back."""
+def _exit_cleanly(number: int, frame: FrameType | None) -> None:
+    """On SIGTERM, exit through every `finally`, so that shared memory and sockets are freed."""
     sys.exit(128 + number)
 
 

@@ -4,10 +4,10 @@
     -> each step: draw examples, pack, train; validate, checkpoint and export when due
     -> at the end, or at the first Ctrl-C: validate, checkpoint, export
 
-State of a run: the learner's (weights, optimizer, step, random state) and the number of examples drawn. Both
-are in a checkpoint, so that a resumed run continues with the same bits. On several ranks each draws the same
-examples and trains its share of the packed rows; the lead writes. The learner is learner.py, examples and
-their order data.py.
+The state of a run is that of the learner (weights, optimizer, step, random state) and the number of examples drawn.
+Both are in a checkpoint, so a resumed run continues bit for bit. On several ranks each draws the same examples and
+trains on its share of the packed rows; the lead writes files. The learner is learner.py, examples and their order are
+batch/sft_data.py.
 """
 
 from __future__ import annotations
@@ -27,58 +27,66 @@ import torch
 
 from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, DataError
-from stretto.base.garbage import settle
+from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
+from stretto.base.runtime import freeze_objects
 from stretto.base.status import SUPERVISED_VAR, stop_signals
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.load import dump_text
-from stretto.config.roots import SFTConfig
-from stretto.config.trainer import CkptSection
+from stretto.config.root import SFTConfig
+from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.records.sample import MicroBatch
-from stretto.trainer import checkpoint
-from stretto.trainer.data import ExampleOrder, Examples, load_examples, pack
-from stretto.trainer.export import export_weights
-from stretto.trainer.interrupt import StopFlag, finish_on_signal
+from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
+from stretto.trainer.interrupt import StopFlag, stop_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
-from stretto.trainer.mesh import (
+from stretto.trainer.online_evals import OnlineEvals
+from stretto.trainer.parallel.mesh import (
     build_mesh,
-    by_lead,
+    choose_threads,
     is_lead_process,
     process_group,
     rank_name,
-    share_of_cores,
+    run_on_lead,
     training_device,
 )
-from stretto.trainer.online_evals import OnlineEvals
+from stretto.trainer.state import checkpoint
+from stretto.trainer.state.export import export_weights
 from stretto.trainer.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 
 ROLE = "sft"
-CONSOLE_INTERVAL_S = 0.5  # steps of a tiny model take milliseconds; more lines than this nobody reads
+CONSOLE_INTERVAL_S = 0.5  # steps of a tiny model take milliseconds: more lines would not be readable
 GROUP_TIMEOUT_S = 1800.0  # longest wait of a rank for another
-VAL_SEED_OFFSET = 1_000_003  # an environment's validation rows are drawn from a stream of their own
+VAL_SEED_OFFSET = 1_000_003  # so that an environment's validation rows are not its training rows
 
 
 def main(cfg: SFTConfig) -> int:
-    """Train to the end or to the first Ctrl-C; the exit status."""
+    """Train until the last step or the first Ctrl-C; the exit status."""
     with process_group(GROUP_TIMEOUT_S), ExitStack() as stack:
-        start = by_lead(lambda: _claim(cfg, stack))
+        start = run_on_lead(lambda: _prepare_run_dir(cfg, stack))
         log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-        torch.set_num_threads(cfg.num_threads or share_of_cores())
+        torch.set_num_threads(choose_threads(cfg.num_threads))
         torch.manual_seed(cfg.seed)
-        with finish_on_signal(*stop_signals()) as stop:
-            return run_steps(build_session(cfg, start), stop)
+        session = build_session(cfg, start)
+        with stop_on_signal(*stop_signals()) as stop:
+            code = run_steps(session, stop)
+        if session.is_stopped_early and not session.has_begun and session.is_new and is_lead_process():
+            rundir.discard(cfg.run_dir)
+        return code
 
 
-Start = tuple[RunDir, int]
-"""The run and the step whose checkpoint a run goes on from."""
+ResumePoint = tuple[RunDir, int]
+"""The run and the step whose checkpoint a run resumes from."""
 
 
-def _claim(cfg: SFTConfig, stack: ExitStack) -> Start | None:
-    """Make the run directory this run's until the stack is closed, unless who started it has; where it resumes from."""
+def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> ResumePoint | None:
+    """Claim the run directory until the stack is closed; where to resume, if at all.
+
+    If the launcher has claimed it already, that claim stays.
+    """
     run, resume = cfg.run_dir, cfg.resume
     step, origin = (None, None) if resume is None else (resume.step, resume.dir)
     if not os.environ.get(SUPERVISED_VAR):
@@ -89,19 +97,20 @@ def _claim(cfg: SFTConfig, stack: ExitStack) -> Start | None:
     return None if resume is None else rundir.find_checkpoint(run, step, origin)
 
 
-def build_session(cfg: SFTConfig, start: Start | None) -> Session:
-    """Model, data and learner, as configured or as they were at the checkpoint of `start`."""
+def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
+    """Build model, data and learner, and load the checkpoint of `start` if there is one."""
     run = cfg.run_dir
-    tokenizer_dir = by_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
+    tokenizer_dir = run_on_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
     tokenizer = load_tokenizer(tokenizer_dir)
     policy = load_policy(
         cfg.model,
-        may_be_outline=True,
+        may_be_meta=True,
         vocab_size=tokenizer.vocab_size,
         eos_token_id=list(tokenizer.eos_ids),
         pad_token_id=tokenizer.token_id(END_OF_TEXT),
     )
     num_parameters = sum(p.numel() for p in policy.parameters())
+    torch.set_num_threads(choose_threads(cfg.num_threads, num_parameters))
     model_type = policy.config.hf["model_type"]
     renderer = build_renderer(tokenizer, cfg.renderer, model_type)
     longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
@@ -110,8 +119,8 @@ def build_session(cfg: SFTConfig, start: Start | None) -> Session:
     step = 0
     if start is not None:
         rundir.check_max_steps(cfg.max_steps, start[1])
-        step, order.num_drawn = start[1], place_in_data(start, examples, is_own=start[0] == run)
-    max_steps = num_steps(cfg, len(examples), step, order.num_drawn)
+        step, order.num_drawn = start[1], find_data_position(start, examples, is_own=start[0] == run)
+    max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
     validation: list[MicroBatch] = []
     if cfg.val is not None:
         rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET)
@@ -143,10 +152,10 @@ def build_session(cfg: SFTConfig, start: Start | None) -> Session:
     return session
 
 
-def num_steps(cfg: SFTConfig, num_examples: int, step: int = 0, num_drawn: int = 0) -> int:
-    """The last step: max_steps or that which ends max_epochs, whichever comes first.
+def find_last_step(cfg: SFTConfig, num_examples: int, step: int = 0, num_drawn: int = 0) -> int:
+    """The last step: max_steps, or the step that ends max_epochs if that is earlier.
 
-    step, num_drawn: those that are done; the last batch may be smaller.
+    step, num_drawn: steps done and examples drawn so far. The last batch may be smaller than the others.
     """
     by_epochs = by_steps = math.inf
     if cfg.max_epochs is not None:
@@ -159,7 +168,7 @@ def num_steps(cfg: SFTConfig, num_examples: int, step: int = 0, num_drawn: int =
 
 @dataclass
 class Session:
-    """Everything a run works with, ready for the next step."""
+    """The objects and counters of a run, ready for the next step."""
 
     cfg: SFTConfig
     run: RunDir
@@ -177,36 +186,51 @@ class Session:
     saver: checkpoint.Saver | None = None
     evals: OnlineEvals | None = None
     num_tokens: int = 0
+    is_new: bool = True
+    """True unless the run is resumed; also if it starts from another run's checkpoint."""
     started_at: float = field(default_factory=time.perf_counter)
     throughput: Throughput = field(default_factory=Throughput)
 
+    def __post_init__(self) -> None:
+        self.is_checkpoint_due = checkpoint.Due(self.cfg.ckpt, self.learner.mesh)
+
+    @property
+    def is_stopped_early(self) -> bool:
+        """True if the run has ended before its last step."""
+        return self.learner.step < self.max_steps
+
+    @property
+    def has_begun(self) -> bool:
+        """True once this process has trained a step."""
+        return self.learner.step > (self.resumed_step or 0)
+
 
 def run_steps(session: Session, stop: StopFlag) -> int:
-    """Every step until max_steps or a stop, then what is due at the end."""
+    """Train every step until max_steps or a stop, then end the run; the exit status."""
     cfg, learner = session.cfg, session.learner
     monitors = Monitors({})
     if is_lead_process():
         monitors = build_monitors(
             cfg.monitors, session.run, ROLE, cfg.run_name, resumed_step=session.resumed_step
         )
-    console = Console(session)
+    console = ConsoleLog(session)
     try:
         if cfg.eval is not None:
             session.evals = OnlineEvals(cfg, learner, session.tokenizer_dir, session.max_steps)
             session.evals.evaluate()
         if cfg.val is not None and cfg.val.eval_on_start and session.resumed_step is None:
             monitors.log(0, validate(session))
-        settle()
+        freeze_objects()
         while learner.step < session.max_steps and not _should_stop(session, stop):
             metrics = train_step(session)
-            if cfg.val is not None and is_due(learner.step, cfg.val.interval):
+            if cfg.val is not None and checkpoint.is_interval_end(learner.step, cfg.val.interval):
                 metrics |= validate(session)
             monitors.log(learner.step, metrics)
             console.step(metrics)
-            save_what_is_due(session)
+            save_if_due(session)
             if session.evals is not None:
                 session.evals.evaluate()
-        finish(session, monitors, was_stopped=learner.step < session.max_steps)
+        end_run(session, monitors)
     finally:
         if session.evals is not None:
             session.evals.close()
@@ -215,14 +239,8 @@ def run_steps(session: Session, stop: StopFlag) -> int:
 
 
 def _should_stop(session: Session, stop: StopFlag) -> bool:
-    """Was any rank told to stop? All then stop after the same step."""
-    mesh = session.learner.mesh
-    return stop.is_set if mesh is None else any(mesh.gather(stop.is_set))
-
-
-def is_due(step: int, interval: int | None) -> bool:
-    """Does an interval end with this step? None: only at the end of the run."""
-    return interval is not None and step % interval == 0
+    """True if any rank got a stop signal; all ranks then stop after the same step."""
+    return any(session.learner.mesh.gather(stop.is_set))
 
 
 def train_step(session: Session) -> dict[str, float]:
@@ -233,8 +251,7 @@ def train_step(session: Session) -> dict[str, float]:
     if cfg.max_epochs is not None:
         count = min(count, cfg.max_epochs * len(session.examples) - order.num_drawn)
     micro_batches = pack([session.examples[i] for i in order.draw(count)], cfg.seq_len)
-    mesh = session.learner.mesh
-    session.learner.forward_backward(micro_batches if mesh is None else mesh.deal(micro_batches))
+    session.learner.forward_backward(session.learner.mesh.local_items(micro_batches))
     metrics = session.learner.optim_step()
     num_tokens = sum(mb.num_tokens for mb in micro_batches)
     session.num_tokens += num_tokens
@@ -251,28 +268,30 @@ def train_step(session: Session) -> dict[str, float]:
 
 
 def validate(session: Session) -> dict[str, float]:
-    """Mean loss of the validation rows, nats a trained token."""
+    """Mean loss of the validation rows, in nats per trained token."""
     start = time.perf_counter()
-    mesh, rows = session.learner.mesh, session.validation
-    session.val_loss = session.learner.evaluate(rows if mesh is None else mesh.deal(rows))["nll"]
+    session.val_loss = session.learner.evaluate(session.learner.mesh.local_items(session.validation))["nll"]
     session.validated_step = session.learner.step
     return {"val/loss": session.val_loss, "time/val": time.perf_counter() - start}
 
 
-def save_what_is_due(session: Session) -> None:
-    """A checkpoint and an export every interval of theirs; an export without interval follows checkpoints."""
+def save_if_due(session: Session) -> None:
+    """Save a checkpoint and export weights if their intervals end.
+
+    Exports without an interval follow checkpoints.
+    """
     ckpt, step = session.cfg.ckpt, session.learner.step
     if ckpt is None or session.saver is None:
         return
     session.saver.check()
-    if is_due(step, ckpt.interval):
+    if session.is_checkpoint_due(step):
         save_checkpoint(session)
-    if ckpt.weights is not None and is_due(step, ckpt.weights.interval or ckpt.interval):
+    if ckpt.weights is not None and checkpoint.is_interval_end(step, ckpt.weights.interval or ckpt.interval):
         export(session)
 
 
 def save_checkpoint(session: Session) -> None:
-    """Write checkpoints/step_N, its marker last; training goes on meanwhile."""
+    """Write checkpoints/step_N, its marker last; training may continue during the writing."""
     step = session.learner.step
     if session.saved_step == step or session.saver is None:
         return
@@ -282,22 +301,22 @@ def save_checkpoint(session: Session) -> None:
 
 
 def complete_checkpoint(run: RunDir, ckpt: CkptSection, step: int) -> None:
-    """The files of a checkpoint are there: mark it, then delete those that need not be kept."""
-    run.complete_marker(step).write_text(json.dumps({"step": step, "time": time.time()}) + "\n")
-    checkpoint.flush_to_disk(run.complete_marker(step))
-    checkpoint.prune(run, ckpt.keep_last, ckpt.keep_interval)
+    """Mark a checkpoint as complete once its files are written, then delete old checkpoints."""
+    marker = {"step": step, "time": time.time()}
+    write_atomic(run.complete_marker(step), json.dumps(marker).encode(), is_durable=True)
+    checkpoint.prune(run, num_kept(ckpt), ckpt.keep_interval)
 
 
-def place_in_data(start: Start, examples: Examples, *, is_own: bool) -> int:
-    """How many examples were drawn at a checkpoint; 0 where that is another run's, of other data.
+def find_data_position(start: ResumePoint, examples: Examples, *, is_own: bool) -> int:
+    """The number of examples drawn at a checkpoint; 0 if it is another run's with other data.
 
-    Raises: DataError when the run's own data is not what it was; ConfigError for a checkpoint of `rl`.
+    Raises: DataError when the data of this run has changed; ConfigError for a checkpoint of `rl`.
     """
     where, cursor = start[0].checkpoint(start[1]), checkpoint.read_cursor(*start)
     if "data" not in cursor:
         weights = start[0].weights_step(start[1])
         raise ConfigError(
-            f"resume.dir: {where} is of an `rl` run, whose optimizer learned another loss; "
+            f"resume.dir: {where} is of an `rl` run, whose optimizer has the state of another loss; "
             f'start from its weights instead, model.name = "{weights}"'
         )
     if cursor["data"] == examples.fingerprint():
@@ -305,30 +324,32 @@ def place_in_data(start: Start, examples: Examples, *, is_own: bool) -> int:
     if is_own:
         raise DataError(
             f"{where}: was trained on other data than [data] gives now, so it cannot be continued exactly; "
-            "bring the data back, or begin a new run there with --resume.dir."
+            "restore the data, or start a new run from this checkpoint with --resume.dir."
         )
-    logger.info("%s was trained on other data; [data] is read from its first example on", where)
+    logger.info("%s was trained on other data; [data] is read from its first example", where)
     return 0
 
 
-def load_checkpoint(session: Session, start: Start) -> None:
-    """Continue after the step of a checkpoint, of this run or of another.
+def load_checkpoint(session: Session, start: ResumePoint) -> None:
+    """Load a checkpoint of this run or of another, to continue after its step.
 
     Raises: DataError when the checkpoint is damaged, or of another model.
     """
     run, step = start
     checkpoint.load(run, session.learner, step)
     session.resumed_step = session.saved_step = step
+    session.is_new = run != session.run
     logger.info("resumed from step %d%s", step, "" if run == session.run else f" of {run}")
 
 
 def export(session: Session) -> None:
-    """Write weights/step_N, once."""
+    """Write weights/step_N, unless it is written already."""
     if session.exported_step != session.learner.step:
         weights = session.cfg.ckpt.weights
+        session.learner.check_finite()
         export_weights(
             session.run,
-            session.learner.policy,
+            session.learner.network.weights,
             session.learner.step,
             session.tokenizer_dir,
             session.cfg.model if weights is not None and weights.save_adapter_separately else None,
@@ -336,10 +357,14 @@ def export(session: Session) -> None:
         session.exported_step = session.learner.step
 
 
-def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
-    """Validate, save, and say what came of it."""
-    cfg, learner, run = session.cfg, session.learner, session.run
-    if cfg.val is not None and session.validated_step != learner.step and not was_stopped:
+def end_run(session: Session, monitors: Monitors) -> None:
+    """Validate, save, wait for evals, and log where the results are."""
+    cfg, learner, run, is_stopped_early = session.cfg, session.learner, session.run, session.is_stopped_early
+    if is_stopped_early and not session.has_begun:
+        if is_lead_process():
+            logger.info("stopped before the first step: there was nothing to save")
+        return
+    if cfg.val is not None and session.validated_step != learner.step and not is_stopped_early:
         monitors.log(learner.step, validate(session))
         logger.info("step %d: val %.4f", learner.step, session.val_loss)
     if cfg.ckpt is not None:
@@ -350,16 +375,16 @@ def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
     evals = {}
     try:
         if session.evals is not None:
-            session.evals.evaluate(is_last=not was_stopped)
-            evals = session.evals.finish()
-    finally:  # what was trained is told, whatever becomes of the evals
+            session.evals.evaluate(is_last=not is_stopped_early)
+            evals = session.evals.wait_for_results()
+    finally:  # the summary is written even if the evals fail
         if is_lead_process():
             write_summary(session, evals)
     if not is_lead_process():
         return
     for version, means in evals.items():
         logger.info("step %d: %s", version, "  ".join(f"{name} {mean:.3f}" for name, mean in means.items()))
-    if was_stopped:
+    if is_stopped_early:
         logger.info("stopped at step %d of %d; --resume continues", learner.step, session.max_steps)
     if session.exported_step:
         logger.info("weights: %s", run.latest_weights)
@@ -368,6 +393,7 @@ def finish(session: Session, monitors: Monitors, *, was_stopped: bool) -> None:
 
 
 def write_summary(session: Session, evals: dict[int, dict[str, float]]) -> None:
+    """Write RUN/summary.json."""
     wall_s = time.perf_counter() - session.started_at
     summary = {
         "steps": session.learner.step,
@@ -382,8 +408,8 @@ def write_summary(session: Session, evals: dict[int, dict[str, float]]) -> None:
     session.run.summary.write_text(json.dumps(summary, indent=2) + "\n")
 
 
-class Console:
-    """One line a step, fewer where steps are shorter than anybody reads."""
+class ConsoleLog:
+    """Logs one line per step, or fewer if steps are shorter than CONSOLE_INTERVAL_S."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -396,8 +422,8 @@ class Console:
             return
         now = time.perf_counter()
         session, step = self._session, self._session.learner.step
-        is_worth_a_line = step == session.max_steps or "val/loss" in metrics
-        if not is_worth_a_line and now - self._written_at < CONSOLE_INTERVAL_S:
+        must_log = step == session.max_steps or "val/loss" in metrics
+        if not must_log and now - self._written_at < CONSOLE_INTERVAL_S:
             return
         self._written_at = now
         left_s = (now - self._started_at) / (step - self._first_step) * (session.max_steps - step)

@@ -1,4 +1,4 @@
-"""Tokens per second from real tokens over wall time, smoothed over the last steps."""
+"""Tokens per second over wall time, without padding, averaged over the last steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ NUM_STEPS = 10
 
 
 class Throughput:
-    """Feed it every step; `per_second` covers the last NUM_STEPS of them, waiting included."""
+    """Tokens per second over the last NUM_STEPS steps, including waiting."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)
 
     def add(self, num_tokens: int, time_s: float) -> float:
-        """Count a step; the rate with it."""
+        """Add a step; tokens per second including it."""
         self._steps.append((num_tokens, time_s))
         return self.per_second
 

@@ -1,1 +1,1 @@
-"""The wires between the three processes; every file holds both ends of its wire."""
+"""The wires between the three processes; each file contains both ends of its wire."""

@@ -1,13 +1,14 @@
 """Tasksets of verifiers 0.4 as environments; imported in worker processes only.
 
-verifiers plays the task: its harness calls a server of its own, which calls the `Policy` below instead of an
-engine, and that asks the context of the rollout. So tokens, logprobs and versions are written down by the
-recorder as for every other environment, and what is trained is what the engine saw. An agent's run (a trace)
-is one stream of samples; where messages come back changed the recorder opens a branch.
+verifiers plays the task: its harness sends requests to a server of verifiers, which passes them to the
+`RolloutClient` of client.py instead of an engine, and that asks the context of the rollout for a turn. So tokens,
+logprobs and versions are recorded as for every other environment, and what is trained is what the engine saw.
+The run of one agent (a trace) is one stream of samples; where a harness changes earlier messages, the recorder
+opens a branch.
 
-Defaults differ from those of verifiers where those need a cloud or a process a rollout: the runtime is
-`subprocess`, and roles of a taskset without a harness of its own are played by `in_process` (harness.py). Both
-are said in the log. The policy that harnesses ask, and what an episode is worth, are in policy.py.
+Two defaults differ from those of verifiers, which need a cloud or one process per rollout: the runtime is
+`subprocess`, and agents of a taskset without a harness of its own are played by `in_process` (harness.py). The
+log says so.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,28 +26,29 @@ from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.select import SelectConfig
 from verifiers.v1.interception import server as interception_server
+from verifiers.v1.mcp import launch as mcp_launch
 from verifiers.v1.runtimes import PrimeConfig
 from verifiers.v1.utils import loaders
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import RolloutContext, RolloutResult, Split, TaskSource
+from stretto.envs.verifiers.client import EpisodeSessions, RolloutClient, RolloutClientConfig
 from stretto.envs.verifiers.harness import InProcess
-from stretto.envs.verifiers.policy import Policy, PolicyConfig, Seats
 from stretto.records.rollout import Task
 
 logger = logging.getLogger(__name__)
 
 IN_PROCESS = "in_process"
-"""Id of the harness that plays roles where nothing else is chosen."""
+"""Id of the harness that plays an agent for which none is chosen."""
 
 
 class VerifiersEnv:
-    """A taskset, its agents, and how they play.
+    """A verifiers taskset, with its agents and harnesses.
 
-    taskset: its id, or a table with `id` and its own settings. num_eval: so many of its last tasks are held
-    out (0: training and evaluation have all of them). num_tasks: bounds an endless taskset. select: which tasks
-    to take (include, exclude, shuffle, seed, skip, limit). settings: all else of a verifiers environment, such as
-    `agent = { max_turns = 4, harness = { id = "null" } }` or `id`, an environment that plays the taskset.
+    taskset: its id, or a table with `id` and its own settings. num_eval: how many of its last tasks are held
+    out (0: training and evaluation use all tasks). num_tasks: how many tasks of an endless taskset to take. select:
+    which tasks to take (include, exclude, shuffle, seed, skip, limit). settings: all other settings of a verifiers
+    environment, such as `agent = { max_turns = 4, harness = { id = "null" } }` or `id`, an environment that plays it.
     """
 
     def __init__(
@@ -61,17 +65,19 @@ class VerifiersEnv:
             raise ConfigError('verifiers: args.taskset names no taskset; give `taskset = { id = "..." }`.')
         self.name = f"verifiers/{taskset_id}"
         self._what = f"verifiers taskset {taskset_id!r}"
-        logging.getLogger("verifiers").setLevel(logging.WARNING)  # it has two lines for every rollout
+        logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs two lines per rollout
         _install()
         self._env = self._build(taskset_id, data)
         self._tasks = self._load(num_tasks, select or {})
         if not 0 <= num_eval < len(self._tasks):
-            raise ConfigError(f"{self._what}: num_eval = {num_eval}, and it has {len(self._tasks)} tasks.")
+            raise ConfigError(
+                f"{self._what}: num_eval = {num_eval} must be 0 or more and less than its {len(self._tasks)} tasks."
+            )
         self._num_eval = num_eval
         self.are_tasks_shared = num_eval == 0
-        self._context = vf.ModelContext(model="policy", client=PolicyConfig(api_key_var="NONE"))
+        self._context = vf.ModelContext(model="policy", client=RolloutClientConfig(api_key_var="NONE"))
         self._serving: asyncio.Task[None] | None = None
-        self._is_up = asyncio.Event()
+        self._is_serving = asyncio.Event()
         self._is_closing = asyncio.Event()
 
     # -- building --
@@ -93,7 +99,7 @@ class VerifiersEnv:
             raise ConfigError(f"{self._what}: {cause}") from cause
 
     def _set_defaults(self, config_type: type, taskset_id: str, data: dict[str, Any]) -> None:
-        """Local runtimes, and a harness without a process where the taskset brings none."""
+        """Set a local runtime, and the harness `in_process` if the taskset has none."""
         ships_harness = loaders.default_harness_id(taskset_id) == taskset_id
         for role, declared in agent_config_fields(config_type.model_construct()).items():
             chosen = dict(data.get(role) or {})
@@ -116,13 +122,13 @@ class VerifiersEnv:
         except ValueError as cause:
             raise ConfigError(f"{self._what}: select: {cause}") from cause
         if not taskset.bounded:
-            raise ConfigError(f"{self._what} has no end of tasks; give args.num_tasks.")
+            raise ConfigError(f"{self._what} is endless; set args.num_tasks.")
         tasks = list(taskset)
         if not tasks:
             raise ConfigError(f"{self._what} has no tasks.")
         return tasks
 
-    # -- what an environment does --
+    # -- the protocol of environments --
 
     def tasks(self, split: Split) -> TaskSource:
         first = len(self._tasks) - self._num_eval
@@ -138,13 +144,13 @@ class VerifiersEnv:
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         await self._serve()
-        episode = Seats(ctx, is_one=len(self._env._agent_specs) == 1)
+        sessions = EpisodeSessions(ctx, is_one=len(self._env._agent_specs) == 1)
         (slot,) = self._env.slots(self._tasks[task.data["number"]])
         try:
-            played = await self._env.run_slot(slot, self._context, on_trace=episode.add)
+            result = await self._env.run_slot(slot, self._context, on_trace=sessions.add)
         finally:
-            episode.leave()
-        return episode.result(played)
+            sessions.close()
+        return sessions.result(result)
 
     async def close(self) -> None:
         """Stop tool servers and the interception server."""
@@ -153,26 +159,28 @@ class VerifiersEnv:
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def _serve(self) -> None:
-        """Bring up what all rollouts share, once, in a task of its own, which has to leave what it entered."""
+        """Start the servers that all rollouts share, once, in a task that enters and leaves their context."""
         if self._serving is None or (self._serving.done() and not self._is_closing.is_set()):
-            self._is_up.clear()
-            self._serving = asyncio.create_task(self._hold())
-        up = asyncio.create_task(self._is_up.wait())
-        await asyncio.wait({up, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        up.cancel()
+            self._is_serving.clear()
+            self._serving = asyncio.create_task(self._keep_serving())
+        up = asyncio.create_task(self._is_serving.wait())
+        try:
+            await asyncio.wait({up, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            up.cancel()
         if self._serving.done() and not self._serving.cancelled() and (error := self._serving.exception()):
             raise EnvError(
                 f"{self._what}: its servers do not start: {type(error).__name__}: {error}"
             ) from error
 
-    async def _hold(self) -> None:
+    async def _keep_serving(self) -> None:
         async with self._env.serving():
-            self._is_up.set()
+            self._is_serving.set()
             await self._is_closing.wait()
 
 
 def _problems(error: ValidationError) -> str:
-    """What is wrong with settings of verifiers, in one line."""
+    """The validation errors of verifiers settings, in one line."""
     texts = []
     for each in error.errors():
         where = ".".join(map(str, each["loc"]))
@@ -184,20 +192,23 @@ def _problems(error: ValidationError) -> str:
 
 
 def _refuse_retries(what: str, config: Any) -> None:
-    """Tokens of an attempt that verifiers gave up would be trained with the reward of another."""
+    """Refuse retries of verifiers: tokens of a failed attempt would be trained with the reward of another.
+
+    Raises: ConfigError.
+    """
     for where, retries in (
         ("retries", config.retries),
         *((f"{role}.retries", spec.retries) for role, spec in agent_config_fields(config).items()),
     ):
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
             raise ConfigError(
-                f"{what}: {where}: failed rollouts are played again by stretto; leave it out and set "
+                f"{what}: {where}: stretto retries failed rollouts itself; remove it and set "
                 "orchestrator.max_rollout_retries."
             )
 
 
 def _install() -> None:
-    """Let verifiers find the harness and the policy: it looks for one by module name, for the other by config."""
+    """Register harness and policy: verifiers finds a harness by module name, a client by its config class."""
     plugin = ModuleType(IN_PROCESS)
     plugin.InProcess, plugin.__all__ = InProcess, ["InProcess"]
     sys.modules.setdefault(IN_PROCESS, plugin)
@@ -206,7 +217,21 @@ def _install() -> None:
         return
 
     def resolve_client(config: Any) -> Any:
-        return Policy() if isinstance(config, PolicyConfig) else resolve(config)
+        return RolloutClient() if isinstance(config, RolloutClientConfig) else resolve(config)
 
     resolve_client.is_ours = True
     interception_server.resolve_client = resolve_client
+    mcp_launch._read_back_port = _removing_file(mcp_launch._read_back_port)
+
+
+def _removing_file(read_back_port: Callable[..., Awaitable[int]]) -> Callable[..., Awaitable[int]]:
+    """Remove the file in /tmp through which a tool server tells its port; verifiers 0.4 leaves it there."""
+
+    async def read_and_remove(runtime: Any, path: str) -> int:
+        try:
+            return await read_back_port(runtime, path)
+        finally:
+            if runtime.type == "subprocess":
+                Path(path).unlink(missing_ok=True)
+
+    return read_and_remove

@@ -1,4 +1,4 @@
-"""A harness that needs no process: what `null` does, at a fortieth of its CPU time."""
+"""A harness that runs in the worker process: it does what `null` does with a fortieth of the CPU time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class InProcessConfig(vf.HarnessConfig):
 
 
 class InProcess(vf.Harness[InProcessConfig]):
-    """Requests until a reply calls no tool, which are called here too."""
+    """Sends requests and calls tools, until a reply calls no tool."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -60,13 +60,13 @@ class InProcess(vf.Harness[InProcessConfig]):
                 if not message.get("tool_calls"):
                     return ProgramResult(exit_code=0, stdout="", stderr="")
                 for call in message["tool_calls"]:
-                    content = await _called(call["function"], dispatch, connections)
+                    content = await _call_tool(call["function"], dispatch, connections)
                     answer = {"role": "tool", "tool_call_id": call["id"], "content": content}
                     messages.append(bound_tool_message({**answer, "name": call["function"]["name"]}))
 
 
-async def _called(function: dict[str, str], dispatch: dict, connections: dict) -> Any:
-    """The content of a tool message, for the policy to read also where the call is wrong."""
+async def _call_tool(function: dict[str, str], dispatch: dict, connections: dict) -> Any:
+    """The content of the tool message that answers a call; if the call is wrong, the error."""
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:

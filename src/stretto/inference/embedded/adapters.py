@@ -1,13 +1,13 @@
 """LoRA adapters in the embedded engine: several of them, and the base model, in one batch.
 
-An adapter is loaded, replaced in place (requests under way go on under the new one) or unloaded between two steps.
-Requests name it as their model; those of the engine's own name get the policy's adapter where a weight update has
-brought one. A request keeps its adapter alive: what is unloaded takes no new requests.
+An adapter is loaded, replaced in place (running requests continue with the new one) or unloaded between two steps.
+Requests name an adapter as their model. Requests for the engine's own model use the policy's adapter if a weight
+update has loaded one. A request keeps its adapter alive; an unloaded adapter accepts no new requests.
 
-Before each pass `select` says whose tokens the rows are. A layer then computes W x for all rows, and B A x for the
-rows of each adapter that has a pair for it. Bits: the rows of an adapter are padded like those of a pass
-(runner.py), so that a token's do not depend on what else stands in the batch; `tile` is found for the shapes of A
-and B as it is for W.
+Before each pass, `select` sets the adapter of every row. The pass computes W x for all rows as without adapters, and
+`add` adds B A x to the rows of each adapter that has a pair for W. Bits: the rows of an adapter are padded like those
+of a pass (runner.py), so that a token's result does not depend on the rest of the batch; `tile` is found for the
+shapes of A and B as it is for W.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from stretto.models.decoder import Decoder
 
 POLICY = 0
-"""Id of the engine's own model, with the policy's adapter where it has one."""
-_ROWS = 16
+"""Id of the engine's own model, with the policy's adapter if it has one."""
+_ROW_MULTIPLE = 16
 
 
 @dataclass(eq=False)
-class Served:
-    """An adapter that requests may name. `pairs`: A and scaling * B by parameter name."""
+class LoadedAdapter:
+    """An adapter in the engine. `pairs`: A and scaling * B by parameter name."""
 
     id: int
-    name: str | None
+    name: str | None  # None for the policy's adapter
     pairs: dict[str, tuple[Tensor, Tensor]]
     path: str | None
     version: int
-    serial: int  # of what is loaded: caches made with other weights have another
+    serial: int  # new for each load, so that caches made with other weights are not reused
 
     @property
     def salt(self) -> str:
@@ -55,57 +55,33 @@ class Served:
 
 
 @dataclass
-class Part:
-    """The rows of one adapter in this pass; None: all of them."""
+class AdapterRows:
+    """The rows of one adapter in this pass."""
 
-    served: Served
-    rows: Tensor | None
-    num_rows: int
+    adapter: LoadedAdapter
+    rows: Tensor | None  # int64, padded; None if they are all rows of the pass
+    num_rows: int  # without padding
 
 
 @dataclass
 class Selection:
-    """Whose tokens the rows of the current pass are; all adapted layers of a model hold the same one."""
+    """The adapters of the current pass's rows; shared with the layers of AdaptedExperts."""
 
-    parts: list[Part] = field(default_factory=list)
-    ids: Tensor | None = None  # int64 [rows], for layers that see rows in another order
-    multiple: int = _ROWS
+    parts: list[AdapterRows] = field(default_factory=list)
+    ids: Tensor | None = None  # adapter id of each row, int64 [rows]; for layers that reorder rows
+    multiple: int = _ROW_MULTIPLE
     tile: int | None = None
 
     def product(self, x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Tensor:
-        """x @ weight.T with the same bits for a row whatever the number of rows."""
+        """x @ weight.T; the bits of a row do not depend on the number of rows."""
         if self.tile is None:
             return F.linear(x, weight)
         padded = F.pad(x, (0, 0, 0, -len(x) % self.tile))
         return torch.cat([F.linear(rows, weight) for rows in padded.split(self.tile)])[: len(x)]
 
 
-class AdaptedLinear(nn.Linear):
-    """A linear layer of the base model, which adds what the adapters of its rows say."""
-
-    def __init__(self, base: nn.Linear, name: str, selection: Selection) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
-        self.name, self.selection = name, selection
-
-    def forward(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
-        out = F.linear(x, self.weight, self.bias)
-        product = self.selection.product
-        for part in self.selection.parts:
-            if (pair := part.served.pairs.get(self.name)) is None:
-                continue
-            mine = x if part.rows is None else x.index_select(0, part.rows)
-            delta = product(product(mine, pair[0]), pair[1])
-            if part.rows is None:
-                out += delta
-            else:
-                out.index_add_(0, part.rows[: part.num_rows], delta[: part.num_rows])
-        return out
-
-
 class AdaptedExperts(Experts):
-    """Experts of the base model. With an adapter for them, one expert is computed after the other."""
+    """Experts of the base model; with an adapter for them, experts are computed one by one."""
 
     def __init__(self, base: Experts, name: str, selection: Selection) -> None:
         nn.Module.__init__(self)
@@ -121,7 +97,7 @@ class AdaptedExperts(Experts):
         tokens: Int[Tensor, " rows"],
     ) -> Float[Tensor, "rows dim"]:
         name = f"{self.name}.gate_up_proj"
-        adapters = [part.served for part in self.selection.parts if name in part.served.pairs]
+        adapters = [part.adapter for part in self.selection.parts if name in part.adapter.pairs]
         if not adapters:
             return super().forward(x, counts, routing, tokens)
         assert self.selection.ids is not None
@@ -130,22 +106,27 @@ class AdaptedExperts(Experts):
         out = []
         for expert, (rows, ids) in enumerate(zip(x.split(sizes), owners)):
             if len(rows):
-                mine = [(served, (ids == served.id).nonzero()[:, 0]) for served in adapters]
-                hidden = gated(self._product(expert, "gate_up_proj", rows, mine, routing))
-                out.append(self._product(expert, "down_proj", hidden, mine, routing))
+                rows_of = [(loaded, (ids == loaded.id).nonzero()[:, 0]) for loaded in adapters]
+                hidden = gated(self._product(expert, "gate_up_proj", rows, rows_of, routing))
+                out.append(self._product(expert, "down_proj", hidden, rows_of, routing))
         return torch.cat(out)
 
     def _product(
-        self, expert: int, which: str, x: Tensor, mine: list[tuple[Served, Tensor]], routing: Routing
+        self,
+        expert: int,
+        which: str,
+        x: Tensor,
+        rows_of: list[tuple[LoadedAdapter, Tensor]],
+        routing: Routing,
     ) -> Tensor:
         multiple = routing.row_multiple or 1
         padded = F.pad(x, (0, 0, 0, -len(x) % multiple))
         weight = getattr(self, which)[expert]
         tiles = padded.split(multiple) if routing.is_tiled else (padded,)
         out = torch.cat([F.linear(tile, weight) for tile in tiles])[: len(x)]
-        for served, at in mine:
+        for loaded, at in rows_of:
             if len(at):
-                a, b = served.pairs[f"{self.name}.{which}"]
+                a, b = loaded.pairs[f"{self.name}.{which}"]
                 rows = F.pad(x.index_select(0, at), (0, 0, 0, -len(at) % self.selection.multiple))
                 product = self.selection.product
                 out.index_add_(0, at, product(product(rows, a[expert]), b[expert])[: len(at)])
@@ -153,40 +134,45 @@ class AdaptedExperts(Experts):
 
 
 class Adapters:
-    """The adapters of one engine; free of cost until the first is loaded."""
+    """The adapters of one engine; they cost nothing until the first one is loaded."""
 
     def __init__(
         self, model: Decoder, *, find_tile: Callable[[set[tuple[int, int]]], int | None] | None
     ) -> None:
-        """find_tile: of shapes, the row count that products must have (runner.py); None: bits do not matter."""
+        """find_tile: runner.find_tile, or None if equal bits are not required."""
         self._model, self._find_tile = model, find_tile
         self._shapes = _adaptable(model)
-        self._selection = Selection(multiple=1 if find_tile is None else _ROWS)
+        self._selection = Selection(multiple=1 if find_tile is None else _ROW_MULTIPLE)
         self._is_adapted = False
         self._probed: set[tuple[int, int]] = set()
-        self._policy: Served | None = None
-        self._named: dict[str, Served] = {}
-        self._alive: WeakValueDictionary[int, Served] = WeakValueDictionary()
+        self._policy: LoadedAdapter | None = None
+        self._named: dict[str, LoadedAdapter] = {}
+        self._alive: WeakValueDictionary[int, LoadedAdapter] = WeakValueDictionary()
         self._ids, self._serials = itertools.count(POLICY + 1), itertools.count(1)
 
-    def __iter__(self) -> Iterator[Served]:
-        """Those that requests may name, in the order of loading."""
+    def __iter__(self) -> Iterator[LoadedAdapter]:
+        """The adapters that requests may name, in the order of loading."""
         return iter(self._named.values())
 
-    def get(self, name: str | None) -> Served | None:
-        """By the name that requests use; None: the engine's own model, which may have no adapter."""
+    def get(self, name: str | None) -> LoadedAdapter | None:
+        """The adapter of this name, None if there is none; name=None: the policy's adapter."""
         return self._policy if name is None else self._named.get(name)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether an adapter has been loaded since the engine was built."""
+        return self._is_adapted
+
     def check(self, adapter: Adapter) -> None:
-        """Raises: DataError when it is another model's."""
+        """Raises: DataError if the adapter does not fit this model."""
         adapter.check(self._shapes)
 
     def load(
         self, name: str | None, adapter: Adapter, version: int | None = None, path: str | None = None
-    ) -> Served:
-        """Add or replace an adapter. version: what its tokens are marked with; None: how often it was replaced.
+    ) -> LoadedAdapter:
+        """Add or replace an adapter. version: of its tokens; if None, how often it was replaced.
 
-        Raises: DataError when it is another model's; then nothing has changed.
+        Raises: DataError if it does not fit this model; then nothing has changed.
         """
         self.check(adapter)
         weight = self._model.output_weight
@@ -197,80 +183,90 @@ class Adapters:
             )
             for key, (a, b) in adapter.pairs.items()
         }
-        self._adapt_layers()
+        self._adapt_experts()
         self._probe(pairs)
-        served, serial = self.get(name), next(self._serials)
-        if served is None:
+        loaded, serial = self.get(name), next(self._serials)
+        if loaded is None:
             number = POLICY if name is None else next(self._ids)
-            served = Served(number, name, pairs, path, version or 0, serial)
+            loaded = LoadedAdapter(number, name, pairs, path, version or 0, serial)
         else:
-            served.pairs, served.path, served.serial = pairs, path, serial
-            served.version = served.version + 1 if version is None else version
+            loaded.pairs, loaded.path, loaded.serial = pairs, path, serial
+            loaded.version = loaded.version + 1 if version is None else version
         if name is None:
-            self._policy = served
+            self._policy = loaded
         else:
-            self._named[name] = served
-        self._alive[served.id] = served
-        return served
+            self._named[name] = loaded
+        self._alive[loaded.id] = loaded
+        return loaded
 
     def unload(self, name: str | None) -> None:
-        """Take no more requests for it; those under way keep it."""
+        """Remove an adapter; running requests keep it."""
         if name is None:
             self._policy = None
         else:
             del self._named[name]
 
     def versions(self, ids: np.ndarray, version: int) -> np.ndarray | int:
-        """What tokens of these adapters are marked with; `version` is that of the engine's own model."""
+        """Versions of tokens sampled with these adapters; `version` is the engine's own model's."""
         if not ids.any():
             return version
         return np.array([self._alive[i].version if i else version for i in ids.tolist()], np.int32)
 
-    def select(self, ids: Int[np.ndarray, " rows"]) -> None:
-        """The next pass has rows of these adapters; -1: of nobody."""
+    def select(self, ids: Int[np.ndarray, " rows"]) -> bool:
+        """Set the adapter id of each row of the next pass (-1: padding); False if no row has one."""
         selection = self._selection
         selection.parts = []
         if not self._is_adapted:
-            return
+            return False
         for number in np.unique(ids[ids >= 0]).tolist():
-            served = self._policy if number == POLICY else self._alive[number]
-            if served is None:
+            loaded = self._policy if number == POLICY else self._alive[number]
+            if loaded is None:
                 continue
             at = np.flatnonzero(ids == number)
             rows = None
             if (ids >= 0).sum() != len(at):
                 padded = np.concatenate([at, np.full(-len(at) % selection.multiple, at[0])])
                 rows = torch.from_numpy(padded).to(self._model.output_weight.device)
-            selection.parts.append(Part(served, rows, len(at)))
+            selection.parts.append(AdapterRows(loaded, rows, len(at)))
         if selection.parts and self._model.config.moe is not None:
             selection.ids = torch.from_numpy(ids.astype(np.int64)).to(self._model.output_weight.device)
+        return bool(selection.parts)
 
-    def _adapt_layers(self) -> None:
-        """Put layers that know adapters in place of the model's; their weights stay where they are."""
+    def add(self, name: str, x: Float[Tensor, "rows in"], out: Float[Tensor, "rows out"]) -> None:
+        """Add the adapters' products for parameter `name` to `out`, its product with x."""
+        product = self._selection.product
+        for part in self._selection.parts:
+            if (pair := part.adapter.pairs.get(name)) is None:
+                continue
+            selected = x if part.rows is None else x.index_select(0, part.rows)
+            delta = product(product(selected, pair[0]), pair[1])
+            if part.rows is None:
+                out += delta
+            else:
+                out.index_add_(0, part.rows[: part.num_rows], delta[: part.num_rows])
+
+    def _adapt_experts(self) -> None:
+        """Replace the model's Experts by AdaptedExperts, which share their weights."""
         if self._is_adapted:
             return
         for path, module in list(self._model.named_modules()):
             parent, _, name = path.rpartition(".")
-            if f"{path}.weight" in self._shapes:
-                layer: nn.Module = AdaptedLinear(module, f"{path}.weight", self._selection)
-            elif isinstance(module, Experts):
+            if isinstance(module, Experts):
                 layer = AdaptedExperts(module, path, self._selection)
-            else:
-                continue
-            self._model.get_submodule(parent).add_module(name, layer)
+                self._model.get_submodule(parent).add_module(name, layer)
         self._is_adapted = True
 
     def _probe(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """A shape that makes products depend on the row count makes all of them be computed in tiles."""
+        """Compute products in tiles from now on if a new shape makes them depend on the row count."""
         shapes = {(int(half.shape[-2]), int(half.shape[-1])) for pair in pairs.values() for half in pair}
-        fresh = shapes - self._probed
-        self._probed |= fresh
-        if self._find_tile is not None and fresh and self._selection.tile is None:
-            self._selection.tile = self._find_tile(fresh)
+        new = shapes - self._probed
+        self._probed |= new
+        if self._find_tile is not None and new and self._selection.tile is None:
+            self._selection.tile = self._find_tile(new)
 
 
 def _adaptable(model: Decoder) -> dict[str, tuple[int, ...]]:
-    """Parameters that an adapter can stand beside: not embeddings, the output head, routers, norms."""
+    """Shapes of parameters that can have an adapter: not embeddings, output head, routers, norms."""
     names = []
     for path, module in model.named_modules():
         if isinstance(module, Experts):

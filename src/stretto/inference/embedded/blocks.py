@@ -1,14 +1,14 @@
-"""The paged KV cache's book-keeping: who owns which block, and which blocks hold a known prefix.
+"""Book-keeping of the paged KV cache: the owners of blocks, and blocks that hold a cached prefix.
 
 A block is `block_size` token positions in every layer. It is in exactly one of three states:
 
-    owned        refs > 0; owned by one or more sequences (an equal prefix is shared)
-    free         refs = 0, content worthless; taken first
-    free, known  refs = 0, but its content is registered under a hash; found again by `lookup`, evicted least
-                 recently used first when nothing worthless is left
+    owned         refs > 0: owned by one or more sequences (an equal prefix is shared)
+    free          refs = 0, content not needed: allocated first
+    free, cached  refs = 0, but its content is registered under a hash: found by `lookup`; evicted, least recently
+                  used first, when no other free block is left
 
-A hash names the block's tokens, every token before them and the salt, so equal hash means equal content under
-equal weights. Block 0 belongs to nobody: padding rows write there. Tensors are not here but in kv_cache.py.
+A hash covers the block's tokens, every token before them and the salt, so equal hashes mean equal content under equal
+weights. Block 0, the null block, has no owner: padding rows write to it. The tensors are in kv_cache.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NULL_BLOCK = 0
 
 
 def chain_hashes(seed: bytes, token_ids: np.ndarray, block_size: int) -> list[bytes]:
-    """One hash a full block of token_ids (int32); each covers the seed and all tokens up to its end."""
+    """One hash per full block of token_ids (int32), over the seed and all tokens up to its end."""
     data, step = token_ids.tobytes(), block_size * token_ids.itemsize
     hashes, last = [], seed
     for start in range(0, len(data) - step + 1, step):
@@ -32,7 +32,7 @@ def chain_hashes(seed: bytes, token_ids: np.ndarray, block_size: int) -> list[by
 
 
 class BlockPool:
-    """Reference counts, free lists and the prefix cache; block 0 is never handed out."""
+    """Reference counts, free lists and the prefix cache; block 0 is never allocated."""
 
     def __init__(self, num_blocks: int, *, is_caching: bool = True) -> None:
         assert num_blocks > 1, "a pool needs the null block and at least one more"
@@ -41,7 +41,7 @@ class BlockPool:
         self.refs = np.zeros(num_blocks, np.int32)
         self.refs[NULL_BLOCK] = 1
         self._free = list(range(num_blocks - 1, 0, -1))
-        self._free_known: OrderedDict[int, None] = OrderedDict()
+        self._free_cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -51,46 +51,46 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._free_known)
+        return len(self._free) + len(self._free_cached)
 
     @property
-    def num_known(self) -> int:
-        """Blocks that a later request can find by hash."""
+    def num_cached(self) -> int:
+        """The number of blocks that a later request can find by hash."""
         return len(self._block_of)
 
-    def take(self, count: int) -> np.ndarray:
-        """`count` blocks with one owner each; the caller has made sure that so many are free."""
-        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+    def allocate(self, count: int) -> np.ndarray:
+        """Give `count` blocks one owner each; the caller has checked that so many are free."""
+        assert count <= self.num_free, f"{count} blocks requested, {self.num_free} free"
         split = max(len(self._free) - count, 0)
-        taken = self._free[split:]
+        allocated = self._free[split:]
         del self._free[split:]
-        while len(taken) < count:
-            block, _ = self._free_known.popitem(last=False)
+        while len(allocated) < count:
+            block, _ = self._free_cached.popitem(last=False)
             del self._block_of[self._hash_of.pop(block)]
-            taken.append(block)
-        ids = np.array(taken, np.int64)
+            allocated.append(block)
+        ids = np.array(allocated, np.int64)
         self.refs[ids] = 1
         return ids
 
     def share(self, ids: np.ndarray, owners: int = 1) -> None:
-        """Add owners to blocks that are owned or known; ids are distinct."""
+        """Add owners to blocks that are owned or cached; ids are distinct."""
         for block in ids[self.refs[ids] == 0].tolist():
-            del self._free_known[block]
+            del self._free_cached[block]
         self.refs[ids] += owners
 
     def release(self, ids: np.ndarray) -> None:
-        """Take one owner from each block (a block may stand several times in ids)."""
+        """Remove one owner from each block; a block may be in ids several times."""
         np.subtract.at(self.refs, ids, 1)
         assert (self.refs[ids] >= 0).all(), "a block was released more often than it was taken"
-        # Last positions first: the beginning of a prompt is what the next request is likeliest to share.
+        # Last positions first: the next request is likeliest to share the beginning of a prompt.
         for block in dict.fromkeys(ids[self.refs[ids] == 0][::-1].tolist()):
             if block in self._hash_of:
-                self._free_known[block] = None
+                self._free_cached[block] = None
             else:
                 self._free.append(block)
 
     def lookup(self, hashes: list[bytes]) -> np.ndarray:
-        """The blocks of the longest known prefix of this chain; the caller shares them to keep them."""
+        """The blocks of the longest cached prefix of this chain; call `share` to own them."""
         found = []
         for key in hashes:
             block = self._block_of.get(key)
@@ -100,14 +100,14 @@ class BlockPool:
         return np.array(found, np.int64)
 
     def register(self, block: int, key: bytes) -> None:
-        """Make an owned, full block findable; the first block with a content stays the one that is found."""
+        """Let `lookup` find an owned, full block, unless another block is registered under its hash."""
         if self.is_caching and key not in self._block_of and block not in self._hash_of:
             self._block_of[key] = block
             self._hash_of[block] = key
 
-    def forget_all(self) -> None:
-        """Empty the prefix cache; owned blocks stay with their owners."""
-        self._free.extend(self._free_known)
-        self._free_known.clear()
+    def clear_prefix_cache(self) -> None:
+        """Empty the prefix cache; owned blocks keep their owners."""
+        self._free.extend(self._free_cached)
+        self._free_cached.clear()
         self._block_of.clear()
         self._hash_of.clear()

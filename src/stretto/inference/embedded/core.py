@@ -1,7 +1,7 @@
-"""The engine without clock, threads or HTTP: submit requests, call `step` until they are finished.
+"""The engine without threads or HTTP: submit requests, call `step` until they are finished.
 
-One step: the scheduler picks tokens, the runner computes them, the sampler draws one token for every sequence
-whose tokens are all computed, and what ended becomes completions. `update` may be called between any two
+One step: the scheduler picks tokens, the runner computes them, the sampler samples one token for every sequence whose
+tokens are all computed, and sequences that ended become completions. `load_weights` may be called between any two
 steps: sequences keep their cache and go on under the new weights. engine.py drives this from an event loop.
 """
 
@@ -12,35 +12,42 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.inference.embedded.adapters import Adapters
+from stretto.inference.embedded.adapters import POLICY, Adapters
 from stretto.inference.embedded.blocks import BlockPool
+from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.kv_cache import KVCache
-from stretto.inference.embedded.routes import RouteStore
-from stretto.inference.embedded.runner import Runner, row_tile, tile_of
+from stretto.inference.embedded.limits import refusal_reason
+from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import SamplingRows, sample, uniforms
-from stretto.inference.embedded.scheduler import Request, RequestState, Scheduler
-from stretto.inference.embedded.slots import Slots, SlotState
+from stretto.inference.embedded.scheduler import EngineRequest, RequestState, Scheduler
+from stretto.inference.embedded.slots import SequenceSlots, SequenceState
 from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
 
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int, UInt64
+
 logger = logging.getLogger(__name__)
 
 _CPU_CACHE_TOKENS = 65_536
+_BLOCK_KEYS_PER_SLAB_KEY = 2  # slabs hold at most one key for every two in blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSettings:
-    """Sizes of the engine; see [inference] for the meaning."""
+    """Sizes of the engine; the keys of [inference] document them."""
 
     max_model_len: int | None = None
     kv_cache_tokens: int | None = None
@@ -50,8 +57,38 @@ class CoreSettings:
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
     enable_return_routed_experts: bool = False
+    enable_return_sampling_mask: bool = False
     seed: int = 0
     eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _SamplingBatch:
+    """Sequences to sample a token for, with their settings; reused until the sequences change."""
+
+    slots: Int[np.ndarray, " rows"]
+    rows: SamplingRows
+    key: UInt64[np.ndarray, " rows"]
+    end: Int[np.ndarray, " rows"]
+    stop_ids: Int[np.ndarray, "rows ids"] | None  # None if no token ends any of them
+    is_watched: Bool[np.ndarray, " rows"] | None  # None if no sequence is watched
+    adapters: Int[np.ndarray, " rows"] | None  # None if all use the engine's own model
+
+    @classmethod
+    def of(cls, slots: SequenceSlots, chosen: Int[np.ndarray, " rows"]) -> _SamplingBatch:
+        rows = SamplingRows(
+            slots.inv_temperature[chosen], slots.is_greedy[chosen], slots.top_k[chosen], slots.top_p[chosen],
+            slots.min_p[chosen], slots.is_filtered[chosen],
+        )  # fmt: skip
+        stop_ids, is_watched, adapters = (
+            slots.stop_ids[chosen], slots.is_watched[chosen], slots.adapter[chosen],
+        )  # fmt: skip
+        return cls(
+            chosen, rows, slots.key[chosen], slots.end[chosen],
+            stop_ids if (stop_ids >= 0).any() else None,
+            is_watched if is_watched.any() else None,
+            adapters if (adapters != POLICY).any() else None,
+        )  # fmt: skip
 
 
 class EngineCore:
@@ -66,23 +103,27 @@ class EngineCore:
         self.cache = KVCache(
             model.config, num_blocks + 1, settings.block_size, self.max_model_len, dtype=weight.dtype,
             device=weight.device, is_exact=is_exact,
+            slab_tokens=(
+                num_blocks * settings.block_size // _BLOCK_KEYS_PER_SLAB_KEY if weight.device.type == "cpu" else 0
+            ),
         )  # fmt: skip
-        self.routes = _route_store(model, settings, num_blocks + 1)
-        self.adapters = Adapters(model, find_tile=tile_of if is_exact else None)
-        self.runner = Runner(
-            model,
-            self.cache,
-            self.adapters,
-            tile=row_tile(model) if is_exact else None,
-            routes=self.routes,
-        )
-        self.slots = Slots(settings.max_num_seqs, self.max_model_len, settings.block_size)
+        self.expert_choices = _build_expert_choices(model, settings, num_blocks + 1)
+        self.adapters = Adapters(model, find_tile=find_tile if is_exact else None)
+        self.runner = Runner(model, self.cache, self.adapters, expert_choices=self.expert_choices)
+        if is_exact:
+            self.runner.tile = find_model_tile(self.runner.model)
+        self.slots = SequenceSlots(settings.max_num_seqs, self.max_model_len, settings.block_size)
         self.pool = BlockPool(num_blocks + 1, is_caching=settings.enable_prefix_caching)
         self.scheduler = Scheduler(
-            self.pool, self.slots, max_batched_tokens=settings.max_num_batched_tokens, routes=self.routes
+            self.pool,
+            self.slots,
+            max_batched_tokens=settings.max_num_batched_tokens,
+            expert_choices=self.expert_choices,
         )
+        self.scheduler.returns_supports = settings.enable_return_sampling_mask
         self.version = version
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, EngineRequest] = {}
+        self._latest_batch: _SamplingBatch | None = None  # from the step before
 
     @property
     def version(self) -> int:
@@ -97,110 +138,78 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def build_request(self, asked: GenerateRequest) -> Request:
-        """The engine's own form of a request that `refusal` found nothing against."""
-        params = asked.sampling
-        length = len(asked.prompt_ids)
+    def build_request(self, spec: GenerateRequest) -> EngineRequest:
+        """Build the engine's form of a request for which `refusal_reason` returned None."""
+        params = spec.sampling
+        length = len(spec.prompt_ids)
         end = self.max_model_len if params.max_tokens is None else length + params.max_tokens
-        stop_ids = list(params.stop_token_ids)
+        stop_ids = list(dict.fromkeys(params.stop_token_ids))
         if not params.ignore_eos:
             stop_ids.extend(self.settings.eos_ids)
         seed = params.seed
         if seed is None:
-            key = f"{self.settings.seed} {asked.request_id}".encode()
+            key = f"{self.settings.seed} {spec.request_id}".encode()
             seed = int.from_bytes(blake2b(key, digest_size=8).digest())
-        adapter = None if asked.adapter is None else self.adapters.get(asked.adapter)
-        return Request(asked, stop_ids, seed, min(end, self.max_model_len), adapter=adapter)
+        adapter = None if spec.adapter is None else self.adapters.get(spec.adapter)
+        return EngineRequest(spec, stop_ids, seed, min(end, self.max_model_len), adapter=adapter)
 
-    def refusal(self, asked: GenerateRequest) -> str | None:
-        """Why this request cannot be served, in words for whoever sent it."""
-        ids, params = asked.prompt_ids, asked.sampling
-        if asked.adapter is not None and self.adapters.get(asked.adapter) is None:
-            return f"model: no adapter is called {asked.adapter!r}"
-        if not len(ids):
-            return "token_ids: the prompt is empty; at least one token is needed"
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.config.vocab_size:
-            bad = low if low < 0 else high
-            return (
-                f"token_ids: token id {bad} is out of vocabulary; ids are 0 to {self.config.vocab_size - 1}"
-            )
-        if len(ids) >= self.max_model_len:
-            return (
-                f"token_ids: the prompt has {len(ids)} tokens; with at least one sampled token the engine's "
-                f"limit is {self.max_model_len} (max_model_len)"
-            )
-        if not 1 <= asked.n <= self.settings.max_num_seqs:
-            return f"n: {asked.n} is not in 1 to {self.settings.max_num_seqs} (max_num_seqs)"
-        checks = (
-            (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
-            (params.temperature < float("inf"), "temperature", params.temperature, "finite"),
-            (0 < params.top_p <= 1, "top_p", params.top_p, "more than 0 and at most 1"),
-            (params.top_k is None or params.top_k >= 1, "top_k", params.top_k, "1 or more, or null for all"),
-            (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
-            (
-                params.max_tokens is None or params.max_tokens >= 0,
-                "max_tokens",
-                params.max_tokens,
-                "0 or more",
-            ),
-            (
-                params.max_tokens != 0 or asked.prompt_logprobs,
-                "max_tokens",
-                0,
-                "1 or more without prompt_logprobs",
-            ),
-            (asked.cache_salt != "", "cache_salt", "''", "null or a text that is not empty"),
-            (all(params.stop), "stop", "''", "texts that are not empty"),
-        )
-        return next(
-            (
-                f"{name}: {value} is not allowed; it must be {rule}"
-                for ok, name, value, rule in checks
-                if not ok
-            ),
-            None,
+    def refusal_reason(self, spec: GenerateRequest) -> str | None:
+        """Why this request cannot be served, in words for its sender; None if it can."""
+        if spec.adapter is not None and self.adapters.get(spec.adapter) is None:
+            return f"model: no adapter is called {spec.adapter!r}"
+        return refusal_reason(
+            spec,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.settings.max_num_seqs,
         )
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: EngineRequest) -> None:
         assert request.request_id not in self.requests, f"request id {request.request_id} is in use"
         self.requests[request.request_id] = request
-        if request.request.prompt_logprobs:
-            request.prompt_logprobs = np.zeros(len(request.request.prompt_ids), np.float32)
+        if request.spec.prompt_logprobs:
+            request.prompt_logprobs = np.zeros(len(request.spec.prompt_ids), np.float32)
         self.scheduler.add(request)
 
-    def step(self) -> list[Request]:
-        """Compute and draw once; returns the requests that are now finished."""
+    def step(self) -> list[EngineRequest]:
+        """Compute and sample once; returns the requests that have finished or failed."""
         scheduler, slots = self.scheduler, self.slots
         plan = scheduler.schedule()
+        finished = self._pop_failed()
         if plan is None:
-            return []
-        logits = self.runner.run(plan, slots, self._wanted_prompt_logprobs(plan.slots))
+            return finished
+        if plan.is_following and self._latest_batch is not None and self._latest_batch.slots is plan.slots:
+            logits = self.runner.run(plan, slots, {})
+            scheduler.advance(plan)
+            self._sample_tokens(self._latest_batch, logits, finished)
+            scheduler.drop_finished()
+            return finished
+        logits = self.runner.run(plan, slots, self._prompt_logprob_targets(plan.slots))
         scheduler.advance(plan)
+        self._latest_batch = None
         if logits is None:
-            return []
-        drawn, logits = self._fork(plan.slots[plan.is_last], logits)
-        finished: list[Request] = []
-        is_scored = slots.num_tokens[drawn] >= slots.end[drawn]  # max_tokens = 0: nothing is to be drawn
+            return finished
+        chosen, logits = self._fork(plan.slots if plan.is_decode else plan.slots[plan.is_last], logits)
+        is_scored = slots.num_tokens[chosen] >= slots.end[chosen]  # max_tokens = 0: nothing to sample
         if is_scored.any():
-            for slot in drawn[is_scored].tolist():
-                self._finish(slot, "length", None, finished)
-            drawn, logits = drawn[~is_scored], logits[torch.from_numpy(~is_scored)]
-        if len(drawn):
-            self._draw(drawn, logits, finished)
+            for slot in chosen[is_scored].tolist():
+                self._finish_sample(slot, "length", None, finished)
+            chosen, logits = chosen[~is_scored], logits[torch.from_numpy(~is_scored)]
+        if len(chosen):
+            self._latest_batch = _SamplingBatch.of(slots, chosen)
+            self._sample_tokens(self._latest_batch, logits, finished)
         scheduler.drop_finished()
         return finished
 
-    def abort(self, request_ids: Iterable[str] | None = None) -> list[Request]:
-        """End these requests (None: all) with the tokens they have; unknown ids are ignored."""
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineRequest]:
+        """End these requests (all if None) with the tokens they have; unknown ids are ignored."""
         ids = list(self.requests) if request_ids is None else request_ids
         ended = [self.requests.pop(i) for i in ids if i in self.requests]
-        for request in ended:
-            self.scheduler.abort(request)
+        self.scheduler.abort(ended)
         return ended
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Put new weights in place; running sequences keep their cache and go on under them."""
+        """Load new weights in place; running sequences keep their cache and go on under them."""
         with torch.no_grad():
             load_tensors(self.model, tensors)
         self.adapters.unload(None)
@@ -209,19 +218,19 @@ class EngineCore:
     def load_adapter(
         self, name: str | None, adapter: Adapter, version: int | None = None, path: str | None = None
     ) -> None:
-        """Add or replace an adapter; None: the policy's, with which the engine's own model is served.
+        """Add or replace an adapter; name=None: the policy's, for requests for the engine's own model.
 
-        Raises: DataError when it is another model's; then nothing has changed.
+        Raises: DataError if it does not fit this model; then nothing has changed.
         """
         self.adapters.load(name, adapter, version, path)
         if name is None and version is not None:
             self.version = version
 
-    def weights_refusal(self, manifest: WeightManifest) -> str | None:
-        """Why this manifest cannot be this model's weights; None when every tensor is there in its shape."""
+    def weights_refusal_reason(self, manifest: WeightManifest) -> str | None:
+        """Why a manifest does not fit this model; None if every tensor is there in its shape."""
         if manifest.adapter is not None:
-            return self._adapter_refusal(manifest)
-        ours = {name: tuple(tensor.shape) for name, tensor in export_tensors(self.model)}
+            return self._adapter_refusal_reason(manifest)
+        ours = self._shapes
         theirs = {entry.name: tuple(entry.shape) for entry in manifest.tensors}
         for name in ours.keys() - theirs.keys():
             return f"weights of version {manifest.version} lack {name}"
@@ -231,7 +240,12 @@ class EngineCore:
                 return f"weights of version {manifest.version}: {wrong}"
         return None
 
-    def _adapter_refusal(self, manifest: WeightManifest) -> str | None:
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight, by its name in a manifest."""
+        return {name: tuple(tensor.shape) for name, tensor in export_tensors(self.model)}
+
+    def _adapter_refusal_reason(self, manifest: WeightManifest) -> str | None:
         info = manifest.adapter
         assert info is not None
         shapes = ((entry.name, torch.empty(entry.shape, device="meta")) for entry in manifest.tensors)
@@ -243,26 +257,27 @@ class EngineCore:
         return None
 
     def reset_prefix_cache(self) -> None:
-        self.pool.forget_all()
+        self.pool.clear_prefix_cache()
 
-    def _wanted_prompt_logprobs(self, slots: np.ndarray) -> dict[int, np.ndarray]:
-        wanted = {}
+    def _prompt_logprob_targets(self, slots: np.ndarray) -> dict[int, np.ndarray]:
+        """Arrays to fill with prompt logprobs, by slot, for those of `slots` that return them."""
+        targets = {}
         is_prompt = self.slots.num_computed[slots] < self.slots.num_prompt[slots]
         for slot in slots[is_prompt].tolist():
             request = self.scheduler.request_of[slot]
             if request.prompt_logprobs is not None and not request.is_forked:
-                wanted[slot] = request.prompt_logprobs
-        return wanted
+                targets[slot] = request.prompt_logprobs
+        return targets
 
-    def _fork(self, drawn: np.ndarray, logits: Tensor) -> tuple[np.ndarray, Tensor]:
-        """Requests whose prompt is now computed get all their samples, which share its last logits."""
+    def _fork(self, chosen: np.ndarray, logits: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Start all samples of requests whose prompt is now computed; they share its last logits."""
         scheduler, slots = self.scheduler, self.slots
-        is_first = slots.num_tokens[drawn] == slots.num_prompt[drawn]
+        is_first = slots.num_tokens[chosen] == slots.num_prompt[chosen]
         if not is_first.any():
-            return drawn, logits
+            return chosen, logits
         now = time.monotonic()
         rows, members, leaders = [], [], []
-        for i, slot in enumerate(drawn.tolist()):
+        for i, slot in enumerate(chosen.tolist()):
             request = scheduler.request_of[slot]
             if not is_first[i] or request.is_forked:
                 rows.append(np.array([i]))
@@ -275,66 +290,96 @@ class EngineCore:
         source, target = scheduler.fork(leaders)
         if len(source):
             self.cache.copy_blocks(source, target)
-            if self.routes is not None:
-                self.routes.copy(source, target)
+            if self.expert_choices is not None:
+                self.expert_choices.copy(source, target)
         all_slots = np.concatenate(members)
-        if len(all_slots) == len(drawn):
-            return drawn, logits
+        if len(all_slots) == len(chosen):
+            return chosen, logits
         return all_slots, logits[torch.from_numpy(np.concatenate(rows)).to(logits.device)]
 
-    def _draw(self, drawn: np.ndarray, logits: Tensor, finished: list[Request]) -> None:
-        slots = self.slots
-        rows = SamplingRows(
-            slots.inv_temperature[drawn], slots.is_greedy[drawn], slots.top_k[drawn], slots.top_p[drawn],
-            slots.min_p[drawn], slots.is_filtered[drawn],
-        )  # fmt: skip
-        at = slots.num_tokens[drawn]
+    def _sample_tokens(self, batch: _SamplingBatch, logits: Tensor, finished: list[EngineRequest]) -> None:
+        """Sample one token per row, write it into its slot, and finish sequences that it ends."""
+        slots, chosen, is_watched = self.slots, batch.slots, batch.is_watched
+        at = slots.num_tokens[chosen]
         with torch.inference_mode():
-            tokens, logprobs = sample(logits, rows, uniforms(slots.key[drawn], at))
-        slots.tokens[drawn, at] = tokens
-        slots.logprobs[drawn, at] = logprobs
-        slots.versions[drawn, at] = self.adapters.versions(slots.adapter[drawn], self.version)
-        slots.num_tokens[drawn] = at + 1
-        self.scheduler.counters.generation_tokens += len(drawn)
-        is_stop = (slots.stop_ids[drawn] == tokens[:, None]).any(axis=1)
-        is_end = at + 1 >= slots.end[drawn]
-        is_watched = slots.is_watched[drawn]
-        for i in np.flatnonzero(is_stop | is_end | is_watched).tolist():
-            slot, token = int(drawn[i]), int(tokens[i])
+            supports = {} if self.scheduler.returns_supports else None
+            tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports)
+        for row, ids in (supports or {}).items():
+            self.scheduler.supports[int(chosen[row])].append(ids)
+        slots.tokens[chosen, at] = tokens
+        slots.logprobs[chosen, at] = logprobs
+        adapters, version = batch.adapters, self.version
+        slots.versions[chosen, at] = (
+            version if adapters is None else self.adapters.versions(adapters, version)
+        )
+        at += 1
+        slots.num_tokens[chosen] = at
+        self.scheduler.counters.generation_tokens += len(chosen)
+        needs_check = is_end = at >= batch.end
+        is_stop = None
+        if batch.stop_ids is not None:
+            is_stop = (batch.stop_ids == tokens[:, None]).any(axis=1)
+            needs_check = needs_check | is_stop
+        if is_watched is not None:
+            needs_check = needs_check | is_watched
+        for i in np.flatnonzero(needs_check).tolist():
+            slot, token = int(chosen[i]), int(tokens[i])
             matched = None
-            if is_watched[i]:
-                watcher = self.scheduler.request_of[slot].watcher
-                matched = watcher.see(int(slots.member[slot]), token, float(logprobs[i]))
-            if is_stop[i]:
+            if is_watched is not None and is_watched[i]:
+                request = self.scheduler.request_of[slot]
+                if request is None:  # it failed in this loop, at the text of another of its samples
+                    continue
+                try:
+                    matched = request.watcher.observe(int(slots.member[slot]), token, float(logprobs[i]))
+                except Exception as error:  # fails this request only: the engine's state is not touched
+                    request.failure = error
+                    self._abort_samples(request, finished)
+                    continue
+            if is_stop is not None and is_stop[i]:
                 is_eos = token in self.settings.eos_ids
-                self._finish(slot, "stop", None if is_eos else token, finished)
+                self._finish_sample(slot, "stop", None if is_eos else token, finished)
             elif matched is not None:
-                self._finish(slot, "stop", matched, finished)
+                self._finish_sample(slot, "stop", matched, finished)
             elif is_end[i]:
-                self._finish(slot, "length", None, finished)
+                self._finish_sample(slot, "length", None, finished)
 
-    def _finish(self, slot: int, reason: str, stop_reason: int | str | None, finished: list[Request]) -> None:
-        request = self.scheduler.finish(slot, reason, stop_reason)
+    def _finish_sample(
+        self, slot: int, reason: str, stop_reason: int | str | None, finished: list[EngineRequest]
+    ) -> None:
+        request = self.scheduler.finish_sample(slot, reason, stop_reason)
         if request is not None:
             del self.requests[request.request_id]
             finished.append(request)
 
+    def _abort_samples(self, request: EngineRequest, finished: list[EngineRequest]) -> None:
+        """Finish all running samples of a request with the tokens they have."""
+        for slot in request.slots:
+            if self.scheduler.request_of[slot] is request:
+                self._finish_sample(slot, "abort", None, finished)
+
+    def _pop_failed(self) -> list[EngineRequest]:
+        """Remove and return requests that failed when the scheduler wrote them into slots."""
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for request in failed:
+            del self.requests[request.request_id]
+        return failed
+
     def audit(self) -> list[str]:
-        """Broken invariants between slots, blocks and requests (tests; empty when all is well)."""
+        """Broken invariants between slots, blocks and requests; empty if there are none (for tests)."""
         slots, pool, scheduler = self.slots, self.pool, self.scheduler
         owners = np.zeros(pool.num_blocks, np.int64)
         found = []
         for slot in range(slots.capacity):
-            held = slots.blocks[slot, : slots.num_blocks[slot]]
-            np.add.at(owners, held, 1)
-            if slots.state[slot] != SlotState.RUNNING and len(held):
-                found.append(f"slot {slot} holds blocks while {SlotState(slots.state[slot]).name}")
+            blocks = slots.blocks[slot, : slots.num_blocks[slot]]
+            np.add.at(owners, blocks, 1)
+            if slots.state[slot] != SequenceState.RUNNING and len(blocks):
+                found.append(f"slot {slot} holds blocks while {SequenceState(slots.state[slot]).name}")
             if (
-                slots.state[slot] == SlotState.RUNNING
-                and len(held) * slots.block_size < slots.num_computed[slot]
+                slots.state[slot] == SequenceState.RUNNING
+                and len(blocks) * slots.block_size < slots.num_computed[slot]
             ):
                 found.append(f"slot {slot} has fewer blocks than computed tokens")
-            if len(set(held.tolist())) != len(held) or 0 in held:
+            if len(set(blocks.tolist())) != len(blocks) or 0 in blocks:
                 found.append(f"slot {slot} names a block twice or the null block")
         owners[0] = 1
         if (owners != pool.refs).any():
@@ -353,19 +398,19 @@ class EngineCore:
         return found
 
 
-def _route_store(model: Decoder, settings: CoreSettings, num_blocks: int) -> RouteStore | None:
+def _build_expert_choices(model: Decoder, settings: CoreSettings, num_blocks: int) -> ExpertChoices | None:
     if not settings.enable_return_routed_experts:
         return None
     if model.config.moe is None:
         raise ConfigError(
             f"[inference] enable_return_routed_experts = true, but a {model.config.family} model has no "
-            "experts; leave it out."
+            "experts; remove the key."
         )
-    return RouteStore(model.config, num_blocks, settings.block_size)
+    return ExpertChoices(model.config, num_blocks, settings.block_size)
 
 
 def _cache_size(model: Decoder, settings: CoreSettings) -> tuple[int, int]:
-    """Blocks of the cache and the longest sequence, tokens."""
+    """The number of cache blocks, and the length of the longest sequence in tokens."""
     weight, config = model.output_weight, model.config
     limit = settings.max_model_len or config.max_position_embeddings
     if limit > config.max_position_embeddings:
@@ -373,7 +418,7 @@ def _cache_size(model: Decoder, settings: CoreSettings) -> tuple[int, int]:
             f"[inference] max_model_len = {limit} is more than the model's "
             f"{config.max_position_embeddings} positions; lower it."
         )
-    tokens = settings.kv_cache_tokens or _tokens_by_memory(model, settings, weight.device)
+    tokens = settings.kv_cache_tokens or _tokens_that_fit(model, settings, weight.device)
     num_blocks = tokens // settings.block_size
     if num_blocks * settings.block_size < limit:
         if settings.max_model_len is not None or num_blocks == 0:
@@ -385,12 +430,14 @@ def _cache_size(model: Decoder, settings: CoreSettings) -> tuple[int, int]:
     return num_blocks, limit
 
 
-def _tokens_by_memory(model: Decoder, settings: CoreSettings, device: torch.device) -> int:
+def _tokens_that_fit(model: Decoder, settings: CoreSettings, device: torch.device) -> int:
+    """Tokens of cache that the free memory of the device allows."""
     per_token = KVCache.bytes_per_token(model.config, model.output_weight.dtype)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # A tenth of the card stays for activations and logits of a step.
+        # A tenth of the GPU's memory stays free for the activations and logits of a step.
         budget = max(free - int((1 - settings.gpu_memory_utilization) * total) - total // 10, 0)
         return max(budget // per_token, settings.block_size)
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_CPU_CACHE_TOKENS, max(available // 4 // per_token, settings.block_size))
+    with_slabs = per_token + -(-per_token // _BLOCK_KEYS_PER_SLAB_KEY)
+    return min(_CPU_CACHE_TOKENS, max(available // 4 // with_slabs, settings.block_size))

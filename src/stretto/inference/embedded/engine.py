@@ -1,14 +1,16 @@
-"""The engine on an event loop: requests and admin calls come at any time and take effect between two steps.
+"""The engine on an event loop: requests and admin calls take effect between two steps.
 
-    LOADING -> RUNNING <-> PAUSED         pause(keep), pause(abort), resume
-               RUNNING -> DRAINING -> PAUSED   pause(wait); requests that come meanwhile are held until resume
-               any -> FAILED               a step raised; every request fails, `run` raises, the process ends
+    RUNNING <-> PAUSED               pause(keep), pause(abort), resume
+    RUNNING -> DRAINING -> PAUSED    pause(wait); requests that arrive while draining are held until resume
+    any -> FAILED                    a step raised; every request fails, `run` raises, the process ends
 
-One task, `run`, owns the core. It applies commands, makes a step, hands out what ended, and lets the loop
-serve sockets. Steps are made in one thread of their own, so that /health and new requests are served
-meanwhile. Measured on a 0.1M model: making them on the loop saves 12 % of the CPU time of a single stream and
-nothing with 64 requests; with requests coming and going it costs 4 %, because newcomers join a step later. So
-there is one way.
+A request that cannot be given slots, or whose text cannot be decoded, fails alone; the core sets its `failure`.
+
+One task, `run`, owns the core: it applies commands, runs steps and delivers finished requests. Steps run in one worker
+thread, so that /health and new requests are answered in the meantime. The thread runs steps in a row until a request
+ends or arrives, a command waits, or a stream is open. Measured on a 0.1M model: steps on the event loop save 12 % of
+the CPU time of a single stream and nothing with 64 requests; with requests coming and going they cost 4 %, because new
+requests join a step later. So all steps run in the thread.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from torch import Tensor
+
 from stretto.base.errors import DataError, EngineError
 from stretto.inference.embedded.core import EngineCore
 from stretto.inference.embedded.metrics import Metrics
-from stretto.inference.embedded.scheduler import Request, RequestState
-from stretto.inference.text import Decode, Watcher
+from stretto.inference.embedded.scheduler import EngineRequest, RequestState
+from stretto.inference.text import Decode, TokenWatcher
 from stretto.models.lora import Adapter, load_adapter
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightGroup, WeightManifest
@@ -39,29 +43,28 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    LOADING = "loading"
     RUNNING = "running"
     DRAINING = "draining"
     PAUSED = "paused"
     FAILED = "failed"
 
 
-class _HalfLoaded(EngineError):
-    """Old and new weights are mixed: no token may be sampled from them, the engine must end."""
+class _PartialLoadError(EngineError):
+    """Old and new weights are mixed: no token may be sampled from them, and the engine must end."""
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A submitted request: its future, and for a stream the queue of its tokens (None = the end)."""
+    """A submitted request: its future and, if streamed, the queue of its tokens (None ends it)."""
 
-    request: Request
-    done: asyncio.Future[Request]
-    watcher: Watcher | None = None
+    request: EngineRequest
+    future: asyncio.Future[EngineRequest]
+    watcher: TokenWatcher | None = None
     events: asyncio.Queue[list[tuple[int, int, float]] | None] | None = None
 
 
 class Engine:
-    """Front of one EngineCore; all methods are called on the event loop."""
+    """Runs one EngineCore; all methods are called on the event loop."""
 
     def __init__(
         self, core: EngineCore, *, model_name: str = "model", max_waiting: int = 4096,
@@ -70,82 +73,92 @@ class Engine:
         self.core, self.max_waiting, self.state = core, max_waiting, EngineState.RUNNING
         self.metrics = Metrics(model_name)
         self._decoder = decoder
-        self._inbox: list[Request] = []
+        self._inbox: list[EngineRequest] = []
         self._cancelled: list[str] = []
-        self._held: list[Request] = []
+        self._held_requests: dict[EngineRequest, None] = {}
+        self._is_closing = False
         self._tickets: dict[str, Ticket] = {}
         self._streams: set[Ticket] = set()
         self._commands: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
-        self._drained: list[asyncio.Future[None]] = []
+        self._drain_waiters: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
 
-    def submit(self, asked: GenerateRequest, *, is_streamed: bool = False) -> Ticket:
-        """Take a request in. Raises Refusal: 400 for what can never be served; 409, 429, 503 for not now."""
+    def submit(self, spec: GenerateRequest, *, is_streamed: bool = False) -> Ticket:
+        """Queue a request.
+
+        Raises: Refusal 400 if it can never be served; 409, 429 or 503 if it cannot be served now.
+        """
         if self.state is EngineState.FAILED:
             raise Refusal("the engine has failed; its log says why", 503)
-        reason = self.core.refusal(asked)
+        reason = self.core.refusal_reason(spec)
         if reason is not None:
             raise Refusal(reason)
-        if asked.request_id in self._tickets:
-            raise Refusal(f"request_id: {asked.request_id!r} is in use by a request under way", 409)
+        if spec.request_id in self._tickets:
+            raise Refusal(f"request_id: {spec.request_id!r} is in use by an unfinished request", 409)
         if self.num_waiting >= self.max_waiting:
             raise Refusal(
                 f"{self.num_waiting} requests wait already (max_waiting_requests); try again later", 429
             )
-        request = self.core.build_request(asked)
-        stops = asked.sampling.stop
+        request = self.core.build_request(spec)
+        stops = spec.sampling.stop
         watcher = None
         if stops or is_streamed:
             if stops and self._decoder is None:
                 raise Refusal(
                     "stop: stop strings need a tokenizer, and this engine has none; use stop_token_ids"
                 )
-            watcher = Watcher(asked.n, stops, self._decoder() if stops else None, is_streamed=is_streamed)
+            watcher = TokenWatcher(spec.n, stops, self._decoder() if stops else None, is_streamed=is_streamed)
             request.watcher = watcher
         ticket = Ticket(request, asyncio.get_running_loop().create_future(), watcher)
-        self._tickets[asked.request_id] = ticket
+        self._tickets[spec.request_id] = ticket
         if is_streamed:
             ticket.events = asyncio.Queue()
             self._streams.add(ticket)
-        (self._held if self.state is EngineState.DRAINING else self._inbox).append(request)
+        if self.state is EngineState.DRAINING:
+            self._held_requests[request] = None
+        else:
+            self._inbox.append(request)
         self._wake.set()
         return ticket
 
-    async def generate(self, asked: GenerateRequest) -> Request:
-        """The finished request; a caller that is cancelled aborts it, which frees its blocks."""
-        ticket = self.submit(asked)
+    async def generate(self, spec: GenerateRequest) -> EngineRequest:
+        """Return the finished request; cancelling the caller aborts it, which frees its blocks."""
+        return await self.result(self.submit(spec))
+
+    async def result(self, ticket: Ticket) -> EngineRequest:
+        """Return the finished request of a ticket; cancelling the caller aborts it."""
         try:
-            return await ticket.done
+            return await ticket.future
         except asyncio.CancelledError:
-            self._cancel(ticket)
+            self.cancel(ticket)
             raise
 
     async def stream(self, ticket: Ticket) -> AsyncIterator[list[tuple[int, int, float]]]:
-        """Lists of (sample, token, logprob) as they are drawn; then `ticket.done` has the result."""
+        """Yield lists of (sample, token, logprob); when they end, `ticket.future` has the result."""
         try:
             while (events := await ticket.events.get()) is not None:
                 yield events
-            await ticket.done
+            await ticket.future
         finally:
-            if not ticket.done.done():
-                self._cancel(ticket)
+            if not ticket.future.done():
+                self.cancel(ticket)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._inbox) + len(self._held) + len(self.core.scheduler.waiting)
+        return len(self._inbox) + len(self._held_requests) + len(self.core.scheduler.waiting)
 
     def metrics_page(self) -> str:
-        """Prometheus text."""
-        return self.metrics.render(self.core, len(self._inbox) + len(self._held))
+        """The engine's metrics as Prometheus text."""
+        return self.metrics.render(self.core, len(self._inbox) + len(self._held_requests))
 
     async def update(self, manifest: WeightManifest, group: WeightGroup | None = None) -> None:
-        """Load new weights between two steps; requests under way go on under them.
+        """Load new weights between two steps; running requests continue under them.
 
-        Raises: Refusal when they are another model's, WireError when they cannot be read; then nothing has
+        Raises: Refusal if they belong to another model, WireError if they cannot be read; in both cases nothing has
         changed.
         """
-        reason = self.core.weights_refusal(manifest)
+        reason = self.core.weights_refusal_reason(manifest)
         if reason is not None:
             raise Refusal(reason)
 
@@ -158,23 +171,28 @@ class Engine:
                     tensors.check_unchanged()
                     self.core.load_adapter(info.name, adapter, manifest.version)
                     return
+                counted = _CountedTensors(tensors)
                 try:
-                    self.core.load_weights(manifest.version, tensors)
+                    self.core.load_weights(manifest.version, counted)
                     tensors.check_unchanged()
                 except Exception as error:
-                    raise _HalfLoaded(f"version {manifest.version} was loaded in part: {error}") from error
+                    if not counted.count:  # no tensor was loaded: the old weights are complete
+                        raise
+                    raise _PartialLoadError(
+                        f"version {manifest.version} was loaded in part: {error}"
+                    ) from error
 
         async def command() -> None:
             started = time.perf_counter()
             await asyncio.get_running_loop().run_in_executor(self._thread, load)
-            took = time.perf_counter() - started
+            elapsed_s = time.perf_counter() - started
             self.metrics.num_updates += 1
-            self.metrics.update_s += took
+            self.metrics.update_s += elapsed_s
             running, waiting = self.core.scheduler.num_requests
             logger.info(
                 "loaded version=%d in %.1f ms, running=%d waiting=%d",
                 manifest.version,
-                took * 1e3,
+                elapsed_s * 1e3,
                 running,
                 waiting,
             )
@@ -182,9 +200,9 @@ class Engine:
         await self._between_steps(command)
 
     async def load_adapter(self, name: str, path: str, *, is_replacing: bool) -> None:
-        """Serve the adapter in this directory of PEFT's under a name.
+        """Serve the PEFT adapter in the directory `path` under a name.
 
-        Raises: Refusal when it is none of this model, or the name is taken and is_replacing is False.
+        Raises: Refusal if it does not fit this model, or if the name is taken and is_replacing is False.
         """
 
         async def command() -> None:
@@ -200,7 +218,10 @@ class Engine:
         await self._between_steps(command)
 
     async def unload_adapter(self, name: str) -> None:
-        """Take no more requests for it; those under way end with it. Raises: Refusal 404 for an unknown one."""
+        """Accept no more requests for an adapter; running ones keep it.
+
+        Raises: Refusal 404 if no adapter has this name.
+        """
 
         async def command() -> None:
             if self.core.adapters.get(name) is None:
@@ -211,15 +232,18 @@ class Engine:
         await self._between_steps(command)
 
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Stop stepping; requests are kept as they are, waited for, or aborted."""
+        """Stop making steps; the mode decides about running requests.
+
+        mode: "keep" freezes them, "wait" lets them end first, "abort" ends them with what they have.
+        """
 
         async def command() -> asyncio.Future[None] | None:
             if mode == "abort":
-                self._hand_out(self.core.abort())
+                self._deliver(self.core.abort())
             if mode == "wait" and self.core.has_work:
                 self.state = EngineState.DRAINING
                 drained = asyncio.get_running_loop().create_future()
-                self._drained.append(drained)
+                self._drain_waiters.append(drained)
                 return drained
             self.state = EngineState.PAUSED
             if clear_cache:
@@ -235,9 +259,9 @@ class Engine:
     async def resume(self) -> None:
         async def command() -> None:
             self.state = EngineState.RUNNING
-            self._settle_drained()
-            self._inbox.extend(self._held)
-            self._held.clear()
+            self._resolve_drained()
+            self._inbox.extend(self._held_requests)
+            self._held_requests.clear()
 
         await self._between_steps(command)
 
@@ -248,26 +272,26 @@ class Engine:
         await self._between_steps(command)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End these requests (None: all) with what they have; finish_reason is "abort"."""
+        """End these requests (all if None) with the tokens they have and finish_reason "abort"."""
         ids = None if request_ids is None else list(request_ids)
 
         async def command() -> None:
-            self._inbox.extend(self._held)  # held requests are aborted like all others
-            self._held.clear()
-            self._take_in()
-            self._hand_out(self.core.abort(ids))
+            self._inbox.extend(self._held_requests)  # held requests are aborted like all others
+            self._held_requests.clear()
+            self._flush_inbox()
+            self._deliver(self.core.abort(ids))
 
         await self._between_steps(command)
 
     async def run(self) -> None:
-        """Step for ever; ends only by cancellation or by the exception of a step that failed."""
+        """Make steps until this task is cancelled or a step raises."""
         try:
             while True:
                 await self._apply_commands()
                 if self.state is EngineState.PAUSED or not self.core.has_work:
                     if self.state is EngineState.DRAINING:
                         self.state = EngineState.PAUSED
-                        self._settle_drained()
+                        self._resolve_drained()
                     if not (self._inbox or self._commands or self._cancelled):
                         self._wake.clear()
                         await self._wake.wait()
@@ -280,25 +304,38 @@ class Engine:
             logger.exception("the engine failed")
             self._fail_all(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
             raise
+        finally:
+            self._is_closing = True  # read by the thread that makes steps
 
     def close(self) -> None:
+        self._is_closing = True
         self._fail_all(EngineError("the engine is shutting down"))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _step(self) -> None:
-        finished = await asyncio.get_running_loop().run_in_executor(self._thread, self.core.step)
+        finished = await asyncio.get_running_loop().run_in_executor(self._thread, self._make_steps)
         for ticket in self._streams:
-            if events := ticket.watcher.take_events():
+            if events := ticket.watcher.pop_events():
                 ticket.events.put_nowait(events)
-        self._hand_out(finished)
+        self._deliver(finished)
+
+    def _make_steps(self) -> list[EngineRequest]:
+        """Make steps, in the thread, until a request ends or the event loop must act."""
+        while True:
+            finished = self.core.step()
+            must_return = (
+                self._inbox or self._commands or self._cancelled or self._streams or self._is_closing
+            )
+            if finished or must_return or not self.core.has_work:
+                return finished
 
     async def _apply_commands(self) -> None:
-        self._take_in()
+        self._flush_inbox()
         while self._commands:
             command, future = self._commands.popleft()
             try:
                 result = await command()
-            except _HalfLoaded as error:
+            except _PartialLoadError as error:
                 if not future.done():
                     future.set_exception(error)
                 raise
@@ -306,38 +343,42 @@ class Engine:
                 if not future.done():
                     future.set_exception(error)
                 else:
-                    logger.exception("a command failed after its caller had left")
+                    logger.exception("a command failed after its caller was cancelled")
             else:
                 if not future.done():
                     future.set_result(result)
-            self._take_in()
+            self._flush_inbox()
 
-    def _take_in(self) -> None:
+    def _flush_inbox(self) -> None:
         for request in self._inbox:
             self.core.submit(request)
         self._inbox.clear()
         if self._cancelled:
-            self._hand_out(self.core.abort(self._cancelled))
+            self._deliver(self.core.abort(self._cancelled))
             self._cancelled.clear()
 
-    def _hand_out(self, finished: list[Request]) -> None:
+    def _deliver(self, finished: list[EngineRequest]) -> None:
         for request in finished:
             assert request.state is RequestState.FINISHED, request.request_id
-            self.metrics.observe(request)
             ticket = self._tickets.pop(request.request_id)
-            if not ticket.done.done():
-                ticket.done.set_result(request)
+            if request.failure is not None:
+                _fail(ticket, request.failure)
+            else:
+                self.metrics.observe(request)
+                if not ticket.future.done():
+                    ticket.future.set_result(request)
             if ticket.events is not None:
                 self._streams.discard(ticket)
-                if events := ticket.watcher.take_events():
+                if events := ticket.watcher.pop_events():
                     ticket.events.put_nowait(events)
                 ticket.events.put_nowait(None)
 
-    def _cancel(self, ticket: Ticket) -> None:
-        if ticket.request.request_id in self._tickets:
-            ticket.done.cancel()
-            if ticket.request in self._held:
-                self._held.remove(ticket.request)
+    def cancel(self, ticket: Ticket) -> None:
+        """Abort a request that nobody waits for any more, if it has not ended."""
+        if self._tickets.get(ticket.request.request_id) is ticket:
+            ticket.future.cancel()
+            if ticket.request in self._held_requests:
+                del self._held_requests[ticket.request]
                 del self._tickets[ticket.request.request_id]
                 self._streams.discard(ticket)
                 return
@@ -352,33 +393,55 @@ class Engine:
         self._wake.set()
         return await future
 
-    def _settle_drained(self) -> None:
-        for future in self._drained:
+    def _resolve_drained(self) -> None:
+        for future in self._drain_waiters:
             if not future.done():
                 future.set_result(None)
-        self._drained.clear()
+        self._drain_waiters.clear()
 
     def _fail_all(self, error: Exception) -> None:
         for ticket in self._tickets.values():
-            if not ticket.done.done():
-                ticket.done.set_exception(error)
-                ticket.done.exception()  # its reader may have left: not an error of its own
+            if not ticket.future.done():
+                ticket.future.set_exception(error)
+                ticket.future.exception()  # marks it as retrieved: its reader may have left
             if ticket.events is not None:
                 ticket.events.put_nowait(None)
         for _, future in self._commands:
             if not future.done():
                 future.set_exception(error)
-        for future in self._drained:
+        for future in self._drain_waiters:
             if not future.done():
                 future.set_exception(error)
         self._tickets.clear()
         self._commands.clear()
-        self._drained.clear()
+        self._drain_waiters.clear()
+
+
+class _CountedTensors:
+    """An iterable of tensors that counts how many it has yielded."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors, self.count = tensors, 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for pair in self._tensors:
+            self.count += 1
+            yield pair
+
+
+def _fail(ticket: Ticket, cause: Exception) -> None:
+    """Fail one request with its cause; the engine goes on."""
+    name = ticket.request.request_id
+    logger.error("request %s failed", name, exc_info=cause)
+    if not ticket.future.done():
+        error = EngineError(f"request {name} failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        ticket.future.set_exception(error)
 
 
 @contextlib.asynccontextmanager
 async def running(engine: Engine) -> AsyncIterator[Engine]:
-    """Run an engine for the length of a block."""
+    """Run an engine while the block runs, then close it."""
     task = asyncio.create_task(engine.run())
     try:
         yield engine

@@ -1,12 +1,12 @@
 """Keys and values in blocks, and the attention that reads them.
 
-Every query row (one token, whether it is being decoded or stands in a prompt) attends over the cached keys of
-its sequence, padded to one of a few widths that depends on its own position only. In float32 on a CPU
-(`is_exact`) it does so by matrix products whose shape does not depend on the rest of the batch, on how a
-prompt was cut into chunks, or on what came from the prefix cache: equal bits in every batch. Rows of one long
-prompt share one read of its keys.
+Every query row (one token, of a prompt or of a sequence being decoded) attends over the cached keys of its sequence,
+padded to one of a few widths that depends on its own position only. In float32 on a CPU (`is_exact`) the shapes of the
+matrix products do not depend on the rest of the batch, on how a prompt was cut into chunks, or on what came from the
+prefix cache, so a row has equal bits in every batch. Rows of one long prompt share one read of its keys; sequences
+that are being decoded have their keys in one piece (running.py).
 
-Layout: [layers, 2 * kv_heads, blocks, block_size * head_dim], keys before values, so that one row gather
+Shape of the cache: [layers, 2 * kv_heads, blocks, block_size * head_dim], keys before values, so that one row gather
 yields a batch of [keys, head_dim] matrices for a batched product without another copy.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,47 +21,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.models.config import ModelConfig
-from stretto.models.decoder import Attend
+from stretto.inference.embedded.running import RunningKV, SlabFill, SlabPart
+from stretto.models.attention import Attend
+from stretto.models.shape import ModelConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-_SHARED_ROWS = 32  # rows of one sequence and width from which they share one gather
-_MAX_ELEMENTS = 1 << 22  # keys gathered or scores made in one product
+_MIN_SHARED_ROWS = 32  # so many rows of one sequence and width share one gather
+_MAX_ELEMENTS = 1 << 22  # elements of the keys or scores of one product
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Row i is token positions[i] of slot owners[i] (-1: padding); tables[slot] are the slot's blocks."""
+@dataclass(slots=True)
+class PassRows:
+    """Rows of a pass: row i is token positions[i] of slot owners[i] (-1: padding).
+
+    Row i reads widths[width_index[i]] keys. They are in row places[i] of the slab of that width or, if places[i] is
+    -1, in the blocks of the slot's row of `tables`. Rows are sorted by width_index; of one width, rows in slabs come
+    first, in the order of their places.
+    """
 
     owners: Int[np.ndarray, " rows"]
     positions: Int[np.ndarray, " rows"]
+    width_index: Int[np.ndarray, " rows"]
+    places: Int[np.ndarray, " rows"]
     tables: Int[np.ndarray, "slots blocks"]
+
+    def cut(self, rows: slice) -> PassRows:
+        parts = (x[rows] for x in (self.owners, self.positions, self.width_index, self.places))
+        return PassRows(*parts, self.tables)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows [start, stop) read `width` keys, which `gather` picks; all of one sequence if is_shared."""
+class _BlockPart:
+    """Rows [start, stop) of a pass that read `width` keys from blocks; one sequence's if is_shared."""
 
     start: int
     stop: int
     width: int
     is_shared: bool
-    gather: Tensor  # int64, rows of the flattened [2 * kv_heads * blocks] dim
-    bias: Tensor  # 0 or -inf, in the shape that the part's product takes
+    gather: Tensor  # int64, indices into the flattened [2 * kv_heads * blocks] dim
+    bias: Tensor  # 0 or -inf, in the shape that attention over this part needs
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the rows of one forward pass write, and what they read."""
+@dataclass(slots=True)
+class PassLayout:
+    """Where the rows of one forward pass write their keys, and what they read."""
 
-    write: Tensor  # int64 [2 * kv_heads * rows], in the flattened [2 * kv_heads * blocks * block_size] dim
-    parts: tuple[_Part, ...]
+    rows: PassRows
+    write: Tensor  # int64 [rows], indices into the flattened [blocks * block_size] dim
+    parts: list[_BlockPart | SlabPart]
 
 
 def key_widths(block_size: int, max_len: int) -> np.ndarray:
-    """Multiples of block_size, growing by at most a half (twice at the start): 16, 32, 48, 64, 96, ..."""
+    """Multiples of block_size that grow by a half at most, after the second: 16, 32, 48, 64, 96, ..."""
     widths, width = [], -(-16 // block_size) * block_size
     while True:
         widths.append(width)
@@ -73,12 +85,13 @@ def key_widths(block_size: int, max_len: int) -> np.ndarray:
 
 
 class KVCache:
-    """The tensors of all blocks of all layers."""
+    """The tensors of all blocks of all layers, and the slabs of sequences that are being decoded."""
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, *, dtype: torch.dtype,
-        device: torch.device, is_exact: bool,
+        device: torch.device, is_exact: bool, slab_tokens: int = 0,
     ) -> None:  # fmt: skip
+        """slab_tokens: keys that slabs may hold besides the blocks; 0: all keys are read from blocks."""
         self.num_blocks, self.block_size, self.is_exact = num_blocks, block_size, is_exact
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.group = config.num_heads // config.num_kv_heads
@@ -86,66 +99,102 @@ class KVCache:
         self.device = device
         shape = (config.num_layers, 2 * config.num_kv_heads, num_blocks, block_size * config.head_dim)
         self.blocks = torch.zeros(shape, dtype=dtype, device=device)
+        by_token = self.blocks.view(*shape[:2], -1, config.head_dim).transpose(1, 2)
+        self._tokens = list(by_token.unbind())  # by layer: [blocks * block_size, 2 * kv_heads, dim]
         self.widths = key_widths(block_size, max_len)
         self._planes = torch.arange(2 * config.num_kv_heads).unsqueeze(1)
+        self.running = RunningKV(
+            config, self.widths, max_tokens=slab_tokens, dtype=dtype, device=device, is_exact=is_exact
+        )
 
     @staticmethod
     def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy whole blocks in all layers: what a fork does with its half-full last block."""
+        """Copy whole blocks in all layers; a fork does so with the half-full last block."""
         src, dst = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
         self.blocks.index_copy_(2, dst, self.blocks.index_select(2, src))
 
     def width_index(self, positions: Int[np.ndarray, " rows"]) -> np.ndarray:
-        """Which of `widths` a query at each position uses; rows are sorted by it before `layout`."""
+        """Which of `widths` a query at each position uses."""
         return np.searchsorted(self.widths, positions + 1)
 
-    def layout(
-        self, owners: Int[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"],
-        tables: Int[np.ndarray, "slots blocks"], width_index: Int[np.ndarray, " rows"],
-    ) -> Layout:  # fmt: skip
-        """Row i is token positions[i] of slot owners[i] (-1: padding); rows are sorted by width_index."""
-        rows, bs = _Rows(owners, positions, tables), self.block_size
-        block = np.where(owners >= 0, tables[owners, positions // bs], 0)
-        write = torch.from_numpy(block * bs + positions % bs)
-        write = (write.unsqueeze(0) + self._planes * (self.num_blocks * bs)).reshape(-1).to(self.device)
-        cuts = np.flatnonzero(np.diff(width_index)) + 1
-        parts: list[_Part] = []
-        for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(owners)]):
-            parts += self._cut_width(rows, start, stop, int(self.widths[width_index[start]]))
-        return Layout(write, tuple(parts))
+    def fill(self, fill: SlabFill, tables: Int[np.ndarray, "rows blocks"]) -> None:
+        """Copy keys and values of sequences with these blocks into the rows of a slab."""
+        slab, count = fill.slab, len(fill.rows)
+        num_blocks = slab.width // self.block_size
+        index = torch.from_numpy(_columns(tables, num_blocks).reshape(-1)).to(self.device)
+        rows = torch.from_numpy(fill.rows).to(self.device)
+        shape = (2, self.num_kv_heads, count, slab.width, self.head_dim)
+        for layer, blocks in enumerate(self.blocks):
+            keys, values = blocks.index_select(1, index).view(shape).transpose(1, 2)
+            if self.is_exact:
+                keys = keys.transpose(2, 3)
+            slab.keys[layer].index_copy_(0, rows, keys)
+            slab.values[layer].index_copy_(0, rows, values)
+        is_hidden = np.arange(slab.width) >= fill.positions[:, None]
+        slab.bias[rows] = self._bias(is_hidden)[:, None, None]
 
-    def _cut_width(self, rows: _Rows, start: int, stop: int, width: int) -> Iterator[_Part]:
-        """Cut rows of one width into long runs of one sequence and chunks of everything else."""
+    def layout(self, rows: PassRows) -> PassLayout:
+        """Plan what the rows of a pass write and read; `advance` reuses it for the next token."""
+        parts: list[_BlockPart | SlabPart] = []
+        is_placed = rows.places >= 0
+        is_cut = (np.diff(rows.width_index) != 0) | (is_placed[1:] != is_placed[:-1])
+        cuts = (np.flatnonzero(is_cut) + 1).tolist()
+        for start, stop in zip([0, *cuts], [*cuts, len(rows.owners)]):
+            index = int(rows.width_index[start])
+            if is_placed[start]:
+                slab, low = self.running.slabs[index], int(rows.places[start])
+                parts.append(SlabPart.of(slab, low, start, stop, self.group, is_exact=self.is_exact))
+            else:
+                parts += self._cut_width(rows, start, stop, int(self.widths[index]))
+        layout = PassLayout(rows, torch.empty(0), parts)
+        self.advance(layout)
+        return layout
+
+    def advance(self, layout: PassLayout) -> None:
+        """Set where the rows write, after their positions have changed; rows stay in their slabs."""
+        rows, bs = layout.rows, self.block_size
+        block = rows.tables[rows.owners, rows.positions // bs]
+        if rows.owners[-1] < 0:
+            block = np.where(rows.owners >= 0, block, 0)
+        layout.write = torch.from_numpy(block * bs + rows.positions % bs).to(self.device)
+        for part in layout.parts:
+            if isinstance(part, SlabPart):
+                part.seek(torch.from_numpy(rows.positions[part.start : part.stop]).to(self.device))
+
+    def _cut_width(self, rows: PassRows, start: int, stop: int, width: int) -> Iterator[_BlockPart]:
+        """Cut rows of one width into long runs of one sequence, and chunks of all other rows."""
         pending = start
-        if stop - start >= _SHARED_ROWS:
+        if stop - start >= _MIN_SHARED_ROWS:
             cuts = (np.flatnonzero(np.diff(rows.owners[start:stop])) + 1 + start).tolist()
             for low, high in zip([start, *cuts], [*cuts, stop]):
-                if high - low >= _SHARED_ROWS and rows.owners[low] >= 0:
+                if high - low >= _MIN_SHARED_ROWS and rows.owners[low] >= 0:
                     yield from self._chunks(rows, pending, low, width, is_shared=False)
                     yield from self._chunks(rows, low, high, width, is_shared=True)
                     pending = high
         yield from self._chunks(rows, pending, stop, width, is_shared=False)
 
-    def _chunks(self, rows: _Rows, start: int, stop: int, width: int, *, is_shared: bool) -> Iterator[_Part]:
+    def _chunks(
+        self, rows: PassRows, start: int, stop: int, width: int, *, is_shared: bool
+    ) -> Iterator[_BlockPart]:
         per_row = width * (self.group * self.num_kv_heads if is_shared else self.num_kv_heads * self.head_dim)
         step = max(_MAX_ELEMENTS // per_row, 16)
         for low in range(start, stop, step):
             high = min(low + step, stop)
             gather = self._gather(rows, low, low + 1 if is_shared else high, width // self.block_size)
-            is_hidden = np.arange(width)[None, :] > rows.positions[low:high, None]
-            bias = torch.from_numpy(np.where(is_hidden, np.float32(-np.inf), np.float32(0)))
-            bias = self._shape_bias(bias.to(device=self.device, dtype=self.blocks.dtype), is_shared)
-            yield _Part(low, high, width, is_shared, gather, bias)
+            bias = self._bias(np.arange(width)[None, :] > rows.positions[low:high, None])
+            yield _BlockPart(low, high, width, is_shared, gather, self._shape_bias(bias, is_shared))
 
-    def _gather(self, rows: _Rows, low: int, high: int, num_blocks: int) -> Tensor:
-        """Cache rows of the first num_blocks blocks of these rows' sequences, all keys, then all values."""
+    def _bias(self, is_hidden: np.ndarray) -> Tensor:
+        bias = torch.from_numpy(np.where(is_hidden, np.float32(-np.inf), np.float32(0)))
+        return bias.to(device=self.device, dtype=self.blocks.dtype)
+
+    def _gather(self, rows: PassRows, low: int, high: int, num_blocks: int) -> Tensor:
+        """Indices of the first num_blocks blocks of these rows' sequences, keys before values."""
         owners = rows.owners[low:high]
-        table = rows.tables[owners, :num_blocks]
-        if table.shape[1] < num_blocks:
-            table = np.pad(table, ((0, 0), (0, num_blocks - table.shape[1])))
+        table = _columns(rows.tables[owners], num_blocks)
         if owners[-1] < 0:
             table = np.where(owners[:, None] >= 0, table, 0)
         index = torch.from_numpy(np.ascontiguousarray(table).reshape(-1)).unsqueeze(0)
@@ -158,51 +207,77 @@ class KVCache:
         heads = 1 if is_shared else self.num_kv_heads
         return bias.view(1, rows, 1, width).expand(heads, -1, self.group, -1).reshape(-1, self.group, width)
 
-    def attend(self, layout: Layout) -> Attend:
-        """The attention of one pass: writes the rows' keys and values, then reads what each may see."""
+    def attend(self, layout: PassLayout) -> Attend:
+        """The attention function of one pass: it writes the rows' keys and values, then attends."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rows, heads, dim = q.shape
-            blocks = self.blocks[layer]
-            new = torch.cat((k.transpose(0, 1), v.transpose(0, 1))).view(-1, dim)
-            blocks.view(-1, dim).index_copy_(0, layout.write, new)
-            blocks = blocks.view(-1, self.block_size * dim)
-            # [kv_heads, rows, group, dim]
-            q = q.view(rows, self.num_kv_heads, self.group, dim).transpose(0, 1)
-            read = self._read_exactly if self.is_exact else self._read
-            out = [read(q[:, p.start : p.stop], blocks.index_select(0, p.gather), p) for p in layout.parts]
-            merged = out[0] if len(out) == 1 else torch.cat(out, dim=1)
-            return merged.transpose(0, 1).reshape(rows, heads, dim)
+            self._tokens[layer].index_copy_(0, layout.write, torch.cat((k, v), dim=1))
+            out = [self._read(part, layer, q, k, v) for part in layout.parts]
+            return out[0] if len(out) == 1 else torch.cat(out)
 
         return attend
 
-    def _read_exactly(self, q: Tensor, gathered: Tensor, part: _Part) -> Tensor:
-        """Softmax attention as one [group, dim] product a row, so that no row sees the batch's shape."""
+    def _read(
+        self, part: _BlockPart | SlabPart, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Float[Tensor, "rows heads dim"]:
+        if q.shape[0] != part.stop - part.start:
+            q, k, v = (x[part.start : part.stop] for x in (q, k, v))
+        if isinstance(part, SlabPart):
+            part.write(layer, k, v)
+            if self.is_exact:
+                q = q.reshape(-1, self.group, self.head_dim)
+                out = self._softmax(q, part.keys[layer], part.values[layer], part.bias)
+                return out.view(part.stop - part.start, -1, self.head_dim)
+            return self._fused(q.unsqueeze(2), part.keys[layer], part.values[layer], part.bias).squeeze(2)
+        blocks = self.blocks[layer].view(-1, self.block_size * self.head_dim)
+        gathered = blocks.index_select(0, part.gather)
+        # [kv_heads, rows, group, dim]
+        q = q.unflatten(1, (self.num_kv_heads, self.group)).transpose(0, 1)
+        read = self._read_exactly if self.is_exact else self._read_fused
+        return read(q, gathered, part).transpose(0, 1).flatten(1, 2)
+
+    def _read_exactly(self, q: Tensor, gathered: Tensor, part: _BlockPart) -> Tensor:
+        """Softmax attention as one [group, dim] product per row, whatever the shape of the batch."""
         kv_heads, rows, group, dim = q.shape
-        k, v = gathered.view(2, -1, part.width, dim)  # of kv_heads sequences if shared, else kv_heads * rows
+        k, v = gathered.view(2, -1, part.width, dim)  # dim 1: kv_heads if shared, else kv_heads * rows
+        k = k.transpose(1, 2).contiguous()  # as in slabs: products with [dim, width] are faster
         if not part.is_shared:
             return self._softmax(q.reshape(-1, group, dim), k, v, part.bias).view(kv_heads, rows, group, dim)
-        # Every row multiplies the same keys; they are not copied (stride 0).
+        # Every row multiplies the same keys; `expand` does not copy them.
         spread = lambda x: x.expand(rows, -1, -1)
         return torch.stack(
             [self._softmax(q[h], spread(k[h]), spread(v[h]), part.bias) for h in range(kv_heads)]
         )
 
-    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        if len(q) == 1:  # BLAS has another kernel for a batch of one
+    def _softmax(
+        self,
+        q: Float[Tensor, "batch group dim"],
+        k: Float[Tensor, "batch dim width"],
+        v: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        if q.shape[0] == 1:  # BLAS uses another kernel for a batch of one
             return self._softmax(*(x.expand(2, -1, -1) for x in (q, k, v, bias)))[:1]
-        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=self.scale)
+        scores = torch.baddbmm(bias, q, k, alpha=self.scale)
         return torch.bmm(torch.softmax(scores, dim=-1), v)
 
-    def _read(self, q: Tensor, gathered: Tensor, part: _Part) -> Tensor:
-        """The library's fused attention, as in the trainer: scores stay in float32 whatever the dtype."""
+    def _read_fused(self, q: Tensor, gathered: Tensor, part: _BlockPart) -> Tensor:
+        """PyTorch's fused attention, as in the trainer: scores are float32 for every dtype."""
         kv_heads, rows, group, dim = q.shape
         k, v = gathered.view(2, kv_heads, -1, part.width, dim).transpose(1, 2)
-        attend = partial(
-            F.scaled_dot_product_attention, attn_mask=part.bias, scale=self.scale, enable_gqa=True
-        )
         if part.is_shared:
             q = q.transpose(1, 2).reshape(1, kv_heads * group, rows, dim)
-            return attend(q, k, v).view(kv_heads, group, rows, dim).transpose(1, 2)
+            return self._fused(q, k, v, part.bias).view(kv_heads, group, rows, dim).transpose(1, 2)
         q = q.transpose(0, 1).reshape(rows, kv_heads * group, 1, dim)
-        return attend(q, k, v).reshape(rows, kv_heads, group, dim).transpose(0, 1)
+        return self._fused(q, k, v, part.bias).reshape(rows, kv_heads, group, dim).transpose(0, 1)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
+
+
+def _columns(tables: Int[np.ndarray, "rows blocks"], num_blocks: int) -> Int[np.ndarray, "rows blocks"]:
+    """The first num_blocks columns, filled up with the null block if the table is narrower."""
+    missing = num_blocks - tables.shape[1]
+    if missing > 0:
+        return np.pad(tables, ((0, 0), (0, missing)))
+    return np.ascontiguousarray(tables[:, :num_blocks])

@@ -1,4 +1,4 @@
-"""Prometheus text under vLLM's metric names: dashboards and routers made for vLLM read this engine."""
+"""The engine's metrics as Prometheus text under vLLM's names, for tools made for vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 
 from stretto.inference.embedded.core import EngineCore
-from stretto.inference.embedded.scheduler import Request
+from stretto.inference.embedded.scheduler import EngineRequest
 
 _FIRST_TOKEN_S = (
     0.001,
@@ -51,7 +51,7 @@ _REQUEST_S = (
 
 
 class Histogram:
-    """Counts by upper bound, and the sum."""
+    """Counts of values by upper bound, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -61,38 +61,38 @@ class Histogram:
         self.total += value
 
     def lines(self, name: str, labels: str) -> list[str]:
-        out, seen = [f"# TYPE {name} histogram"], 0
+        out, cumulative = [f"# TYPE {name} histogram"], 0
         for bound, count in zip((*self.bounds, "+Inf"), self.counts):
-            seen += count
-            out.append(f'{name}_bucket{{{labels},le="{bound}"}} {seen}')
-        return [*out, f"{name}_sum{{{labels}}} {self.total}", f"{name}_count{{{labels}}} {seen}"]
+            cumulative += count
+            out.append(f'{name}_bucket{{{labels},le="{bound}"}} {cumulative}')
+        return [*out, f"{name}_sum{{{labels}}} {self.total}", f"{name}_count{{{labels}}} {cumulative}"]
 
 
 class Metrics:
-    """What the engine counts by request; the rest is read from the core when somebody asks."""
+    """Counts that are updated with each request; `render` reads all other metrics from the core."""
 
     def __init__(self, model_name: str) -> None:
         self.labels = f'engine="0",model_name="{model_name}"'
         self.finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0}
-        self.first_token = Histogram(_FIRST_TOKEN_S)
-        self.whole = Histogram(_REQUEST_S)
-        self.queue = Histogram(_REQUEST_S)
+        self.first_token_latency = Histogram(_FIRST_TOKEN_S)
+        self.request_latency = Histogram(_REQUEST_S)
+        self.queue_time = Histogram(_REQUEST_S)
         self.num_updates = 0
         self.update_s = 0.0
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: EngineRequest) -> None:
         """Count a request that has ended."""
         now = time.monotonic()
         for completion in request.completions:
             self.finished[completion.finish_reason] += 1
-        self.whole.observe(now - request.arrived_s)
+        self.request_latency.observe(now - request.arrived_s)
         if request.first_token_s is not None:
-            self.first_token.observe(request.first_token_s - request.arrived_s)
+            self.first_token_latency.observe(request.first_token_s - request.arrived_s)
         if request.started_s is not None:
-            self.queue.observe(request.started_s - request.arrived_s)
+            self.queue_time.observe(request.started_s - request.arrived_s)
 
     def render(self, core: EngineCore, num_held: int) -> str:
-        """The page of /metrics."""
+        """The page of /metrics. num_held: requests that have not reached the scheduler."""
         running, waiting = core.scheduler.num_requests
         pool, counters = core.pool, core.scheduler.counters
         gauges = {
@@ -119,9 +119,9 @@ class Metrics:
         lines.append("# TYPE vllm:request_success_total counter")
         for reason, count in self.finished.items():
             lines.append(f'vllm:request_success_total{{{self.labels},finished_reason="{reason}"}} {count}')
-        lines += self.first_token.lines("vllm:time_to_first_token_seconds", self.labels)
-        lines += self.whole.lines("vllm:e2e_request_latency_seconds", self.labels)
-        lines += self.queue.lines("vllm:request_queue_time_seconds", self.labels)
+        lines += self.first_token_latency.lines("vllm:time_to_first_token_seconds", self.labels)
+        lines += self.request_latency.lines("vllm:e2e_request_latency_seconds", self.labels)
+        lines += self.queue_time.lines("vllm:request_queue_time_seconds", self.labels)
         config = f'block_size="{core.settings.block_size}",num_gpu_blocks="{pool.num_usable}"'
         lines += [
             "# TYPE vllm:cache_config_info gauge",

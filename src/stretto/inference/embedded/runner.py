@@ -1,14 +1,14 @@
-"""One forward pass over the tokens of a plan: rows in, logits of the last rows out.
+"""One forward pass over the tokens of a StepPlan, to the logits of sequences that sample a token.
 
-Bits: a row of a matrix product may depend on how many rows are multiplied (BLAS has other kernels for a few
-rows), so rows are padded to a multiple of `_ROWS`. At start `row_tile` checks on the model's own weight
-shapes that then every row count gives the same bits; where a BLAS does not, every product has exactly `tile`
-rows.
+Bits: a row of a matrix product may depend on how many rows are multiplied (BLAS has other kernels for a few rows), so
+rows are padded to a multiple of `_ROW_MULTIPLE`. At start, `find_model_tile` checks on the model's own weight shapes
+that every padded row count then gives the same bits. If BLAS does not do so, every product has exactly `tile` rows.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,49 +17,79 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.inference.embedded.adapters import Adapters
-from stretto.inference.embedded.kv_cache import KVCache
-from stretto.inference.embedded.routes import RouteStore
+from stretto.inference.embedded.expert_choices import ExpertChoices
+from stretto.inference.embedded.kv_cache import KVCache, PassLayout, PassRows
 from stretto.inference.embedded.sampler import token_logprobs
-from stretto.inference.embedded.scheduler import Plan
-from stretto.inference.embedded.slots import Slots
+from stretto.inference.embedded.scheduler import StepPlan
+from stretto.inference.embedded.slots import SequenceSlots
 from stretto.models.decoder import Decoder
+from stretto.models.fused import FusedDecoder
+from stretto.models.lm_head import head_logits
 from stretto.models.moe import Routing
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 16
-_TILE = 64
-_PROBED_DIM = 4096
-_PROMPT_ROWS = 256  # rows of prompt whose logits exist at one time
+_ROW_MULTIPLE = 16
+_TILE_ROWS = 64
+_MAX_PROBED_DIM = 4096
+_PROMPT_ROWS = 256  # prompt rows whose logits are in memory at one time
 
 
-def row_tile(model: Decoder) -> int | None:
-    """The row count all products must have here; None: any multiple of _ROWS gives the same bits."""
+def find_model_tile(model: FusedDecoder) -> int | None:
+    """The row count that a model's products must have; None if any multiple of 16 will do."""
+    fused = {tuple(product.weight.shape) for product in model.linears}
     # Weights of an expert have 3 dims.
-    return tile_of({(p.shape[-2], p.shape[-1]) for p in model.parameters() if p.dim() >= 2})
+    experts = {tuple(p.shape[-2:]) for p in model.model.parameters() if p.dim() == 3}
+    return find_tile(fused | experts | {tuple(model.model.output_weight.shape)})
 
 
-def tile_of(shapes: set[tuple[int, int]]) -> int | None:
-    """The same for weights of these shapes."""
+def find_tile(shapes: set[tuple[int, int]]) -> int | None:
+    """The row count of products with weights of these shapes; None if any multiple of 16 will do.
+
+    Checked for plain products and for those that add a residual.
+    """
     generator = torch.Generator().manual_seed(0)
-    for out_dim, in_dim in {(min(out_dim, _PROBED_DIM), in_dim) for out_dim, in_dim in shapes}:
+    for out_dim, in_dim in {(min(out_dim, _MAX_PROBED_DIM), in_dim) for out_dim, in_dim in shapes}:
         weight = torch.randn(out_dim, in_dim, generator=generator)
-        rows = torch.randn(32 * _ROWS, in_dim, generator=generator)
-        whole = F.linear(rows, weight)
-        for count in (_ROWS, 2 * _ROWS, 3 * _ROWS, 7 * _ROWS, 16 * _ROWS):
-            if not torch.equal(F.linear(rows[-count:].clone(), weight), whole[-count:]):
+        rows = torch.randn(32 * _ROW_MULTIPLE, in_dim, generator=generator)
+        added = torch.randn(32 * _ROW_MULTIPLE, out_dim, generator=generator)
+        whole, summed = F.linear(rows, weight), torch.addmm(added, rows, weight.T)
+        for count in (
+            _ROW_MULTIPLE,
+            2 * _ROW_MULTIPLE,
+            3 * _ROW_MULTIPLE,
+            7 * _ROW_MULTIPLE,
+            16 * _ROW_MULTIPLE,
+        ):
+            last, its = rows[-count:].clone(), added[-count:].clone()
+            is_same = torch.equal(F.linear(last, weight), whole[-count:])
+            if not (is_same and torch.equal(torch.addmm(its, last, weight.T), summed[-count:])):
                 logger.warning(
-                    "matrix products depend on the row count here; every product gets %d rows", _TILE
+                    "matrix products depend on the row count here; every product gets %d rows", _TILE_ROWS
                 )
-                return _TILE
+                return _TILE_ROWS
     return None
 
 
+@dataclass(slots=True)
+class _Pass:
+    """The rows of a pass, padded, in the order in which they are computed, cut into tiles.
+
+    places: the row of the pass that computes row i of the plan (plan order, token by token); None if it is row i.
+    """
+
+    num_rows: int
+    places: Int[np.ndarray, " rows"] | None
+    layouts: list[PassLayout]
+    plan_slots: np.ndarray
+    num_left: int  # later passes, one token further each, that can reuse these layouts
+
+
 class Runner:
-    """The model, its cache, and the way from a plan to logits."""
+    """Runs the model over its cache: a plan in, logits out."""
 
     def __init__(
         self,
@@ -68,99 +98,154 @@ class Runner:
         adapters: Adapters,
         *,
         tile: int | None = None,
-        routes: RouteStore | None = None,
+        expert_choices: ExpertChoices | None = None,
     ) -> None:
-        self.model, self.cache, self.adapters = model, cache, adapters
-        self.tile, self.routes = tile, routes
+        self.cache, self.adapters = cache, adapters
+        self.model = FusedDecoder(model)
+        self.output_weight = model.output_weight
+        self.tile, self.expert_choices = tile, expert_choices
         self.device = cache.device
+        self._latest: _Pass | None = None
 
     @torch.inference_mode()
     def run(
-        self, plan: Plan, slots: Slots, prompt_logprobs: dict[int, np.ndarray]
+        self, plan: StepPlan, slots: SequenceSlots, prompt_logprobs: dict[int, np.ndarray]
     ) -> Float[Tensor, "last vocab"] | None:
-        """Logits (float32) of the plan's last rows in plan order; fills `prompt_logprobs`, by slot."""
-        if len(plan.slots) == int(plan.count.sum()):
-            owners, positions = plan.slots, plan.start
-        else:
-            owners = np.repeat(plan.slots, plan.count)
-            first = np.cumsum(plan.count) - plan.count
-            positions = np.arange(len(owners)) + np.repeat(plan.start - first, plan.count)
-        width_index = self.cache.width_index(positions)
-        order = None
-        if width_index[0] != width_index[-1] or (width_index != width_index[0]).any():
-            order = np.argsort(width_index, kind="stable")
-            owners, positions, width_index = owners[order], positions[order], width_index[order]
-        hidden = self._forward(slots, owners, positions, width_index)
-        place = np.arange(len(owners))
-        if order is not None:
-            place[order] = np.arange(len(owners))
+        """Logits (float32) of the plan's last rows, in plan order; fills `prompt_logprobs`, by slot."""
+        rows = self._latest = self._follow(plan, slots) or self._arrange(plan, slots)
+        hidden = self._forward(slots, rows.layouts)
         if prompt_logprobs:
-            self._fill_prompt_logprobs(plan, slots, hidden, place, prompt_logprobs)
+            self._fill_prompt_logprobs(plan, slots, hidden, rows.places, prompt_logprobs)
+        if plan.is_decode:
+            return self._logits(hidden, rows.places, rows.num_rows)
         last = (np.cumsum(plan.count) - 1)[plan.is_last]
         if not len(last):
             return None
-        return self._logits(hidden, place[last])
+        return self._logits(hidden, last if rows.places is None else rows.places[last], len(last))
 
-    def _forward(
-        self, slots: Slots, owners: np.ndarray, positions: np.ndarray, width_index: np.ndarray
-    ) -> Tensor:
-        num_rows = len(owners)
-        multiple = self.tile or _ROWS
-        padding = -num_rows % multiple
-        tokens = slots.tokens[owners, positions]
-        if padding:
-            tokens = np.concatenate([tokens, np.zeros(padding, tokens.dtype)])
-            owners = np.concatenate([owners, np.full(padding, -1)])
-            positions = np.concatenate([positions, np.zeros(padding, positions.dtype)])
-            width_index = np.concatenate([width_index, np.full(padding, width_index[-1])])
-        step = self.tile or len(owners)
+    def _follow(self, plan: StepPlan, slots: SequenceSlots) -> _Pass | None:
+        """The pass before, advanced by one token; None if sequences or slabs have changed."""
+        latest = self._latest
+        if (
+            not plan.is_following
+            or latest is None
+            or plan.slots is not latest.plan_slots
+            or not latest.num_left
+        ):
+            return None
+        latest.num_left -= 1
+        for layout in latest.layouts:
+            layout.rows.positions += 1
+            if slots.blocks is not layout.rows.tables:
+                layout.rows.tables = slots.blocks
+            self.cache.advance(layout)
+        return latest
+
+    def _arrange(self, plan: StepPlan, slots: SequenceSlots) -> _Pass:
+        """Order the rows of a plan for the pass, and give decoded sequences rows of slabs."""
+        owners, positions, is_decoded = plan.slots, plan.start, plan.is_last & (plan.count == 1)
+        if len(owners) != int(plan.count.sum()):
+            owners = np.repeat(plan.slots, plan.count)
+            first = np.cumsum(plan.count) - plan.count
+            positions = np.arange(len(owners)) + np.repeat(plan.start - first, plan.count)
+            is_decoded = np.repeat(is_decoded, plan.count)
+        width_index = self.cache.width_index(positions)
+        places, fills = self.cache.running.place(
+            slots.allocation_id[owners],
+            positions,
+            width_index,
+            is_decoded,
+            padding=self.tile or _ROW_MULTIPLE,
+        )
+        for fill in fills:
+            self.cache.fill(fill, slots.blocks[owners[fill.sources]])
+        nth = np.arange(len(owners))
+        order = np.lexsort((np.where(places < 0, nth, places), places < 0, width_index))
+        rows = PassRows(owners[order], positions[order], width_index[order], places[order], slots.blocks)
+        rows = _padded(rows, -len(order) % (self.tile or _ROW_MULTIPLE))
+        step = self.tile or len(rows.owners)
+        cuts = [slice(low, low + step) for low in range(0, len(rows.owners), step)]
+        layouts = [self.cache.layout(rows.cut(cut) if len(cuts) > 1 else rows) for cut in cuts]
+        is_sorted = (order == nth).all()
+        inverse = None
+        if not is_sorted:
+            inverse = np.empty_like(order)
+            inverse[order] = nth
+        num_left = 0
+        if plan.is_decode and (places >= 0).all():
+            num_left = int((self.cache.widths[width_index] - positions).min()) - 1
+        return _Pass(len(order), inverse, layouts, plan.slots, num_left)
+
+    def _forward(self, slots: SequenceSlots, layouts: list[PassLayout]) -> Tensor:
         hidden = []
-        for low in range(0, len(owners), step):
-            rows = slice(low, low + step)
-            layout = self.cache.layout(owners[rows], positions[rows], slots.blocks, width_index[rows])
-            ids = torch.from_numpy(tokens[rows].astype(np.int64)).to(self.device)
-            places = torch.from_numpy(positions[rows].astype(np.int64)).to(self.device)
+        for layout in layouts:
+            rows = layout.rows
+            tokens = slots.tokens[rows.owners, rows.positions].astype(np.int64)
+            ids = torch.from_numpy(tokens).to(self.device)
+            at = torch.from_numpy(rows.positions).to(self.device)
             routing = self._routing()
-            self.adapters.select(np.where(owners[rows] < 0, -1, slots.adapter[owners[rows]]))
-            hidden.append(self.model(ids, places, self.cache.attend(layout), routing=routing))
-            if self.routes is not None:
-                self.routes.write(slots.blocks, owners[rows], positions[rows], routing)
+            adapt = None
+            if self.adapters.is_used:
+                adapter_ids = np.where(rows.owners < 0, -1, slots.adapter[rows.owners])
+                adapt = self.adapters.add if self.adapters.select(adapter_ids) else None
+            hidden.append(self.model(ids, at, self.cache.attend(layout), routing, adapt))
+            if self.expert_choices is not None:
+                self.expert_choices.write(slots.blocks, rows.owners, rows.positions, routing)
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
     def _routing(self) -> Routing:
-        """How experts are computed here: groups of tokens are padded as rows are, for the same reason."""
+        """How experts are computed: their groups of tokens are padded as rows are, for equal bits."""
         if not self.cache.is_exact:
-            return Routing(is_recording=self.routes is not None)
+            return Routing(is_recording=self.expert_choices is not None)
         return Routing(
-            is_recording=self.routes is not None,
-            row_multiple=self.tile or _ROWS,
+            is_recording=self.expert_choices is not None,
+            row_multiple=self.tile or _ROW_MULTIPLE,
             is_tiled=self.tile is not None,
         )
 
-    def _logits(self, hidden: Tensor, rows: np.ndarray) -> Float[Tensor, "rows vocab"]:
-        multiple = self.tile or _ROWS
-        padded = np.concatenate([rows, np.zeros(-len(rows) % multiple, rows.dtype)])
-        step = self.tile or len(padded)
-        weight = self.model.output_weight
-        index = torch.from_numpy(padded).to(self.device)
-        out = [
-            F.linear(hidden[index[low : low + step]], weight).float() for low in range(0, len(padded), step)
-        ]
-        return (out[0] if len(out) == 1 else torch.cat(out))[: len(rows)]
+    def _logits(
+        self, hidden: Tensor, rows: Int[np.ndarray, " rows"] | None, num_rows: int
+    ) -> Float[Tensor, "rows vocab"]:
+        """Logits of these rows of `hidden`; of the first num_rows if rows is None."""
+        multiple = self.tile or _ROW_MULTIPLE
+        if rows is not None or num_rows + -num_rows % multiple != len(hidden):
+            rows = np.arange(num_rows) if rows is None else rows
+            padded = np.concatenate([rows, np.zeros(-num_rows % multiple, rows.dtype)])
+            hidden = hidden.index_select(0, torch.from_numpy(padded).to(self.device))
+        weight = self.output_weight
+        if self.tile is None:
+            return head_logits(hidden, weight)[:num_rows]
+        return torch.cat([head_logits(part, weight) for part in hidden.split(self.tile)])[:num_rows]
 
     def _fill_prompt_logprobs(
-        self, plan: Plan, slots: Slots, hidden: Tensor, place: np.ndarray, wanted: dict[int, np.ndarray]
-    ) -> None:
+        self, plan: StepPlan, slots: SequenceSlots, hidden: Tensor, places: np.ndarray | None,
+        targets: dict[int, np.ndarray],
+    ) -> None:  # fmt: skip
         first = np.cumsum(plan.count) - plan.count
         for i, slot in enumerate(plan.slots.tolist()):
-            if slot not in wanted:
+            if slot not in targets:
                 continue
-            start, target = int(plan.start[i]), wanted[slot]
-            count = min(
-                int(plan.count[i]), len(target) - 1 - start
-            )  # the last prompt token predicts a sampled one
+            start, target = int(plan.start[i]), targets[slot]
+            # The last prompt token predicts a sampled one.
+            count = min(int(plan.count[i]), len(target) - 1 - start)
             for low in range(0, count, _PROMPT_ROWS):
                 high = min(low + _PROMPT_ROWS, count)
-                logits = self._logits(hidden, place[first[i] + low : first[i] + high])
+                rows = np.arange(first[i] + low, first[i] + high)
+                logits = self._logits(hidden, rows if places is None else places[rows], len(rows))
                 ids = slots.tokens[slot, start + low + 1 : start + high + 1]
                 target[start + low + 1 : start + high + 1] = token_logprobs(logits, ids)
+
+
+def _padded(rows: PassRows, count: int) -> PassRows:
+    """Append `count` padding rows, which belong to the part of the last row."""
+    if not count:
+        return rows
+    more = np.arange(1, count + 1)
+    last = int(rows.places[-1])
+    return PassRows(
+        np.concatenate([rows.owners, np.full(count, -1)]),
+        np.concatenate([rows.positions, np.zeros(count, np.int64)]),
+        np.concatenate([rows.width_index, np.full(count, rows.width_index[-1])]),
+        np.concatenate([rows.places, last + more if last >= 0 else np.full(count, -1)]),
+        rows.tables,
+    )

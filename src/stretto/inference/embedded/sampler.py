@@ -1,14 +1,14 @@
-"""From logits to tokens: temperature, min-p, top-k, top-p, and the draw; all rows at once.
+"""Sample tokens from logits: temperature, min-p, top-k, top-p; all rows at once.
 
-The draw is by inverse distribution function with one uniform number a token, and that number is a hash of
-(seed, sample, position): what a request samples depends on its own logits only, not on the batch, on
-preemption or on how its prompt was cut into chunks. Every operation here treats a row by itself, so equal
-logits give equal bits.
+A token is sampled by the inverse distribution function from one uniform number, which is a hash of (seed, sample,
+position). So what a request samples depends on its own logits only, not on the batch, on preemption, or on how its
+prompt was cut into chunks. Every operation here treats each row by itself, so equal logits give equal bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingRows:
     """How each row of logits is sampled."""
 
@@ -35,6 +35,12 @@ class SamplingRows:
     min_p: Float[np.ndarray, " rows"]
     is_filtered: Bool[np.ndarray, " rows"]
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether every row is sampled from the model's own distribution."""
+        is_changed = (self.inv_temperature != 1.0) | self.is_greedy | self.is_filtered
+        return not is_changed.any()
+
 
 def stream_key(seed: int, member: int) -> int:
     """Key of the random numbers of sample `member` of a request with this seed."""
@@ -44,7 +50,7 @@ def stream_key(seed: int, member: int) -> int:
 def uniforms(
     keys: UInt64[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]
 ) -> Float[np.ndarray, " rows"]:
-    """float64 in [0, 1), one for each (key, position): the counter-based generator.
+    """One uniform float64 in [0, 1) per (key, position), from a counter-based generator.
 
     Source: splitmix64 finaliser, Steele, Lea, Flood 2014 ("Fast splittable pseudorandom number generators").
     """
@@ -58,27 +64,36 @@ def uniforms(
 
 
 def sample(
-    logits: Float[Tensor, "rows vocab"], rows: SamplingRows, u: Float[np.ndarray, " rows"]
+    logits: Float[Tensor, "rows vocab"],
+    rows: SamplingRows,
+    u: Float[np.ndarray, " rows"],
+    supports: dict[int, Int[np.ndarray, " kept"]] | None = None,
 ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
-    """Tokens and their logprobs (nats) under the processed distribution; logits (float32) are overwritten."""
+    """Sample tokens; returns them with their logprobs (nats) under the processed distribution.
+
+    logits (float32) are overwritten. supports: filled with the token ids that each filtered row was sampled from; the
+    ids are empty if the filter removed nothing.
+    """
     device = logits.device
-    if (rows.inv_temperature != 1.0).any():
+    if not rows.is_plain and (rows.inv_temperature != 1.0).any():
         logits *= torch.from_numpy(rows.inv_temperature).to(device).unsqueeze(1)
-    if rows.is_filtered.any():
+    if not rows.is_plain and rows.is_filtered.any():
         index = torch.from_numpy(np.flatnonzero(rows.is_filtered))
-        logits[index] = _filter(logits[index], rows, index)
+        logits[index], order, sizes = _filter(logits[index], rows, index)
+        if supports is not None:
+            supports.update(zip(index.tolist(), _support_ids(order, sizes)))
     probs = torch.softmax(logits, dim=-1)
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-    # The draw lies strictly below the total, so the first entry above it is a token of positive probability.
+    # The target is strictly below the total, so the first entry above it is a token of positive probability.
     total = cdf[:, -1]
     target = torch.minimum(
         torch.from_numpy(u).to(device) * total, torch.nextafter(total, torch.zeros_like(total))
     )
     tokens = torch.searchsorted(cdf, target.unsqueeze(1), right=True)
-    if rows.is_greedy.any():
+    if not rows.is_plain and rows.is_greedy.any():
         best = logits.argmax(dim=-1, keepdim=True)
         tokens = torch.where(torch.from_numpy(rows.is_greedy).to(device).unsqueeze(1), best, tokens)
-    tokens = tokens.clamp_(max=logits.shape[1] - 1)  # a row of NaN (broken weights) must still be a token id
+    tokens = tokens.clamp_(max=logits.shape[1] - 1)  # a row of NaN (broken weights) must give a valid id, too
     logprobs = probs.gather(1, tokens).log()
     return tokens.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
 
@@ -91,8 +106,13 @@ def token_logprobs(
     return torch.log_softmax(logits, dim=-1).gather(1, index).squeeze(1).cpu().numpy()
 
 
-def _filter(logits: Float[Tensor, "rows vocab"], rows: SamplingRows, index: Tensor) -> Tensor:
-    """-inf for what min-p, then top-k, then top-p (of the rest) take away; the likeliest token stays."""
+def _filter(
+    logits: Float[Tensor, "rows vocab"], rows: SamplingRows, index: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Set tokens removed by min-p, then top-k, then top-p to -inf; the likeliest always stays.
+
+    Also returns the tokens of each row, likeliest first, and how many of them stay.
+    """
 
     def column(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values[index.numpy()]).to(logits.device).unsqueeze(1)
@@ -105,7 +125,17 @@ def _filter(logits: Float[Tensor, "rows vocab"], rows: SamplingRows, index: Tens
     top_p = column(rows.top_p)
     is_cut |= (before >= top_p) & (top_p < 1)
     is_cut[:, 0] = False
-    return torch.empty_like(logits).scatter_(1, order, ranked.masked_fill(is_cut, -torch.inf))
+    filtered = torch.empty_like(logits).scatter_(1, order, ranked.masked_fill(is_cut, -torch.inf))
+    return filtered, order, (~is_cut).sum(dim=-1)
+
+
+def _support_ids(
+    order: Int[Tensor, "rows vocab"], sizes: Int[Tensor, " rows"]
+) -> list[Int[np.ndarray, " kept"]]:
+    """The first sizes[i] tokens of each row i; an empty array for a row that keeps all tokens."""
+    sizes = torch.where(sizes < order.shape[1], sizes, 0)
+    kept = order[:, : int(sizes.max())].to("cpu", torch.int32).numpy()
+    return [row[:size].copy() for row, size in zip(kept, sizes.tolist())]
 
 
 def _mix_int(x: int) -> int:

@@ -1,36 +1,41 @@
-"""Which tokens are computed in the next step: admission, chunked prefill, preemption, forks, finishes.
+"""Decides which tokens the next step computes: admission, chunked prefill, preemption, forks.
 
-First come, first served, by arrival order. A step takes the one next token of every running sequence, then
-pieces of prompts until `max_num_batched_tokens`. When blocks run out the latest sequence gives its blocks
-back and is computed again later (its tokens stay; recomputing them gives the same bits). The earliest
-sequence can always go on, because everything after it can be preempted and the cache holds at least one
-sequence of full length.
+First come, first served. A step computes the next token of every running sequence, then pieces of prompts until
+`max_num_batched_tokens`. When blocks run out, the sequence that arrived last is preempted: it gives its blocks back,
+keeps its tokens, and is computed again later with the same bits. The earliest sequence can always go on, because all
+others can be preempted and the cache holds at least one sequence of full length.
 
-A request's n samples are n slots: the first computes the prompt, then `fork` gives the others its blocks (the
-half-full last block is copied) and all draw their first token from the same logits.
+A request's n samples take n slots. The first slot computes the prompt; then `fork` gives its blocks to the others (the
+half-full last block is copied), and all sample their first token from the same logits.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
 import numpy as np
 
-from stretto.inference.embedded.adapters import POLICY, Served
+from stretto.inference.embedded.adapters import POLICY, LoadedAdapter
 from stretto.inference.embedded.blocks import BlockPool, chain_hashes
-from stretto.inference.embedded.routes import RouteStore
+from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.sampler import stream_key
-from stretto.inference.embedded.slots import Slots, SlotState
+from stretto.inference.embedded.slots import SequenceSlots, SequenceState
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
+from stretto.records.support import Support
 
-# As plain integers: looking members of an enum up costs more than the comparisons they are for.
-_RESERVED, _RUNNING, _PREEMPTED = int(SlotState.RESERVED), int(SlotState.RUNNING), int(SlotState.PREEMPTED)
-_MEMBERS = 1 << 20  # samples a request may have, as far as ordering goes
+# As plain integers: looking up members of an enum costs more than the comparisons that use them.
+_RESERVED, _RUNNING, _PREEMPTED = (
+    int(SequenceState.RESERVED),
+    int(SequenceState.RUNNING),
+    int(SequenceState.PREEMPTED),
+)
+_MAX_SAMPLES = 1 << 20  # of one request: arrival numbers leave room for so many
 
 
 class RequestState(StrEnum):
@@ -40,13 +45,13 @@ class RequestState(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One GenerateRequest under way. `completions` and `stop_reasons` fill up member by member."""
+class EngineRequest:
+    """One GenerateRequest in the engine; `completions` and `stop_reasons` have an entry per sample."""
 
-    request: GenerateRequest
+    spec: GenerateRequest
     stop_ids: list[int]
     seed: int
-    end: int  # length at which a sample is cut off
+    end: int  # length in tokens, with the prompt, at which a sample is cut off
     arrived_s: float = field(default_factory=time.monotonic)
     state: RequestState = RequestState.WAITING
     slots: list[int] = field(default_factory=list)
@@ -60,22 +65,29 @@ class Request:
     prompt_logprobs: np.ndarray | None = None
     started_s: float | None = None
     first_token_s: float | None = None
-    watcher: object | None = None  # engine.py's: reads this request's tokens as they come
-    adapter: Served | None = None  # None: the engine's own model
+    watcher: object | None = None  # a TokenWatcher: reads this request's tokens as they are sampled
+    adapter: LoadedAdapter | None = None  # None for the engine's own model
+    failure: Exception | None = None  # why this request alone failed
 
     @property
     def request_id(self) -> str:
-        return self.request.request_id
+        return self.spec.request_id
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Tokens start..start+count of each slot are computed; where that reaches num_tokens a token is drawn."""
+class StepPlan:
+    """One step: compute tokens start..start+count of each slot, sample where that is num_tokens.
+
+    If all running slots take part, `slots` is the scheduler's `running` array itself, not a copy.
+    """
 
     slots: np.ndarray
     start: np.ndarray
     count: np.ndarray
     is_last: np.ndarray
+    is_decode: bool  # every slot computes one token, its last
+    # The same sequences as in the plan before, each one token further.
+    is_following: bool = False
 
 
 @dataclass(slots=True)
@@ -91,40 +103,66 @@ class Scheduler:
     """Moves requests from waiting to running to finished; owns slots and blocks."""
 
     def __init__(
-        self, pool: BlockPool, slots: Slots, *, max_batched_tokens: int, routes: RouteStore | None = None
+        self,
+        pool: BlockPool,
+        slots: SequenceSlots,
+        *,
+        max_batched_tokens: int,
+        expert_choices: ExpertChoices | None = None,
     ) -> None:
-        self.pool, self.slots, self.max_batched_tokens, self.routes = pool, slots, max_batched_tokens, routes
+        self.pool, self.slots, self.max_batched_tokens = pool, slots, max_batched_tokens
+        self.expert_choices = expert_choices
         self.block_size = slots.block_size
-        self.waiting: deque[Request] = deque()
-        self.running = np.empty(0, np.int64)  # slots by arrival
+        self.waiting: OrderedDict[EngineRequest, None] = OrderedDict()  # by arrival; O(1) removal
+        self.running = np.empty(0, np.int64)  # slots by arrival; replaced, never changed
         self.preempted: list[int] = []  # slots by arrival
-        self.request_of: list[Request | None] = [None] * slots.capacity
+        self.request_of: list[EngineRequest | None] = [None] * slots.capacity
         self.version = 0
         self.counters = Counters()
-        self._arrivals = itertools.count()
-        self._ended: list[int] = []
+        self.returns_supports = False  # completions list the tokens left by top-k, top-p and min-p
+        self.supports: dict[int, list[np.ndarray]] = {}  # by filtered slot: the support of each token
+        self._arrivals, self._allocation_ids = itertools.count(), itertools.count(1)
+        self.failed: list[EngineRequest] = []  # could not be given slots; removed by core.py
+        self._finished_slots: list[int] = []
         self._count = np.zeros(slots.capacity, np.int64)  # tokens in this step, of running slots
+        self._latest: StepPlan | None = None
+        self._num_free_positions = 0  # following plans before a sequence needs a new block
 
     @property
     def num_requests(self) -> tuple[int, int]:
-        """Sequences that run, and that wait (a preempted one waits)."""
+        """The numbers of running sequences and of waiting requests; preempted sequences wait."""
         return len(self.running), len(self.waiting) + len(self.preempted)
 
     @property
     def has_work(self) -> bool:
         return bool(len(self.running) or self.waiting or self.preempted)
 
-    def add(self, request: Request) -> None:
-        self.waiting.append(request)
+    def add(self, request: EngineRequest) -> None:
+        self.waiting[request] = None
 
-    def schedule(self) -> Plan | None:
-        """Choose and reserve what the next step computes; None when there is nothing to do."""
+    def schedule(self) -> StepPlan | None:
+        """Choose what the next step computes and reserve its blocks; None if there is no work."""
+        self._latest = self._follow() or self._choose()
+        return self._latest
+
+    def _follow(self) -> StepPlan | None:
+        """The latest plan one token further; None if the sequences change or one needs a block."""
+        latest = self._latest
+        if latest is None or not latest.is_decode or latest.slots is not self.running:
+            return None
+        if self.waiting or self.preempted or self._num_free_positions < 1:
+            return None
+        self._num_free_positions -= 1
+        start = latest.start + 1
+        return StepPlan(latest.slots, start, latest.count, latest.is_last, is_decode=True, is_following=True)
+
+    def _choose(self) -> StepPlan | None:
         slots = self.slots
         num_preempted = self.counters.num_preemptions
         while True:
             run = self.running
             start = slots.num_computed[run]
-            count = self._share_budget(slots.num_tokens[run] - start)
+            count = self._divide_budget(slots.num_tokens[run] - start)
             need = -(-(start + count) // self.block_size) - slots.num_blocks[run]
             total = int(np.maximum(need, 0).sum())
             if total <= self.pool.num_free:
@@ -135,14 +173,14 @@ class Scheduler:
         self._count[run] = count
         if self.counters.num_preemptions == num_preempted:
             self._admit_all(self.max_batched_tokens - int(count.sum()))
-        return self._plan()
+        return self._build_plan()
 
-    def advance(self, plan: Plan) -> None:
-        """The plan's keys and values are in the cache: register the prompt blocks that became full."""
+    def advance(self, plan: StepPlan) -> None:
+        """Note that the plan's keys and values are cached; register prompt blocks that became full."""
         slots = self.slots
-        slots.num_computed[plan.slots] += plan.count
-        if not self.pool.is_caching:
-            return
+        slots.num_computed[plan.slots] = plan.start + plan.count
+        if plan.is_following or not self.pool.is_caching:
+            return  # its tokens come after the prompt
         for i in np.flatnonzero(plan.start < slots.num_prompt[plan.slots]).tolist():
             slot, start = int(plan.slots[i]), int(plan.start[i])
             hashes = self.request_of[slot].prompt_hashes
@@ -151,11 +189,10 @@ class Scheduler:
                 self.pool.register(int(slots.blocks[slot, b]), hashes[b])
 
     def fork(self, leaders: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Give the siblings of these slots the prompt's blocks; returns (from, to) blocks whose content to
-        copy.
+        """Give the prompt's blocks to the requests' other samples; returns blocks to copy (from, to).
 
-        A sibling for whose copy no block is free becomes PREEMPTED: it has its place and computes its prompt
-        itself.
+        If no block is free for the copy of a sample, the sample becomes PREEMPTED: it keeps its place in line and
+        computes its prompt itself.
         """
         slots, pool = self.slots, self.pool
         sources, targets, started = [], [], [self.running]
@@ -169,20 +206,21 @@ class Scheduler:
             length = int(slots.num_tokens[leader])
             full, partial = divmod(length, self.block_size)
             fit = min(len(siblings), pool.num_free) if partial else len(siblings)
-            for late in siblings[fit:].tolist():
-                slots.state[late] = _PREEMPTED
-                self.preempted.append(late)
+            for slot in siblings[fit:].tolist():
+                slots.state[slot] = _PREEMPTED
+                self.preempted.append(slot)
             siblings = siblings[:fit]
             if full and fit:
                 pool.share(slots.blocks[leader, :full], fit)
                 slots.blocks[siblings, :full] = slots.blocks[leader, :full]
             if partial and fit:
-                copies = pool.take(fit)
+                copies = pool.allocate(fit)
                 slots.blocks[siblings, full] = copies
                 sources.append(np.full(fit, slots.blocks[leader, full]))
                 targets.append(copies)
             slots.num_blocks[siblings] = full + bool(partial)
             slots.num_computed[siblings] = length
+            slots.allocation_id[siblings] = [next(self._allocation_ids) for _ in siblings]
             slots.state[siblings] = _RUNNING
             started.append(siblings)
         self.preempted.sort(key=lambda slot: slots.order[slot])
@@ -191,17 +229,17 @@ class Scheduler:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         return np.concatenate(sources), np.concatenate(targets)
 
-    def finish(self, slot: int, reason: str, stop_reason: int | str | None) -> Request | None:
-        """Turn a slot into a completion; returns the request when it was the last of its samples.
+    def finish_sample(self, slot: int, reason: str, stop_reason: int | str | None) -> EngineRequest | None:
+        """Turn a slot into a completion; returns the request if this was its last open sample.
 
-        The slot and its blocks are free after `drop_finished`, so that many can finish in one step.
+        The slot and its blocks are freed by `drop_finished`, for all samples that finish in one step.
         """
         request, slots = self.request_of[slot], self.slots
         member = int(slots.member[slot])
         request.completions[member] = self._completion(slot, request, reason)
         request.stop_reasons[member] = stop_reason
         self._register(slot)
-        self._ended.append(slot)
+        self._finished_slots.append(slot)
         self.request_of[slot] = None
         request.num_open -= 1
         if request.num_open:
@@ -210,46 +248,51 @@ class Scheduler:
         return request
 
     def drop_finished(self) -> None:
-        """Free what `finish` ended."""
-        if not self._ended:
+        """Free the slots and blocks of samples that `finish_sample` ended."""
+        if not self._finished_slots:
             return
-        slots, ended = self.slots, np.array(self._ended, np.int64)
-        for slot in ended[slots.state[ended] == _PREEMPTED].tolist():
-            self.preempted.remove(slot)
-        self._release(ended)
-        slots.free(self._ended)
-        self._ended.clear()
+        slots, finished = self.slots, np.array(self._finished_slots, np.int64)
+        were_preempted = set(finished[slots.state[finished] == _PREEMPTED].tolist())
+        if were_preempted:
+            self.preempted = [slot for slot in self.preempted if slot not in were_preempted]
+        self._release(finished)
+        slots.free(self._finished_slots)
+        self._finished_slots.clear()
         self.running = self.running[slots.state[self.running] == _RUNNING]
 
-    def abort(self, request: Request) -> None:
-        """End a request now with what it has; samples that never began are empty."""
-        assert request.state is not RequestState.FINISHED, f"{request.request_id} is finished already"
-        if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
-            empty = Completion(
-                token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish_reason="abort"
-            )
-            request.completions = [empty] * request.request.n
-            request.stop_reasons = [None] * request.request.n
-            request.state = RequestState.FINISHED
-            return
-        for slot in request.slots:
-            if self.request_of[slot] is request:
-                self.finish(slot, "abort", None)
+    def abort(self, requests: Iterable[EngineRequest]) -> None:
+        """End these requests now with the tokens they have; samples that never started are empty."""
+        for request in requests:
+            assert request.state is not RequestState.FINISHED, f"{request.request_id} is finished already"
+            if request.state is RequestState.WAITING:
+                self._abort_waiting(request)
+                continue
+            for slot in request.slots:
+                if self.request_of[slot] is request:
+                    self.finish_sample(slot, "abort", None)
         self.drop_finished()
 
-    def _share_budget(self, todo: np.ndarray) -> np.ndarray:
-        """Tokens each running sequence computes: single tokens first, then prompts, by arrival."""
-        if int(todo.sum()) <= self.max_batched_tokens:
-            return todo
-        order = np.argsort(todo > 1, kind="stable")
-        before = np.cumsum(todo[order]) - todo[order]
-        count = np.empty_like(todo)
-        count[order] = np.clip(self.max_batched_tokens - before, 0, todo[order])
+    def _abort_waiting(self, request: EngineRequest) -> None:
+        del self.waiting[request]
+        empty = Completion(
+            token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish_reason="abort"
+        )
+        request.completions = [empty] * request.spec.n
+        request.stop_reasons = [None] * request.spec.n
+        request.state = RequestState.FINISHED
+
+    def _divide_budget(self, num_missing: np.ndarray) -> np.ndarray:
+        """Tokens that each running sequence computes: single tokens first, then prompts, by arrival."""
+        if int(num_missing.sum()) <= self.max_batched_tokens:
+            return num_missing
+        order = np.argsort(num_missing > 1, kind="stable")
+        before = np.cumsum(num_missing[order]) - num_missing[order]
+        count = np.empty_like(num_missing)
+        count[order] = np.clip(self.max_batched_tokens - before, 0, num_missing[order])
         return count
 
     def _grow(self, run: np.ndarray, need: np.ndarray, total: int) -> None:
-        slots, fresh = self.slots, self.pool.take(total)
+        slots, fresh = self.slots, self.pool.allocate(total)
         rows = np.repeat(np.arange(len(run)), np.maximum(need, 0))
         nth = np.arange(total) - np.searchsorted(rows, rows)
         slots.blocks[run[rows], slots.num_blocks[run[rows]] + nth] = fresh
@@ -268,54 +311,72 @@ class Scheduler:
         self.counters.num_preemptions += 1
 
     def _admit_all(self, budget: int) -> None:
-        """Let preempted slots, then new requests, in while budget, slots and blocks last."""
+        """Admit preempted slots, then new requests, while budget, slots and blocks last."""
         admitted: list[int] = []
         while self.preempted and budget > 0:
-            taken = self._admit(self.preempted[0], budget, len(admitted))
-            if not taken:
+            count = self._admit(self.preempted[0], budget, len(admitted))
+            if not count:
                 break
             admitted.append(self.preempted.pop(0))
-            budget -= taken
+            budget -= count
         while self.waiting and not self.preempted and budget > 0:
-            if self.waiting[0].request.n > self.slots.num_free:
+            request = next(iter(self.waiting))
+            if request.spec.n > self.slots.num_free:
                 break
-            self._seat(self.waiting[0])
-            leader = self.waiting.popleft().slots[0]
-            taken = self._admit(leader, budget, len(admitted))
-            if not taken:
-                # It keeps its slots and stands first in line: nothing after it may overtake.
+            del self.waiting[request]
+            if not self._try_assign_slots(request):
+                continue
+            leader = request.slots[0]
+            count = self._admit(leader, budget, len(admitted))
+            if not count:
+                # It keeps its slots and is first in line: no later request may overtake it.
                 self.preempted.append(leader)
                 break
             admitted.append(leader)
-            budget -= taken
+            budget -= count
         if admitted:
             self._set_running(np.concatenate([self.running, np.array(admitted, np.int64)]))
 
-    def _seat(self, request: Request) -> None:
-        """Give a request its slots and write what is known about each sample."""
-        slots, asked = self.slots, request.request
-        params, prompt = asked.sampling, asked.prompt_ids
+    def _try_assign_slots(self, request: EngineRequest) -> bool:
+        """Give a request its slots; if that raises, only this request fails and its slots are freed."""
+        try:
+            self._assign_slots(request)
+        except Exception as error:
+            for slot in request.slots:
+                self.request_of[slot] = None
+            self.slots.free(request.slots)
+            request.failure, request.state = error, RequestState.FINISHED
+            self.failed.append(request)
+            return False
+        return True
+
+    def _assign_slots(self, request: EngineRequest) -> None:
+        """Give a request its slots and write the settings of each sample into them."""
+        slots, spec = self.slots, request.spec
+        params, prompt = spec.sampling, spec.prompt_ids
         slots.reserve(request.end)
-        seats = request.slots = slots.take(asked.n)
-        arrival = next(self._arrivals) * _MEMBERS
+        seats = request.slots = slots.allocate(spec.n)
+        arrival = next(self._arrivals) * _MAX_SAMPLES
         is_greedy = params.temperature == 0
         inv_temperature = 1.0 if is_greedy else 1 / params.temperature
         top_k = params.top_k or np.iinfo(np.int64).max
         is_filtered = not is_greedy and (params.top_k is not None or params.top_p < 1 or params.min_p > 0)
         for member, slot in enumerate(seats):
             slots.rows[slot] = (
-                _RESERVED if member else _PREEMPTED, arrival + member, len(prompt), len(prompt), 0, 0,
+                _RESERVED if member else _PREEMPTED, arrival + member, 0, len(prompt), len(prompt), 0, 0,
                 request.end, member, stream_key(request.seed, member), inv_temperature, is_greedy, top_k,
                 params.top_p, params.min_p, is_filtered, request.watcher is not None,
                 POLICY if request.adapter is None else request.adapter.id,
             )  # fmt: skip
             self.request_of[slot] = request
+            if self.returns_supports and is_filtered:
+                self.supports[slot] = []
         slots.tokens[seats, : len(prompt)] = prompt
         slots.set_stop_ids(seats, request.stop_ids)
         request.state = RequestState.RUNNING
-        request.num_open = asked.n
-        request.completions, request.stop_reasons = [None] * asked.n, [None] * asked.n
-        salt = f"version {self.version}" if asked.cache_salt is None else f"salt {asked.cache_salt}"
+        request.num_open = spec.n
+        request.completions, request.stop_reasons = [None] * spec.n, [None] * spec.n
+        salt = f"version {self.version}" if spec.cache_salt is None else f"salt {spec.cache_salt}"
         if request.adapter is not None:
             salt = f"{request.adapter.salt} of version {self.version}, {salt}"
         request.hash_seed = blake2b(salt.encode(), digest_size=16).digest()
@@ -323,24 +384,28 @@ class Scheduler:
             request.prompt_hashes = chain_hashes(request.hash_seed, prompt, self.block_size)
 
     def _admit(self, slot: int, budget: int, num_admitted: int) -> int:
-        """Give a slot the blocks of its first chunk, known ones first; returns its tokens, 0: no room."""
+        """Give a slot the blocks of its first chunk, cached ones first.
+
+        Returns the tokens that it computes in this step; 0 if too few blocks are free.
+        """
         slots, pool, request = self.slots, self.pool, self.request_of[slot]
         length = int(slots.num_tokens[slot])
-        known = np.empty(0, np.int64)
-        if pool.is_caching and not (request.request.prompt_logprobs and not request.is_forked):
-            known = pool.lookup(self._hashes(slot, length - 1))
-        cached = len(known) * self.block_size
+        found = np.empty(0, np.int64)
+        if pool.is_caching and not (request.spec.prompt_logprobs and not request.is_forked):
+            found = pool.lookup(self._hashes(slot, length - 1))
+        cached = len(found) * self.block_size
         count = min(length - cached, budget)
-        need = -(-(cached + count) // self.block_size) - len(known)
-        idle_known = int((pool.refs[known] == 0).sum())
-        spare = pool.num_usable // 100 if len(self.running) + num_admitted else 0
-        if need + spare > pool.num_free - idle_known:
+        need = -(-(cached + count) // self.block_size) - len(found)
+        num_found_free = int((pool.refs[found] == 0).sum())
+        reserve = pool.num_usable // 100 if len(self.running) + num_admitted else 0
+        if need + reserve > pool.num_free - num_found_free:
             return 0
-        pool.share(known)
-        slots.blocks[slot, : len(known)] = known
-        slots.blocks[slot, len(known) : len(known) + need] = pool.take(need)
-        slots.num_blocks[slot] = len(known) + need
+        pool.share(found)
+        slots.blocks[slot, : len(found)] = found
+        slots.blocks[slot, len(found) : len(found) + need] = pool.allocate(need)
+        slots.num_blocks[slot] = len(found) + need
         slots.num_computed[slot] = cached
+        slots.allocation_id[slot] = next(self._allocation_ids)
         slots.state[slot] = _RUNNING
         self._count[slot] = count
         if request.started_s is None:
@@ -350,22 +415,22 @@ class Scheduler:
     def _hashes(self, slot: int, length: int) -> list[bytes]:
         """Hashes of the full blocks among the first `length` tokens."""
         request, full = self.request_of[slot], length // self.block_size
-        known = request.prompt_hashes[:full]
-        if full > len(known):
-            tail = self.slots.tokens[slot, len(known) * self.block_size : full * self.block_size]
-            seed = known[-1] if known else request.hash_seed
-            known = known + chain_hashes(seed, np.ascontiguousarray(tail), self.block_size)
-        return known
+        hashes = request.prompt_hashes[:full]
+        if full > len(hashes):
+            tail = self.slots.tokens[slot, len(hashes) * self.block_size : full * self.block_size]
+            seed = hashes[-1] if hashes else request.hash_seed
+            hashes = hashes + chain_hashes(seed, np.ascontiguousarray(tail), self.block_size)
+        return hashes
 
-    def _count_admission(self, request: Request, cached: int) -> None:
+    def _count_admission(self, request: EngineRequest, cached: int) -> None:
         request.started_s = time.monotonic()
         request.cached_tokens = cached
-        prompt = len(request.request.prompt_ids)
+        prompt = len(request.spec.prompt_ids)
         self.counters.prompt_tokens += prompt
         self.counters.prefix_queries += prompt
         self.counters.prefix_hits += cached
 
-    def _plan(self) -> Plan | None:
+    def _build_plan(self) -> StepPlan | None:
         run = self.running
         count = self._count[run]
         if not (count > 0).all():
@@ -373,10 +438,15 @@ class Scheduler:
         if not len(run):
             return None
         start = self.slots.num_computed[run]
-        return Plan(run, start, count, start + count == self.slots.num_tokens[run])
+        is_last = start + count == self.slots.num_tokens[run]
+        is_decode = bool(is_last.all()) and int(count.max()) == 1
+        if is_decode:
+            room = self.slots.num_blocks[run] * self.block_size - (start + count)
+            self._num_free_positions = int(room.min())
+        return StepPlan(run, start, count, is_last, is_decode)
 
     def _register(self, slot: int) -> None:
-        """Make the sampled full blocks of a slot findable: the next turn of a dialogue begins with them."""
+        """Register the full blocks of a slot's reply: the next turn of a dialogue begins with them."""
         computed, num_prompt = int(self.slots.num_computed[slot]), int(self.slots.num_prompt[slot])
         num_full, num_prompt_full = computed // self.block_size, num_prompt // self.block_size
         if not self.pool.is_caching or num_full <= num_prompt_full:
@@ -386,13 +456,13 @@ class Scheduler:
             self.pool.register(int(self.slots.blocks[slot, b]), hashes[b])
 
     def _release(self, released: np.ndarray) -> None:
-        """Give back the blocks of these slots."""
+        """Release the blocks of these slots."""
         slots = self.slots
-        held = slots.num_blocks[released]
-        most = int(held.max())
+        num_blocks = slots.num_blocks[released]
+        most = int(num_blocks.max())
         if most:
             tables = slots.blocks[released, :most]
-            self.pool.release(tables[np.arange(most) < held[:, None]])
+            self.pool.release(tables[np.arange(most) < num_blocks[:, None]])
             slots.blocks[released, :most] = 0
             slots.num_blocks[released] = 0
 
@@ -400,7 +470,7 @@ class Scheduler:
         order = self.slots.order[run]
         self.running = run if (np.diff(order) > 0).all() else run[np.argsort(order)]
 
-    def _completion(self, slot: int, request: Request, reason: str) -> Completion:
+    def _completion(self, slot: int, request: EngineRequest, reason: str) -> Completion:
         slots = self.slots
         start, stop = int(slots.num_prompt[slot]), int(slots.num_tokens[slot])
         versions = slots.versions[slot, start:stop]
@@ -411,20 +481,27 @@ class Scheduler:
             versions=version_spans(versions),
             cached_tokens=request.cached_tokens,
             prompt_logprobs=request.prompt_logprobs,
-            routed_experts=self._routed_experts(slot, request.request.routed_experts_start),
+            routed_experts=self._routed_experts(slot, request.spec.routed_experts_start),
+            support=self._support(slot),
         )
 
+    def _support(self, slot: int) -> Support | None:
+        """The tokens that each token of the reply was sampled from; None if nothing was filtered."""
+        if not (self.returns_supports and self.slots.is_filtered[slot]):
+            return None
+        return Support.of(self.supports.pop(slot))
+
     def _routed_experts(self, slot: int, start: int) -> np.ndarray | None:
-        """The experts that computed each token of prompt and reply, from `start` on."""
-        if self.routes is None:
+        """The experts that computed each token of prompt and reply, from token `start` on."""
+        if self.expert_choices is None:
             return None
         slots = self.slots
         computed, length = int(slots.num_computed[slot]), int(slots.num_tokens[slot])
-        return self.routes.read(slots.blocks[slot], start, computed, length)
+        return self.expert_choices.read(slots.blocks[slot], start, computed, length)
 
 
 def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Runs of equal version."""
+    """Group the tokens of a completion into runs of equal version."""
     if not len(versions):
         return ()
     if versions[0] == versions[-1]:  # versions only grow

@@ -1,7 +1,9 @@
-"""The sequences' state as arrays, one row a slot, so that a step works on all of them at once.
+"""The state of all sequences as arrays with a row per slot; a step works on all rows at once.
 
-A slot is FREE -> RESERVED (a sample that waits for its group's prefill) -> RUNNING <-> PREEMPTED -> FREE; a
-group's first sample starts as PREEMPTED, i.e. it has tokens but no blocks. Only scheduler.py moves slots.
+    FREE -> RESERVED -> RUNNING <-> PREEMPTED -> FREE
+
+RESERVED is a sample that waits for the prefill of its request. The first sample of a request starts as PREEMPTED: it
+has tokens but no blocks. Only scheduler.py changes states.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 
-class SlotState(IntEnum):
+class SequenceState(IntEnum):
     FREE = 0
     RESERVED = 1
     RUNNING = 2
@@ -21,28 +23,29 @@ class SlotState(IntEnum):
 _ROW = np.dtype(
     [
         ("state", np.int8),
-        ("order", np.int64),  # arrival; smaller is served first and preempted last
+        ("order", np.int64),  # of arrival; the smallest is served first and preempted last
+        ("allocation_id", np.int64),  # a new number whenever the slot is given blocks
         ("num_prompt", np.int64),
         ("num_tokens", np.int64),  # prompt + sampled
         ("num_computed", np.int64),  # tokens whose keys and values are in the cache
         ("num_blocks", np.int64),
-        ("end", np.int64),  # num_tokens at which the sequence has its full length
-        ("member", np.int64),
-        ("key", np.uint64),  # of the random numbers
+        ("end", np.int64),  # num_tokens at which the sequence is cut off
+        ("member", np.int64),  # which sample of its request, from 0
+        ("key", np.uint64),  # key of its random numbers
         ("inv_temperature", np.float32),
         ("is_greedy", np.bool_),
         ("top_k", np.int64),
         ("top_p", np.float32),
         ("min_p", np.float32),
-        ("is_filtered", np.bool_),  # top_k, top_p or min_p is in force
-        ("is_watched", np.bool_),  # somebody reads tokens one by one: stop strings, streaming
-        ("adapter", np.int32),  # id of the adapter; 0: the engine's own model
+        ("is_filtered", np.bool_),  # by top_k, top_p or min_p
+        ("is_watched", np.bool_),  # a TokenWatcher reads its tokens: stop strings, streaming
+        ("adapter", np.int32),  # id of the adapter; 0 for the engine's own model
     ]
 )
 
 
-class Slots:
-    """Arrays over slots; columns (tokens, blocks) grow as longer sequences come."""
+class SequenceSlots:
+    """Arrays over slots; columns (tokens, blocks) are added when longer sequences arrive."""
 
     def __init__(self, capacity: int, max_len: int, block_size: int) -> None:
         self.capacity, self.max_len, self.block_size = capacity, max_len, block_size
@@ -50,6 +53,7 @@ class Slots:
         self.rows = rows
         self.state = rows["state"]
         self.order = rows["order"]
+        self.allocation_id = rows["allocation_id"]
         self.num_prompt = rows["num_prompt"]
         self.num_tokens = rows["num_tokens"]
         self.num_computed = rows["num_computed"]
@@ -73,13 +77,14 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
-        taken = self._free[-count:][::-1]
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free slots; the caller has checked that there are so many."""
+        allocated = self._free[-count:][::-1]
         del self._free[-count:]
-        return taken
+        return allocated
 
     def free(self, slots: list[int]) -> None:
-        self.state[slots] = SlotState.FREE
+        self.state[slots] = SequenceState.FREE
         self._free.extend(slots)
 
     def reserve(self, length: int) -> None:

@@ -1,8 +1,8 @@
-"""[inference] as a command line and an environment of vLLM's: pure data, without vLLM.
+"""[inference] as a command line and an environment for vLLM; does not import vLLM.
 
-First-class keys become their options, `vllm_extra` any other, in place of a default of ours where it names one; what
-training relies on nobody else may set. On a CPU the options are those with which vLLM
-was measured to start fastest there: no compilation, one process, one thread, a small cache.
+Our own keys become vLLM's options. `vllm_extra` adds other options and may override a default of ours, but not an
+option on which training relies. On a CPU the options are those with which vLLM started fastest in measurements: no
+compilation, one process, one thread, a small cache.
 """
 
 from __future__ import annotations
@@ -12,59 +12,79 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.config.inference import InferenceSection
-from stretto.config.vllm_flags import arguments, option_of
+from stretto.config.flags.table import option_of
+from stretto.config.flags.vllm import VLLM
+from stretto.config.sections.inference import KEY_VAR, InferenceSection
+from stretto.config.sections.model import dtype_on
 
 CPU_BLOCK_SIZE = 32
-"""vLLM's CPU attention takes multiples of 32 only."""
+"""vLLM's CPU attention supports multiples of 32 only."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_CACHE_TOKENS = 65_536
 BYTES = {"float32": 4, "bfloat16": 2}
 WEIGHTS_BACKEND = "stretto"
 """Name of our engine in vLLM's registry of weight transfers."""
 CHOICES_VARIABLE = "STRETTO_ROUTED_EXPERTS"
-"""Set: choices.py captures which experts tokens take."""
+"""If set, patches/choices.py records which experts compute each token."""
+CPU_EXPERTS_VARIABLE = "STRETTO_CPU_EXPERTS"
+"""If set, a mixture runs on several CPU processes (data or expert parallel); see patches/experts.py."""
+CPU_STAGES_VARIABLE = "STRETTO_CPU_STAGES"
+"""If set, the stages of a pipeline are CPU processes; see patches/stages.py."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those vLLM has kernels for."""
+"""The ranks for which vLLM has kernels."""
 PLAIN_EXPERTS_VARIABLE = "STRETTO_PLAIN_EXPERTS"
-"""Set: there are adapters, none of them of experts; see adapters.py."""
+"""If set, adapters are served, and none has weights for experts; see patches/adapters.py."""
+BACKEND_OPTION = "all2all_backend"
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Keys of config.json that hold the number of experts."""
+SUPPORTS_VARIABLE = "STRETTO_SAMPLING_MASK"
+"""If set (to cpu or gpu), patches/supports.py returns the tokens that each token was sampled from."""
+WAITING_VARIABLE = "STRETTO_MAX_WAITING"
+"""Requests that may wait in one server process; see guard.py."""
 WORKER = "stretto.inference.vllm.worker.WorkerExtension"
 
 
 @dataclass(frozen=True)
 class Command:
-    """Words after `vllm serve`, and variables to set before vLLM is imported."""
+    """Words after `vllm serve`, and environment variables to set before vLLM is imported."""
 
     words: tuple[str, ...]
     env: dict[str, str]
 
 
-def command(section: InferenceSection, directory: Path, *, is_cpu: bool) -> Command:
-    """The vLLM server of a section for the model in `directory`.
+def build_command(section: InferenceSection, directory: Path, *, is_cpu: bool) -> Command:
+    """The command that serves the model in `directory` as `section` says.
 
-    Raises: ConfigError for an option that vLLM does not have or that is not the user's to set, and for what
-    vLLM cannot run on a CPU.
+    Raises: ConfigError for an option that vLLM does not have or that the user may not set, and for a setting that
+    vLLM does not support on a CPU.
     """
-    own = _on_cpu(section, directory) if is_cpu else _on_gpu(section)
-    own = {
+    options = _on_cpu(section, directory) if is_cpu else _on_gpu(section)
+    options = {
         "model": str(directory),
         "served_model_name": section.served_model_name or section.model,
         "host": section.server.host,
         "port": section.server.port,
-        "dtype": section.dtype,
+        "dtype": dtype_on(section.dtype, is_gpu=not is_cpu),
         "max_model_len": section.max_model_len,
         "max_num_seqs": section.max_num_seqs,
         "max_num_batched_tokens": section.max_num_batched_tokens,
+        # vLLM's number includes the running requests of all ranks.
+        "max_num_queued_reqs": section.server.max_waiting_requests
+        + section.max_num_seqs * section.parallel.dp,
         "enable_prefix_caching": section.enable_prefix_caching,
         "tensor_parallel_size": section.parallel.tp,
+        "pipeline_parallel_size": section.parallel.pp if section.parallel.pp > 1 else None,
         "data_parallel_size": section.parallel.dp if section.parallel.dp > 1 else None,
-        "enable_expert_parallel": section.enable_expert_parallel or None,
+        # One HTTP process must know all adapters and all requests to abort; a headless node has no HTTP process.
+        "api_server_count": None if section.vllm_extra.get("headless") is True else 1,
+        "enable_expert_parallel": _spreads_experts(section, directory) or None,
         "enable_return_routed_experts": section.enable_return_routed_experts or None,
+        "return_sampling_mask": section.enable_return_sampling_mask or None,
         "enable_dbo": section.enable_dbo or None,
         "enable_eplb": section.enable_eplb or None,
         "seed": section.seed,
-        # What training needs of it: token routes, logprobs of what was sampled from, no sampling defaults
-        # that come from the model's files, weights by our transports.
+        # Training needs token routes, logprobs of the processed distribution, no sampling defaults from the
+        # model's files, and weights by our transports.
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "logprobs_mode": "processed_logprobs",
@@ -72,55 +92,55 @@ def command(section: InferenceSection, directory: Path, *, is_cpu: bool) -> Comm
         "weight_transfer_config": {"backend": WEIGHTS_BACKEND},
         "worker_extension_cls": WORKER,
         "disable_uvicorn_access_log": True,
-        **_adapters(section, is_cpu=is_cpu),
-        **own,
+        "log_error_stack": False,  # for refused requests; the development routes turn it on
+        **_adapter_options(section, is_cpu=is_cpu),
+        **options,
     }
+    extra = section.vllm_extra
+    if BACKEND_OPTION in extra and not _spreads_experts(section, directory):
+        extra = {name: value for name, value in extra.items() if name != BACKEND_OPTION}
     for name in section.vllm_extra:
-        if (reason := OURS.get(option_of(name))) is not None:
-            raise ConfigError(f"inference.vllm_extra.{name} is not yours to set: {reason}; leave it out")
-    given = {option_of(name) for name in section.vllm_extra}
+        VLLM.refuse_reserved(name, f"inference.vllm_extra.{name}")
+    overridden = {option_of(name) for name in extra}
     line: list[str] = []
-    for name, value in own.items():
-        if option_of(name) not in given:
-            line += arguments(name, value, "inference")
-    for name, value in section.vllm_extra.items():
-        line += arguments(name, value, f"inference.vllm_extra.{name}")
+    for name, value in options.items():
+        if option_of(name) not in overridden:
+            line += VLLM.arguments(name, value, "inference")
+    for name, value in extra.items():
+        line += VLLM.arguments(name, value, f"inference.vllm_extra.{name}")
     env = _environment(section, is_cpu=is_cpu)
     return Command(tuple(line), env)
 
 
-OURS = {
-    "--enable-scale-out": "rollouts use the token routes",
-    "--logprobs-mode": "the trainer needs the logprobs of the distribution that was sampled from",
-    "--weight-transfer-config": "new weights come by the transport that [weight_broadcast] names",
-    "--worker-extension-cls": "new weights and the liveness check need stretto's",
-    "--model": "the key is inference.model",
-    "--host": "the key is inference.server.host",
-    "--port": "the key is inference.server.port",
-    "--api-key": "the key is inference.api_key",
-    "--enable-lora": "the section is inference.lora",
-    "--max-loras": "the key is inference.lora.max_loras",
-    "--max-cpu-loras": "as many are held as inference.lora.max_loras allows",
-    "--max-lora-rank": "the key is inference.lora.max_lora_rank",
-    "--lora-target-modules": "the key is inference.lora.target_modules",
-    "--lora-modules": "adapters are loaded by /v1/load_lora_adapter, which checks them",
-}
-"""Options nobody else may set, and why."""
+def _spreads_experts(section: InferenceSection, directory: Path) -> bool:
+    """Whether experts are spread over ranks: as set, else if an all-to-all backend is set."""
+    if section.enable_expert_parallel is not None:
+        return section.enable_expert_parallel
+    return BACKEND_OPTION in section.vllm_extra and has_experts(directory)
 
 
-def _adapters(section: InferenceSection, *, is_cpu: bool) -> dict[str, object]:
-    """Options of [inference.lora]. Slots are one more than adapters, and the output head has none: adapters.py."""
+def has_experts(directory: Path) -> bool:
+    """Whether the model in a directory is a mixture of experts."""
+    found = json.loads((directory / "config.json").read_text())
+    return any((found | found.get("text_config", {})).get(key) for key in EXPERT_COUNTS)
+
+
+def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, object]:
+    """vLLM's options for [inference.lora].
+
+    patches/adapters.py explains why there is one slot more than adapters, and why the output head has none.
+    """
     if (lora := section.lora) is None:
         return {}
     if is_cpu and "experts" in lora.target_modules:
         raise ConfigError(
-            "inference.lora.target_modules: on a CPU vLLM serves no adapters of experts; leave `experts` out, or use "
+            "inference.lora.target_modules: on a CPU vLLM serves no adapters of experts; remove `experts`, or use "
             'inference.engine = "embedded"'
         )
     if "lm_head" in lora.target_modules:
         raise ConfigError(
-            "inference.lora.target_modules: the output head, lm_head, has no adapter: with one, vLLM fails when "
-            "log-probabilities of prompts are asked for. Leave it out"
+            "inference.lora.target_modules: the output head, lm_head, cannot have an adapter: with one, vLLM fails "
+            "when log-probabilities of prompts are requested; remove it"
         )
     return {
         "enable_lora": True,
@@ -132,51 +152,57 @@ def _adapters(section: InferenceSection, *, is_cpu: bool) -> dict[str, object]:
 
 
 def _on_gpu(section: InferenceSection) -> dict[str, object]:
-    own: dict[str, object] = {"gpu_memory_utilization": section.gpu_memory_utilization}
+    options: dict[str, object] = {"gpu_memory_utilization": section.gpu_memory_utilization}
+    if dtype_on(section.dtype, is_gpu=True) == "bfloat16":
+        # The trainer never rounds its logits; rounded logits would be another distribution.
+        options["hf_overrides"] = {"head_dtype": "float32"}
     if section.block_size is not None:
-        own["block_size"] = section.block_size
+        options["block_size"] = section.block_size
     if section.enforce_eager:
-        own["enforce_eager"] = True
+        options["enforce_eager"] = True
     if section.kv_cache_tokens is not None:
-        own["num_gpu_blocks_override"] = max(section.kv_cache_tokens // (section.block_size or 16), 1)
-    return own
+        options["num_gpu_blocks_override"] = max(section.kv_cache_tokens // (section.block_size or 16), 1)
+    return options
 
 
 def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
     block = section.block_size or CPU_BLOCK_SIZE
     if block % CPU_BLOCK_SIZE:
         raise ConfigError(
-            f"inference.block_size = {block}: on a CPU vLLM takes multiples of {CPU_BLOCK_SIZE}; leave it out"
+            f"inference.block_size = {block}: on a CPU vLLM supports multiples of {CPU_BLOCK_SIZE} only; remove it"
         )
-    cache = _Cache.of(directory)
+    cache = _CacheShape.of(directory)
     if cache.head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
-            f"{directory}: its attention heads have {cache.head_dim} dimensions; on a CPU vLLM takes "
-            f'{", ".join(map(str, CPU_HEAD_DIMS))}. Use inference.engine = "embedded".'
+            f"{directory}: its attention heads have {cache.head_dim} dimensions; on a CPU vLLM supports "
+            f'{", ".join(map(str, CPU_HEAD_DIMS))} only. Use inference.engine = "embedded".'
         )
     tokens = section.kv_cache_tokens or CPU_CACHE_TOKENS
-    own: dict[str, object] = {
+    options: dict[str, object] = {
         "block_size": block,
-        "enable_return_routed_experts": None,  # of GPUs; choices.py does it here
-        "kv_cache_memory_bytes": tokens * cache.numbers_per_token * BYTES[section.dtype],
-        # A prompt that is read in parts takes a step back in its random numbers, which CPU generators cannot.
+        "enable_return_routed_experts": None,  # works on GPUs only; patches/choices.py does it here
+        "return_sampling_mask": None,  # works on GPUs only; patches/supports.py does it here
+        "kv_cache_memory_bytes": tokens
+        * cache.numbers_per_token
+        * BYTES[dtype_on(section.dtype, is_gpu=False)],
+        # vLLM rewinds the random generator for a prompt in chunks, which CPU generators cannot do.
         "enable_chunked_prefill": False,
         "enforce_eager": True if section.enforce_eager is None else section.enforce_eager or None,
     }
-    if section.parallel.tp == 1:
-        own["distributed_executor_backend"] = "uni"
-    return own
+    if section.parallel.gpus_per_rank == 1:
+        options["distributed_executor_backend"] = "uni"
+    return options
 
 
 @dataclass(frozen=True)
-class _Cache:
+class _CacheShape:
     """Shape of a model's keys and values."""
 
     head_dim: int
     numbers_per_token: int  # keys and values, all heads, all layers
 
     @classmethod
-    def of(cls, directory: Path) -> _Cache:
+    def of(cls, directory: Path) -> _CacheShape:
         cfg = json.loads((directory / "config.json").read_text())
         heads = cfg.get("num_key_value_heads") or cfg["num_attention_heads"]
         head_dim = cfg.get("head_dim") or cfg["hidden_size"] // cfg["num_attention_heads"]
@@ -189,19 +215,26 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
         "VLLM_PLUGINS": "stretto",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        WAITING_VARIABLE: str(section.server.max_waiting_requests),
     }
     if section.lora is not None and "experts" not in section.lora.target_modules:
         env[PLAIN_EXPERTS_VARIABLE] = "1"
+    if section.enable_return_sampling_mask:
+        env[SUPPORTS_VARIABLE] = "cpu" if is_cpu else "gpu"
     if section.api_key is not None:
-        env["VLLM_API_KEY"] = section.api_key  # not a word of the command line, which everybody can read
+        env[KEY_VAR] = section.api_key  # not on the command line, which every user of the machine can read
     if is_cpu:
         threads = section.num_threads or 1
         env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
         if section.enable_return_routed_experts:
             env[CHOICES_VARIABLE] = "1"
-        if section.parallel.tp == 1:
+        if section.parallel.dp > 1 or section.enable_expert_parallel:
+            env[CPU_EXPERTS_VARIABLE] = "1"
+        if section.parallel.pp > 1:
+            env[CPU_STAGES_VARIABLE] = "1"
+        if section.parallel.gpus_per_rank == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if section.parallel.dp == 1 else "1"
         else:
-            # One core a worker, counted from the first: vLLM's own choice wants a NUMA node for each.
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(section.parallel.tp))
+            # One core per worker, from the first core on: vLLM's own choice needs a NUMA node for each worker.
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(section.parallel.gpus_per_rank)))
     return env

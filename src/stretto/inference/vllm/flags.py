@@ -1,6 +1,6 @@
-"""The options of the installed vLLM as the table that config/vllm_flags.py reads.
+"""Print the options of the installed vLLM as the table that config/flags/table.py reads.
 
-    python -m stretto.inference.vllm.flags > src/stretto/config/vllm_flags.json
+    python -m stretto.inference.vllm.flags > src/stretto/config/flags/vllm.json
 
 A test compares the file with the parser of the vLLM that is installed.
 """
@@ -11,11 +11,11 @@ import argparse
 
 import msgspec
 
-from stretto.config.vllm_flags import Flag, Table
+from stretto.config.flags.table import Flag, Table
 
 
 def read_installed() -> Table:
-    """The options of the vLLM that is installed here."""
+    """The options of the installed vLLM."""
     import vllm
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser

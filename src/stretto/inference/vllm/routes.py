@@ -1,30 +1,40 @@
-"""Routes that stretto adds to vLLM's server: liveness that asks the workers, and abort by our own request ids.
+"""Routes that stretto adds to vLLM's server: liveness of workers, admission, abort, world size.
 
-vLLM's /health says that the HTTP process lives, also over an engine that is dead or hangs. Everything else of
-the contract in transports/engine/api.py are vLLM's own routes.
+vLLM's /health says only that the HTTP process lives, even if the engine is dead or hangs. All other routes of the
+contract in transports/engine/api.py are vLLM's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from stretto.config.engines import ADMITTED, HOLD_VAR
-from stretto.inference.vllm.adapters import Limits, guard
+from stretto.config.sections.engines import ADMITTED, HOLD_VAR, PEERS_VAR
+from stretto.config.sections.inference import KEY_VAR
+from stretto.inference.vllm.command import WAITING_VARIABLE
+from stretto.inference.vllm.guard import Guard
+from stretto.inference.vllm.patches.adapters import AdapterLimits, enforce_limits
+from stretto.inference.vllm.peers import Peers
+from stretto.inference.vllm.worker import num_workers
 from stretto.transports.engine import api
 
 LIVENESS_TIMEOUT_S = 10.0
 _ID_PREFIX = "generate-tokens-"
-"""vLLM's own name for a request of the generate route begins so."""
+"""Prefix of vLLM's internal ids for requests of the generate route."""
 
 router = APIRouter()
-clients: list[Any] = []
-"""The engines of this process, one."""
+failures: list[bool] = []
+"""For each call of the engine's shutdown, whether it had failed before; only the first entry is reliable."""
+peers = Peers(os.environ.get(PEERS_VAR, "").split())
+"""The other nodes of an engine over several nodes."""
+engine_callbacks: list[Callable[[], None]] = []
+"""Called when the engine is ready, and before it shuts down."""
 
 
 @router.get(api.LIVENESS)
@@ -37,28 +47,42 @@ async def liveness(request: Request) -> JSONResponse:
             await client.collective_rpc("stretto_is_alive")
     except TimeoutError:
         return _error(f"a worker did not answer in {LIVENESS_TIMEOUT_S:g} s", 503)
-    except Exception as error:  # whatever a dead engine raises
+    except Exception as error:  # a dead engine may raise anything
         return _error(f"{type(error).__name__}: {error}", 500)
     return JSONResponse({"status": "ok"})
 
 
 @router.get(ADMITTED)
 async def admitted(request: Request) -> JSONResponse:
-    """200 when this engine is healthy and holds the run's weights: what a router asks."""
+    """200 if this engine is healthy and, in a run, holds the run's weights; routers call this."""
     client = request.app.state.engine_client
     try:
         await client.check_health()
         version = await client.get_weight_version()
-    except Exception as error:  # whatever a dead engine raises
+    except Exception as error:  # a dead engine may raise anything
         return _error(f"{type(error).__name__}: {error}", 503)
     if os.environ.get(HOLD_VAR) and version == "default":
-        return _error("this engine waits for the run's weights", 503)
+        return _error("this engine is waiting for the run's weights", 503)
     return JSONResponse({"status": "ok"})
+
+
+@router.get(api.WORLD_SIZE)
+async def world_size(request: Request) -> JSONResponse:
+    """The number of processes behind this address that receive weights.
+
+    vLLM's own route counts the processes of all nodes. Servers that return the same `engine` are nodes of one engine:
+    their ranks compute every step together.
+    """
+    config = request.app.state.engine_client.vllm_config
+    parallel, name = config.parallel_config, None
+    if parallel.local_engines_only and config.model_config.is_moe:
+        name = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
+    return JSONResponse({"world_size": num_workers(parallel), "engine": name})
 
 
 @router.post(api.ABORT)
 async def abort(request: Request) -> JSONResponse:
-    """End these requests of the generate route, by the ids they were sent with; none given: all."""
+    """End requests of the generate route by the ids in the body; all requests if there are none."""
     body = await request.body()
     try:
         ids = api.decode_json(body, api.AbortBody).request_ids if body else None
@@ -78,17 +102,35 @@ def _error(message: str, status: int) -> JSONResponse:
 
 
 class Routes:
-    """vLLM's protocol of an endpoint plugin."""
+    """Our endpoint plugin; vLLM calls its methods by these names."""
 
     name = "stretto"
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
         app.include_router(router)
+        waiting = os.environ.get(WAITING_VARIABLE)
+        key = os.environ.get(KEY_VAR) or None
+        app.add_middleware(Guard, key=key, max_waiting=None if waiting is None else int(waiting))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Routes reach the engine through the app; launch.py asks it at the end whether it has failed."""
-        clients.append(engine_client)
+        """Called when the engine is ready: hooks into its shutdown, watches peers, limits adapters."""
+        end = engine_client.shutdown
+
+        def shutdown(*args: Any, **kwargs: Any) -> None:
+            if not failures and engine_client.errored:
+                peers.find_lost()
+            failures.append(engine_client.errored)
+            for call in engine_callbacks:
+                call()
+            end(*args, **kwargs)
+
+        engine_client.shutdown = shutdown
+        for call in engine_callbacks:
+            call()
+        # Only the ranks of a mixture compute together; other ranks are independent engines.
+        if peers.urls and engine_client.vllm_config.model_config.is_moe:
+            self._watching = asyncio.create_task(peers.watch())
         if args.enable_lora:
             targets = tuple(args.lora_target_modules or ())
-            guard(Limits(args.max_loras - 1, args.max_lora_rank, targets, Path(args.model)))
+            enforce_limits(AdapterLimits(args.max_loras - 1, args.max_lora_rank, targets, Path(args.model)))

@@ -1,16 +1,17 @@
-"""New weights for a running vLLM: our transports behind vLLM's own four routes.
+"""Load new weights into a running vLLM: our transports behind vLLM's own four routes.
 
     /init_weight_transfer_engine -> /start_weight_update -> /update_weights -> /finish_weight_update
 
-`update_weights` is given a WeightManifest; whoever published it says how it is read. Tensors have Hugging Face
-names and shapes; vLLM's own loader splits, stacks and shards them for this worker.
+`update_weights` receives a WeightManifest, which says how the weights are read. Tensors have Hugging Face names and
+shapes; vLLM's own loader splits, stacks and shards them for this worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,31 +23,37 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from stretto.base.errors import ConfigError
-from stretto.models.hub import load_config, read_tensors, table_of
-from stretto.models.lora import Adapter, merge
+from stretto.inference.vllm.base import BaseWeights
+from stretto.inference.vllm.worker import worker_index
 from stretto.records.weights import AdapterInfo, WeightGroup, WeightManifest
 from stretto.transports.weights import receive
-from stretto.transports.weights.layout import Named
+from stretto.transports.weights.layout import NamedTensor
 
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """Transports that are described by their manifests need no meeting before the first update."""
+    """Empty: a manifest describes its transport, so nothing is set up before the first update."""
 
 
 @dataclass
 class ManifestInfo(WeightTransferUpdateInfo):
-    """The body of one update: a WeightManifest as JSON has it."""
+    """The body of one update: a WeightManifest and a WeightGroup, decoded from JSON."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
     group: dict[str, Any] | None = None
 
 
 class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
-    """One worker's end of any weight transport."""
+    """The worker's side of every weight transport; vLLM calls its methods by these names."""
 
     init_info_cls = NoInitInfo
     update_info_cls = ManifestInfo
+    _base: BaseWeights | None = None
+    """For runs that train an adapter."""
+    _is_replaced = False
+    """Whether the model's weights differ from those of its directory."""
+    _kernels: Mapping[Any, Any] = MappingProxyType({})
+    """During an update on a CPU: the kernels of the mixtures before it."""
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         pass
@@ -55,11 +62,11 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if self.device.type == "cpu":
-            _forget_cpu_kernels(self.model)
+            self._kernels = _forget_cpu_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """The base class's, which synchronises an accelerator that a CPU has not."""
+        """As in the base class, which would also synchronise an accelerator on a CPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -67,34 +74,43 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
     def receive_weights(self, update_info: ManifestInfo) -> None:
         manifest = msgspec.convert(update_info.manifest, WeightManifest)
         group = None if update_info.group is None else msgspec.convert(update_info.group, WeightGroup)
-        parallel = self.parallel_config
-        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        worker = worker_index(self.parallel_config)
         with receive(manifest, group, worker, self.device) as tensors:
-            whole = tensors if manifest.adapter is None else self._merged(manifest.adapter, tensors)
-            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in whole)
+            if manifest.adapter is None:
+                self._mark_replaced()
+            found = tensors if manifest.adapter is None else self._merge_adapter(manifest.adapter, tensors)
+            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in found)
             tensors.check_unchanged()
 
-    def _merged(self, info: AdapterInfo, tensors: Iterable[Named]) -> Iterator[Named]:
-        """The weights vLLM was started with, from their files, and the policy's adapter added to them.
+    def _merge_adapter(self, info: AdapterInfo, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Merge the policy's adapter into the weights with which vLLM was started.
 
-        Raises: ConfigError for an adapter with a name of its own: vLLM loads those by /v1/load_lora_adapter.
+        Raises: ConfigError for an adapter with a name; vLLM loads those by /v1/load_lora_adapter.
         """
         if info.name is not None:
             raise ConfigError(
-                f"adapter {info.name!r} cannot come as a weight update: vLLM serves adapters by name from a directory; "
-                "save it there and call /v1/load_lora_adapter"
+                f"adapter {info.name!r} cannot be loaded as a weight update: vLLM loads named adapters from a "
+                "directory; save it and call /v1/load_lora_adapter"
             )
-        copies = ((name, tensor.to("cpu", copy=True)) for name, tensor in tensors)
-        adapter = Adapter.from_tensors(copies, info.rank, info.scaling)
-        directory = Path(self.model_config.model)
-        table = table_of(load_config(directory))
-        adapter.check(table.shapes, str(directory))
-        return merge(read_tensors(directory), table, adapter)
+        if self._base is None:
+            self._base = BaseWeights(Path(self.model_config.model))
+            if self._is_replaced:
+                self._base.mark_all_changed()
+        return self._base.merge(tensors, info.rank, info.scaling, self.device)
+
+    def _mark_replaced(self) -> None:
+        """Note that the base model's weights are being replaced."""
+        self._is_replaced = True
+        if self._base is not None:
+            self._base.mark_all_changed()
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._kernels.items():
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel  # the update had no weights for its experts
         if self.device.type == "cpu":
             _pack_cpu_heads(self.model)
 
@@ -102,24 +118,26 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         pass
 
 
-def _forget_cpu_kernels(model: torch.nn.Module) -> None:
-    """Mixtures pack their experts again when they are loaded again.
+def _forget_cpu_kernels(model: torch.nn.Module) -> dict[Any, Any]:
+    """Remove the kernels of mixtures, so that a reload packs their experts again; returns them.
 
-    On a CPU vLLM 0.32 packs the weights of the experts once, when their kernel is made, and then computes with
-    the packed copy; a reload finds the kernel and leaves it (vllm-project/vllm issue 48312 is about reloads
-    that go wrong like this).
+    On a CPU vLLM 0.32 packs the weights of experts once, when it builds their kernel, and then computes with the
+    packed copy; a reload keeps an existing kernel, with the old weights (see vllm-project/vllm issue 48312).
     """
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    kernels = {
+        method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None) is not None
+    }
+    for method in kernels:
+        method.moe_kernel = None
+    return kernels
 
 
 def _pack_cpu_heads(model: torch.nn.Module) -> None:
-    """An output matrix that is tied to the embedding is packed again after a reload.
+    """Pack output matrices again after a reload, for those that are tied to the embedding.
 
-    On a CPU vLLM 0.32 multiplies with a packed copy, which a reload renews only where the matrix has weights of
-    its own in the checkpoint.
+    On a CPU vLLM 0.32 multiplies with a packed copy, which a reload renews only if the matrix has weights of its own in
+    the checkpoint.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

@@ -1,11 +1,28 @@
-"""What a vLLM worker can do besides: named with --worker-extension-cls and mixed into vLLM's worker class."""
+"""Methods that vLLM mixes into its worker class, and the numbering of workers.
+
+An engine over several nodes has an HTTP server on each node, and every server counts only its own workers.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def num_workers(parallel: Any) -> int:
+    """The number of workers behind one HTTP server. parallel: vLLM's ParallelConfig."""
+    ranks = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+    return ranks * parallel.world_size
+
+
+def worker_index(parallel: Any) -> int:
+    """This worker's number among those behind its HTTP server, from 0."""
+    rank = parallel.data_parallel_rank_local if parallel.local_engines_only else parallel.data_parallel_index
+    return (rank or 0) * parallel.world_size + parallel.rank
+
 
 class WorkerExtension:
-    """Methods that routes.py calls by collective_rpc."""
+    """Methods that routes.py calls by collective_rpc, under these names."""
 
     def stretto_is_alive(self) -> bool:
-        """Answered by the worker itself, so that a hung or dead one does not answer."""
+        """True; a worker that hangs or is dead does not answer."""
         return True

@@ -1,4 +1,4 @@
-"""The families our own modules compute, by `model_type`."""
+"""The families that our decoder supports (impl = "custom"), by `model_type`."""
 
 from stretto.models.families import dense, qwen3_moe
 

@@ -1,4 +1,4 @@
-"""Dense decoders: llama (and what shares its config.json), qwen2, qwen3. They differ in biases and norms."""
+"""Dense families: llama, qwen2, qwen3; they differ in biases and norms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     fields=lambda hf: {"has_qk_norm": False, "qkv_bias": True},
     to_hf=lambda cfg: {"use_sliding_window": False},
-    only=_NO_WINDOW,
+    fixed_values=_NO_WINDOW,
 )
 
 QWEN3 = Family(
@@ -34,5 +34,5 @@ QWEN3 = Family(
         "out_bias": hf.get("attention_bias", False),
     },
     to_hf=lambda cfg: {"attention_bias": cfg.qkv_bias, "use_sliding_window": False},
-    only=_NO_WINDOW,
+    fixed_values=_NO_WINDOW,
 )

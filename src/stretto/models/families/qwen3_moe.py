@@ -1,16 +1,13 @@
-"""qwen3_moe: qwen3 with a mixture of experts in (most) blocks; softmax router, no shared expert."""
+"""qwen3_moe: qwen3 with experts in (most) blocks; softmax router, no shared expert."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stretto.models.families.dense import QWEN3
 from stretto.models.family import DENSE_TP_PLAN, Family
-from stretto.models.moe import MoEShape
-from stretto.models.tensor_map import Rule
-
-if TYPE_CHECKING:
-    from stretto.models.config import ModelConfig
+from stretto.models.shape import ModelConfig, MoEShape
+from stretto.models.tensor_map import WeightRule
 
 
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
@@ -51,15 +48,15 @@ QWEN3_MOE = Family(
     fields=_fields,
     to_hf=_to_hf,
     required=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    only=QWEN3.only,
-    spellings={"num_local_experts": "num_experts"},
+    fixed_values=QWEN3.fixed_values,
+    key_aliases={"num_local_experts": "num_experts"},
     weights=(
-        Rule(
+        WeightRule(
             (f"{_MLP}.experts.gate_up_proj",),
             (f"{_MLP}.experts.{{expert}}.gate_proj.weight", f"{_MLP}.experts.{{expert}}.up_proj.weight"),
         ),
-        Rule((f"{_MLP}.experts.down_proj",), (f"{_MLP}.experts.{{expert}}.down_proj.weight",)),
-        Rule((f"{_MLP}.gate.expert_bias",), (f"{_MLP}.gate.e_score_correction_bias",)),
+        WeightRule((f"{_MLP}.experts.down_proj",), (f"{_MLP}.experts.{{expert}}.down_proj.weight",)),
+        WeightRule((f"{_MLP}.gate.expert_bias",), (f"{_MLP}.gate.e_score_correction_bias",)),
     ),
-    tp_plan=DENSE_TP_PLAN,  # experts are not in it: they are cut by expert (expert parallelism)
+    tp_plan=DENSE_TP_PLAN,  # without experts, which expert parallelism cuts by expert
 )

@@ -1,19 +1,19 @@
-"""Context parallelism: the tokens of one packed row shared out over the axis cp, attention exchanged.
+"""Context parallelism: the tokens of one packed row are split over the axis cp.
 
-ulysses: every rank attends with some of the heads to all tokens (two all-to-alls a layer); documents, shared
-prompts and kernels are those of attention.py. ring: every rank keeps its tokens, and keys and values go round;
-a rank has a piece of the beginning and its mirror image at the end of the row (zigzag), so that causal work is
-even. Rows need no padding: pieces may differ by a token. Log-probabilities come back whole, so losses over
-samples need not know.
+ulysses: every rank computes attention over all tokens for some of the heads (two all-to-alls per layer); documents,
+shared prompts and kernels are those of attention.py. ring: every rank keeps its tokens, and keys and values pass from
+rank to rank; a rank has one chunk from the first half of the row and its mirror image from the second half (zigzag),
+so that causal attention is balanced. Rows need no padding: chunks may differ by one token. Log-probabilities are
+gathered on every rank, so losses over whole samples work unchanged.
 
 Source: DeepSpeed-Ulysses, arXiv:2309.14509; Ring Attention, arXiv:2310.01889. Differs: masks follow packed
-documents, and pieces of keys no query sees are skipped.
+documents, and chunks of keys that no query sees are skipped.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,21 +23,24 @@ from torch import Tensor, nn
 from stretto.models.attention import Attend, PackedLayout
 from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.moe import Routing
-from stretto.trainer.mesh import Mesh
-from stretto.trainer.parallel.exchange import exchange, joined
-from stretto.trainer.rows import Rows
+from stretto.trainer.batch.pass_inputs import PassInputs
+from stretto.trainer.parallel.collectives import all_gather_at, all_to_all
+from stretto.trainer.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)
-class _Shares:
+class _TokenShards:
     """Which tokens of a row each rank has."""
 
-    inputs: list[Tensor]  # of each rank: its tokens, in its order
-    owner: Tensor  # of each token: its rank
-    place: Tensor  # of each token: where its rank has it
+    inputs: list[Tensor]  # per rank: indices of its tokens in the row
+    owner: Tensor  # per token: the rank that has it
+    place: Tensor  # per token: its index among the tokens of that rank
 
 
-def _share_out(num_tokens: int, degree: int, style: str, device: torch.device) -> _Shares:
+def _assign_tokens(num_tokens: int, degree: int, style: str, device: torch.device) -> _TokenShards:
     pieces = np.array_split(np.arange(num_tokens), degree if style == "ulysses" else 2 * degree)
     if style == "ring":
         pieces = [np.concatenate((pieces[i], pieces[-1 - i])) for i in range(degree)]
@@ -45,105 +48,111 @@ def _share_out(num_tokens: int, degree: int, style: str, device: torch.device) -
     for rank, piece in enumerate(pieces):
         owner[piece], place[piece] = rank, np.arange(len(piece))
     inputs = [torch.from_numpy(piece).to(device) for piece in pieces]
-    return _Shares(inputs, torch.from_numpy(owner).to(device), torch.from_numpy(place).to(device))
+    return _TokenShards(inputs, torch.from_numpy(owner).to(device), torch.from_numpy(place).to(device))
 
 
-def score(
+def compute_logprobs(
     policy: nn.Module,
-    rows: Rows,
+    inputs: PassInputs,
     mesh: Mesh,
     style: str,
     routing: Routing | None,
     chunk: int,
     *,
     entropy_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of every trained token, on every rank of cp; each computes its share.
+) -> tuple[Float[Tensor, " trained"], Float[Tensor, " trained"]]:
+    """Log-probability and entropy of every trained token, on every rank of cp.
 
-    `routing` is that of the whole row; what this rank's tokens did is added to it.
+    `routing` is for the whole row; the expert loads of this rank's tokens are added to it.
     """
-    hidden, places = _hidden(policy, rows, mesh, style, routing)
+    hidden, places = _hidden_states(policy, inputs, mesh, style, routing)
     rank, group = mesh.cp_rank, mesh.cp_group
     trained = places[rank]
     logprobs, entropy = token_logprobs(
         hidden,
         policy.output_weight,
-        rows.targets[trained],
-        rows.temperatures[trained],
+        inputs.targets[trained],
+        inputs.temperatures[trained],
         chunk,
         entropy_grad=entropy_grad,
+        support=None if inputs.support is None else inputs.support.at(trained.cpu().numpy()),
     )
-    return joined(logprobs, places, rank, group), joined(entropy, places, rank, group)
+    return all_gather_at(logprobs, places, rank, group), all_gather_at(entropy, places, rank, group)
 
 
-def values(critic: nn.Module, rows: Rows, mesh: Mesh, style: str) -> Tensor:
-    """What a critic says of the text before every trained token, on every rank of cp."""
-    hidden, places = _hidden(critic, rows, mesh, style, None)
-    return joined(head_logits(hidden, critic.output_weight).squeeze(1), places, mesh.cp_rank, mesh.cp_group)
+def compute_values(
+    critic: nn.Module, inputs: PassInputs, mesh: Mesh, style: str
+) -> Float[Tensor, " trained"]:
+    """The critic's value before every trained token, on every rank of cp."""
+    hidden, places = _hidden_states(critic, inputs, mesh, style, None)
+    return all_gather_at(
+        head_logits(hidden, critic.output_weight).squeeze(1), places, mesh.cp_rank, mesh.cp_group
+    )
 
 
-def _hidden(
-    policy: nn.Module, rows: Rows, mesh: Mesh, style: str, routing: Routing | None
+def _hidden_states(
+    policy: nn.Module, inputs: PassInputs, mesh: Mesh, style: str, routing: Routing | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states that predict this rank's trained tokens, and which trained tokens are whose."""
-    shares = _share_out(len(rows.token_ids), mesh.degrees.cp, style, rows.token_ids.device)
-    mine = shares.inputs[mesh.cp_rank]
-    owner = shares.owner[rows.rows]
-    is_here = owner == mesh.cp_rank
-    number = is_here.cumsum(0) - 1
-    owner = owner[rows.predictors]
+    """Hidden states for this rank's trained tokens, and the trained tokens of each rank."""
+    shards = _assign_tokens(len(inputs.token_ids), mesh.degrees.cp, style, inputs.token_ids.device)
+    mine = shards.inputs[mesh.cp_rank]
+    owner = shards.owner[inputs.rows]
+    is_own = owner == mesh.cp_rank
+    index_of_row = is_own.cumsum(0) - 1
+    owner = owner[inputs.predictors]
     places = [(owner == rank).nonzero().squeeze(1) for rank in range(mesh.degrees.cp)]
-    own = None
+    own_routing = None
     if routing is not None:
         replay = None if routing.replay is None else routing.replay[mine]
-        # The dictionaries of what was seen are shared with the caller's.
-        own = replace(routing, replay=replay)
-    sizes = [len(part) for part in shares.inputs]
+        # The dictionaries of loads and choices are the caller's: a replaced dataclass shares them.
+        own_routing = replace(routing, replay=replay)
+    sizes = [len(tokens) for tokens in shards.inputs]
     if style == "ulysses":
-        attend = _ulysses(rows.layout.attend, sizes, mesh)
+        attend = _ulysses(inputs.layout.attend, sizes, mesh)
     else:
-        attend = _ring(rows.layout, shares, mesh)
+        attend = _ring(inputs.layout, shards, mesh)
     hidden = policy(
-        rows.token_ids[mine],
-        rows.layout.position_ids[mine],
+        inputs.token_ids[mine],
+        inputs.layout.position_ids[mine],
         attend,
-        shares.place[rows.rows][is_here],
-        *(() if own is None else (own,)),
+        shards.place[inputs.rows][is_own],
+        *(() if own_routing is None else (own_routing,)),
     )
-    return hidden.index_select(0, number[rows.predictors[places[mesh.cp_rank]]]), places
+    return hidden.index_select(0, index_of_row[inputs.predictors[places[mesh.cp_rank]]]), places
 
 
 def _ulysses(attend: Attend, sizes: list[int], mesh: Mesh) -> Attend:
-    """`attend` over the whole row with this rank's share of the heads."""
+    """An `Attend` that calls `attend` on the whole row with this rank's share of the heads."""
     degree, group = mesh.degrees.cp, mesh.cp_group
-    here = sizes[mesh.cp_rank]
+    num_own = sizes[mesh.cp_rank]
 
-    def whole(x: Tensor) -> Tensor:
+    def gather_tokens(x: Tensor) -> Tensor:
         if x.shape[1] < degree:
             x = x.repeat_interleave(degree // x.shape[1], dim=1)
-        parts = x.unflatten(1, (degree, -1)).transpose(0, 1).flatten(0, 1)
-        return exchange(parts, sizes, [here] * degree, group)
+        by_rank = x.unflatten(1, (degree, -1)).transpose(0, 1).flatten(0, 1)
+        return all_to_all(by_rank, sizes, [num_own] * degree, group)
 
     def attend_heads(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(layer, whole(q), whole(k), whole(v))
-        back = exchange(out, [here] * degree, sizes, group)
-        return back.unflatten(0, (degree, here)).transpose(0, 1).flatten(1, 2)
+        out = attend(layer, gather_tokens(q), gather_tokens(k), gather_tokens(v))
+        own = all_to_all(out, [num_own] * degree, sizes, group)
+        return own.unflatten(0, (degree, num_own)).transpose(0, 1).flatten(1, 2)
 
     return attend_heads
 
 
-def _ring(layout: PackedLayout, shares: _Shares, mesh: Mesh) -> Attend:
-    assert layout.parents is None, "a ring does not know shared prompts"
+def _ring(layout: PackedLayout, shards: _TokenShards, mesh: Mesh) -> Attend:
+    """An `Attend` over this rank's tokens, to which the others' keys and values come in turn."""
+    assert layout.parents is None, "ring attention does not support shared prompts"
     positions = layout.position_ids
     bounds = torch.tensor(layout.cu_seqlens, device=positions.device)
     documents = torch.repeat_interleave(bounds.diff())
-    docs, places = ([x[part] for part in shares.inputs] for x in (documents, positions))
+    docs, places = ([x[tokens] for tokens in shards.inputs] for x in (documents, positions))
     me = mesh.cp_rank
     masks: list[Tensor | None] = []
     for rank in range(mesh.degrees.cp):
         is_seen = (docs[me][:, None] == docs[rank]) & (places[rank] <= places[me][:, None])
         masks.append(is_seen if bool(is_seen.any()) else None)
-    ring = _RingOrder(mesh, masks, [len(part) for part in shares.inputs])
+    ring = _RingOrder(mesh, masks, [len(tokens) for tokens in shards.inputs])
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _RingAttention.apply(q, k, v, ring)
@@ -153,31 +162,34 @@ def _ring(layout: PackedLayout, shares: _Shares, mesh: Mesh) -> Attend:
 
 @dataclass(frozen=True)
 class _RingOrder:
-    """Who comes when; masks[rank] is [my tokens, its tokens], None where I see none of it."""
+    """The order in which the ranks' keys arrive.
+
+    masks[rank]: bool [own tokens, the rank's tokens], True where attention is allowed; None if no own token sees it.
+    """
 
     mesh: Mesh
     masks: list[Tensor | None]
     sizes: list[int]
 
-    def source(self, turn: int) -> int:
-        """Whose keys are here after so many turns."""
-        return (self.mesh.cp_rank - turn) % self.mesh.degrees.cp
+    def source(self, hop: int) -> int:
+        """The rank whose keys are here after `hop` hops."""
+        return (self.mesh.cp_rank - hop) % self.mesh.degrees.cp
 
-    def turn(self, tensors: list[Tensor], turn: int) -> list[Tensor]:
-        """Hand on what is here after `turn` turns, and take what comes."""
+    def pass_on(self, tensors: list[Tensor], hop: int) -> list[Tensor]:
+        """Send the tensors of hop `hop` to the next rank; those received from the rank before."""
         degree, me, group = self.mesh.degrees.cp, self.mesh.cp_rank, self.mesh.cp_group
-        size = self.sizes[self.source(turn + 1)]
+        size = self.sizes[self.source(hop + 1)]
         out = [x.new_empty(size, *x.shape[1:]) for x in tensors]
-        to, since = (dist.get_global_rank(group, (me + step) % degree) for step in (1, -1))
-        ops = [dist.P2POp(dist.isend, x.contiguous(), to, group) for x in tensors]
-        ops += [dist.P2POp(dist.irecv, x, since, group) for x in out]
+        receiver, sender = (dist.get_global_rank(group, (me + step) % degree) for step in (1, -1))
+        ops = [dist.P2POp(dist.isend, x.contiguous(), receiver, group) for x in tensors]
+        ops += [dist.P2POp(dist.irecv, x, sender, group) for x in out]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return out
 
 
 class _RingAttention(torch.autograd.Function):
-    """Softmax over keys that come round, kept as running maximum and sum; in float32."""
+    """Softmax over keys that arrive rank by rank, with a running maximum and sum; in float32."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _RingOrder) -> Tensor:
@@ -186,8 +198,8 @@ class _RingAttention(torch.autograd.Function):
         peak = grouped.new_full(grouped.shape[:-1], float("-inf"))
         total, out = torch.zeros_like(peak), torch.zeros_like(grouped)
         keys, values = k, v
-        for turn in range(len(ring.sizes)):
-            mask = ring.masks[ring.source(turn)]
+        for hop in range(len(ring.sizes)):
+            mask = ring.masks[ring.source(hop)]
             if mask is not None:
                 scores = _scores(grouped, keys, mask, ctx.scale)
                 higher = torch.maximum(peak, scores.amax(-1))
@@ -196,8 +208,8 @@ class _RingAttention(torch.autograd.Function):
                 total = total * faded + weights.sum(-1)
                 out = out * faded[..., None] + torch.einsum("kgts,skd->kgtd", weights, values.float())
                 peak = higher
-            if turn + 1 < len(ring.sizes):
-                keys, values = ring.turn([keys, values], turn)
+            if hop + 1 < len(ring.sizes):
+                keys, values = ring.pass_on([keys, values], hop)
         out = out / total[..., None]
         ctx.save_for_backward(q, k, v, out, peak + total.log())
         return _flat(out).to(q.dtype)
@@ -211,21 +223,21 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(grouped)
         keys, values = k, v
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-        for turn in range(len(ring.sizes)):
-            mask = ring.masks[ring.source(turn)]
+        for hop in range(len(ring.sizes)):
+            mask = ring.masks[ring.source(hop)]
             if mask is not None:
                 weights = (_scores(grouped, keys, mask, ctx.scale) - norm[..., None]).exp()
                 dv = dv + torch.einsum("kgts,kgtd->skd", weights, grad)
                 slopes = weights * (torch.einsum("kgtd,skd->kgts", grad, values.float()) - inner) * ctx.scale
                 dq += torch.einsum("kgts,skd->kgtd", slopes, keys.float())
                 dk = dk + torch.einsum("kgts,kgtd->skd", slopes, grouped)
-            # One turn more than forward: the gradients end where their keys began.
-            keys, values, dk, dv = ring.turn([keys, values, dk, dv], turn)
+            # One hop more than in the forward pass: the gradients must return to the rank of their keys.
+            keys, values, dk, dv = ring.pass_on([keys, values, dk, dv], hop)
         return _flat(dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """[tokens, heads, dim] -> float32 [kv heads, heads of each, tokens, dim]."""
+    """[tokens, heads, dim] -> float32 [kv heads, query heads per kv head, tokens, dim]."""
     return x.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 

@@ -1,6 +1,6 @@
-"""Expert parallelism: each rank of the axis ep computes some of the experts, for the tokens of all.
+"""Expert parallelism: each rank of ep computes some of the experts for the tokens of all.
 
-Tokens travel to the rank of their expert and back (token_wire.py), and their gradients the same way. Routers are
+Tokens are sent to the rank of their expert and back (token_dispatcher.py), and so are their gradients. Routers are
 whole on every rank.
 """
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from stretto.models.moe import Experts, Routing, mixtures
-from stretto.trainer.mesh import Mesh
-from stretto.trainer.parallel.token_wire import TokenWire
+from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.parallel.token_dispatcher import TokenDispatcher
 
 
-def cut_experts(policy: nn.Module, mesh: Mesh, wire: TokenWire) -> dict[str, int]:
-    """Keep this rank's experts of every mixture; the dim along which each parameter was cut."""
+def cut_experts(policy: nn.Module, mesh: Mesh, dispatcher: TokenDispatcher) -> dict[str, int]:
+    """Keep only this rank's experts; the dim along which each parameter was cut."""
     cuts = {}
     for name, mixture in mixtures(policy).items():
         experts = mixture.experts
@@ -25,27 +25,27 @@ def cut_experts(policy: nn.Module, mesh: Mesh, wire: TokenWire) -> dict[str, int
             part = parameter.detach().chunk(mesh.degrees.ep)[mesh.ep_rank].clone()
             setattr(experts, key, nn.Parameter(part, requires_grad=parameter.requires_grad))
             cuts[f"{name}.experts.{key}"] = 0
-        experts.forward = _forward(experts, mesh.degrees.ep, wire)
+        experts.forward = _forward(experts, mesh.degrees.ep, dispatcher)
     return cuts
 
 
-def _forward(experts: Experts, degree: int, wire: TokenWire) -> Any:
-    """Experts.forward over the group: rows sorted by expert in, the same rows out."""
+def _forward(experts: Experts, degree: int, dispatcher: TokenDispatcher) -> Any:
+    """`Experts.forward` over all ranks of ep: rows sorted by expert in, the same rows out."""
     compute = experts.forward
 
     def forward(x: Tensor, counts: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
-        rows, expert, way = wire.send(x, counts)
+        rows, expert, handle = dispatcher.dispatch(x, counts)
         order = expert.argsort(stable=True)
         totals = torch.bincount(expert, minlength=len(counts) // degree).to(counts.dtype)
         if len(rows):
             computed = compute(rows.index_select(0, order), totals, routing, order)
         else:
-            # A row of zeros, so that the backward pass comes by here too: the others wait for this rank in it.
+            # A row of zeros keeps the experts in the graph: the backward pass has collectives that need this rank.
             totals[0] = 1
             padded = torch.cat((rows, x.new_zeros(1, x.shape[1])))
-            computed = compute(padded, totals, routing, order)[:0]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return wire.back(computed.index_select(0, back), way)
+            computed = compute(padded, totals, routing, order.new_zeros(1))[:0]
+        original = torch.empty_like(order)
+        original[order] = torch.arange(len(order), device=order.device)
+        return dispatcher.combine(computed.index_select(0, original), handle)
 
     return forward

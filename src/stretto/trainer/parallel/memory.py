@@ -1,11 +1,11 @@
-"""What is done to the blocks of a policy before they are sharded: compile, compute again, keep in CPU memory.
+"""Prepares blocks before sharding: compile, activation checkpointing, activation offload.
 
-`prepare_blocks` replaces methods of the blocks in place; modules and names of weights stay as they are, so that
-nothing else has to know. From the inside out: a part (norm, projection, MLP, experts) is compiled; it, or its
-whole block, keeps only its input and is computed again in the backward pass; what the block still saves is
-copied to CPU memory. Loss and gradients are those of the plain blocks, bit for bit but for compiled parts.
+`prepare_blocks` replaces methods of the blocks in place; modules and names of weights stay as they are, so that no
+other code has to know. From the inside out: parts of a block (norm, projection, MLP, experts) are compiled; a part or
+a whole block saves only its input and is computed again in the backward pass; what the block still saves is
+copied to CPU memory. Loss and gradients are those of the plain blocks, bit for bit except for compiled parts.
 
-A mixture that is computed again takes the experts it took the first time (moe.py's Routing).
+A mixture that is computed again uses the experts that it chose the first time (moe.py's Routing).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from stretto.base.errors import ConfigError
-from stretto.config.model import ACTIVATION_TARGETS, ActivationCheckpointSection, ModelSection
+from stretto.config.sections.model import ACTIVATION_TARGETS, ActivationCheckpointSection, ModelSection
 from stretto.models.decoder import MLP, Block, Decoder
-from stretto.models.fp8 import Fp8Linear
+from stretto.models.fp8.reference import Fp8Linear
 from stretto.models.moe import MoE
-from stretto.trainer.mesh import training_device
+from stretto.trainer.parallel.mesh import training_device
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ MIN_OFFLOAD_BYTES = 1 << 16
 
 
 def prepare_blocks(policy: nn.Module, section: ModelSection) -> None:
-    """Apply [model.compile], [model.ac] and [model.ac_offloading] to a policy that will be trained.
+    """Apply [model.compile], [model.ac] and [model.ac_offloading] to a policy to be trained.
 
-    Raises: ConfigError for what this policy or this machine cannot do.
+    Raises: ConfigError if this policy or this machine does not support a setting.
     """
     device = next(policy.parameters()).device
     device = training_device() if device.type == "meta" else device
@@ -52,7 +52,7 @@ def prepare_blocks(policy: nn.Module, section: ModelSection) -> None:
     ac = section.ac
     if section.ac_offloading is not None:
         if device.type != "cuda":
-            raise ConfigError("[model.ac_offloading] needs a GPU to offload from; leave it out")
+            raise ConfigError("[model.ac_offloading] needs a GPU to offload from; remove it")
         ac = ac or ActivationCheckpointSection()
     if section.compile is not None:
         _require_compiler(device)
@@ -60,36 +60,38 @@ def prepare_blocks(policy: nn.Module, section: ModelSection) -> None:
         for block in blocks:
             for layer in block.modules():
                 if isinstance(layer, Fp8Linear):
-                    _replace((layer, "forward"), torch.compiler.disable)
-            for method in _compiled(block):
-                _replace(method, lambda inner: torch.compile(inner, fullgraph=is_whole, dynamic=True))
+                    _wrap_method((layer, "forward"), torch.compiler.disable)
+            for method in _methods_to_compile(block):
+                _wrap_method(method, lambda inner: torch.compile(inner, fullgraph=is_whole, dynamic=True))
     if ac is not None:
-        keeps_rng = section.lora is not None and section.lora.dropout > 0
-        for method in _recomputed(blocks, ac):
-            _replace(method, lambda inner: _again(inner, keeps_rng))
+        preserves_rng = section.lora is not None and section.lora.dropout > 0
+        for method in _methods_to_recompute(blocks, ac):
+            _wrap_method(method, lambda inner: _with_recompute(inner, preserves_rng))
     if section.ac_offloading is not None:
         settings = section.ac_offloading
-        offload = Offload(settings.max_inflight_activations, pin_memory=settings.pin_memory, device=device)
+        offload = ActivationOffload(
+            settings.max_inflight_activations, pin_memory=settings.pin_memory, device=device
+        )
         for block in blocks:
-            _replace((block, "forward"), lambda inner: _offloaded(inner, offload))
+            _wrap_method((block, "forward"), lambda inner: _with_offload(inner, offload))
 
 
 def find_blocks(policy: nn.Module) -> list[nn.Module]:
-    """The blocks of a policy in order, also of one of transformers'."""
+    """The blocks of a policy in order, whether it is a Decoder or a transformers model."""
     if isinstance(policy, Decoder):
         return list(policy.model.layers)
     num = policy.model.config.get_text_config().num_hidden_layers
     lists = [m for m in policy.model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == num]
     if not lists:
-        kind = policy.config.family
+        family = policy.config.family
         raise ConfigError(
-            f"[model] ac and compile work on blocks, and transformers' {kind} shows none; leave them out"
+            f"[model] ac and compile need a list of blocks, and transformers' {family} has none; remove them"
         )
     return list(lists[0])
 
 
-def _parts(block: Block) -> dict[str, list[Method]]:
-    """What of a block can be computed again by itself, by the names of ACTIVATION_TARGETS."""
+def _recomputable_methods(block: Block) -> dict[str, list[Method]]:
+    """The methods of a block that can be recomputed alone, by names of ACTIVATION_TARGETS."""
     parts: dict[str, list[Method]] = {
         "norm": [(block.input_layernorm, "forward"), (block.post_attention_layernorm, "forward")],
         "attn_proj": [(block.self_attn, "project")],
@@ -101,52 +103,52 @@ def _parts(block: Block) -> dict[str, list[Method]]:
     return parts
 
 
-def _compiled(block: nn.Module) -> list[Method]:
-    """What is compiled: all but attention kernels, exchanges between ranks and products of experts."""
+def _methods_to_compile(block: nn.Module) -> list[Method]:
+    """What is compiled: all but attention kernels, collectives and the products of experts."""
     if not isinstance(block, Block):
         return [(block, "forward")]
-    parts = _parts(block)
+    parts = _recomputable_methods(block)
     methods = [*parts["norm"], *parts["attn_proj"], *parts.get("mlp", [])]
     return [*methods, (block.mlp.experts, "gated")] if isinstance(block.mlp, MoE) else methods
 
 
-def _recomputed(blocks: list[nn.Module], ac: ActivationCheckpointSection) -> Iterator[Method]:
-    """The methods that [model.ac] asks to compute again."""
+def _methods_to_recompute(blocks: list[nn.Module], ac: ActivationCheckpointSection) -> Iterator[Method]:
+    """The methods whose results [model.ac] computes again in the backward pass."""
     if ac.mode == "full":
         for block in blocks[:: ac.freq]:
             yield block, "forward"
         return
     if not isinstance(blocks[0], Block):
         raise ConfigError('[model.ac] mode = "selective" needs impl = "custom"; use mode = "full"')
-    known = {name for block in blocks for name in _parts(block)}
+    known = {name for block in blocks for name in _recomputable_methods(block)}
     if absent := [name for name in ac.targets if name not in known]:
         valid = ", ".join(name for name in ACTIVATION_TARGETS if name in known)
         raise ConfigError(f'[model.ac] targets: this model has no "{absent[0]}"; use some of {valid}')
     for block in blocks[:: ac.freq]:
         for name in ac.targets:
-            yield from _parts(block).get(name, [])
+            yield from _recomputable_methods(block).get(name, [])
 
 
-def _replace(method: Method, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap_method(method: Method, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     module, name = method
     setattr(module, name, wrap(getattr(module, name)))
 
 
-def _again(inner: Callable[..., Any], keeps_rng: bool) -> Callable[..., Any]:
-    """The same function; of its first argument alone it saves, and it runs again in the backward pass."""
+def _with_recompute(inner: Callable[..., Any], preserves_rng: bool) -> Callable[..., Any]:
+    """The same function, saving only its first argument and recomputed in the backward pass."""
 
     def forward(x: Tensor, *rest: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(x, *rest, **named)
-        # The rest (angles, layouts) is shared by all blocks: saving it here would offload it once for each.
+        # All blocks share the other arguments (angles, layouts): saving them here would offload them once per block.
         return checkpoint(
-            lambda x: inner(x, *rest, **named), x, use_reentrant=False, preserve_rng_state=keeps_rng
+            lambda x: inner(x, *rest, **named), x, use_reentrant=False, preserve_rng_state=preserves_rng
         )
 
     return forward
 
 
-def _offloaded(inner: Callable[..., Any], offload: Offload) -> Callable[..., Any]:
+def _with_offload(inner: Callable[..., Any], offload: ActivationOffload) -> Callable[..., Any]:
     def forward(*args: Any, **named: Any) -> Any:
         with offload.hooks():
             return inner(*args, **named)
@@ -155,33 +157,33 @@ def _offloaded(inner: Callable[..., Any], offload: Offload) -> Callable[..., Any
 
 
 @dataclass(eq=False)
-class _Copy:
-    """A saved tensor in CPU memory, and on its way back."""
+class _OffloadedTensor:
+    """A saved tensor in CPU memory, and its copy on the GPU once it is fetched back."""
 
     host: Tensor
     ready: torch.cuda.Event | None
     device: Tensor | None = None
 
 
-class Offload:
-    """Saved tensors go to CPU memory as they are saved, and come back one before they are needed.
+class ActivationOffload:
+    """Copies saved tensors to CPU memory, and back while the tensor before them is in use.
 
-    Copies run on a stream of their own. On a CPU (tests) they are copies all the same.
+    Copies run on a stream of their own. On a CPU (in tests) tensors are copied too.
     """
 
     def __init__(self, max_inflight: int, *, pin_memory: bool, device: torch.device) -> None:
         self._max_inflight, self._pin, self._device = max_inflight, pin_memory, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._leaving: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-        self._order: list[weakref.ref[_Copy]] = []
+        self._outgoing: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._order: list[weakref.ref[_OffloadedTensor]] = []
         self.num_bytes = 0
-        """Copied to CPU memory so far."""
+        """Bytes copied to CPU memory so far."""
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Saved tensors are copied while this is open."""
+        """A context in which saved tensors are offloaded."""
         return saved_tensors_hooks(self._pack, self._unpack) if torch.is_grad_enabled() else nullcontext()
 
-    def _is_worth_it(self, tensor: Tensor) -> bool:
+    def _should_offload(self, tensor: Tensor) -> bool:
         base = tensor if tensor._base is None else tensor._base
         return (
             tensor.device == self._device
@@ -190,33 +192,33 @@ class Offload:
             and tensor.numel() * tensor.element_size() >= MIN_OFFLOAD_BYTES
         )
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Copy:
-        if not self._is_worth_it(tensor):
+    def _pack(self, tensor: Tensor) -> Tensor | _OffloadedTensor:
+        if not self._should_offload(tensor):
             return tensor
         tensor = tensor.detach()
-        pins = self._pin and self._stream is not None
-        host = torch.empty_like(tensor, device="cpu", pin_memory=pins)
+        should_pin = self._pin and self._stream is not None
+        host = torch.empty_like(tensor, device="cpu", pin_memory=should_pin)
         with self._on_stream():
             host.copy_(tensor, non_blocking=True)
-        saved = _Copy(host, None if self._stream is None else self._stream.record_event())
-        self._leaving.append((tensor, saved.ready))
-        while len(self._leaving) > self._max_inflight:
+        saved = _OffloadedTensor(host, None if self._stream is None else self._stream.record_event())
+        self._outgoing.append((tensor, saved.ready))
+        while len(self._outgoing) > self._max_inflight:
             self._free_oldest()
         self._order = [ref for ref in self._order if ref() is not None]
         self._order.append(weakref.ref(saved))
         self.num_bytes += host.numel() * host.element_size()
         return saved
 
-    def _unpack(self, saved: Tensor | _Copy) -> Tensor:
+    def _unpack(self, saved: Tensor | _OffloadedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        while self._leaving:
+        while self._outgoing:
             self._free_oldest()
-        self._bring(saved)
+        self._fetch(saved)
         place = next((i for i, ref in enumerate(self._order) if ref() is saved), 0)
         before = self._order[place - 1]() if place else None
         if before is not None:
-            self._bring(before)
+            self._fetch(before)
         tensor, saved.device = saved.device, None
         assert tensor is not None
         if self._stream is not None:
@@ -226,7 +228,7 @@ class Offload:
             tensor.record_stream(current)
         return tensor
 
-    def _bring(self, saved: _Copy) -> None:
+    def _fetch(self, saved: _OffloadedTensor) -> None:
         if saved.device is None:
             with self._on_stream():
                 saved.device = saved.host.to(self._device, non_blocking=True, copy=True)
@@ -234,8 +236,8 @@ class Offload:
                 saved.ready = self._stream.record_event()
 
     def _free_oldest(self) -> None:
-        """Computation waits for the oldest copy, so that the memory it came from can be used again."""
-        _, ready = self._leaving.popleft()
+        """Make the computation wait for the oldest copy, so that its GPU memory can be used again."""
+        _, ready = self._outgoing.popleft()
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
 
@@ -247,18 +249,18 @@ class Offload:
 
 
 def _require_compiler(device: torch.device) -> None:
-    """Raises: ConfigError where torch.compile has nothing to compile with."""
+    """Raises: ConfigError if torch.compile has no compiler on this machine."""
     if device.type == "cuda":
         try:
             import triton  # noqa: F401 (what torch.compile writes GPU kernels in)
         except ImportError as cause:
             raise ConfigError(
-                "[model.compile] needs triton on a GPU; pip install triton, or leave it out"
+                "[model.compile] needs triton on a GPU; pip install triton, or remove it"
             ) from cause
         return
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ConfigError(
             f"[model.compile] needs a C++ compiler on a CPU and {compiler} is not installed; install it, "
-            "set CXX, or leave it out"
+            "set CXX, or remove it"
         )

@@ -1,8 +1,8 @@
-"""Tensor parallelism: the layers of a family's plan, cut by features over the axis tp.
+"""Tensor parallelism: cuts the layers of a family's plan by features over the axis tp.
 
-A plan is data (models/family.py). Modules with columns take the whole input and make part of the output, those
-with rows the other way round, so a block adds over the ranks twice: after attention and after the MLP. The
-embedding and the output head (`vocab`) are whole on every rank.
+The plan is data (models/family.py). A `column` layer takes the whole input and computes some of its output features; a
+`row` layer takes some of the input features and computes a partial sum of the output. So a block needs two
+all-reduces: after attention and after the MLP. The embedding and the output head (`vocab`) are whole on every rank.
 """
 
 from __future__ import annotations
@@ -13,64 +13,66 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stretto.models.fp8 import product
+from stretto.models.fp8.reference import product
 from stretto.models.lora import LoRALinear
-from stretto.trainer.mesh import Mesh
-from stretto.trainer.parallel.exchange import copied, summed
+from stretto.trainer.parallel.collectives import all_reduce, sum_gradients
+from stretto.trainer.parallel.mesh import Mesh
 
 
 def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[dict[str, int], set[str]]:
     """Keep this rank's features of every layer of the plan.
 
     Returns: the dim along which each parameter was cut; and those that are whole but see this rank's features
-    only, so that their gradients have to be summed over tp.
+    only, so that their gradients have to be all_reduce over tp.
     """
     cuts: dict[str, int] = {}
-    inside: set[str] = set()
+    parents: set[str] = set()
     modules = dict(policy.named_modules())
     for name, module in modules.items():
         how = plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "{layer}", name))
         if how not in ("column", "row") or not isinstance(module, nn.Linear):
             continue
         if how == "column":
-            inside.add(name.rpartition(".")[0])
+            parents.add(name.rpartition(".")[0])
             for key in ("weight", "bias", "lora_B"):
                 if getattr(module, key, None) is not None:
-                    _keep(module, key, 0, mesh)
+                    _keep_own_features(module, key, 0, mesh)
                     cuts[f"{name}.{key}"] = 0
         else:
             for key in ("weight", "lora_A"):
                 if hasattr(module, key):
-                    _keep(module, key, 1, mesh)
+                    _keep_own_features(module, key, 1, mesh)
                     cuts[f"{name}.{key}"] = 1
             module.forward = _row_forward(module, mesh.tp_group)
         module.out_features, module.in_features = module.weight.shape
-    for name in inside:
-        modules[name].register_forward_pre_hook(_enter(mesh.tp_group))
+    for name in parents:
+        modules[name].register_forward_pre_hook(_sum_input_gradients(mesh.tp_group))
     partial = {
         path
         for path, _ in policy.named_parameters()
         if path not in cuts
-        and (owner := path.rpartition(".")[0]).rpartition(".")[0] in inside
-        and (not isinstance(modules[owner], nn.Linear) or _is_half_seen(path, owner, cuts))
+        and (owner := path.rpartition(".")[0]).rpartition(".")[0] in parents
+        and (not isinstance(modules[owner], nn.Linear) or _is_uncut_half(path, owner, cuts))
     }
     return cuts, partial
 
 
-def _is_half_seen(path: str, owner: str, cuts: Mapping[str, int]) -> bool:
-    """A matrix of an adapter whose layer was cut on its other side."""
+def _is_uncut_half(path: str, owner: str, cuts: Mapping[str, int]) -> bool:
+    """True for an adapter matrix that stays whole because its layer is cut on the other side."""
     return path.endswith(("lora_A", "lora_B")) and f"{owner}.weight" in cuts
 
 
-def _keep(module: nn.Module, name: str, dim: int, mesh: Mesh) -> None:
+def _keep_own_features(module: nn.Module, name: str, dim: int, mesh: Mesh) -> None:
     parameter = getattr(module, name)
     part = parameter.detach().chunk(mesh.degrees.tp, dim=dim)[mesh.tp_rank].clone()
     setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
-def _enter(group: Any) -> Any:
+def _sum_input_gradients(group: Any) -> Any:
+    """A forward pre-hook that sums the gradient of the module's input over tp."""
+
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return copied(args[0], group), *args[1:]
+        return sum_gradients(args[0], group), *args[1:]
 
     return hook
 
@@ -80,7 +82,7 @@ def _row_forward(module: nn.Linear, group: Any) -> Any:
         out = product(x, module)
         if isinstance(module, LoRALinear):
             out = out + module.adapted(x)
-        out = summed(out, group)
+        out = all_reduce(out, group)
         return out if module.bias is None else out + module.bias
 
     return forward

@@ -1,8 +1,8 @@
-"""The engine's token-in/token-out route and admin routes: names, bodies, and both directions of each.
+"""HTTP API of the engine, both directions: generate (tokens in, tokens out) and admin routes with their bodies.
 
-The JSON is that of vLLM's `/inference/v1/generate` (0.32), so the same client drives the embedded engine and
-vLLM. The server decodes with `decode_generate` and answers with `encode_completions`; the client does the
-reverse. A body that breaks the schema raises `Refusal`, whose `body()` is the error every route answers with.
+The JSON is that of vLLM's `/inference/v1/generate` (0.32), so the same client works with the embedded engine and
+vLLM. The server calls `decode_generate` and `encode_completions`; the client calls `encode_generate` and
+`decode_completions`. A body that does not fit the schema raises `Refusal`; every route answers with its `body()`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from stretto.base.errors import StrettoError, WireError
+from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
+from stretto.records.support import Support
 from stretto.records.weights import WeightGroup, WeightManifest
 
 GENERATE = "/inference/v1/generate"
@@ -30,7 +31,7 @@ DETOKENIZE = "/detokenize"
 HEALTH = "/health"
 LIVENESS = "/liveness"
 READINESS = "/readiness"
-"""Of a router: has it let an engine in?"""
+"""A router's route: whether it has accepted an engine."""
 METRICS = "/metrics"
 PAUSE = "/pause"
 RESUME = "/resume"
@@ -49,7 +50,7 @@ PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class Refusal(StrettoError):
-    """A request that is answered with an error: status, and a message for whoever sent it."""
+    """The request is answered with an error: an HTTP status, and a message for its sender."""
 
     def __init__(self, message: str, status: int = 400, *, kind: str | None = None) -> None:
         super().__init__(message)
@@ -61,7 +62,7 @@ class Refusal(StrettoError):
 
 
 class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """`sampling_params` of the generate route; fields typed Any must have their NEUTRAL value."""
+    """`sampling_params` of the generate route; fields of type Any must have a NEUTRAL value."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -93,7 +94,7 @@ class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """The generate route's request."""
+    """Body of GENERATE."""
 
     token_ids: list[int]
     sampling_params: SamplingBody = SamplingBody()
@@ -112,25 +113,25 @@ class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class AbortBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of /abort; no ids means all."""
+    """Body of ABORT; without ids, all requests."""
 
     request_ids: list[str] | None = None
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Body of LOAD_ADAPTER: a directory as PEFT saves it, which the engine's host sees."""
+    """Body of LOAD_ADAPTER; lora_path: a directory in PEFT's format, on the engine's host."""
 
     lora_name: str
     lora_path: str
-    load_inplace: bool = False  # replace the one that has this name
-    is_3d_lora_weight: bool = False  # vLLM's; what the tensors are is read from them here
+    load_inplace: bool = False  # replace the adapter with this name
+    is_3d_lora_weight: bool = False  # for vLLM; the embedded engine finds it out from the tensors
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of UNLOAD_ADAPTER."""
 
     lora_name: str
-    lora_int_id: int | None = None  # vLLM's, without effect
+    lora_int_id: int | None = None  # vLLM's field, without effect
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -154,11 +155,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": (None, {}),
     "priority": (0,),
 }
-"""Values with which a setting of vLLM's changes nothing; the embedded engine refuses any other."""
+"""Values of vLLM's other settings that change nothing; the embedded engine refuses all others."""
 
 
 def require_neutral(body: msgspec.Struct) -> None:
-    """Refuse what the embedded engine would have to ignore."""
+    """Raises: Refusal for a setting that the embedded engine would otherwise ignore."""
     for name in body.__struct_fields__:
         allowed = NEUTRAL.get(name)
         if allowed is not None and getattr(body, name) not in allowed:
@@ -168,17 +169,29 @@ def require_neutral(body: msgspec.Struct) -> None:
 
 
 def decode_json(data: bytes, kind: type[Any]) -> Any:
-    """A body of this type, or a Refusal that says what is wrong where."""
+    """Decode a body of this type.
+
+    Raises: Refusal that names the field and what is wrong with it.
+    """
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise Refusal(f"the body does not fit: {error}") from error
+        raise Refusal(_with_field_first(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise Refusal("the body is nested too deeply; a valid body has a few levels") from error
+
+
+def _with_field_first(message: str) -> str:
+    """msgspec's message with the field first: "top_k: expected `int | null`, got `str`"."""
+    what, _, place = message.partition(" - at `")
+    where = place.rstrip("`").removeprefix("$").removeprefix(".") or "the body"
+    return f"{where}: {what[:1].lower()}{what[1:]}"
 
 
 def sampling_params(body: SamplingBody) -> SamplingParams:
-    """The record of a `sampling_params` body; top_k 0 and -1 mean all tokens, as in vLLM."""
+    """The record for a `sampling_params` body; top_k 0 and -1 mean all tokens, as in vLLM."""
     require_neutral(body)
     if body.logprobs is not None and not 0 <= body.logprobs <= 1:
         raise Refusal(f"logprobs: {body.logprobs} is not supported; 0 and 1 give the sampled token's logprob")
@@ -196,7 +209,10 @@ def sampling_params(body: SamplingBody) -> SamplingParams:
 
 
 def token_array(token_ids: Sequence[int], where: str) -> np.ndarray:
-    """int32 ids; an id that does not fit 32 bits is refused like any other unknown id."""
+    """Token ids as int32.
+
+    Raises: Refusal for an id that does not fit into 32 bits, as for any other unknown id.
+    """
     try:
         return np.array(token_ids, np.int32)
     except OverflowError:
@@ -205,7 +221,10 @@ def token_array(token_ids: Sequence[int], where: str) -> np.ndarray:
 
 
 def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
-    """The request in a body, and the model it names; schema errors are a Refusal."""
+    """The request in a body of GENERATE, and the model that it names.
+
+    Raises: Refusal if the body is not valid.
+    """
     body = decode_json(data, GenerateBody)
     require_neutral(body)
     params = body.sampling_params
@@ -229,7 +248,7 @@ def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
 def encode_completions(
     request: GenerateRequest, completions: list[Completion], stop_reasons: list[int | str | None]
 ) -> bytes:
-    """The generate route's answer."""
+    """The answer of GENERATE."""
     first = completions[0]
     prompt_tokens = len(request.prompt_ids)
     completion_tokens = sum(len(c.token_ids) for c in completions)
@@ -243,6 +262,7 @@ def encode_completions(
                 "stop_reason": stop_reason,
                 "token_ids": ids,
                 "routed_experts": encode_array(completion.routed_experts),
+                "sampling_mask": None if completion.support is None else completion.support.lists(),
                 "weight_versions": [
                     {"version": str(s.version), "start": s.start, "end": s.end} for s in completion.versions
                 ],
@@ -265,7 +285,7 @@ def encode_completions(
 
 
 def encode_array(array: np.ndarray | None) -> str | None:
-    """vLLM's form of routed experts: base64 of the bytes of an .npy file."""
+    """An array in vLLM's form of routed experts: an .npy file in base64."""
     if array is None:
         return None
     file = io.BytesIO()
@@ -274,11 +294,11 @@ def encode_array(array: np.ndarray | None) -> str | None:
 
 
 def decode_routed_experts(text: str | None, num_tokens: int) -> np.ndarray | None:
-    """The choices for the last `num_tokens` tokens of prompt and reply.
+    """The expert choices for the last `num_tokens` tokens of prompt and completion.
 
-    vLLM leaves out the last token, from which nothing was predicted: it is marked as missing.
+    vLLM omits the last token, from which nothing was predicted; it is then marked as unknown.
 
-    Raises: WireError for what is no such array.
+    Raises: WireError if the text is not such an array.
     """
     if text is None:
         return None
@@ -297,8 +317,26 @@ def decode_routed_experts(text: str | None, num_tokens: int) -> np.ndarray | Non
     return np.concatenate((array, unknown))
 
 
+def decode_sampling_mask(
+    request: GenerateRequest, mask: list[list[int]] | None, num_tokens: int
+) -> Support | None:
+    """The tokens that each completion token was drawn from; None if the request cuts nothing.
+
+    Raises: WireError if the mask has another number of tokens.
+    """
+    if mask is None or not request.sampling.is_truncated:
+        return None
+    if len(mask) != num_tokens:
+        text = f"sampling_mask has {len(mask)} entries for {num_tokens} tokens"
+        raise WireError(f"{GENERATE}: the answer to {request.request_id} does not fit: {text}")
+    try:
+        return Support.of(mask)
+    except OverflowError as error:
+        raise WireError(f"{GENERATE}: sampling_mask has a token id beyond 32 bits: {error}") from error
+
+
 def encode_prompt_logprobs(request: GenerateRequest, completion: Completion) -> list[Any] | None:
-    """vLLM's form: null for the first token, then {token id: {logprob}}."""
+    """Prompt logprobs in vLLM's form: null for the first token, then {token id: {logprob}}."""
     if completion.prompt_logprobs is None:
         return None
     pairs = zip(request.prompt_ids.tolist(), completion.prompt_logprobs.tolist())
@@ -316,7 +354,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def encode_generate(request: GenerateRequest, model: str | None = None) -> bytes:
-    """The generate route's body."""
+    """The body of GENERATE."""
     params = request.sampling
     return msgspec.json.encode(
         GenerateBody(
@@ -350,7 +388,7 @@ class _Span(msgspec.Struct, frozen=True):
 
 
 class _Logprob(msgspec.Struct, frozen=True):
-    logprob: float
+    logprob: float | None  # None if it was not finite, which JSON cannot express
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
@@ -364,6 +402,7 @@ class _Choice(msgspec.Struct, frozen=True):
     logprobs: _Logprobs
     weight_versions: list[_Span] = []
     routed_experts: str | None = None
+    sampling_mask: list[list[int]] | None = None
 
 
 class _CachedTokens(msgspec.Struct, frozen=True):
@@ -392,13 +431,16 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion]:
-    """The completions in an answer, in sample order. Raises WireError when it does not fit the schema."""
+    """The completions in an answer of GENERATE, in sample order.
+
+    Raises: WireError if the answer does not fit the schema, EngineError if log-probabilities are not finite.
+    """
     try:
         answer = _ANSWER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"{GENERATE}: the answer to {request.request_id} does not fit: {error}") from error
     if len(answer.choices) != request.n:
-        raise WireError(f"{GENERATE}: asked for n = {request.n} samples, got {len(answer.choices)}")
+        raise WireError(f"{GENERATE}: requested n = {request.n} samples, received {len(answer.choices)}")
     details = answer.usage.prompt_tokens_details
     prompt_logprobs = None
     if request.prompt_logprobs and answer.prompt_logprobs is not None:
@@ -408,7 +450,7 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
     return [
         Completion(
             token_ids=np.array(choice.token_ids, np.int32),
-            logprobs=np.array([entry.logprob for entry in choice.logprobs.content], np.float32),
+            logprobs=_finite_logprobs(request, choice),
             finish_reason=choice.finish_reason,
             versions=tuple(VersionSpan(_version(s.version), s.start, s.end) for s in choice.weight_versions),
             cached_tokens=(details.cached_tokens or 0) if details else 0,
@@ -417,13 +459,25 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
                 choice.routed_experts,
                 len(request.prompt_ids) - request.routed_experts_start + len(choice.token_ids),
             ),
+            support=decode_sampling_mask(request, choice.sampling_mask, len(choice.token_ids)),
         )
         for choice in sorted(answer.choices, key=lambda c: c.index)
     ]
 
 
+def _finite_logprobs(request: GenerateRequest, choice: _Choice) -> np.ndarray:
+    logprobs = np.array([entry.logprob for entry in choice.logprobs.content], np.float32)
+    if not np.isfinite(logprobs).all():
+        version = choice.weight_versions[-1].version if choice.weight_versions else "0"
+        raise EngineError(
+            f"weights of version {version} give log-probabilities that are not finite ({request.request_id}): training "
+            "has diverged, or the model is damaged"
+        )
+    return logprobs
+
+
 def error_message(data: bytes) -> str:
-    """What an error body says; any other body as it is, shortened."""
+    """The message in an error body; any other body as text, shortened."""
     try:
         return msgspec.json.decode(data, type=_Error).error.message
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -431,47 +485,79 @@ def error_message(data: bytes) -> str:
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one engine is told to load, and with whom it receives it."""
+    """Which version an engine shall load, and the group with which it receives it."""
 
     manifest: WeightManifest
     group: WeightGroup | None = None
 
 
-class _UpdateBody(msgspec.Struct, frozen=True):
+class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of UPDATE_WEIGHTS."""
+
     update_info: UpdateInfo
 
 
-class _FinishBody(msgspec.Struct, frozen=True):
+class FinishBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of FINISH_UPDATE."""
+
     weight_version: str | None = None
 
 
 def encode_update(manifest: WeightManifest, group: WeightGroup | None = None) -> bytes:
-    """The body of /update_weights."""
-    return msgspec.json.encode(_UpdateBody(UpdateInfo(manifest, group)))
+    """The body of UPDATE_WEIGHTS."""
+    return msgspec.json.encode(UpdateBody(UpdateInfo(manifest, group)))
 
 
 def decode_update(data: bytes) -> UpdateInfo:
-    return decode_json(data, _UpdateBody).update_info
+    return decode_json(data, UpdateBody).update_info
+
+
+class Receivers(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer of WORLD_SIZE."""
+
+    world_size: int
+    """Number of processes behind this address that receive weights."""
+    engine: str | None = None
+    """Name of an engine that spans several nodes, the same on all of them; None for an engine on one node."""
 
 
 def encode_world_size(world_size: int) -> bytes:
-    """The answer of /get_world_size: processes of this engine that receive weights."""
-    return msgspec.json.encode({"world_size": world_size})
+    """The answer of WORLD_SIZE: the number of processes of this engine that receive weights."""
+    return msgspec.json.encode(Receivers(world_size))
 
 
-def decode_world_size(data: bytes) -> int:
-    return decode_json(data, dict[str, int])["world_size"]
+def decode_receivers(data: bytes) -> Receivers:
+    return decode_json(data, Receivers)
+
+
+def encode_started(*, loads_between_steps: bool) -> bytes:
+    """The answer of START_UPDATE.
+
+    loads_between_steps: the engine needs UPDATE_WEIGHTS only, without the other calls of an update.
+    """
+    return msgspec.json.encode(
+        {"message": "Weight update started", "loads_between_steps": loads_between_steps}
+    )
+
+
+def decode_started(data: bytes) -> bool:
+    """Whether the engine loads weights between two steps; vLLM does not, and has no such field."""
+    try:
+        answer = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return False
+    return isinstance(answer, dict) and answer.get("loads_between_steps") is True
 
 
 def encode_finish(version: int) -> bytes:
-    """The body of /finish_weight_update: what the tokens sampled from now on are marked with."""
-    return msgspec.json.encode(_FinishBody(str(version)))
+    """The body of FINISH_UPDATE: the version with which tokens are marked from now on."""
+    return msgspec.json.encode(FinishBody(str(version)))
 
 
 def decode_finish(data: bytes) -> str | None:
-    return decode_json(data, _FinishBody).weight_version
+    return decode_json(data, FinishBody).weight_version
 
 
 def _version(text: str) -> int:
-    """vLLM calls weights that were never updated "default": version 0."""
+    """A version in an answer; vLLM's "default" means never updated, which is version 0."""
     return int(text) if text.isdigit() else 0

@@ -1,14 +1,15 @@
-"""Any server with /chat/completions as an engine to evaluate: text in, text out.
+"""Client that uses any /chat/completions server as an engine for evaluation: text in, text out.
 
-Rollouts are written for token ids. Here an id array is a handle: its first element names a message list or a
-reply in a table of this client, the others only make it as long as the server says the reply was. So one
-object is both what renders prompts and what answers them, and environments of any number of turns play on it
-unchanged. There are no log-probabilities and nothing can be trained.
+Rollouts are written for token ids. Here an array of ids is a handle: its first element is the index of a message
+list or a reply in a table of this client; the other elements only make the array as long as the reply was, according
+to the server. So the client is both renderer and engine, and environments run on it unchanged. There are no
+log-probabilities, so nothing can be trained.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,17 +18,18 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import EngineError
-from stretto.base.limits import raise_file_limit
+from stretto.base.runtime import raise_file_limit
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.transports.engine.api import error_message
 
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-_TRY_AGAIN = (408, 409, 429)
+_TRY_AGAIN = (408, 409)
+_FULL = 429
 
 
 class ChatClient:
-    """One OpenAI-compatible server. `base_url` is what comes before /chat/completions, such as http://host/v1."""
+    """One OpenAI-compatible server; base_url is for example http://host/v1."""
 
     stop_ids: tuple[int, ...] = ()
 
@@ -41,22 +43,22 @@ class ChatClient:
         self._texts: list[Any] = []  # by handle: a request's messages and tools, or a reply's message
         self._session: aiohttp.ClientSession | None = None
 
-    # -- text, as a renderer --
+    # -- methods of a renderer --
 
     def render_prompt(self, messages: Sequence[dict], tools: list[dict] | None = None) -> np.ndarray:
-        """The handle of a conversation, int32 [1]."""
+        """A handle for the conversation, int32 [1]."""
         return self._handle({"messages": list(messages), "tools": tools}, 1)
 
     def extend(self, *_: Any, **__: Any) -> None:
-        """Every turn is rendered anew: the server has the template."""
+        """None: every turn is rendered from the beginning, by the server."""
         return None
 
     def parse(self, completion_ids: np.ndarray, *_: Any, **__: Any) -> dict[str, Any]:
-        """The message of a reply."""
+        """The message of the reply with this handle."""
         return dict(self._texts[int(completion_ids[0])])
 
     def decode(self, token_ids: np.ndarray) -> str:
-        """What a handle stands for, as text."""
+        """The conversation or reply with this handle, as text."""
         if not len(token_ids):
             return ""
         value = self._texts[int(token_ids[0])]
@@ -65,12 +67,12 @@ class ChatClient:
         calls = value.get("tool_calls")
         return (value.get("content") or "") + (msgspec.json.encode(calls).decode() if calls else "")
 
-    # -- answers, as an engine --
+    # -- methods of an engine --
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return when the server lists its models; takes the first if none was named.
+        """Wait until the server lists its models; uses the first one if no model was named.
 
-        Raises: EngineError when it does not in time.
+        Raises: EngineError if it does not in time.
         """
         cause = "no answer yet"
         try:
@@ -87,19 +89,19 @@ class ChatClient:
         if self.model is None:
             models = answer.get("data") or []
             if not models:
-                raise EngineError(f"{self.base_url}/models lists no model; give client.served_model.")
+                raise EngineError(f"{self.base_url}/models lists no model; set client.served_model.")
             self.model = models[0]["id"]
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """The request's n samples, each a request of its own: many servers know no n.
+        """The request's n samples, each by a separate HTTP request: many servers do not support n.
 
         Raises: EngineError.
         """
         handle = int(request.prompt_ids[0]) if len(request.prompt_ids) == 1 else -1
         if not 0 <= handle < len(self._texts) or "messages" not in self._texts[handle]:
             raise EngineError(
-                f"generate {request.request_id}: the environment makes token ids of its own, and client.api = "
-                '"chat" has only text; evaluate it with an engine that takes tokens.'
+                f"generate {request.request_id}: the environment makes its own token ids, but client.api = "
+                '"chat" supports only text; evaluate it with an engine that takes tokens.'
             )
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -141,16 +143,16 @@ class ChatClient:
             "min_p": sampling.min_p or None,
             "stop": list(sampling.stop) or None,
             "tools": prompt["tools"] or None,
-            # Servers take 32 bits; member i of a group is another sample.
+            # Servers accept 32 bits; each member of a group needs another seed.
             "seed": None if sampling.seed is None else (sampling.seed + index) % (1 << 31),
         }
         body |= {key: value for key, value in optional.items() if value is not None}
-        answer = await self._ask(request.request_id, msgspec.json.encode(body))
+        answer = await self._post_with_retries(request.request_id, msgspec.json.encode(body))
         try:
             choice = answer["choices"][0]
             message = {key: value for key, value in choice["message"].items() if value is not None}
         except (KeyError, IndexError, TypeError, AttributeError) as cause:
-            raise EngineError(f"{self.base_url}: an answer without choices[0].message: {cause!r}") from cause
+            raise EngineError(f"{self.base_url}: the answer has no choices[0].message: {cause!r}") from cause
         message = {"content": ""} | message | {"role": "assistant"}
         num_tokens = (answer.get("usage") or {}).get("completion_tokens") or 1
         ids = self._handle(message, num_tokens)
@@ -161,11 +163,15 @@ class ChatClient:
             finish_reason="length" if reason == "length" else "stop",
         )
 
-    async def _ask(self, request_id: str, body: bytes) -> dict[str, Any]:
-        attempt = 0
+    async def _post_with_retries(self, request_id: str, body: bytes) -> dict[str, Any]:
+        attempt = waits = 0
         while True:
             try:
                 return await self._once("POST", "/chat/completions", body)
+            except _Full:  # does not count as an attempt; timeout_s limits the waiting
+                await asyncio.sleep(random.uniform(0.5, 1.5) * min(_BACKOFF_S * 2**waits, _MAX_BACKOFF_S))
+                waits += 1
+                continue
             except _Transient as error:
                 if attempt >= self.max_retries:
                     raise EngineError(
@@ -189,16 +195,22 @@ class ChatClient:
             raise _Transient(f"{url}: {type(error).__name__}: {error}") from error
         if response.status != 200:
             message = f"{url}: HTTP {response.status}: {error_message(data)}"
+            if response.status == _FULL:
+                raise _Full(message)
             is_transient = response.status in _TRY_AGAIN or response.status >= 500
             raise _Transient(message) if is_transient else EngineError(message)
         try:
             answer = msgspec.json.decode(data)
         except msgspec.DecodeError as cause:
-            raise EngineError(f"{url}: not JSON: {cause}") from cause
+            raise EngineError(f"{url}: the answer is not JSON: {cause}") from cause
         if not isinstance(answer, dict):
-            raise EngineError(f"{url}: a {type(answer).__name__} where an object was expected")
+            raise EngineError(f"{url}: expected a JSON object, received a {type(answer).__name__}")
         return answer
 
 
 class _Transient(Exception):
-    """An attempt failed for reasons of infrastructure; worth another."""
+    """An attempt failed because of the infrastructure; it can be repeated."""
+
+
+class _Full(_Transient):
+    """The server accepts no more requests at the moment."""

@@ -1,19 +1,23 @@
-"""The orchestrator's side of the engine's HTTP API: generate on one engine, admin calls to all of them.
+"""Client of the engine's HTTP API, in the orchestrator: generate on one engine, admin calls to all engines.
 
-A rollout's turns carry a session id and go to the engine it hashes to, where their prefix is cached; requests
-without one go to the engine with the fewest under way. Only infrastructure is retried (connection refused or
-cut, 5xx, 429, 409), elsewhere if there is another engine, within the deadline; any other 4xx is our own
-mistake and raises with the server's words.
+The turns of a rollout have a session id and go to the engine to which it hashes, where their prefix is cached; other
+requests go to the engine with the fewest running requests. Failures:
+
+    connection refused or cut, 5xx, 409    infrastructure: retried within the deadline, on another engine if possible
+    429 (the engine is full)               waits, without counting attempts or time; fails only if the engine has
+                                           rejected all and run none of our requests for recovery_timeout_s
+    any other 4xx                          our own mistake: raised at once, with the server's message
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 from uuid import uuid4
 
@@ -22,11 +26,12 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import EngineError
-from stretto.base.limits import raise_file_limit
+from stretto.base.runtime import raise_file_limit
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.engine import api
 from stretto.transports.engine.fleet import EngineState, Fleet
+from stretto.transports.engine.gate import RequestGate
 
 logger = logging.getLogger(__name__)
 
@@ -35,37 +40,49 @@ _MAX_BACKOFF_S = 5.0
 _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
 _UNAVAILABLE_S = 0.5
-_TRY_AGAIN = (409, 429)  # 409: the engine has not yet noticed that this request's last connection is gone
+_FULL_S = 0.2
+_TRY_AGAIN = (409,)  # the engine has not noticed yet that this request's previous connection is closed
 _HEADERS = {"Content-Type": "application/json"}
 
 
 class _Transient(Exception):
-    """An attempt failed for reasons of infrastructure; worth another."""
+    """An attempt failed because of the infrastructure; it can be repeated."""
 
 
 class _Unavailable(_Transient):
-    """Nobody is there at the moment: worth waiting for, and no attempt lost."""
+    """No engine is available at the moment; wait, without counting an attempt."""
+
+
+class _Full(_Transient):
+    """The engine accepts no more requests at the moment."""
 
 
 class EngineClient:
-    """All engines of a run. `urls` may end in /v1; `admin_urls` are the engines behind a router."""
+    """All engines of a run; urls may end in /v1, admin_urls are the engines behind a router."""
 
     def __init__(
         self, urls: Iterable[str], admin_urls: Iterable[str] | None = None, api_key: str | None = None, *,
         timeout_s: float = 600.0, max_retries: int = 3, model: str | None = None,
         liveness_interval_s: float = 5.0, liveness_timeout_s: float = 30.0, recovery_timeout_s: float = 600.0,
+        session_headers: tuple[str, ...] = (api.SESSION_HEADER,),
         on_down: Callable[[str, str], None] = lambda url, reason: None,
     ) -> None:  # fmt: skip
         self.urls = [_root(url) for url in urls]
         self.admin_urls = [_root(url) for url in admin_urls] if admin_urls is not None else self.urls
         self.timeout_s, self.max_retries, self.model = timeout_s, max_retries, model
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session_headers = session_headers
         self._is_routed = self.urls != self.admin_urls
-        self._under_way = dict.fromkeys(self.urls, 0)
+        self._num_running = dict.fromkeys(
+            self.urls, 0
+        )  # requests by url, including those waiting at the gate
+        self._gates = {url: RequestGate() for url in self.urls}
         self._session: aiohttp.ClientSession | None = None
         self._manifest: WeightManifest | None = None
-        self._world_sizes: dict[str, int] = {}
-        self._failed_once: set[str] = set()  # alive, and did not load the newest version the first time
+        self._receivers: dict[str, api.Receivers] = {}
+        self.recovery_timeout_s = recovery_timeout_s
+        self._load_between_steps: set[str] = set()  # engines that load weights between two steps
+        self._failed_once: set[str] = set()  # live engines that failed to load the newest version once
         self._liveness_timeout_s = liveness_timeout_s
         self.fleet = Fleet(
             self.admin_urls,
@@ -77,15 +94,20 @@ class EngineClient:
         )
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """The request's n samples. Raises EngineError; cancelling it aborts the request on the engine."""
+        """The request's n samples; cancelling this call aborts the request on the engine.
+
+        Raises: EngineError.
+        """
         body = api.encode_generate(request, self.model)
         headers = (
-            _HEADERS if request.session_id is None else {**_HEADERS, api.SESSION_HEADER: request.session_id}
+            _HEADERS
+            if request.session_id is None
+            else {**_HEADERS, **dict.fromkeys(self._session_headers, request.session_id)}
         )
         what = f"generate {request.request_id}"
         try:
-            async with asyncio.timeout(self.timeout_s):
-                data = await self._generate(what, body, headers, request.session_id)
+            async with asyncio.timeout(self.timeout_s) as deadline:
+                data = await self._generate(what, body, headers, request.session_id, deadline)
         except TimeoutError:
             raise EngineError(
                 f"{what}: no answer from {', '.join(self.urls)} in {self.timeout_s:g} s"
@@ -93,8 +115,11 @@ class EngineClient:
         return api.decode_completions(request, data)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return when every engine is healthy. Raises EngineError naming those that are not."""
-        # Not the router: it is ready when an engine is let in, and engines are when they were given weights.
+        """Wait until every engine is healthy.
+
+        Raises: EngineError naming those that are not.
+        """
+        # Not the router: it is ready only when it has accepted an engine, and that is after the first weights.
         waiting = dict.fromkeys(self.admin_urls, "no answer yet")
 
         async def poll(url: str) -> None:
@@ -115,34 +140,38 @@ class EngineClient:
             raise EngineError(f"not ready after {timeout_s:g} s: {who}") from None
 
     async def update_weights(self, manifest: WeightManifest) -> None:
-        """Return when every engine that is up samples from this version.
+        """Load this version on every engine that is up; returns when they sample from it.
 
-        Requests under way are kept, with their cache, and go on under the new weights. An engine that does not
-        load it is down until it does. Raises: EngineError when the last one is, and none comes back in time.
+        Running requests keep their cache and continue under the new weights. An engine that does not load the version
+        is down until it does.
+
+        Raises: EngineError if all engines are down and none comes back in time.
         """
-        left: list[str] = []
+        to_retry: list[str] = []
         while True:
-            await self.fleet.wait_for_one()  # outside of the lock, which an engine that comes back takes
+            await self.fleet.wait_for_any()  # without the lock, which an engine needs in order to come back
             async with self.fleet.updating:
-                # One that came back a moment ago holds the version before; one that comes later gets this one.
+                if len(self.admin_urls) > 1:
+                    await self._group_nodes(self.fleet.ready())
+                # An engine that came back just now holds the previous version; one that comes back later loads this.
                 self._manifest = manifest
-                failures = await self._load_all(left or self.fleet.ready())
-            # Of engines that receive together, one that dies fails the others: those that live try again.
-            left = []
+                failures = await self._load_all(self.fleet.whole_engines(to_retry) or self.fleet.ready())
+            # If engines receive together, one that dies makes the others fail: the live ones are retried.
+            to_retry = []
             for url, error in failures.items():
                 if url in self._failed_once or await self._is_dead(url):
                     await self.fleet.mark_down(url, error)
                     self._failed_once.discard(url)
                 else:
                     self._failed_once.add(url)
-                    left.append(url)
-            if not left and self.fleet.ready():
+                    to_retry.append(url)
+            if not to_retry and self.fleet.ready():
                 break
         if self._is_routed:
             await self._wait_for_router()
 
     async def _load_all(self, urls: list[str]) -> dict[str, str]:
-        """Load the newest version on these engines together; what went wrong, by engine."""
+        """Load the newest version on these engines together; returns the errors by engine."""
         groups = await self._groups(urls)
         loads = (self._load(url, group) for url, group in zip(urls, groups))
         results = await asyncio.gather(*loads, return_exceptions=True)
@@ -165,11 +194,16 @@ class EngineClient:
 
     @property
     def num_ready(self) -> int:
-        """Engines that are up."""
+        """Number of engines that are up."""
         return len(self.fleet.ready())
 
+    @property
+    def generation(self) -> int:
+        """A number that grows whenever an engine goes down or comes back."""
+        return self.fleet.generation
+
     async def watch(self) -> None:
-        """Notice engines that die or hang, and let them in again; runs for ever beside everything else."""
+        """Detect engines that die or hang, and readmit them when they are back; runs for ever."""
         await self.fleet.watch()
 
     async def _check_alive(self, url: str) -> None:
@@ -181,42 +215,74 @@ class EngineClient:
         except _Transient as error:
             raise EngineError(str(error)) from error
 
-    async def _restore(self, url: str) -> None:
-        """Give an engine that comes back the newest version."""
+    async def _restore(self, *urls: str) -> None:
+        """Load the newest version on an engine that comes back, on all its nodes."""
+        self._load_between_steps.difference_update(urls)
         if self._manifest is not None:
-            [group] = await self._groups([url])
-            await self._load(url, group)
+            groups = await self._groups(list(urls))
+            await _gather_all(self._load(url, group) for url, group in zip(urls, groups))
+
+    async def _group_nodes(self, urls: Iterable[str]) -> None:
+        """Ask new addresses to which engine they belong.
+
+        The nodes of one engine go down and come back together.
+        """
+        unknown = [url for url in urls if url not in self._receivers]
+        answers = await asyncio.gather(*map(self._fetch_receivers, unknown), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineError):
+                raise answer  # after an EngineError the load will fail too, and mark the engine down
+        names: dict[str, list[str]] = {}
+        for url, receivers in self._receivers.items():
+            if receivers.engine is not None:
+                names.setdefault(receivers.engine, []).append(url)
+        for together in names.values():
+            self.fleet.group_nodes(together)
+
+    async def _fetch_receivers(self, url: str) -> api.Receivers:
+        """What the engine at this address says of its receiving processes; asked once."""
+        if url not in self._receivers:
+            answer = await self._admin(url, api.WORLD_SIZE, method="GET")
+            self._receivers[url] = api.decode_receivers(answer)
+        return self._receivers[url]
 
     async def _groups(self, urls: list[str]) -> list[WeightGroup | None]:
-        """Who receives the newest version as which rank, where the transport sends to all at once."""
+        """Each engine's WeightGroup for the newest version; None if the transport needs none."""
         assert self._manifest is not None
         if not self._manifest.needs_group:
             return [None] * len(urls)
-        for url in urls:
-            if url not in self._world_sizes:
-                self._world_sizes[url] = api.decode_world_size(
-                    await self._admin(url, api.WORLD_SIZE, method="GET")
-                )
-        sizes = [self._world_sizes[url] for url in urls]
+        sizes = [(await self._fetch_receivers(url)).world_size for url in urls]
         request, total = uuid4().hex, sum(sizes)
-        # After a failure nobody can say what is left of a group.
+        # After a failure the state of the old group is unknown, so a new one is made.
         salt = request if self._failed_once else str(self.fleet.generation)
         epoch = f"{salt}-{zlib.crc32(' '.join(urls).encode()):08x}"
         firsts = itertools.accumulate(sizes[:-1], initial=0)
         return [WeightGroup(epoch=epoch, request=request, world_size=total, rank=rank) for rank in firsts]
 
     async def _load(self, url: str, group: WeightGroup | None) -> None:
-        """Load the newest version; an engine where a step fails stays paused: what it holds is no version."""
+        """Load the newest version on one engine; if a call fails, the engine stays paused.
+
+        An engine that loads between two steps gets UPDATE_WEIGHTS only. After a failure it gets all calls again,
+        because another engine may run at this address by then.
+        """
         manifest = self._manifest
         assert manifest is not None
+        update = api.encode_update(manifest, group)
+        if url in self._load_between_steps:
+            self._load_between_steps.discard(url)
+            await self._admin(url, api.UPDATE_WEIGHTS, update)
+            self._load_between_steps.add(url)
+            return
         await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
-        await self._admin(url, api.START_UPDATE)
-        await self._admin(url, api.UPDATE_WEIGHTS, api.encode_update(manifest, group))
+        started = await self._admin(url, api.START_UPDATE)
+        await self._admin(url, api.UPDATE_WEIGHTS, update)
         await self._admin(url, api.FINISH_UPDATE, api.encode_finish(manifest.version))
         await self._admin(url, api.RESUME)
+        if api.decode_started(started):
+            self._load_between_steps.add(url)
 
     async def _wait_for_router(self) -> None:
-        """Return when the router has let an engine in."""
+        """Wait until the router has accepted an engine."""
         deadline = time.monotonic() + _ROUTER_TIMEOUT_S
         for url in self.urls:
             while True:
@@ -225,13 +291,13 @@ class EngineClient:
                     break
                 except _Transient as error:
                     if time.monotonic() > deadline:
-                        raise EngineError(f"the router lets no engine in: {error}") from error
+                        raise EngineError(f"the router accepts no engine: {error}") from error
                 await asyncio.sleep(_POLL_S)
 
     async def prompt_logprobs(self, token_ids: np.ndarray, name: str) -> dict[str, np.ndarray]:
-        """What every engine gives these tokens, float32 [tokens] in nats by address; the first is 0.
+        """Logprobs of these tokens by engine: float32 [tokens] in nats; the first is 0.
 
-        `name` is the request's, and its salt: no cache of other weights answers.
+        name: request id and cache salt, so that no prefix cached under other weights is used.
         """
         request = GenerateRequest(
             request_id=name,
@@ -246,41 +312,21 @@ class EngineClient:
             answer = await self._admin(url, api.GENERATE, body)
             scores = api.decode_completions(request, answer)[0].prompt_logprobs
             if scores is None or len(scores) != len(token_ids):
-                raise EngineError(f"{url} gave no log-probabilities of a prompt's {len(token_ids)} tokens")
+                raise EngineError(
+                    f"{url} returned no log-probabilities for the prompt's {len(token_ids)} tokens"
+                )
             return scores
 
         ready = self.fleet.ready()
-        return dict(zip(ready, await _all_of(score(url) for url in ready)))
-
-    async def pause(self, mode: str = "abort") -> None:
-        """Stop stepping: keep requests for `resume`, wait until they are done, or abort them."""
-        await self._all("POST", f"{api.PAUSE}?mode={mode}")
-
-    async def resume(self) -> None:
-        await self._all("POST", api.RESUME)
-
-    async def reset_prefix_cache(self) -> None:
-        await self._all("POST", api.RESET_PREFIX_CACHE)
+        return dict(zip(ready, await _gather_all(score(url) for url in ready)))
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End these requests (None: all) with what they have."""
+        """End these requests with the tokens they have; None: all requests."""
         ids = None if request_ids is None else list(request_ids)
         await self._all("POST", api.ABORT, msgspec.json.encode({"request_ids": ids}))
 
-    async def load_adapter(self, name: str, path: str, *, is_replacing: bool = False) -> None:
-        """Have every engine serve the adapter in this directory, which its host sees, under a name.
-
-        Raises: EngineError with the engine's reason, also for a name that is taken unless is_replacing.
-        """
-        body = api.LoadAdapterBody(name, path, load_inplace=is_replacing)
-        await self._all("POST", api.LOAD_ADAPTER, msgspec.json.encode(body))
-
-    async def unload_adapter(self, name: str) -> None:
-        """No more requests for it; those under way end with it."""
-        await self._all("POST", api.UNLOAD_ADAPTER, msgspec.json.encode({"lora_name": name}))
-
     async def metrics(self) -> dict[str, float]:
-        """The engines' metrics summed over engines and labels, by name (histograms: _sum and _count)."""
+        """The engines' metrics by name, summed over engines and labels (histograms: _sum, _count)."""
         total: dict[str, float] = {}
         for text in await self._all("GET", api.METRICS):
             for line in text.decode().splitlines():
@@ -296,17 +342,28 @@ class EngineClient:
             self._session = None
 
     async def _generate(
-        self, what: str, body: bytes, headers: dict[str, str], session_id: str | None
+        self,
+        what: str,
+        body: bytes,
+        headers: dict[str, str],
+        session_id: str | None,
+        deadline: asyncio.Timeout,
     ) -> bytes:
         attempt = 0
         while True:
             url = self._choose(session_id, attempt)
             try:
-                return await self._attempt(url, body, headers)
+                return await self._attempt_at_gate(url, body, headers, deadline)
+            except _Full as error:
+                if (waited_s := self._gates[url].rejects_for_s) > self.recovery_timeout_s:
+                    reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
+                    raise EngineError(f"{what}: {error}; {reason} (client.recovery_timeout_s)") from error
+                logger.debug("%s: %s; waiting", what, error)
+                continue
             except _Unavailable as error:
                 logger.info("%s: %s; waiting", what, error)
                 await asyncio.sleep(_UNAVAILABLE_S)
-                await self.fleet.wait_for_one()
+                await self.fleet.wait_for_any()
                 continue
             except _Transient as error:
                 if attempt >= self.max_retries:
@@ -314,46 +371,72 @@ class EngineClient:
                 logger.warning("%s: %s; trying again", what, error)
             await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
             attempt += 1
-            await self.fleet.wait_for_one()
+            await self.fleet.wait_for_any()
 
-    async def _attempt(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
-        """One try on one engine; cut when that engine goes down."""
-        self._under_way[url] += 1
-        member = self.fleet.members.get(url)
+    async def _attempt_at_gate(
+        self, url: str, body: bytes, headers: dict[str, str], deadline: asyncio.Timeout
+    ) -> bytes:
+        """One attempt as soon as the engine has room; until then the deadline does not run."""
+        gate = self._gates[url]
+        self._num_running[url] += 1
+        was_full = was_served = False
         try:
-            if member is None or len(self.admin_urls) == 1:
-                return await self._once("POST", url + api.GENERATE, body, headers)
-            task = asyncio.ensure_future(self._once("POST", url + api.GENERATE, body, headers))
-            member.requests.add(task)
+            async with _paused(deadline):
+                await gate.enter()
             try:
-                return await task
-            except asyncio.CancelledError:
-                if member.state is EngineState.DOWN and not _is_cancelled():
-                    raise _Transient(f"{url} went down: {member.reason}") from None
-                task.cancel()
+                data = await self._attempt(url, body, headers)
+                was_served = True
+                return data
+            except _Full:
+                was_full = True
                 raise
             finally:
-                member.requests.discard(task)
+                gate.leave(was_full=was_full, was_served=was_served)
+        except _Full:
+            async with _paused(deadline):
+                await asyncio.sleep(_FULL_S)
+            raise
         finally:
-            self._under_way[url] -= 1
+            self._num_running[url] -= 1
+
+    async def _attempt(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
+        """One attempt on one engine; ends with an error if that engine goes down."""
+        node = self.fleet.nodes.get(url)
+        if node is None or len(self.admin_urls) == 1:
+            return await self._once("POST", url + api.GENERATE, body, headers)
+        task = asyncio.ensure_future(self._once("POST", url + api.GENERATE, body, headers))
+        node.requests.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if node.state is EngineState.DOWN and not _is_cancelled():
+                raise _Transient(f"{url} went down: {node.reason}") from None
+            task.cancel()
+            raise
+        finally:
+            node.requests.discard(task)
 
     def _choose(self, session_id: str | None, attempt: int) -> str:
-        """The router, or an engine that is up: the session's, else the one with the fewest requests."""
+        """The router, or an engine that is up: the session's, or the one with the fewest requests."""
         if len(self.urls) == 1:
             return self.urls[0]
         ready = self.urls if self._is_routed else (self.fleet.ready() or self.urls)
         if session_id is None:
-            return min(ready, key=self._under_way.__getitem__)
+            return min(ready, key=self._num_running.__getitem__)
         return ready[(zlib.crc32(session_id.encode()) + attempt) % len(ready)]
 
     async def _all(self, method: str, path: str, body: bytes | None = None) -> list[bytes]:
-        """The same call to every engine; fails when one fails, after all have answered."""
-        return await _all_of(self._admin(url, path, body, method) for url in self.fleet.ready())
+        """Make the same call to every engine; if one fails, raise its error after all have answered."""
+        return await _gather_all(self._admin(url, path, body, method) for url in self.fleet.ready())
 
     async def _admin(self, url: str, path: str, body: bytes | None = None, method: str = "POST") -> bytes:
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await self._once(method, url + path, body, _HEADERS)
+                while True:
+                    try:
+                        return await self._once(method, url + path, body, _HEADERS)
+                    except _Full:
+                        await asyncio.sleep(_FULL_S)
         except TimeoutError:
             raise EngineError(f"{url}{path}: no answer in {self.timeout_s:g} s") from None
         except _Transient as error:
@@ -373,6 +456,8 @@ class EngineClient:
         message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
         if response.status == 503:
             raise _Unavailable(message)
+        if response.status == 429:
+            raise _Full(message)
         if response.status in _TRY_AGAIN or response.status >= 500:
             raise _Transient(message)
         raise EngineError(message)
@@ -394,8 +479,8 @@ class EngineClient:
         await self.close()
 
 
-async def _all_of(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """What all of them return; the first failure is raised when all have ended."""
+async def _gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """The results of all calls; the first failure is raised after all have ended."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
@@ -404,9 +489,19 @@ async def _all_of(calls: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 def _is_cancelled() -> bool:
-    """Was this task itself cancelled, rather than what it waits for?"""
+    """Whether this task itself was cancelled, rather than what it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+@contextlib.asynccontextmanager
+async def _paused(deadline: asyncio.Timeout) -> AsyncIterator[None]:
+    """Pause a deadline: it moves by the time spent inside."""
+    when, started = deadline.when(), asyncio.get_running_loop().time()
+    deadline.reschedule(None)
+    yield
+    if when is not None:
+        deadline.reschedule(when + asyncio.get_running_loop().time() - started)
 
 
 def _root(url: str) -> str:

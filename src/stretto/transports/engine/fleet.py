@@ -1,11 +1,11 @@
-"""Which engines of a run may be given work: those that answer and hold the current weights.
+"""Which engines of a run may get requests: those that answer and hold the current weights.
 
-States of an engine: READY <-> DOWN. It goes DOWN when it does not load a version, or does not answer /liveness in
-its deadline; its requests under way are then cut, so that they are tried elsewhere. It comes back when it
-answers again (whoever starts processes has started it anew) and has loaded the newest version. With none READY,
-loading a version waits for one to come back, and says so.
+States of an engine: READY <-> DOWN. It goes DOWN if it does not load a version, or does not answer /liveness in time;
+its running requests are then cancelled, so that they are retried on other engines. It comes back when it answers again
+(the launcher has restarted it) and has loaded the newest version. If none is READY, loading a version waits for one
+to come back, and logs that.
 
-The fleet only keeps the states; how an engine is asked and updated is the client's (client.py).
+The fleet only keeps the states; client.py calls and updates the engines.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ class EngineState(StrEnum):
 
 
 @dataclass(eq=False)
-class Member:
-    """One engine. `since` is when its state began, monotonic seconds."""
+class EngineNode:
+    """One address of an engine: a whole engine, or one node of an engine that spans several."""
 
     url: str
     state: EngineState = EngineState.READY
     reason: str = ""
     since: float = field(default_factory=time.monotonic)
+    """When its state began, monotonic seconds."""
     requests: set[asyncio.Task] = field(default_factory=set)
-    """Attempts under way on it that shall be cut when it goes down."""
+    """Running requests on it, which are cancelled when it goes down."""
+    other_nodes: frozenset[str] = frozenset()
+    """Addresses of the other nodes of its engine: they go down and come back together."""
 
 
 class Fleet:
@@ -47,83 +50,110 @@ class Fleet:
         urls: Iterable[str],
         *,
         check: Callable[[str], Awaitable[None]],
-        restore: Callable[[str], Awaitable[None]],
+        restore: Callable[..., Awaitable[None]],
         interval_s: float,
         recovery_timeout_s: float,
         on_down: Callable[[str, str], None] = lambda url, reason: None,
     ) -> None:
-        """check raises EngineError when an engine is not alive; restore gives it the newest weights."""
-        self.members = {url: Member(url) for url in urls}
+        """Make a fleet with all engines READY.
+
+        check: raises EngineError if the engine is not alive. restore: loads the newest weights on one engine, given
+        the addresses of all its nodes. on_down: called with address and reason.
+        """
+        self.nodes = {url: EngineNode(url) for url in urls}
         self._check, self._restore, self._on_down = check, restore, on_down
         self._interval_s, self._recovery_timeout_s = interval_s, recovery_timeout_s
         self._changed = asyncio.Condition()
         self.generation = 0
-        """Grows whenever an engine goes or comes back."""
+        """Grows whenever an engine goes down or comes back."""
         self.updating = asyncio.Lock()
-        """Held while versions are loaded: an engine comes back between two of them."""
+        """Held while a version is loaded, so that an engine comes back between two versions."""
 
     def ready(self) -> list[str]:
-        return [member.url for member in self.members.values() if member.state is EngineState.READY]
+        return [node.url for node in self.nodes.values() if node.state is EngineState.READY]
 
-    @property
-    def num_down(self) -> int:
-        return len(self.members) - len(self.ready())
+    def group_nodes(self, urls: Iterable[str]) -> None:
+        """Record that these addresses are the nodes of one engine."""
+        for url in (together := frozenset(urls)):
+            self.nodes[url].other_nodes = together - {url}
+
+    def whole_engines(self, urls: Iterable[str]) -> list[str]:
+        """These addresses and the other nodes of their engines, without those that are DOWN."""
+        wanted = {each for url in urls for each in (url, *self.nodes[url].other_nodes)}
+        return [url for url in self.ready() if url in wanted]
 
     async def mark_down(self, url: str, reason: str) -> None:
-        """This engine gets no more work, and what it was doing is cut."""
-        member = self.members[url]
-        if member.state is EngineState.DOWN:
+        """Give this engine no more requests and cancel those that run on it."""
+        if self.nodes[url].state is EngineState.DOWN:
             return
-        member.state, member.reason, member.since = EngineState.DOWN, reason, time.monotonic()
+        await self._mark_down(url, reason)
+        for other in sorted(self.nodes[url].other_nodes):
+            if self.nodes[other].state is EngineState.READY:
+                await self._mark_down(other, f"another node of its engine, {url}, is down")
+
+    async def _mark_down(self, url: str, reason: str) -> None:
+        node = self.nodes[url]
+        node.state, node.reason, node.since = EngineState.DOWN, reason, time.monotonic()
         self.generation += 1
         logger.warning(
-            "engine %s is down: %s; %d of %d are left", url, reason, len(self.ready()), len(self.members)
+            "engine %s is down: %s; %d of %d are up", url, reason, len(self.ready()), len(self.nodes)
         )
-        for task in tuple(member.requests):
+        for task in tuple(node.requests):
             task.cancel()
         self._on_down(url, reason)
         async with self._changed:
             self._changed.notify_all()
 
     async def watch(self) -> None:
-        """Ask every engine whether it lives, for ever; let those in again that do."""
-        await asyncio.gather(*(self._watch(member) for member in self.members.values()))
+        """Check every engine again and again, mark dead ones down, and readmit those that answer."""
+        await asyncio.gather(*(self._watch(node) for node in self.nodes.values()))
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, node: EngineNode) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
             try:
-                await self._check(member.url)
+                await self._check(node.url)
             except EngineError as error:
-                await self.mark_down(member.url, str(error))
+                await self.mark_down(node.url, str(error))
                 continue
-            if member.state is EngineState.DOWN:
-                await self._let_in(member)
+            if node.state is EngineState.DOWN:
+                await self._readmit(node)
 
-    async def _let_in(self, member: Member) -> None:
+    async def _readmit(self, node: EngineNode) -> None:
+        """Load the newest weights on an engine that answers again, and mark all its nodes READY."""
+        together = [node, *(self.nodes[url] for url in sorted(node.other_nodes))]
+        for other in together[1:]:
+            try:
+                await self._check(other.url)
+            except EngineError:
+                node.reason = f"another node of its engine, {other.url}, is down"
+                return
         async with self.updating:
+            if node.state is EngineState.READY:
+                return  # readmitted by another node of its engine
             self.generation += 1
             try:
-                await self._restore(member.url)
+                await self._restore(*(each.url for each in together))
             except EngineError as error:
-                member.reason = str(error)
-                logger.warning("engine %s answers again, but takes no weights: %s", member.url, error)
+                node.reason = str(error)
+                logger.warning("engine %s answers again, but loads no weights: %s", node.url, error)
                 return
-            away = time.monotonic() - member.since
-            member.state, member.reason, member.since = EngineState.READY, "", time.monotonic()
-        logger.info("engine %s is back after %.1f s", member.url, away)
+            for each in together:
+                down_s = time.monotonic() - each.since
+                each.state, each.reason, each.since = EngineState.READY, "", time.monotonic()
+                logger.info("engine %s is back after %.1f s", each.url, down_s)
         async with self._changed:
             self._changed.notify_all()
 
-    async def wait_for_one(self) -> list[str]:
-        """The engines that are READY, at least one.
+    async def wait_for_any(self) -> list[str]:
+        """The READY engines; waits until there is one.
 
-        Raises: EngineError when none comes back in recovery_timeout_s.
+        Raises: EngineError if none comes back in recovery_timeout_s.
         """
         if ready := self.ready():
             return ready
-        why = "; ".join(f"{member.url}: {member.reason}" for member in self.members.values())
-        logger.warning("no engine is left (%s); waiting up to %g s for one", why, self._recovery_timeout_s)
+        why = "; ".join(f"{node.url}: {node.reason}" for node in self.nodes.values())
+        logger.warning("no engine is up (%s); waiting up to %g s for one", why, self._recovery_timeout_s)
         try:
             async with asyncio.timeout(self._recovery_timeout_s), self._changed:
                 await self._changed.wait_for(self.ready)

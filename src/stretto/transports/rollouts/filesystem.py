@@ -1,16 +1,15 @@
 """Batches as files RUN/rollouts/step_N/rank_K.bin, for machines that share a file system but no network port.
 
-Three small files a rank, each replaced atomically, carry what sockets would: `rank_K.hello` (a rank is there,
-and its session), `rank_K.next` (the step to read, for which session), `rank_K.ack` (the step that was read,
-of which offer). Both sides look at one known name with a pause that grows from 1 to 100 ms; no directory is
-ever listed. Sessions keep files that an earlier life of the run left behind from being taken for new ones.
+Three small files per rank, each replaced atomically, do what sockets would do: `rank_K.hello` (the rank is there, and
+its session), `rank_K.next` (the step to read, for that session), `rank_K.ack` (a copy of the offer that was read).
+Both sides poll a known file name, with a pause that grows from 1 to 100 ms; directories are never listed. The
+sessions distinguish current files from those of an earlier incarnation of the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import shutil
 import time
@@ -19,11 +18,12 @@ from pathlib import Path
 import msgspec
 
 from stretto.base.errors import DataError, EngineError, WireError
+from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
-from stretto.config.transport import FilesystemRollouts
+from stretto.config.sections.transport import FilesystemRollouts
 from stretto.records.codec import decode_blob, encode_blob
 from stretto.records.sample import TrainBatch
-from stretto.transports.rollouts.delivery import StepGate, check_batches, no_batch
+from stretto.transports.rollouts.delivery import StepGate, check_batches, no_batch_error
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.1
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch lies ready; an acknowledgement repeats the offer."""
+    """A batch is ready to be read; an acknowledgement repeats the offer."""
 
     sender: str
     receiver: str
@@ -49,7 +49,7 @@ class FilesystemSender:
         self._steps: list[int] = []
 
     async def open(self) -> None:
-        """Remove what an earlier life of the run left behind."""
+        """Remove the files of an earlier incarnation of the run."""
         self._run_dir.rollouts.mkdir(parents=True, exist_ok=True)
         for rank in range(self._world_size):
             for kind in ("next", "ack"):
@@ -63,9 +63,9 @@ class FilesystemSender:
             for batch in batches:
                 path = self._run_dir.rollout(step, batch.rank)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _replace(path, encode_blob(batch))
+                write_atomic(path, encode_blob(batch))
         except OSError as cause:
-            raise EngineError(f"the batch of step {step}: {cause}; free some space.") from cause
+            raise EngineError(f"cannot write the batch of step {step}: {cause}; free some space.") from cause
         if step not in self._steps:
             self._steps.append(step)
         deadline = time.monotonic() + self._cfg.timeout_s
@@ -82,14 +82,14 @@ class FilesystemSender:
         return None
 
     async def _offer(self, rank: int, step: int, deadline: float) -> str | None:
-        """Offer a rank its batch until it has it; who was waited for in vain."""
+        """Offer a rank its batch until it acknowledges; returns its name if it does not in time."""
         receiver, pause = "", FIRST_PAUSE_S
         while True:
             current = _read(_path(self._run_dir, rank, "hello"))
             if current and current.decode() != receiver:
                 receiver = current.decode()
                 offer = msgspec.msgpack.encode(Offer(sender=self._session, receiver=receiver, step=step))
-                _replace(_path(self._run_dir, rank, "next"), offer)
+                write_atomic(_path(self._run_dir, rank, "next"), offer)
             if receiver and _read(_path(self._run_dir, rank, "ack")) == offer:
                 return None
             if time.monotonic() > deadline:
@@ -99,7 +99,7 @@ class FilesystemSender:
 
 
 class FilesystemReceiver:
-    """The end of one rank; reads in the caller's thread, so a batch is acknowledged when it is asked for."""
+    """The end of one rank; `receive` reads and acknowledges batches in the caller's thread."""
 
     def __init__(self, cfg: FilesystemRollouts, run_dir: RunDir, rank: int) -> None:
         self._cfg = cfg
@@ -107,21 +107,21 @@ class FilesystemReceiver:
         self._rank = rank
         self._gate = StepGate(rank)
         self._session = secrets.token_hex(8)
-        self._answered = b""
+        self._last_offer = b""
         run_dir.rollouts.mkdir(parents=True, exist_ok=True)
-        _replace(_path(run_dir, rank, "hello"), self._session.encode())
+        write_atomic(_path(run_dir, rank, "hello"), self._session.encode())
 
     def receive(self, timeout_s: float | None = None) -> TrainBatch:
         timeout_s = self._cfg.timeout_s if timeout_s is None else timeout_s
         batch = self.try_receive(timeout_s)
         if batch is None:
-            raise no_batch(self._rank, self._gate.last_step, str(self._run_dir.rollouts), timeout_s)
+            raise no_batch_error(self._gate, str(self._run_dir.rollouts), timeout_s)
         return batch
 
     def try_receive(self, timeout_s: float) -> TrainBatch | None:
         deadline, pause = time.monotonic() + timeout_s, FIRST_PAUSE_S
         while True:
-            if (batch := self._take()) is not None:
+            if (batch := self._read_offer()) is not None:
                 return batch
             left = deadline - time.monotonic()
             if left <= 0:
@@ -132,22 +132,22 @@ class FilesystemReceiver:
     def close(self) -> None:
         return None
 
-    def _take(self) -> TrainBatch | None:
-        """The batch that is on offer, if it is one we have not had."""
+    def _read_offer(self) -> TrainBatch | None:
+        """The offered batch, None if there is none or it was delivered before."""
         path = _path(self._run_dir, self._rank, "next")
         raw = _read(path)
-        if raw is None or raw == self._answered:
+        if raw is None or raw == self._last_offer:
             return None
         try:
             offer = msgspec.msgpack.decode(raw, type=Offer)
         except msgspec.MsgspecError as cause:
-            raise WireError(f"{path}: not an offer of a batch: {cause}") from cause
+            raise WireError(f"{path} does not contain an offer of a batch: {cause}") from cause
         if offer.receiver != self._session:
             return None
         batch = self._load(offer.step)
         is_new = self._gate.admits(batch)
-        _replace(_path(self._run_dir, self._rank, "ack"), raw)
-        self._answered = raw
+        write_atomic(_path(self._run_dir, self._rank, "ack"), raw)
+        self._last_offer = raw
         return batch if is_new else None
 
     def _load(self, step: int) -> TrainBatch:
@@ -155,9 +155,9 @@ class FilesystemReceiver:
         try:
             batch = decode_blob(path.read_bytes(), TrainBatch, where=str(path))
         except (OSError, DataError) as cause:
-            raise WireError(f"the batch of step {step}: {cause}") from cause
+            raise WireError(f"cannot read the batch of step {step}: {cause}") from cause
         if batch.step != step:
-            raise WireError(f"{path} holds step {batch.step}, offered was step {step}.")
+            raise WireError(f"{path} holds step {batch.step}, but step {step} was offered.")
         return batch
 
 
@@ -170,10 +170,3 @@ def _read(path: Path) -> bytes | None:
         return path.read_bytes()
     except FileNotFoundError:
         return None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees all of it or the one before."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(data)
-    partial.replace(path)

@@ -1,8 +1,8 @@
 """Weights from trainer to engines: published by version, described by a manifest, received as (name, tensor).
 
-The manifest travels by HTTP and by the control wire, the bytes by one of the files here, each with both ends: files
-and shared memory (which are received alike: mapped), broadcast, and the memory of one GPU. delta.py sends what
-changed through any of the first three. Several trainer ranks publish together, each the tensors that it owns.
+The manifest travels by the control wire and by HTTP. The bytes travel by one of the transports here, one file each
+with both ends: files and shared memory (both are received by mapping them), broadcast, or the memory of a common GPU.
+delta.py sends only changes, through one of the first three. Trainer ranks publish together, each its own tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stretto.base.errors import WireError
 from stretto.base.paths import RunDir
-from stretto.config.transport import (
+from stretto.config.sections.transport import (
     CollectiveWeights,
     FilesystemWeights,
     IpcWeights,
@@ -19,30 +19,30 @@ from stretto.config.transport import (
     WeightBroadcast,
 )
 from stretto.records.weights import WeightGroup, WeightManifest
-from stretto.transports.weights.collective import CollectivePublisher, CollectiveReceived
-from stretto.transports.weights.delta import DeltaPublisher, DeltaReceived
+from stretto.transports.weights.collective import CollectivePublisher, CollectiveReceiver
+from stretto.transports.weights.delta import DeltaPublisher, DeltaReceiver
 from stretto.transports.weights.filesystem import FilesystemPublisher
-from stretto.transports.weights.ipc import IpcPublisher, IpcReceived
-from stretto.transports.weights.layout import ONE_RANK, Publisher, Ranks, Received
+from stretto.transports.weights.ipc import IpcPublisher, IpcReceiver
+from stretto.transports.weights.layout import ONE_RANK, MappedReceiver, Publisher, Ranks
 from stretto.transports.weights.shm import ShmPublisher
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ONE_RANK", "Publisher", "Ranks", "Received", "build_publisher", "receive"]
+__all__ = ["ONE_RANK", "MappedReceiver", "Publisher", "Ranks", "build_publisher", "receive"]
 
 
 def build_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: Ranks = ONE_RANK) -> Publisher:
-    """The publisher of `[weight_broadcast]` on one of the trainer's ranks, each of which has one."""
-    publisher = _build_whole(cfg, run_dir, run_id, ranks)
+    """The publisher that `[weight_broadcast]` describes; every trainer rank has one."""
+    publisher = _build_full_publisher(cfg, run_dir, run_id, ranks)
     return publisher if cfg.delta is None else DeltaPublisher(publisher, run_id, cfg.delta, ranks)
 
 
-def _build_whole(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: Ranks) -> Publisher:
+def _build_full_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: Ranks) -> Publisher:
     if isinstance(cfg, ShmWeights):
-        # With changes a chain of them is held, each in a segment of its own.
-        num_segments = 2 if cfg.delta is None else 2 * cfg.delta.max_links + 2
-        return ShmPublisher(run_id, num_segments=num_segments, ranks=ranks)
+        # A delta publisher holds a chain of versions, each in a file of its own.
+        num_files = 2 if cfg.delta is None else 2 * cfg.delta.max_links + 2
+        return ShmPublisher(run_id, num_files=num_files, ranks=ranks)
     if isinstance(cfg, CollectiveWeights):
         return CollectivePublisher(
             cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=cfg.join_timeout_s, ranks=ranks
@@ -58,25 +58,25 @@ def receive(
     group: WeightGroup | None = None,
     worker: int = 0,
     device: torch.device | None = None,
-) -> Received | CollectiveReceived | DeltaReceived | IpcReceived:
-    """A published version: `with receive(manifest) as tensors: load_tensors(model, tensors)`.
+) -> MappedReceiver | CollectiveReceiver | DeltaReceiver | IpcReceiver:
+    """Receive a version: `with receive(manifest) as tensors: load_tensors(model, tensors)`.
 
-    group: of an update, where the transport sends to all engines at once; worker: which of the engine's
-    processes this is; device: where its weights are.
+    group: the update's, if manifest.needs_group. worker: index of this process among the engine's. device: where
+    its weights are.
 
-    Raises: WireError when bytes are missing, cut off, of another version, or damaged.
+    Raises: WireError if bytes are missing, cut off, of another version, or damaged.
     """
     if manifest.needs_group and group is None:
         raise WireError(
-            f"weights of version {manifest.version} come by broadcast, and the update names no group."
+            f"weights of version {manifest.version} come by broadcast, but the update names no group."
         )
     if manifest.transport == "delta":
-        return DeltaReceived(
+        return DeltaReceiver(
             manifest, group, worker, lambda link, group: receive(link, group, worker, device)
         )
     if manifest.transport == "collective":
         assert group is not None
-        return CollectiveReceived(manifest, group, worker, device)
+        return CollectiveReceiver(manifest, group, worker, device)
     if manifest.transport == "ipc":
-        return IpcReceived(manifest)
-    return Received(manifest)
+        return IpcReceiver(manifest)
+    return MappedReceiver(manifest)

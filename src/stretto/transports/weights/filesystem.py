@@ -1,8 +1,8 @@
 """Weights as safetensors files under RUN/broadcasts/version_N, with manifest.json written last.
 
-A version is written into a hidden directory beside its place and renamed into it, so that whoever sees
-`version_N` sees all of it. Needs a file system that trainer and engines share. Any safetensors reader can
-load the shards. Of several trainer ranks each writes files of its own, and the first one puts them together.
+A version is written into a hidden directory and renamed when it is complete, so that a reader of `version_N` sees all
+of it. Trainer and engines must share the file system. Any safetensors reader can load the shards. With several trainer
+ranks, each writes its own files, and the first rank moves them into one directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -21,8 +20,18 @@ import torch
 from safetensors.torch import save_file
 
 from stretto.base.errors import EngineError
+from stretto.base.files import put_in_place
 from stretto.records.weights import MANIFEST, TensorEntry, WeightManifest
-from stretto.transports.weights.layout import ONE_RANK, Named, Part, Ranks, checksum_of, dtype_name, joined
+from stretto.transports.weights.checksum import KIND, Checksum
+from stretto.transports.weights.layout import (
+    ONE_RANK,
+    NamedTensor,
+    Ranks,
+    RankShards,
+    combine_checksums,
+    dtype_name,
+    merge_shards,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +40,7 @@ _VERSION = re.compile(r"version_(\d+)$")
 
 
 class FilesystemPublisher:
-    """Keeps the newest `keep_versions` versions and every one that was not released."""
+    """Keeps the newest `keep_versions` versions and all that are not released."""
 
     def __init__(
         self,
@@ -47,36 +56,34 @@ class FilesystemPublisher:
         self._in_use: set[int] = set()  # published by this process and not yet released
         directory.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:
-            for path in directory.glob(".version_*"):  # half-written by a process that died
+            for path in directory.glob(".version_*"):  # left incomplete by a process that died
                 shutil.rmtree(path, ignore_errors=True)
-        ranks.gather(None)  # nobody writes before that
+        ranks.gather(None)  # a barrier: no rank writes before that
 
-    def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
+    def publish(self, version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
         started = time.perf_counter()
         ranks, final = self._ranks, self._directory / f"version_{version}"
         partial = self._directory / f".version_{version}.{ranks.rank}.{os.getpid()}"
         try:
-            told = ranks.gather((partial.name, self._write(partial, tensors)))
-            found = joined(part for _, part in told)
+            gathered = ranks.gather((partial.name, self._write(partial, tensors)))
+            merged = merge_shards(shards for _, shards in gathered)
             manifest = WeightManifest(
                 version=version,
                 transport="filesystem",
                 location=str(final.resolve()),
-                shards=found.shards,
-                tensors=found.tensors,
-                checksum=checksum_of(found.checksums),
+                shards=merged.shards,
+                tensors=merged.tensors,
+                checksum=combine_checksums(merged.checksums),
+                checksum_kind=KIND,
             )
             if ranks.rank == 0:
-                for name, part in told[1:]:
-                    self._take_over(self._directory / name, part, partial)
+                for name, shards in gathered[1:]:
+                    self._move_shards(self._directory / name, shards, partial)
                 (partial / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-                if final.exists():  # of an earlier life of this run
-                    final.rename(doomed := self._directory / f".version_{version}.old.{os.getpid()}")
-                    shutil.rmtree(doomed, ignore_errors=True)
-                partial.rename(final)
+                put_in_place(partial, final)
         except OSError as cause:
             raise EngineError(
-                f"weights of version {version} in {final}: {cause}; free some space."
+                f"cannot write weights of version {version} to {final}: {cause}; free some space."
             ) from cause
         if ranks.rank == 0:
             self._in_use.add(version)
@@ -84,8 +91,8 @@ class FilesystemPublisher:
         logger.debug("published version=%d in %.3fs", version, time.perf_counter() - started)
         return manifest
 
-    def _write(self, partial: Path, tensors: Iterable[Named]) -> Part:
-        """This rank's files, in a directory of its own."""
+    def _write(self, partial: Path, tensors: Iterable[NamedTensor]) -> RankShards:
+        """Write this rank's files into a directory of its own."""
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         prefix = "" if self._ranks.world_size == 1 else f"rank_{self._ranks.rank}_"
@@ -96,26 +103,26 @@ class FilesystemPublisher:
             path = partial / f"{prefix}shard_{shard:05d}.safetensors"
             save_file(tensors_of_shard, path)
             entries += _entries(path, shard, tensors_of_shard)
-            checksums.append(_crc_of_file(path))
+            checksums.append(_checksum_of_file(path))
             shards.append(path.name)
-        return Part(tuple(shards), tuple(checksums), tuple(entries))
+        return RankShards(tuple(shards), tuple(checksums), tuple(entries))
 
     @staticmethod
-    def _take_over(directory: Path, part: Part, target: Path) -> None:
-        """Another rank's files become part of the version."""
-        for shard in part.shards:
+    def _move_shards(directory: Path, shards: RankShards, target: Path) -> None:
+        """Move another rank's files into the directory of the version."""
+        for shard in shards.shards:
             (directory / shard).rename(target / shard)
         directory.rmdir()
 
     def release(self, version: int) -> None:
-        self._in_use = {held for held in self._in_use if held > version}
+        self._in_use = {each for each in self._in_use if each > version}
 
     def close(self) -> None:
-        """The newest versions stay: an engine may be started from them."""
+        """The newest versions stay on disk: an engine may be started from them."""
         self._in_use.clear()
 
     def _prune(self, newest: int) -> None:
-        """Versions beyond `newest` are of an undone life of the run."""
+        """Remove old versions, and those beyond `newest`, which are left from undone steps."""
         found = {
             int(match[1]): path for path in self._directory.iterdir() if (match := _VERSION.match(path.name))
         }
@@ -125,24 +132,24 @@ class FilesystemPublisher:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _split(tensors: Iterable[Named], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors in order, in parts of at most `shard_bytes` (or one tensor)."""
-    part: dict[str, torch.Tensor] = {}
+def _split(tensors: Iterable[NamedTensor], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Split tensors, in order, into shards of at most `shard_bytes` (or one tensor)."""
+    shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
         dtype_name(name, tensor)
-        if part and size + tensor.nbytes > shard_bytes:
-            yield part
-            part, size = {}, 0
-        # A copy of its own: safetensors refuses tensors that share memory, as tied or sliced weights do.
-        part[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        # A copy, because safetensors refuses tensors that share memory, as tied or sliced weights do.
+        shard[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         size += tensor.nbytes
-    if part:
-        yield part
+    if shard:
+        yield shard
 
 
 def _entries(path: Path, shard: int, tensors: dict[str, torch.Tensor]) -> list[TensorEntry]:
-    """Where safetensors put each tensor, read from the header it wrote: length, then JSON."""
+    """Entries of a shard's tensors, with offsets from the file's header (length, then JSON)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = msgspec.json.decode(file.read(length))
@@ -154,9 +161,9 @@ def _entries(path: Path, shard: int, tensors: dict[str, torch.Tensor]) -> list[T
     return entries
 
 
-def _crc_of_file(path: Path) -> int:
-    crc = 0
+def _checksum_of_file(path: Path) -> int:
+    checksum = Checksum()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
+            checksum.add(block)
+    return checksum.value

@@ -1,26 +1,24 @@
 """One copy of a run's weights on each engine host, to which changes are applied and from which engines load.
 
-A file in memory (tmpfs), shared by all workers of all engines on the host, so that it is held once however many
-there are. It begins with the version it holds, which is cleared before it is changed and set when all of it has
-been verified. Three locks, which the kernel drops when a process dies:
+It is a file in memory (tmpfs), shared by all workers of all engines on the host. It begins with its version, which is
+cleared before the copy is changed and set when all of it has been verified. There are three locks, which the kernel
+releases when a process dies:
 
-    NAME.users  shared for life         the last process that leaves removes the files; a start removes dead ones
-    NAME.lock   exclusive while writing one process brings the copy to a version, the others wait
-    NAME        shared while loading    a writer waits for those that still load the version before
+    NAME.users  shared, while a process lives   the last process removes the files; new ones remove those of dead runs
+    NAME.lock   exclusive, while writing        one process updates the copy, the others wait
+    NAME        shared, while loading           a writer waits for those that still load the previous version
 
-A writer that waits in vain makes a new file and leaves the old one to its readers.
+A writer that waits too long makes a new file and leaves the old one to its readers.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import mmap
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -28,56 +26,62 @@ from types import TracebackType
 import numpy as np
 
 from stretto.base.errors import EngineError, WireError
+from stretto.base.locked import COPY, lock_within, open_locked, remove_unowned, unlock
 from stretto.transports.weights.layout import HEAD_BYTES, HEAD_MAGIC, shard_head
 
-PREFIX = "stretto-copy-"
 READERS_S = 10.0
-"""How long a writer waits for those that load the version before."""
+"""Longest time that a writer waits for those that load the previous version."""
 WRITER_S = 600.0
-"""How long a reader waits for the one that writes."""
-_GLANCE_S = 0.05
-_POLL_S = 0.005
+"""Longest time that a reader waits for a writer."""
+_LOCK_TRY_S = 0.05
 
 
 class HostCopy:
-    """This process's hold on the copy of one chain of versions; `num_bytes` of tensors."""
+    """This process's access to the copy of one chain of versions.
+
+    num_bytes: size of all tensors.
+    """
 
     def __init__(self, directory: Path, name: str, num_bytes: int) -> None:
         if not directory.is_dir():
             raise EngineError(f"weight_broadcast.delta.directory = {directory} does not exist on this host")
-        remove_stale(directory)
-        self._data = directory / f"{PREFIX}{name}"
+        remove_unowned(directory)
+        self._data = directory / f"{COPY}{name}"
         self._users, self._lock = self._data.with_suffix(".users"), self._data.with_suffix(".lock")
         self._num_bytes = num_bytes
-        self._users_fd = _open_locked(self._users, fcntl.LOCK_SH)
+        self._users_fd = open_locked(self._users, is_shared=True)
 
     @property
     def version(self) -> int | None:
-        """What it holds; None: nothing, or something unfinished."""
+        """The version of the copy; None if there is none, or it is incomplete."""
         with contextlib.suppress(FileNotFoundError), self._data.open("rb") as file:
             return version_of(file.read(HEAD_BYTES))
         return None
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Writer | None]:
-        """The right to change it, for one process at a time; None when another has it."""
+    def writing(self) -> Iterator[CopyWriter | None]:
+        """Exclusive write lock on the copy; yields None if another process holds it."""
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            if not _lock_in(lock, fcntl.LOCK_EX, _GLANCE_S):  # a reader may look whether somebody writes
+            if not lock_within(
+                lock, _LOCK_TRY_S
+            ):  # not 0: a reader locks it for a moment, to wait for a writer
                 yield None
                 return
             fd = self._open_for_writing()
             try:
-                yield Writer(fd)
+                yield CopyWriter(fd)
             finally:
-                _unlock(fd)
+                unlock(fd)
         finally:
             os.close(lock)
 
-    def read(self, version: int) -> Snapshot:
-        """The copy at this version, which does not change until it is closed.
+    def read(self, version: int) -> CopyReader:
+        """Open the copy at this version; it does not change until the reader is closed.
 
-        Raises: WireError when it holds another version once nobody writes any more.
+        Waits for a writer.
+
+        Raises: WireError if the copy holds another version then.
         """
         if self.version != version:
             self._wait_for_writer()
@@ -86,60 +90,55 @@ class HostCopy:
         except FileNotFoundError:
             raise WireError(f"{self._data} does not exist.") from None
         try:
-            _await_lock(fd, fcntl.LOCK_SH, WRITER_S, f"{self._data} to be written")
+            _await_writer(fd, f"{self._data} to be written")
             held = version_of(os.pread(fd, HEAD_BYTES, 0))
             if held != version:
-                what = "nothing that is finished" if held is None else f"version {held}"
+                what = "no complete version" if held is None else f"version {held}"
                 raise WireError(f"{self._data} holds {what}, not version {version}.")
-            return Snapshot(fd)
+            return CopyReader(fd)
         except BaseException:
-            _unlock(fd)
+            unlock(fd)
             raise
 
     def close(self) -> None:
-        """Leave; the last one removes the files."""
-        if self._users_fd < 0:
-            return
-        if _try_lock(self._users_fd, fcntl.LOCK_EX):
-            for path in (self._data, self._lock, self._users):
-                path.unlink(missing_ok=True)
-        os.close(self._users_fd)
-        self._users_fd = -1
+        """Give up the access; the last process removes the files."""
+        if self._users_fd >= 0:
+            unlock(self._users_fd)
+            self._users_fd = -1
+            remove_unowned(self._users.parent)
 
     def _wait_for_writer(self) -> None:
-        """Return when nobody has the right to write."""
+        """Wait until no process writes."""
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                _await_lock(lock, fcntl.LOCK_SH, WRITER_S, f"another process to write {self._data}")
+                _await_writer(lock, f"another process to write {self._data}")
             finally:
                 os.close(lock)
 
     def _open_for_writing(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self._data, flags, 0o600)
-        if not _lock_in(fd, fcntl.LOCK_EX, READERS_S):
+        fd = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if not lock_within(fd, READERS_S):
             os.close(fd)
             self._data.unlink()
-            fd = os.open(self._data, flags | os.O_EXCL, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            fd = open_locked(self._data, is_new=True)
         try:
             size = HEAD_BYTES + self._num_bytes
-            # All of it now: a page that a full tmpfs cannot give later would be a SIGBUS.
+            # Allocate all of it now: if the tmpfs is full later, writing to a new page would be a SIGBUS.
             os.posix_fallocate(fd, 0, size)
             os.ftruncate(fd, size)
         except OSError as cause:
             os.ftruncate(fd, 0)
             os.close(fd)
             raise EngineError(
-                f"a copy of the weights in {self._data}, {size} bytes: {cause.strerror}; make room there (docker: "
-                "--shm-size) or name another weight_broadcast.delta.directory."
+                f"cannot write a copy of the weights to {self._data}, {size} bytes: {cause.strerror}; make room there "
+                "(docker: --shm-size) or set another weight_broadcast.delta.directory."
             ) from cause
         return fd
 
 
-class Writer:
-    """The copy, being changed: `tensors` are its bytes. Not finished: it holds nothing."""
+class CopyWriter:
+    """The copy while it is written; it has no version between `begin` and `commit`."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, 0)
@@ -152,25 +151,25 @@ class Writer:
     def begin(self) -> None:
         self._map[:HEAD_BYTES] = bytes(HEAD_BYTES)
 
-    def finish(self, version: int) -> None:
+    def commit(self, version: int) -> None:
         self._map[:HEAD_BYTES] = shard_head(version)
 
 
-class Snapshot:
-    """The copy at one version, as private memory over its pages; `with` it, or close it."""
+class CopyReader:
+    """The copy at one version, mapped as private memory; use it in a `with`, or close it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        # Private: writable, as torch wants its memory, while the others' bytes stay as they are.
+        # Private: writable, as torch requires, without changing the bytes that others see.
         self.map = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
     def close(self) -> None:
-        """Let writers in. The mapping ends with the last tensor that refers to it."""
+        """Allow writers again. The mapping ends with the last tensor that refers to it."""
         if self._fd >= 0:
-            _unlock(self._fd)
+            unlock(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> Snapshot:
+    def __enter__(self) -> CopyReader:
         return self
 
     def __exit__(
@@ -181,89 +180,37 @@ class Snapshot:
 
 # -- the copies of this process --
 
-_held: dict[str, tuple[str, HostCopy]] = {}
-_held_lock = threading.Lock()
+_copies: dict[str, tuple[str, HostCopy]] = {}  # by run: chain and copy
+_copies_lock = threading.Lock()
 
 
-def copy_of(directory: Path, run: str, chain: str, num_bytes: int) -> HostCopy:
-    """The copy of a run's chain; an older chain of the same run, of a trainer that has gone, is left."""
-    with _held_lock:
-        held = _held.get(run)
-        if held is None or held[0] != chain:
-            if held is not None:
-                held[1].close()
+def open_copy(directory: Path, run: str, chain: str, num_bytes: int) -> HostCopy:
+    """This process's copy of a run's chain; closes that of an older chain."""
+    with _copies_lock:
+        current = _copies.get(run)
+        if current is None or current[0] != chain:
+            if current is not None:
+                current[1].close()
             name = re.sub(r"[^A-Za-z0-9_]+", "_", run)[:64] + "-" + chain
-            _held[run] = (chain, HostCopy(directory, name, num_bytes))
-        return _held[run][1]
+            _copies[run] = (chain, HostCopy(directory, name, num_bytes))
+        return _copies[run][1]
 
 
 @atexit.register
-def forget() -> None:
-    """Leave all copies: at the end of a process, and in tests."""
-    with _held_lock:
-        for _, copy in _held.values():
+def close_all() -> None:
+    """Close all copies of this process: at its end, and in tests."""
+    with _copies_lock:
+        for _, copy in _copies.values():
             copy.close()
-        _held.clear()
-
-
-def remove_stale(directory: Path) -> int:
-    """Remove the copies of processes that are dead; how many there were."""
-    removed = 0
-    for users in directory.glob(PREFIX + "*.users"):
-        try:
-            fd = os.open(users, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, or another user's
-            continue
-        try:
-            if _try_lock(fd, fcntl.LOCK_EX):
-                for path in (users.with_suffix(""), users.with_suffix(".lock"), users):
-                    path.unlink(missing_ok=True)
-                removed += 1
-        finally:
-            os.close(fd)
-    return removed
+        _copies.clear()
 
 
 def version_of(head: bytes) -> int | None:
-    """What a file that begins so holds."""
-    is_finished = head[:8] == HEAD_MAGIC
-    return int.from_bytes(head[8:16], "little") if is_finished else None
+    """The version in the head of a file; None if it is incomplete."""
+    is_complete = head[:8] == HEAD_MAGIC
+    return int.from_bytes(head[8:16], "little") if is_complete else None
 
 
-def _open_locked(path: Path, kind: int) -> int:
-    """A file, locked. A cleaner may remove it between the two: then it is made again."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(fd, kind)
-        if os.fstat(fd).st_nlink:
-            return fd
-        os.close(fd)
-
-
-def _try_lock(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlock(fd: int) -> None:
-    """Close it, and its lock at once: a mapping has a descriptor of its own, which would keep the lock."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
-
-
-def _lock_in(fd: int, kind: int, timeout_s: float) -> bool:
-    """Whether it was locked in time."""
-    deadline = time.monotonic() + timeout_s
-    while not _try_lock(fd, kind):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _await_lock(fd: int, kind: int, timeout_s: float, what: str) -> None:
-    if not _lock_in(fd, kind, timeout_s):
-        raise WireError(f"waited {timeout_s:g} s for {what}.")
+def _await_writer(fd: int, what: str) -> None:
+    if not lock_within(fd, WRITER_S, is_shared=True):
+        raise WireError(f"waited {WRITER_S:g} s for {what}.")

@@ -1,10 +1,10 @@
-"""Weights between two processes on one GPU: the engine maps the trainer's memory, and nothing is copied over a wire.
+"""Weights between two processes on one GPU: the engine maps the trainer's memory, so no bytes travel.
 
-Publishing copies the tensors into buckets on the GPU, so that the trainer may go on; a manifest carries CUDA's handles
-of the buckets. An engine opens them, loads from them, and closes them again. Both must see the same GPU, under
-whatever number; it is named by its UUID.
+Publishing copies the tensors into buckets on the GPU, so that the trainer can continue; the manifest has CUDA's
+handles of the buckets. An engine opens them, loads from them, and closes them. Both processes must see the same GPU;
+it is identified by its UUID, because its number may differ between them.
 
-A handle is a few bytes that only a process of the same user on the same machine can open.
+A handle is a few bytes, which only a process of the same user on the same machine can open.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from stretto.base.errors import EngineError, WireError
 from stretto.records.weights import TensorEntry, WeightManifest
-from stretto.transports.weights.layout import Named, buckets_of, dtype_name, padded, tensors_of
+from stretto.transports.weights.layout import NamedTensor, buckets_of, dtype_name, padded, tensors_of
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """How another process opens one bucket: the arguments of torch's own sharing of CUDA memory."""
+    """How another process opens a bucket: arguments of torch's function for shared CUDA memory."""
 
-    memory: str  # base64, as all bytes here
+    memory: str  # bytes in base64, like ref_counter and event
     size_bytes: int
     offset_bytes: int
     ref_counter: str
@@ -42,18 +42,18 @@ class Location(msgspec.Struct, frozen=True):
 
 
 class IpcPublisher:
-    """Holds each version's buckets until it is released; their memory is used again."""
+    """Publishes versions in the GPU's memory; holds each one's buckets until it is released."""
 
     def __init__(self, *, bucket_bytes: int) -> None:
         if not torch.cuda.is_available():
             raise EngineError(
-                'weight_broadcast.type = "ipc" maps the memory of a GPU, and this process has none (CUDA is not '
+                'weight_broadcast.type = "ipc" maps the memory of a GPU, but this process has none (CUDA is not '
                 'available); use "shm" on one machine'
             )
         self._bucket_bytes = bucket_bytes
-        self._held: dict[int, list[torch.Tensor]] = {}
+        self._buckets: dict[int, list[torch.Tensor]] = {}  # by version
 
-    def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
+    def publish(self, version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
         named = [(name, tensor.detach().cuda().contiguous()) for name, tensor in tensors]
         entries, end = [], 0
         for name, tensor in named:
@@ -61,16 +61,16 @@ class IpcPublisher:
             entries.append(TensorEntry(name, dtype_name(name, tensor), tuple(tensor.shape), 0, end, size))
             end += padded(size)
         values = iter(tensor for _, tensor in named)
-        held: list[torch.Tensor] = []
+        buffers: list[torch.Tensor] = []
         for bucket in buckets_of(entries, 0, self._bucket_bytes):
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device="cuda")
             for (_, target), value in zip(tensors_of(bucket, buffer), values):
                 target.copy_(value)
-            held.append(buffer)
+            buffers.append(buffer)
         torch.cuda.synchronize()
-        self._held[version] = held
+        self._buckets[version] = buffers
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        location = Location(gpu, self._bucket_bytes, tuple(map(_handle_of, held)))
+        location = Location(gpu, self._bucket_bytes, tuple(map(_handle_of, buffers)))
         return WeightManifest(
             version=version,
             transport="ipc",
@@ -81,37 +81,37 @@ class IpcPublisher:
         )
 
     def release(self, version: int) -> None:
-        self._held = {v: buffers for v, buffers in self._held.items() if v > version}
+        self._buckets = {v: buffers for v, buffers in self._buckets.items() if v > version}
 
     def close(self) -> None:
-        self._held.clear()
+        self._buckets.clear()
 
 
-class IpcReceived:
-    """Iterable of (name, tensor) over the trainer's buckets; valid until the context is left."""
+class IpcReceiver:
+    """Iterable of (name, tensor) over the trainer's buckets; valid inside its context."""
 
     def __init__(self, manifest: WeightManifest) -> None:
         self.manifest = manifest
         self._location = msgspec.json.decode(manifest.location, type=Location)
         self._device = _device_of(self._location.gpu)
-        self._buffers = [_opened(handle, self._device) for handle in self._location.handles]
+        self._buffers = [_open(handle, self._device) for handle in self._location.handles]
 
-    def __iter__(self) -> Iterator[Named]:
+    def __iter__(self) -> Iterator[NamedTensor]:
         buckets = buckets_of(self.manifest.tensors, 0, self._location.bucket_bytes)
         for bucket, buffer in zip(buckets, self._buffers, strict=True):
             yield from tensors_of(bucket, buffer)
 
-    def __enter__(self) -> IpcReceived:
+    def __enter__(self) -> IpcReceiver:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch.cuda.synchronize(self._device)  # what was read from them has been read
+        torch.cuda.synchronize(self._device)  # all reads from the buckets have ended
         self._buffers = []
 
     def check_unchanged(self) -> None:
-        """The trainer frees a version when it is released, which is after this."""
+        """Nothing to check: the trainer frees a version only when it is released, which is later."""
 
 
 def _handle_of(buffer: torch.Tensor) -> Handle:
@@ -119,7 +119,7 @@ def _handle_of(buffer: torch.Tensor) -> Handle:
     return Handle(_text(memory), size, offset, _text(ref), ref_offset, _text(event), needs_sync)
 
 
-def _opened(handle: Handle, device: torch.device) -> torch.Tensor:
+def _open(handle: Handle, device: torch.device) -> torch.Tensor:
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
             device.index,
@@ -132,12 +132,14 @@ def _opened(handle: Handle, device: torch.device) -> torch.Tensor:
             handle.needs_sync,
         )
     except RuntimeError as cause:
-        raise WireError(f"the trainer's memory on {device}: {str(cause).splitlines()[0]}") from cause
+        raise WireError(
+            f"cannot map the trainer's memory on {device}: {str(cause).splitlines()[0]}"
+        ) from cause
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _device_of(gpu: str) -> torch.device:
-    """The GPU of this UUID, as this process counts them."""
+    """The GPU with this UUID, by the number that it has in this process."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         if str(torch.cuda.get_device_properties(index).uuid) == gpu:

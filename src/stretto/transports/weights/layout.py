@@ -1,8 +1,9 @@
 """What the weight transports share: tensors as bytes, and a manifest's files mapped back into tensors.
 
-A shard is a file of raw little-endian tensors at the offsets that the manifest names. Where there are several trainer
-ranks, each publishes some of the tensors as shards of its own, and `Part` says what; the parts of all are one manifest.
-The checksum is the crc32 over the crc32 of every shard, in order; it is verified before the first tensor is handed out.
+A shard is a file of raw little-endian tensors at the offsets that the manifest names. With several trainer ranks, each
+rank publishes some of the tensors as shards of its own (`RankShards`), and `merge_shards` makes one manifest of them.
+The manifest's checksum is the crc32 over the checksums of all shards in order (checksum.py); it is verified before the
+first tensor is handed out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +24,11 @@ import torch
 
 from stretto.base.errors import WireError
 from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.transports.weights.checksum import checksum_function
 
 T = TypeVar("T")
-Named = tuple[str, torch.Tensor]
-Buffer = mmap.mmap | memoryview
+NamedTensor = tuple[str, torch.Tensor]
+BytesLike = mmap.mmap | memoryview
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -38,21 +40,21 @@ DTYPES = {
 
 
 class Publisher(Protocol):
-    """The trainer's end; every trainer rank has one. Versions are published in rising order."""
+    """The trainer's end, one per rank; versions are published in ascending order."""
 
-    def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
-        """Write a version completely, then say where it lies; the tensors may be changed afterwards.
+    def publish(self, version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
+        """Publish a version and return its manifest; the tensors may be changed afterwards.
 
-        Every rank must call it, with the tensors that it owns, and gets the manifest of all.
+        Every rank must call it with the tensors that it owns, and gets the manifest of all ranks' tensors.
         """
         ...
 
     def release(self, version: int) -> None:
-        """Nobody reads `version` or an older one any more: their space may be used again."""
+        """Nobody reads `version` or older ones any more: their space may be reused."""
         ...
 
     def close(self) -> None:
-        """Remove what nobody can read after the trainer has gone."""
+        """Remove what nobody can read after the trainer has ended."""
         ...
 
 
@@ -60,7 +62,7 @@ class Publisher(Protocol):
 
 
 class Ranks(Protocol):
-    """The trainer ranks that publish together, seen from one of them."""
+    """The group of trainer ranks that publish together, as one of them sees it."""
 
     @property
     def rank(self) -> int: ...
@@ -75,7 +77,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class OneRank:
-    """A trainer of one rank."""
+    """The group of a trainer with one rank."""
 
     rank: int = 0
     world_size: int = 1
@@ -87,16 +89,16 @@ class OneRank:
 ONE_RANK = OneRank()
 
 
-class Part(msgspec.Struct, frozen=True):
-    """What one rank wrote of a version: its shards, their crc32, and its tensors, whose shards are counted from 0."""
+class RankShards(msgspec.Struct, frozen=True):
+    """The part of a version that one rank wrote."""
 
     shards: tuple[str, ...]
-    checksums: tuple[int, ...]
-    tensors: tuple[TensorEntry, ...]
+    checksums: tuple[int, ...]  # of the shards
+    tensors: tuple[TensorEntry, ...]  # entry.shard is an index into `shards`
 
 
-def joined(parts: Iterable[Part]) -> Part:
-    """One part of those of all ranks, its tensors in the order in which they lie in their shards."""
+def merge_shards(parts: Iterable[RankShards]) -> RankShards:
+    """Merge the parts of all ranks; tensors are in the order of their offsets."""
     shards: list[str] = []
     checksums: list[int] = []
     tensors: list[list[TensorEntry]] = []
@@ -105,33 +107,36 @@ def joined(parts: Iterable[Part]) -> Part:
         tensors.append([msgspec.structs.replace(e, shard=first + e.shard) for e in part.tensors])
         shards += part.shards
         checksums += part.checksums
-    return Part(tuple(shards), tuple(checksums), tuple(heapq.merge(*tensors, key=lambda e: e.offset)))
+    return RankShards(tuple(shards), tuple(checksums), tuple(heapq.merge(*tensors, key=lambda e: e.offset)))
 
 
-def checksum_of(shards: Iterable[int]) -> int:
-    """A manifest's checksum, of the crc32 of each shard."""
-    return zlib.crc32(b"".join(crc.to_bytes(4, "little") for crc in shards))
+def combine_checksums(shards: Iterable[int]) -> int:
+    """A manifest's checksum, from those of its shards."""
+    return zlib.crc32(b"".join(shard.to_bytes(4, "little") for shard in shards))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it is contiguous and on the CPU."""
+    """The bytes of a tensor; no copy if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
-    """The manifest's word for a tensor's dtype."""
-    word = str(tensor.dtype).removeprefix("torch.")
-    if word not in DTYPES:
-        raise WireError(f"tensor {name} has dtype {word}, which weight transports do not carry.")
-    return word
+    """The name of a tensor's dtype in manifests.
+
+    Raises: WireError if weight transports do not support it.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise WireError(f"tensor {name} has dtype {dtype}, which weight transports do not support.")
+    return dtype
 
 
-class Received:
-    """Iterable of (name, tensor), once mapped and verified; the tensors are valid until the context is left.
+class MappedReceiver:
+    """Iterable of the (name, tensor) of a version in files or shared memory; maps and verifies.
 
-    They are views of the published bytes (private copy-on-write mappings): copy what shall stay. Leaving the
-    context checks that the publisher did not write over them meanwhile, and raises WireError if it did.
+    The tensors are views of the published bytes (private copy-on-write mappings), valid inside the context: copy what
+    you need longer. At its end the context raises WireError if the publisher has overwritten the bytes meanwhile.
     """
 
     def __init__(self, manifest: WeightManifest) -> None:
@@ -144,19 +149,20 @@ class Received:
         except BaseException:
             self.close()
             raise
-        crc = checksum_of(map(zlib.crc32, self._maps))
+        checksum = checksum_function(manifest)
+        crc = combine_checksums(checksum(memoryview(mapped)) for mapped in self._maps)
         if crc != manifest.checksum:
             self.close()
             raise WireError(
-                f"weights of version {manifest.version} in {manifest.location}: checksum {crc:#010x}, the "
+                f"weights of version {manifest.version} in {manifest.location} have the checksum {crc:#010x}, but the "
                 f"manifest says {manifest.checksum:#010x}; they were overwritten or damaged."
             )
 
-    def __iter__(self) -> Iterator[Named]:
+    def __iter__(self) -> Iterator[NamedTensor]:
         for entry in self.manifest.tensors:
             yield entry.name, tensor_over(self._maps[entry.shard], entry, entry.offset)
 
-    def __enter__(self) -> Received:
+    def __enter__(self) -> MappedReceiver:
         return self
 
     def __exit__(
@@ -169,29 +175,29 @@ class Received:
             self.close()
 
     def check_unchanged(self) -> None:
-        """Raise WireError if the publisher reused the space while it was read."""
+        """Raises: WireError if the publisher has reused the space while it was read."""
         if self.manifest.transport != "shm":
             return
         for path, mapped in zip(self._paths, self._maps):
-            if mapped[:HEAD_BYTES] != shard_head(self.manifest.version):
+            if mapped[:HEAD_USED] != shard_head(self.manifest.version)[:HEAD_USED]:
                 raise WireError(
                     f"weights of version {self.manifest.version} in {path} were overwritten while they were "
                     "read; the publisher released them too early."
                 )
 
     def close(self) -> None:
-        """Let the mappings go; each ends with the last tensor that refers to it.
+        """Drop the mappings; each ends with the last tensor that refers to it.
 
-        They are never closed by hand: torch keeps the mapping object alive but does not lock its buffer, so
-        that closing it would leave tensors over unmapped memory.
+        They are not closed explicitly: torch keeps a mapping object alive but does not lock its buffer, so closing
+        it would leave tensors over unmapped memory.
         """
         self._maps = []
 
 
-def tensor_over(buffer: Buffer, entry: TensorEntry, offset: int = 0) -> torch.Tensor:
-    """The tensor whose bytes begin at `offset` of a buffer, as a view of them.
+def tensor_over(buffer: BytesLike, entry: TensorEntry, offset: int = 0) -> torch.Tensor:
+    """The tensor at `offset` of a buffer, as a view of it.
 
-    Raises: WireError when the entry contradicts itself or ends beyond the buffer.
+    Raises: WireError if the entry's size does not fit its shape, or the tensor ends beyond the buffer.
     """
     dtype = DTYPES.get(entry.dtype)
     count = math.prod(entry.shape)
@@ -205,14 +211,15 @@ def tensor_over(buffer: Buffer, entry: TensorEntry, offset: int = 0) -> torch.Te
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(entry.shape)
 
 
-# A shard of shared memory is used again and again; the version in its head warns a reader that comes late.
-HEAD_BYTES = 64
+# A shard in shared memory is reused; from the version in its head, a late reader sees that it was.
+HEAD_BYTES = 4096  # a page, so that tensors begin at a page, and at a block of the checksum
 ALIGN = 64
 HEAD_MAGIC = b"strettoW"
+HEAD_USED = 16  # magic and version
 
 
 def shard_head(version: int) -> bytes:
-    """The first bytes of a shared memory shard, written last and cleared first."""
+    """The head of a shard in shared memory, which is cleared first and written last."""
     return (HEAD_MAGIC + version.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
 
 
@@ -230,18 +237,18 @@ def _map(path: Path, manifest: WeightManifest) -> mmap.mmap:
     try:
         if os.fstat(fd).st_size == 0:
             raise WireError(f"{what} is empty.")
-        # Private: writable, as torch wants its memory, while the publisher's bytes stay as they are.
+        # Private: writable, as torch requires, without changing the publisher's bytes.
         mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
-    if manifest.transport == "shm" and mapped[:HEAD_BYTES] != shard_head(manifest.version):
+    if manifest.transport == "shm" and mapped[:HEAD_USED] != shard_head(manifest.version)[:HEAD_USED]:
         held = int.from_bytes(mapped[8:16], "little") if mapped[:8] == HEAD_MAGIC else None
         mapped.close()
-        raise WireError(f"{what} holds " + ("an unfinished version." if held is None else f"version {held}."))
+        raise WireError(f"{what} holds " + ("an incomplete version." if held is None else f"version {held}."))
     return mapped
 
 
-# -- buckets: bytes of several tensors in one piece of memory --
+# -- buckets: several tensors in one buffer --
 
 
 @dataclass(frozen=True)
@@ -252,40 +259,48 @@ class Bucket:
     num_bytes: int
 
 
-def buckets_of(entries: Iterable[TensorEntry], sender: int, bucket_bytes: int) -> list[Bucket]:
-    """The buckets of one sender, in order; a tensor bigger than a bucket has one of its own."""
-    buckets: list[Bucket] = []
-    held: list[TensorEntry] = []
+def group_into_buckets(
+    items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], int]
+) -> Iterator[list[T]]:
+    """Group consecutive items into buckets of at most bucket_bytes, or one item.
+
+    Both ends of a wire use this, so that they form the same buckets.
+    """
+    bucket: list[T] = []
     size = 0
-    for entry in entries:
-        if entry.shard != sender:
-            continue
-        needed = padded(entry.num_bytes)
-        if held and size + needed > bucket_bytes:
-            buckets.append(Bucket(tuple(held), size))
-            held, size = [], 0
-        held.append(entry)
+    for item in items:
+        needed = padded(num_bytes(item))
+        if bucket and size + needed > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
         size += needed
-    if held:
-        buckets.append(Bucket(tuple(held), size))
-    return buckets
+    if bucket:
+        yield bucket
+
+
+def buckets_of(entries: Iterable[TensorEntry], sender: int, bucket_bytes: int) -> list[Bucket]:
+    """The buckets of one sender, in order."""
+    of_sender = (entry for entry in entries if entry.shard == sender)
+    groups = group_into_buckets(of_sender, bucket_bytes, lambda entry: entry.num_bytes)
+    return [Bucket(tuple(group), sum(padded(entry.num_bytes) for entry in group)) for group in groups]
 
 
 def padded(num_bytes: int) -> int:
-    """Bytes of a tensor in a bucket."""
+    """Bytes that a tensor takes in a bucket, with padding."""
     return num_bytes + -num_bytes % ALIGN
 
 
-def tensors_of(bucket: Bucket, buffer: torch.Tensor) -> Iterator[Named]:
+def tensors_of(bucket: Bucket, buffer: torch.Tensor) -> Iterator[NamedTensor]:
     """The tensors of a bucket, as views of its bytes."""
-    at = 0
+    start = 0
     for entry in bucket.entries:
         dtype = DTYPES[entry.dtype]
-        part = buffer[at : at + entry.num_bytes]
+        part = buffer[start : start + entry.num_bytes]
         yield (
             entry.name,
             part.view(dtype).view(entry.shape)
             if entry.num_bytes
             else torch.empty(entry.shape, dtype=dtype, device=buffer.device),
         )
-        at += padded(entry.num_bytes)
+        start += padded(entry.num_bytes)

@@ -1,41 +1,40 @@
-"""Weights in shared memory: one tmpfs file a version, used again once the version was released.
+"""Weights in shared memory: one tmpfs file per version, which is reused after the version is released.
 
-A version is written into a free segment (two suffice when every version is loaded before the next but one),
-so that engines can still read the one before. A segment's head carries its version: cleared before writing,
-set after. Plain files in /dev/shm are mapped rather than `multiprocessing.shared_memory`, whose resource
-tracker removes a segment as soon as any one reader exits.
+A version is written into a free file, so that engines can still read the previous one (two files are enough if each
+version is loaded before the second next is published). The head of a file contains its version: it is cleared before
+writing and set afterwards. These are plain files in /dev/shm, not `multiprocessing.shared_memory`, whose resource
+tracker would remove the memory as soon as one reader exits.
 
-The publisher holds an flock on each of its segments for life; the kernel drops it even at kill -9, so that a
-publisher which starts can tell the segments of dead runs from those of live ones, in any PID namespace, and
-removes them.
+The publisher holds an flock on its files as long as it lives; the kernel releases it even after kill -9. So a new
+publisher can recognise the files of dead runs, in any PID namespace, and removes them.
 
-Of several trainer ranks, which are on one host here, each has segments of its own.
+Several trainer ranks, which are on one host here, have files of their own.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
 import secrets
 import time
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import EngineError
+from stretto.base.locked import PUBLISHED, open_locked, remove_unowned
 from stretto.records.weights import TensorEntry, WeightManifest
+from stretto.transports.weights.checksum import KIND, Checksum
 from stretto.transports.weights.layout import (
     HEAD_BYTES,
     ONE_RANK,
-    Named,
-    Part,
+    NamedTensor,
     Ranks,
-    checksum_of,
+    RankShards,
+    combine_checksums,
     dtype_name,
-    joined,
+    merge_shards,
     shard_head,
     tensor_bytes,
 )
@@ -43,13 +42,12 @@ from stretto.transports.weights.layout import (
 logger = logging.getLogger(__name__)
 
 SHM_DIR = Path("/dev/shm")
-PREFIX = "stretto-weights-"
 ALIGN = 64
 
 
 @dataclass
-class Segment:
-    """One tmpfs file. `version` is what it holds, None when it is free."""
+class ShmFile:
+    """One tmpfs file; version: what it holds, None if it is free."""
 
     path: Path
     fd: int
@@ -57,126 +55,103 @@ class Segment:
 
 
 class ShmPublisher:
-    """Publishes into segments `stretto-weights-<run>-<random>-<n>`."""
+    """Publishes into files `stretto-weights-<run>-<random>-<n>`."""
 
     def __init__(
         self,
         run_id: str,
         directory: Path = SHM_DIR,
         *,
-        num_segments: int = 2,
+        num_files: int = 2,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """num_segments: how many versions are expected to be held at once."""
+        """num_files: number of versions that are expected to be held at once."""
         if not directory.is_dir():
             raise EngineError(f'{directory} does not exist here; use weight_broadcast.type = "filesystem".')
         self._directory = directory
-        self._name = PREFIX + re.sub(r"[^A-Za-z0-9_.]+", "_", run_id)[:64] + "-" + secrets.token_hex(4)
-        self._segments: list[Segment] = []
-        self._num_segments, self._ranks = num_segments, ranks
+        self._name = PUBLISHED + re.sub(r"[^A-Za-z0-9_.]+", "_", run_id)[:64] + "-" + secrets.token_hex(4)
+        self._files: list[ShmFile] = []
+        self._num_files, self._ranks = num_files, ranks
         self._is_closed = False
-        remove_stale_segments(directory)
+        if removed := remove_unowned(directory):
+            logger.info("removed %d files of dead runs from shared memory", removed)
 
-    def publish(self, version: int, tensors: Iterable[Named]) -> WeightManifest:
+    def publish(self, version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
         assert not self._is_closed, "publish after close"
-        found = joined(self._ranks.gather(self._write(version, tensors)))
+        merged = merge_shards(self._ranks.gather(self._write(version, tensors)))
         return WeightManifest(
             version=version,
             transport="shm",
             location=str(self._directory),
-            shards=found.shards,
-            tensors=found.tensors,
-            checksum=checksum_of(found.checksums),
+            shards=merged.shards,
+            tensors=merged.tensors,
+            checksum=combine_checksums(merged.checksums),
+            checksum_kind=KIND,
         )
 
-    def _write(self, version: int, tensors: Iterable[Named]) -> Part:
+    def _write(self, version: int, tensors: Iterable[NamedTensor]) -> RankShards:
         started = time.perf_counter()
-        segment = self._free_segment()
+        file = self._free_file()
         head = shard_head(version)
         entries: list[TensorEntry] = []
-        crc, end = zlib.crc32(head), HEAD_BYTES
+        checksum, end = Checksum(), HEAD_BYTES
+        checksum.add(head)
         try:
-            os.pwrite(segment.fd, bytes(HEAD_BYTES), 0)
+            os.pwrite(file.fd, bytes(HEAD_BYTES), 0)
             for name, tensor in tensors:
                 data = tensor_bytes(tensor)
                 shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)
                 entries.append(TensorEntry(name, dtype, shape, shard=0, offset=end, num_bytes=len(data)))
                 padding = bytes(-len(data) % ALIGN)
-                crc = zlib.crc32(padding, zlib.crc32(data, crc))
-                _write_at(segment.fd, end, data)
-                _write_at(segment.fd, end + len(data), padding)
+                _write_at(file.fd, end, data)
+                checksum.add(data)
+                if padding:
+                    _write_at(file.fd, end + len(data), padding)
+                    checksum.add(padding)
                 end += len(data) + len(padding)
-            os.ftruncate(segment.fd, end)
-            os.pwrite(segment.fd, head, 0)
+            os.ftruncate(file.fd, end)
+            os.pwrite(file.fd, head, 0)
         except OSError as cause:
             raise EngineError(
-                f"shared memory for version {version} in {self._directory}: {cause.strerror} after {end} "
+                f"cannot write version {version} to shared memory in {self._directory}: {cause.strerror} after {end} "
                 'bytes; make it bigger (docker: --shm-size) or use weight_broadcast.type = "filesystem".'
             ) from cause
-        segment.version = version
+        file.version = version
         logger.debug("published version=%d bytes=%d in %.4fs", version, end, time.perf_counter() - started)
-        return Part((segment.path.name,), (crc,), tuple(entries))
+        return RankShards((file.path.name,), (checksum.value,), tuple(entries))
 
     def release(self, version: int) -> None:
-        for segment in self._segments:
-            if segment.version is not None and segment.version <= version:
-                segment.version = None
+        for file in self._files:
+            if file.version is not None and file.version <= version:
+                file.version = None
 
     def close(self) -> None:
         self._is_closed = True
-        segments, self._segments = self._segments, []
-        for segment in segments:
-            segment.path.unlink(missing_ok=True)
-            os.close(segment.fd)
+        files, self._files = self._files, []
+        for file in files:
+            file.path.unlink(missing_ok=True)
+            os.close(file.fd)
 
-    def _free_segment(self) -> Segment:
-        for segment in self._segments:
-            if segment.version is None:
-                return segment
-        if len(self._segments) >= self._num_segments:
-            held = [segment.version for segment in self._segments]
-            logger.warning(
-                "versions %s are not released by the engines; one more shared memory segment", held
+    def _free_file(self) -> ShmFile:
+        for file in self._files:
+            if file.version is None:
+                return file
+        if len(self._files) >= self._num_files:
+            versions = [file.version for file in self._files]
+            logger.debug(
+                "the engines have not released versions %s; using one more file in shared memory", versions
             )
-        path = self._directory / f"{self._name}-{len(self._segments)}"
-        segment = Segment(path, _create_locked(path))
-        self._segments.append(segment)
-        return segment
-
-
-def remove_stale_segments(directory: Path = SHM_DIR) -> int:
-    """Remove segments whose publisher is dead; how many there were."""
-    removed = 0
-    for path in directory.glob(PREFIX + "*"):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, or another user's
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed += 1
-        except OSError:
-            continue
-        finally:
-            os.close(fd)
-    if removed:
-        logger.info("removed %d shared memory segments of dead runs", removed)
-    return removed
-
-
-def _create_locked(path: Path) -> int:
-    """A new file, locked. A cleaner may remove it between the two: then it is made again."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.fstat(fd).st_nlink:
-            return fd
-        os.close(fd)
+        path = self._directory / f"{self._name}-{len(self._files)}"
+        file = ShmFile(path, open_locked(path, is_new=True))
+        self._files.append(file)
+        return file
 
 
 def _write_at(fd: int, offset: int, data: bytes | memoryview) -> None:
-    """Write all of it (one call moves at most 2 GiB). Not mapped, so that a full tmpfs is no SIGBUS."""
+    """Write all of `data`, although one call writes at most 2 GiB.
+
+    The file is not mapped for writing: in a full tmpfs that would end in a SIGBUS instead of an error.
+    """
     view = memoryview(data)
     while len(view):
         written = os.pwrite(fd, view, offset)

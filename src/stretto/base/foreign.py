@@ -1,0 +1,209 @@
+"""Calls into user code: find it by import path, call it under one guard, report its failures with file and line."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import inspect
+import logging
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from stretto.base.aio import is_cancelled
+from stretto.base.errors import ConfigError, EnvError, StrettoError
+from stretto.base.watch import warn_when_slow
+
+logger = logging.getLogger(__name__)
+
+_LEAK = "it cancelled a scope or task of its own and did not catch that"
+
+
+@cache
+def load_object(path: str, where: str) -> Any:
+    """The object that `module:attr` (or `module.attr`) names; `where` is the setting's name.
+
+    Modules are searched on the Python path, then in the working directory.
+
+    Raises: ConfigError if the path is malformed, the module or attribute does not exist, or the import fails.
+    """
+    module_name, _, attr = path.rpartition(":" if ":" in path else ".")
+    if not module_name or not attr:
+        raise ConfigError(f"{where} = {path!r}: write it as `module:attr`")
+    module = load_module(module_name, f"{where} = {path!r}")
+    if not hasattr(module, attr):
+        names = [name for name in vars(module) if not name.startswith("_")]
+        nearest = difflib.get_close_matches(attr, names, n=1)
+        advice = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(names) or 'nothing'}."
+        raise ConfigError(f"{where} = {path!r}: {module.__file__} has no {attr!r}; {advice}")
+    return getattr(module, attr)
+
+
+def load_module(name: str, what: str) -> ModuleType:
+    """Import a module from the Python path or the working directory; a slow import is logged.
+
+    what: the setting that needs the module, for messages.
+
+    Raises: ConfigError if the module does not exist or its import fails.
+    """
+    try:
+        with warn_when_slow(f"{what}: the import of {name}"):
+            return _import(name)
+    except ModuleNotFoundError as cause:
+        if cause.name is not None and f"{name}.".startswith(f"{cause.name}."):
+            message = f"{what}: no module {cause.name!r} on the Python path or in this directory"
+            raise ConfigError(message) from cause
+        raise ConfigError(f"{what}: {error_location(cause)}: {cause}") from cause
+    except (Exception, SystemExit) as cause:  # an imported script may call sys.exit
+        raise ConfigError(f"{what}: {error_location(cause)}: {type(cause).__name__}: {cause}") from cause
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        if "" in sys.path:
+            raise
+        # Console scripts do not search the working directory, where a user's own code usually is.
+        sys.path.append("")
+        return importlib.import_module(name)
+
+
+def load_function(path: str, kwargs: dict[str, Any], where: str) -> Callable[..., Any]:
+    """The function that `path` names; it must accept one argument and these keyword arguments.
+
+    Raises: ConfigError if there is no such function or the arguments do not fit.
+    """
+    function = load_object(path, where)
+    if not callable(function):
+        raise ConfigError(f"{where} = {path!r} is a {type(function).__name__}, not a function")
+    try:
+        inspect.signature(function).bind(None, **kwargs)
+    except TypeError as cause:
+        arguments = inspect.signature(function)
+        raise ConfigError(
+            f"{where} = {path!r}: {cause}; it is defined as {function.__name__}{arguments}"
+        ) from cause
+    return function
+
+
+def call(function: Callable[..., Any], inputs: Any, kwargs: dict[str, Any], where: str) -> Any:
+    """Return function(inputs, **kwargs).
+
+    Raises: ConfigError with file and line if the function raises.
+    """
+    with guarded(ConfigError, where, describe=describe_error_briefly):
+        return function(inputs, **kwargs)
+
+
+# -- the guard --
+
+
+@contextmanager
+def guarded(
+    kind: type[StrettoError], where: str, *, describe: Callable[[BaseException], str] | None = None
+) -> Iterator[None]:
+    """Turn whatever user code raises inside into `kind`.
+
+    A StrettoError and a cancellation of this task pass unchanged.
+
+    describe: makes the text after `where` from the exception; default: location and text.
+    """
+    describe = describe or (lambda error: describe_error(error, num_ours=2))
+    try:
+        yield
+    except (Exception, SystemExit, asyncio.CancelledError) as cause:
+        if isinstance(cause, StrettoError) or (isinstance(cause, asyncio.CancelledError) and is_cancelled()):
+            raise
+        if issubclass(
+            kind, EnvError
+        ):  # the run goes on: what is raised again and again is logged in full once
+            _log_first(where, cause)
+        raise kind(f"{where}: {describe(cause)}") from cause
+
+
+_logged: set[tuple[type[BaseException], str]] = set()
+_MOST_LOGGED = 50
+
+
+def _log_first(where: str, error: BaseException) -> None:
+    """Log the whole traceback of an error, once per type and line."""
+    key = (type(error), error_location(error))
+    if key not in _logged and len(_logged) < _MOST_LOGGED:
+        _logged.add(key)
+        logger.warning("%s: the first %s at this place:", where, type(error).__name__, exc_info=error)
+
+
+async def call_async(work: Callable[[], Any], where: str) -> Any:
+    """Call a user's function; if it returns an awaitable, await that in a task of its own.
+
+    In its own task, a cancellation that leaks out of the user's code can be told apart from one of this task.
+
+    Raises: EnvError, beginning with `where`, for whatever the function raises, SystemExit and CancelledError too.
+    """
+    with guarded(EnvError, where):
+        returned = work()
+    if not inspect.isawaitable(returned):
+        return returned
+
+    async def wait() -> Any:
+        with guarded(EnvError, where):
+            return await returned
+
+    task = asyncio.create_task(wait())
+    try:
+        with guarded(EnvError, where):
+            return await task
+    finally:
+        if inspect.iscoroutine(returned):
+            returned.close()  # avoids a warning if it was cancelled before it began
+
+
+def describe_error(error: BaseException, num_ours: int = 1) -> str:
+    """Location (innermost frame outside the standard library) and text of an exception.
+
+    num_ours: outermost frames to skip, because they belong to the code that caught the exception.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[num_ours:]
+    return f"{innermost_location(frames)}: {error_text(error)}" if frames else error_text(error)
+
+
+def describe_error_briefly(error: BaseException) -> str:
+    """Location and text of an exception; the location is where it was raised."""
+    return f"{error_location(error)}: {error_text(error)}"
+
+
+def error_text(error: BaseException) -> str:
+    """Type and text of an exception; for CancelledError and SystemExit, what happened."""
+    if isinstance(error, asyncio.CancelledError):
+        return f"CancelledError, though nobody cancelled it: {_LEAK}"
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return f"SystemExit: it called sys.exit({error.code!r})"
+    return f"{type(error).__name__}: {error}"
+
+
+def error_location(error: BaseException) -> str:
+    """`file:line` where the exception was raised, ignoring Python's import machinery."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
+
+
+def innermost_location(frames: list[traceback.FrameSummary]) -> str:
+    """`file:line in function` of the innermost frame outside the standard library."""
+    stdlib = sysconfig.get_path("stdlib")
+    user_frames = [
+        f
+        for f in frames
+        if not f.filename.startswith("<frozen")
+        and (not f.filename.startswith(stdlib) or "site-packages" in f.filename)
+    ]
+    if not frames:
+        return "somewhere"
+    frame = (user_frames or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"

@@ -1,0 +1,310 @@
+"""The keeper: a helper process that cleans up after its parent, however the parent ended.
+
+The kernel kills a direct child together with its parent (process.py), but not the child's own children, and it leaves
+their shared memory and temporary files. So a process that starts others also starts a keeper, which is this file run
+as a program. It sleeps until its parent has ended, then kills the remaining descendants and removes what they left in
+/dev/shm and in temporary directories.
+
+Descendants are recognised by a mark in their environment, which they inherit even if they leave the process group. The
+mark of a child is `<token>.<number>;`, appended to the marks of its ancestors.
+
+The keeper removes the shared memory that remaining descendants use, and what was reported to it before. Shared memory
+of a single process that was killed from outside before it was reported stays.
+
+    STARTED (sleeps on the parent's pidfd) -> SWEEPING -> ended
+
+Run as a script it can import only the standard library and locked.py. Linux only.
+"""
+
+from __future__ import annotations
+
+import getpass
+import itertools
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent))
+    from locked import lock_within, remove_abandoned, remove_unowned  # type: ignore[import-not-found]
+else:
+    from stretto.base.locked import lock_within, remove_abandoned, remove_unowned
+
+VARIABLE = "STRETTO_KEPT"
+PREFIX = "stretto-"
+SHARED = Path("/dev/shm")
+# Names of shared memory of multiprocessing, torch and vLLM. Our own files are locked by their owners (locked.py).
+_LIBRARY_NAMES = re.compile(r"psm_|sem\.mp-|torch_|vllm")
+_DIRECTORY = re.compile(PREFIX + r"[0-9a-f]{8}$")
+_SWEEP_S = 10.0  # a process that survives SIGKILL for longer hangs in the kernel
+_POLL_S = 0.01
+_LONGEST_BASE = 107 - len("/stretto-01234567") - len("/01234567-89ab-cdef-0123-456789abcdef")
+"""Longest path of a temporary directory in which vLLM's socket paths still fit."""
+
+
+# -- in the process that starts others --
+
+
+class Keeper:
+    """This process's keeper, seen from this process.
+
+    directory: temporary directory of all descendants, removed with them. None if an ancestor already made one, or if
+    its path would be too long for sockets.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.token = os.urandom(4).hex()
+        self._numbers = itertools.count(1)
+        self.directory, locks = None, []
+        base = tempfile.gettempdir()
+        if not _DIRECTORY.search(base) and len(base) <= _LONGEST_BASE:
+            remove_stale()
+            self.directory, lock = _make_directory(self.token)
+            locks.append(lock)
+        reports, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        command = [sys.executable, "-I", "-S", __file__, str(self.pid), self.token, str(self.directory or "")]
+        self._popen = subprocess.Popen(
+            command,
+            env={},  # no mark: it must outlive the processes that it kills
+            stdin=reports,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=locks,  # the keeper holds the lock as long as it lives
+        )
+        # It outlives this process and is never waited for.
+        self._popen.returncode = 0
+        for fd in (reports, *locks):
+            os.close(fd)
+
+    def mark(self) -> str:
+        """A new mark, for one more child."""
+        return f"{self.token}.{next(self._numbers)};"
+
+    def report_shared_memory(self, names: Iterable[str]) -> None:
+        """Tell the keeper which shared memory to remove at the end, even if nobody uses it then."""
+        lines = b"".join(os.fsencode(name) + b"\n" for name in names)
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._pipe, lines)
+
+    def env(self, mark: str) -> dict[str, str]:
+        """Environment variables for a child with this mark."""
+        # SPT_NOENV: process titles would otherwise overwrite the environment block that holds the marks.
+        env = {VARIABLE: os.environ.get(VARIABLE, "") + mark, "SPT_NOENV": "1"}
+        if self.directory is not None:
+            env |= {"TMPDIR": str(self.directory)} | persistent_caches()
+        return env
+
+
+_keeper: Keeper | None = None
+
+
+def start() -> Keeper:
+    """This process's keeper; the first call starts it."""
+    global _keeper
+    if _keeper is None or _keeper.pid != os.getpid():
+        _keeper = Keeper()
+    return _keeper
+
+
+def temp_directory() -> Path | None:
+    """The temporary directory that this process's keeper will remove; None if there is none."""
+    return _keeper.directory if _keeper is not None and _keeper.pid == os.getpid() else None
+
+
+class Descendants:
+    """All processes that this process starts, also from third-party code; they end with it."""
+
+    def __init__(self) -> None:
+        self._keeper = start()
+        self._mark = self._keeper.mark()
+        self._shared: set[str] = set()
+        os.environ.update(self._keeper.env(self._mark))
+        tempfile.tempdir = None
+
+    def record_shared_memory(self) -> None:
+        """Record the shared memory in use now; it is removed even if its users end before `kill`."""
+        found = removable_shared_memory([os.getpid(), *marked_processes(self._mark)])
+        self._keeper.report_shared_memory(found - self._shared)
+        self._shared |= found
+
+    def kill(self) -> None:
+        """Kill the remaining descendants and remove their shared memory."""
+        kill_marked(self._mark, self._shared)
+
+
+def _make_directory(token: str) -> tuple[Path, int]:
+    """Make a temporary directory and lock it.
+
+    Other users may traverse it, because a sandboxed program must.
+    """
+    directory = Path(tempfile.gettempdir()) / f"{PREFIX}{token}"
+    directory.mkdir(mode=0o711)
+    directory.chmod(0o711)
+    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    lock_within(lock, _SWEEP_S)
+    return directory, lock
+
+
+def persistent_caches() -> dict[str, str]:
+    """Environment variables that keep caches out of the run's temporary directory."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        user = str(os.getuid())
+    user = re.sub(r'[\\/:*?"<>|]', "_", user)
+    return {} if name in os.environ else {name: str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")}
+
+
+def remove_stale() -> int:
+    """Remove the temporary directories of keepers that were killed; returns their number."""
+    found = (path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _DIRECTORY.search(path.name))
+    return remove_abandoned(found, partial(shutil.rmtree, ignore_errors=True))
+
+
+# -- on both sides --
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Pids of the processes with this mark and of their descendants.
+
+    Without this process, and without keepers.
+    """
+    parents, marked, wanted = {}, set(), mark.encode()
+    for pid in _pids():
+        with suppress(OSError, IndexError):
+            state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
+            if state != b"Z":
+                parents[pid] = int(parent)
+                if wanted in _marks(pid):
+                    marked.add(pid)
+    found = [pid for pid in parents if _is_below(pid, marked, parents)]
+    return [pid for pid in found if pid != os.getpid() and not _is_keeper(pid)]
+
+
+def removable_shared_memory(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that these processes use and that nobody else cleans up."""
+    return {name for name in shared_memory_of(pids) if _LIBRARY_NAMES.match(name)}
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that these processes have mapped.
+
+    Compared by inode: a semaphore's creator maps it under a temporary name and renames it afterwards.
+    """
+    inodes = {inode for pid in pids for inode in _mapped(pid)}
+    return {entry.name for entry in os.scandir(SHARED) if entry.inode() in inodes} if inodes else set()
+
+
+def kill_marked(mark: str, names: Iterable[str] = ()) -> list[int]:
+    """Kill all processes with this mark and remove their shared memory.
+
+    Returns the pids that do not die.
+
+    names: more shared memory to remove, of processes that have already ended.
+    """
+    shared, deadline = set(names), time.monotonic() + _SWEEP_S
+    while (alive := marked_processes(mark)) and time.monotonic() < deadline:
+        shared |= removable_shared_memory(alive)
+        for pid in alive:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    remove_shared(shared)
+    remove_unowned(SHARED)
+    return alive
+
+
+def remove_shared(names: Iterable[str]) -> None:
+    """Remove these entries of /dev/shm, except those that a process still uses."""
+    found = {name for name in names if _is_owned(SHARED / name)}
+    if found:
+        for name in found - removable_shared_memory(_pids()):
+            (SHARED / name).unlink(missing_ok=True)
+
+
+def _is_owned(path: Path) -> bool:
+    """Whether the file exists and belongs to this user."""
+    with suppress(OSError):
+        return path.lstat().st_uid == os.getuid()
+    return False
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def _marks(pid: int) -> bytes:
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        if entry.startswith(VARIABLE.encode() + b"="):
+            return entry
+    return b""
+
+
+def _is_below(pid: int, marked: set[int], parents: dict[int, int]) -> bool:
+    """Whether the process or one of its ancestors is marked."""
+    current: int | None = pid
+    while current is not None and current not in marked:
+        current = parents.get(current)
+    return current is not None
+
+
+def _is_keeper(pid: int) -> bool:
+    with suppress(OSError):
+        return __file__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
+
+
+def _mapped(pid: int) -> set[int]:
+    """Inodes in /dev/shm that the process has mapped."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
+        return {int(line.split(maxsplit=5)[4]) for line in lines if b" /dev/shm/" in line}
+    return set()
+
+
+# -- the keeper --
+
+
+def main() -> None:
+    """Wait until the parent has ended, then clean up after it."""
+    parent, token, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # only the end of its parent ends it
+    with suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(parent)
+        if os.getppid() == parent:  # otherwise the parent has ended, and its pid may be another process's
+            select.select([pidfd], [], [])
+    kill_marked(f"{token}.", _read_reported_names())
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _read_reported_names() -> list[str]:
+    """Names of shared memory that the parent reported.
+
+    Reads what is there, not to the end of the pipe: another process may still hold it open.
+    """
+    os.set_blocking(0, False)
+    data = bytearray()
+    with suppress(BlockingIOError):
+        while chunk := os.read(0, 65536):
+            data += chunk
+    return [os.fsdecode(line) for line in bytes(data).split(b"\n")[:-1]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Help texts and docs/config.md, both written from the config classes.
+
+`python -m stretto.config.describe > docs/config.md` writes the page; `help_text` is what `<verb> --help` prints.
+Every key stands there with its type, range, default and meaning.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+
+from stretto.config.root import (
+    EvalConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RLConfig,
+    RunRoot,
+    SFTConfig,
+    TrainerConfig,
+)
+from stretto.config.section import Key, Section, all_aliases, all_paths, keys, tag_of
+from stretto.config.synonyms import keys_meant
+
+ROOTS: dict[str, type[RunRoot]] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
+    "eval": EvalConfig,
+}
+
+
+def tables(cls: type[Section], path: str = "", note: str = "") -> Iterator[tuple[str, str, type[Section]]]:
+    """Every table of a root: its header, a note on when it applies, its class; the root itself first."""
+    yield path, note, cls
+    for name, key in keys(cls).items():
+        inner = f"{path}.{name}" if path else name
+        for section in key.sections:
+            yield from tables(section, inner, _variant_note(key, section))
+        for section in key.item_sections:
+            yield from tables(section, f"{inner}[]", "")
+
+
+def _variant_note(key: Key, section: type[Section]) -> str:
+    if len(key.sections) == 1:
+        return "off unless present" if key.is_nullable and key.field.default is None else ""
+    is_default = key.default_tag == tag_of(section)
+    return f'type = "{tag_of(section)}"' + (", the default" if is_default else "")
+
+
+def _header(path: str) -> str:
+    return f"[[{path[:-2]}]]" if path.endswith("[]") else f"[{path}]"
+
+
+def _about(section: type[Section]) -> str:
+    return " ".join((section.__doc__ or "").split())
+
+
+COMMON_KEYS: dict[type[Section], str] = {
+    RLConfig: """
+        max_steps seq_len seed output_dir run.name resume clean dry_run model.name model.lora.rank
+        orchestrator.env orchestrator.batch_size orchestrator.group_size orchestrator.max_async_level
+        orchestrator.train.sampling.max_completion_tokens orchestrator.train.sampling.temperature orchestrator.algo.type
+        orchestrator.eval.interval orchestrator.eval.num_examples trainer.optim.lr trainer.scheduler.type
+        trainer.scheduler.warmup_steps trainer.loss.type trainer.loss.kl_tau inference.engine
+        ckpt.interval deployment.num_train_gpus deployment.num_infer_gpus monitors.wandb
+    """,
+    SFTConfig: """
+        max_steps max_epochs batch_size seq_len seed output_dir run.name resume clean dry_run model.name model.lora.rank
+        model.dtype data.type data.name data.id val.interval optim.lr scheduler.type scheduler.warmup_steps
+        ckpt.interval num_threads deployment.num_train_gpus monitors.wandb
+    """,
+}
+"""What people set most often, by root: `--help` alone shows these."""
+
+
+def help_text(verb: str, cls: type[Section], wanted: str = "", width: int | None = None) -> str:
+    """What `<verb> --help [word]` prints: common keys, keys whose flag contains the word, or all keys for `all`."""
+    width = width or max(60, min(shutil.get_terminal_size().columns, 120))
+    if not wanted and cls in COMMON_KEYS:
+        return _common_help(verb, cls, width)
+    if wanted == "all":
+        wanted = ""
+    wanted_flag = wanted.replace("_", "-")
+    meant = {"--" + path.replace("_", "-") for path in keys_meant(wanted)} if wanted else set()
+    found = _help(verb, cls, width, lambda flag, key: wanted_flag in flag or flag in meant, wanted_flag)
+    if not found:  # the word may stand in a description
+        found = _help(verb, cls, width, lambda flag, key: wanted.lower() in key.doc.lower(), wanted_flag)
+    if not found:
+        return f"no key of `{verb}` contains `{wanted}`; `{verb} --help all` lists all\n"
+    usage = [_USAGE.format(verb=verb, about=_about(cls))] if not wanted else []
+    return "\n\n".join(usage + found) + "\n"
+
+
+def _common_help(verb: str, cls: type[Section], width: int) -> str:
+    known = {path: key for path, _, key in reversed(list(all_paths(cls)))}
+    lines = [_USAGE.format(verb=verb, about=_about(cls)), "", "Set most often:"]
+    for path in COMMON_KEYS[cls].split():
+        flag = f"  --{path.replace('_', '-')}"
+        about = " ".join(known[path].doc.split()).partition(". ")[0].removesuffix(".")
+        lines += textwrap.wrap(f"{flag:<52}{about}", width, subsequent_indent=" " * 54)
+    count = sum(1 for _ in all_paths(cls))
+    return (
+        "\n".join([*lines, "", f"`{verb} --help all` shows all {count} keys with their types and defaults."])
+        + "\n"
+    )
+
+
+def _help(
+    verb: str, cls: type[Section], width: int, is_wanted: Callable[[str, Key], bool], wanted_flag: str
+) -> list[str]:
+    """The tables that have wanted keys, with these."""
+    parts = []
+    for path, note, section in tables(cls):
+        prefix = f"--{path.replace('[]', '.0')}." if path else "--"
+        flags = [(f"{prefix}{name}".replace("_", "-"), key) for name, key in keys(section).items()]
+        rows = [
+            (flag, key)
+            for flag, key in flags
+            if is_wanted(flag, key) and not key.item_sections and (len(key.sections) != 1 or key.is_nullable)
+        ]
+        if rows:
+            about = " ".join((section.__doc__ or "").split("\n\n")[0].split()) if path else ""
+            lines = [
+                f"{_header(path) if path else 'at the root'}  {note}".rstrip(),
+                *_wrapped(about, 2, width - 2),
+            ]
+            for flag, key in rows:
+                default = "required" if key.field.is_required() else f"default: {key.default_text()}"
+                lines.append(f"  {flag}" + ("" if key.sections else f" <{key.type_text()}>"))
+                lines += _wrapped(f"{key.doc} ({default})".strip(), 8, width)
+            aliases = [f"  {prefix}{old} is {prefix}{new}" for old, new in all_aliases(section).items()]
+            lines += [line for line in (each.replace("_", "-") for each in aliases) if wanted_flag in line]
+            parts.append("\n".join(lines))
+    return parts
+
+
+def _wrapped(text: str, indent: int, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+
+def markdown() -> str:
+    """The whole of docs/config.md."""
+    places: dict[type[Section], list[str]] = {}
+    notes: dict[type[Section], str] = {}
+    verbs = ("rl", "sft", "eval")
+    for verb in verbs:
+        for path, note, section in tables(ROOTS[verb]):
+            if path:
+                place = f"`{_header(path)}`" + (f" of `{verb}`" if verb != "rl" else "")
+                places.setdefault(section, []).append(place)
+                notes.setdefault(section, note)
+    roots = [_part(f"Root of `{verb}`", _about(ROOTS[verb]), ROOTS[verb]) for verb in verbs]
+    sections = []
+    for section, where in places.items():
+        (first, *others), note = dict.fromkeys(where), notes[section]  # variants of a union share sections
+        title = first + (f" with `{note.split(',')[0]}`" if note.startswith("type") else "")
+        about = _about(section) + " The default." * note.endswith("the default")
+        about += " Off unless the section is present." * (note == "off unless present")
+        sections.append(_part(title, about + f" Also at {', '.join(others)}." * bool(others), section))
+    return "\n\n".join([_HEAD.strip(), *roots, _ALONE.strip(), *sections]) + "\n"
+
+
+def _part(title: str, about: str, section: type[Section]) -> str:
+    """A heading, what the section is, and its keys and other spellings."""
+    rows = ["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
+    for name, key in keys(section).items():
+        if name != "type" or len(key.choices) != 1:
+            default = "required" if key.field.is_required() else f"`{key.default_text()}`"
+            cells = (f"`{name}`", key.type_text(), default, key.doc)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    aliases = ", ".join(f"`{old}` for `{new}`" for old, new in all_aliases(section).items())
+    parts = (
+        f"## {title}",
+        about,
+        "\n".join(rows) if len(rows) > 2 else "",
+        f"Also accepted: {aliases}." if aliases else "",
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+_USAGE = """\
+usage: {verb} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--KEY VALUE ...] [--dry-run]
+
+{about}
+
+Files compose left to right, flags override files. Also: --no-KEY (false, or None for a section),
+--SECTION (turns an optional section on), --KEY=VALUE, lists as `a b` or `[1, 2]`, tables as JSON,
+None. `{verb} --help WORD` shows the keys whose name contains WORD, or that others call so."""
+
+_HEAD = """
+# Configuration
+
+Written from the config classes by `python -m stretto.config.describe`; do not edit by hand.
+
+```sh
+rl @ examples/sort_letters/rl.toml                                   # one file
+rl @ base.toml @ mine.toml --max-steps 40                            # files left to right, then flags
+rl --trainer @ train.toml --orchestrator @ orch.toml --inference @ infer.toml
+rl @ rl.toml --trainer.optim.lr 1e-5 --no-inference --dry-run        # nothing is started
+rl --help optim                                                      # keys whose name contains `optim`
+```
+
+- A flag is a key's path with dashes: `orchestrator.group_size` is `--orchestrator.group-size`; `--key value`
+  and `--key=value` are the same.
+- `--no-key` sets false, or None for an optional section or value; `--section` alone turns an optional section
+  on.
+- Lists are `--key a b`, JSON (`--key '["a", "b"]'`) or, for numbers, `--key 0,1`; tables are JSON; one item
+  of a list of tables is `--orchestrator.env.0.id sort-letters`.
+- TOML has no null: write `"None"` (on the command line `None`).
+- Where a section has several forms, `type` chooses; without it the default's form is meant. A file or flag
+  that names another `type` replaces the section, it does not mix with the old one's keys.
+- A key that several processes of `rl` need stands once, at the root. Files of the processes give it in their own tables
+  (`[trainer] max_steps`, `[orchestrator.model] name`), which mean the root's key; two values that differ are an error
+  that names both. `inference.dtype`, `inference.seed` and `inference.log` follow the root where they are not given.
+- A mistake names file and line, or the flag; all mistakes are listed at once, and the exit status is 2.
+- `--dry-run` starts nothing. A run's resolved configs are `RUN/configs/*.json`; they can be given as
+  `@ file.json`.
+"""
+
+_ALONE = """
+## Roots of `trainer`, `orchestrator` and `inference`
+
+Each process can be started alone. Its root holds the keys of its section (`[trainer]`, `[orchestrator]`,
+`[inference]` below) and `output_dir`, `run`, `resume`, `clean` and `dry_run`; those of trainer and orchestrator also
+hold the keys that both need (`model` to `log` at the root of `rl`), and the trainer's holds `ckpt`. Processes of one
+run need the same `output_dir` and `run.name`; when no name is given all three are called `rl-<model>`. `inference`
+needs a `model`.
+"""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

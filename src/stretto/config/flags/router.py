@@ -1,0 +1,84 @@
+"""vllm-router's command line: `--router-...` after `rl` and `inference`, and [inference.router] extra.
+
+`router.json` lists the long options of the supported router; `python -m stretto.config.flags.router` makes it
+from the one that is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.config.flags.table import Flag, Program, Table, option_of
+
+PREFIX = "--router-"
+RESERVED = {
+    "--host": "the router listens where engines do, inference.server.host",
+    "--port": "the key is inference.deployment.router_port",
+    "--worker-urls": "engines come from inference.deployment",
+    "--prefill": 'engines come from inference.deployment with type = "disaggregated"',
+    "--decode": 'engines come from inference.deployment with type = "disaggregated"',
+    "--vllm-pd-disaggregation": 'the key is inference.deployment.type = "disaggregated"',
+    "--kv-connector": "caches travel by NIXL",
+    "--policy": "the key is inference.router.policy",
+}
+ROUTER = Program("vllm-router", Path(__file__).with_name("router.json"), RESERVED)
+
+
+def arguments(name: str, value: Any, where: str) -> list[str]:
+    """The words that set an option of the router's.
+
+    Raises: ConfigError for one that is unknown or not the user's to set, and for a value it cannot take.
+    """
+    ROUTER.refuse_reserved(name, where)
+    return ROUTER.arguments(name, value, where)
+
+
+def take_router_flags(words: Sequence[str], section: str) -> list[str]:
+    """`--router-cb-failure-threshold 3` as a word of ours: `--<section>router.extra.cb_failure_threshold 3`.
+
+    section: "" or "inference.". Raises: ConfigError for an option the router does not have.
+    """
+    done: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        option, equals, value = word.partition("=")
+        name = option.removeprefix(PREFIX).replace("_", "-")
+        if not option.startswith(PREFIX):
+            done.append(word)
+        elif name in ("policy", "address", "extra"):
+            done += [f"--{section}router.{name}", *([value] if equals else [])]
+        else:
+            # `--router-temperature` of the router's own begins so too.
+            is_short = option_of(name) not in ROUTER.by_name and f"--router-{name}" in ROUTER.by_name
+            name = f"router-{name}" if is_short else name
+            ROUTER.refuse_reserved(name, option)
+            given = ROUTER.take_value(ROUTER.find(name, option), word, queue)
+            done += [f"--{section}router.extra.{name.replace('-', '_')}", msgspec.json.encode(given).decode()]
+    return done
+
+
+def read_installed() -> Table:
+    """The options of the vllm-router that is installed here."""
+    import argparse
+    from importlib.metadata import version
+
+    from vllm_router.router_args import RouterArgs
+
+    parser = argparse.ArgumentParser(add_help=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    flags = []
+    kinds: dict[Any, str] = {int: "integer", float: "number"}
+    for action in parser._actions:
+        takes = "nothing" if action.nargs == 0 else "values" if action.nargs in ("+", "*") else "value"
+        kind = kinds.get(action.type, "text")
+        flags += [Flag(name, takes, kind=kind) for name in action.option_strings if name.startswith("--")]
+    return Table(version("vllm-router"), tuple(sorted(flags, key=lambda flag: flag.name)))
+
+
+if __name__ == "__main__":
+    print(msgspec.json.format(msgspec.json.encode(read_installed()), indent=1).decode())

@@ -1,0 +1,174 @@
+"""TOML and JSON files, with the line of every key for error messages.
+
+The standard parsers say whether a file is valid and what it means, but not where. This scanner runs on text
+that they have already accepted, so that it only has to find keys, not to judge.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from bisect import bisect_right
+from pathlib import Path as FilePath
+from typing import Any
+
+from stretto.config.section import Path
+
+_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_BARE_VALUE = re.compile(r"[^\s,\]}#]+")
+_STRING = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:\\.|[^"\\])*"|\'[^\']*\'', re.DOTALL)
+
+
+def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
+    """Data of a TOML or JSON file and the line of each key; or what is wrong with it, as text."""
+    path = FilePath(name).expanduser()
+    if path.suffix not in (".toml", ".json"):
+        return f"{name}: not a .toml or .json file"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return f"{name}: no such file{_nearest_file(path)}"
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 text ({error.reason})"
+        return f"{name}: cannot be read: {reason}"
+    text = text.replace("\r\n", "\n")
+    try:
+        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        where = re.search(r" \(at line (\d+), column \d+\)", str(error))
+        line = where.group(1) if where else text.count("\n") + 1
+        return f"{name}:{line}: not valid TOML: {re.sub(r' [(]at .*', '', str(error))}"
+    except json.JSONDecodeError as error:
+        return f"{name}:{error.lineno}: not valid JSON: {error.msg}"
+    if not isinstance(data, dict):
+        return f"{name}:1: the file must hold a table of keys"
+    return data, (toml_lines(text) if path.suffix == ".toml" else json_lines(text))
+
+
+def _nearest_file(path: FilePath) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f", and no directory {folder}"
+    near = difflib.get_close_matches(path.name, [p.name for p in folder.iterdir()], n=1)
+    return f"; did you mean {folder / near[0]}?" if near else ""
+
+
+def toml_lines(text: str) -> dict[Path, int]:
+    """Line of every key, table and list item of a valid TOML document."""
+    return _Scanner(text).toml()
+
+
+def json_lines(text: str) -> dict[Path, int]:
+    """Line of every key and list item of a valid JSON document."""
+    scanner = _Scanner(text)
+    scanner.value(())
+    return scanner.lines
+
+
+class _Scanner:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.newlines = [match.start() for match in re.finditer("\n", text)]
+        self.lines: dict[Path, int] = {}
+
+    def toml(self) -> dict[Path, int]:
+        table: Path = ()
+        last_index: dict[Path, int] = {}
+        while self.skip_blank() < len(self.text):
+            if not self.take("["):
+                self.pair(table)
+                self.skip_line()
+                continue
+            is_list = self.take("[")
+            *parents, last = self.key()
+            table = ()
+            for part in parents:
+                table += (part,)
+                self.mark(table)
+                table += (last_index[table],) if table in last_index else ()
+            table += (last,)
+            if is_list:
+                last_index[table] = last_index.get(table, -1) + 1
+            self.mark(table)
+            if table in last_index:
+                table += (last_index[table],)
+                self.mark(table)
+            self.position = self.text.index("]", self.position) + (2 if is_list else 1)
+        return self.lines
+
+    def pair(self, table: Path) -> None:
+        """`key = value` of TOML, or `"key": value` of JSON."""
+        path = table
+        for part in self.key():
+            path += (part,)
+            self.mark(path)
+        self.skip_blank()
+        self.position += 1
+        self.value(path)
+
+    def value(self, path: Path) -> None:
+        self.skip_blank()
+        if self.take("["):
+            index = 0
+            while not self.closes("]"):
+                self.mark((*path, index))
+                self.value((*path, index))
+                index += 1
+        elif self.take("{"):
+            while not self.closes("}"):
+                self.pair(path)
+        else:
+            match = _STRING.match(self.text, self.position) or _BARE_VALUE.match(self.text, self.position)
+            assert match, f"no value at character {self.position}"
+            self.position = match.end()
+
+    def closes(self, bracket: str) -> bool:
+        self.skip_blank()
+        self.take(",")
+        self.skip_blank()
+        return self.take(bracket)
+
+    def key(self) -> list[str]:
+        parts = []
+        while True:
+            self.skip_blank()
+            match = _STRING.match(self.text, self.position) or _BARE_KEY.match(self.text, self.position)
+            assert match, f"no key at character {self.position}"
+            parts.append(_unquoted(match.group()))
+            self.position = match.end()
+            self.skip_blank()
+            if not self.take("."):
+                return parts
+
+    def mark(self, path: Path) -> None:
+        self.lines.setdefault(path, bisect_right(self.newlines, self.position - 1) + 1)
+
+    def skip_blank(self) -> int:
+        match = _BLANK.match(self.text, self.position)
+        assert match
+        self.position = match.end()
+        return self.position
+
+    def skip_line(self) -> None:
+        """To the end of a line on which only blanks, a comment or the time of a date follow."""
+        end = self.text.find("\n", self.position)
+        self.position = len(self.text) if end < 0 else end
+
+    def take(self, text: str) -> bool:
+        if not self.text.startswith(text, self.position):
+            return False
+        self.position += len(text)
+        return True
+
+
+def _unquoted(key: str) -> str:
+    if key.startswith('"'):
+        try:
+            return str(json.loads(key))
+        except ValueError:
+            return key[1:-1]
+    return key[1:-1] if key.startswith("'") else key

@@ -1,0 +1,401 @@
+"""The roots, what each verb loads: sections, and where the run lives.
+
+`RLConfig` is the whole: every key of it stands once, and `trainer_config()`, `orchestrator_config()` and
+`inference_config()` are what the three processes take from it. Roots know no rules: load.py reads files and flags,
+validates, and runs rules/ over the root.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from stretto.base.paths import RunDir
+from stretto.config.section import Section
+from stretto.config.sections.deployment import (
+    Deployment,
+    RanksDeployment,
+    ResumeSection,
+    RunSection,
+    SingleNodeDeployment,
+)
+from stretto.config.sections.inference import InferenceSection
+from stretto.config.sections.model import ModelSection, RendererSection, TokenizerSection
+from stretto.config.sections.monitors import LogSection, MonitorsSection
+from stretto.config.sections.orchestrator import (
+    ClientSection,
+    EvalSection,
+    OrchestratorKeys,
+    OrchestratorSection,
+)
+from stretto.config.sections.run import RunKeys
+from stretto.config.sections.sft import Data, LossMaskSection, OnlineEvalSection, ValSection
+from stretto.config.sections.trainer import (
+    AdamWOptim,
+    CkptSection,
+    ConstantScheduler,
+    Optim,
+    Scheduler,
+    TrainerKeys,
+    TrainerSection,
+)
+
+
+class RunRoot(Section):
+    """Where a run lives, and how it starts; at the root of every verb."""
+
+    output_dir: Path = Path("outputs")
+    """Directory of all runs; a run's own is <output_dir>/<run.name>."""
+    run: RunSection = RunSection()
+    resume: ResumeSection | None = None
+    """Present (`--resume`): continue the run of this name; an error where there is none."""
+    clean: bool = False
+    """Delete the run directory of this name first."""
+    dry_run: bool = False
+    """Check, print and write the resolved config and the process plan, start nothing."""
+
+    @property
+    def run_name(self) -> str:
+        """The run's name, given or made from what is trained."""
+        return self.run.name or self._default_name()
+
+    @property
+    def run_path(self) -> Path:
+        """The run's directory."""
+        return self.output_dir / self.run_name
+
+    @property
+    def run_dir(self) -> RunDir:
+        """Every file name of the run."""
+        return RunDir(self.run_path)
+
+    def _default_name(self) -> str:
+        raise NotImplementedError
+
+
+class TrainerConfig(TrainerSection, RunRoot):
+    """`trainer`: the learner alone; orchestrator and engines are started elsewhere with the same run name."""
+
+    def _default_name(self) -> str:
+        return f"rl-{short_name(self.model.name)}"
+
+
+class OrchestratorConfig(OrchestratorSection, RunRoot):
+    """`orchestrator`: environments, batches and the ledger alone."""
+
+    def _default_name(self) -> str:
+        return f"rl-{short_name(self.model.name)}"
+
+
+class InferenceConfig(InferenceSection, RunRoot):
+    """`inference`: an engine and its server alone, or several as [deployment] says."""
+
+    model: str | None = ModelSection().name
+    """Directory of the model, or its name on the Hugging Face hub."""
+    hosts: list[str] | None = None
+    """Addresses of the nodes of a deployment over several, as they reach each other; None: one machine."""
+    node_rank: int | None = Field(None, ge=0)
+    """Which of the hosts this machine is, from 0; None: the one whose address is this machine's."""
+
+    def _default_name(self) -> str:
+        return f"rl-{short_name(self.model or ModelSection().name)}"
+
+
+class RLConfig(RunKeys, RunRoot):
+    """`rl`: inference, orchestrator and trainer together.
+
+    A key that several processes need stands once, at the root. The tables of the processes may have it too, as their
+    own files do; two values that differ are an error that names both.
+    """
+
+    trainer: TrainerKeys = TrainerKeys()
+    orchestrator: OrchestratorKeys = OrchestratorKeys()
+    inference: InferenceSection | None = InferenceSection()
+    """None (`--no-inference`): start no engine, use those at orchestrator.client.base_url."""
+    teacher_inference: InferenceSection | None = None
+    """The engine of a frozen teacher, started and ended with the run; orchestrator.teacher.model without a base_url
+    is enough. None: the teacher, if there is one, runs at orchestrator.teacher.base_url."""
+    deployment: Deployment = SingleNodeDeployment()
+    trainer_gpu_ids: list[int] | None = None
+    """GPUs of the trainer, one rank each; None: the first after inference's."""
+    inference_gpu_ids: list[int] | None = None
+    """GPUs of inference; None: the first ones."""
+    teacher_gpu_ids: list[int] | None = None
+    """GPUs of the teacher's engine; None: the first after the trainer's."""
+    ckpt: CkptSection | None = CkptSection()
+
+    aliases: ClassVar[dict[str, str]] = {
+        "wandb": "monitors.wandb",
+        "ckpt.resume_step": "resume.step",
+        "trainer.model.seq_len": "seq_len",
+        "trainer.wandb": "monitors.wandb",
+        "trainer.ckpt": "ckpt",
+        "orchestrator.student.model": "model",
+        "orchestrator.wandb": "monitors.wandb",
+        **{f"{part}.{key}": key for part in ("trainer", "orchestrator") for key in RunKeys.model_fields},
+        "inference.vllm.model": "model.name",
+        "inference.model.name": "model.name",
+        "inference.model.dtype": "inference.dtype",
+        "inference.model.max_model_len": "inference.max_model_len",
+        "inference.model": "model.name",
+    }
+
+    @field_validator("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids", mode="before")
+    @classmethod
+    def _comma_list(cls, value: Any) -> Any:
+        return comma_list(value)
+
+    @classmethod
+    def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: value for derive in _DERIVED for path, value in derive(values).items()}
+
+    @property
+    def num_train_ranks(self) -> int:
+        """Processes of the trainer: a data-parallel rank is cp x tp of them."""
+        return self.orchestrator.num_train_workers * self.model.cp * self.model.tp
+
+    def trainer_config(self) -> TrainerConfig:
+        """What the trainer process takes."""
+        return TrainerConfig.model_validate(self._process_data(self.trainer, *RunKeys.model_fields, "ckpt"))
+
+    def orchestrator_config(self) -> OrchestratorConfig:
+        """What the orchestrator process takes."""
+        return OrchestratorConfig.model_validate(self._process_data(self.orchestrator, *RunKeys.model_fields))
+
+    def inference_config(self) -> InferenceConfig:
+        """What the inference process takes; the root must have one."""
+        assert self.inference is not None, "no [inference] section: nothing to start"
+        return InferenceConfig.model_validate(self._process_data(self.inference))
+
+    def teacher_config(self) -> InferenceConfig:
+        """What the teacher's engine takes; the root must have one."""
+        assert self.teacher_inference is not None, "no [teacher_inference] section: nothing to start"
+        # Without the run's name it writes no log file of its own, which would be inference's.
+        return InferenceConfig.model_validate(self._process_data(self.teacher_inference) | {"run": {}})
+
+    def _process_data(self, section: Section, *shared: str) -> dict[str, Any]:
+        """The keys of a section, those of the root that are named, and where the run lives."""
+        own = {key: getattr(section, key) for key in type(section).model_fields}
+        own |= {key: getattr(self, key) for key in (*shared, "output_dir", "resume")}
+        return own | {"run": RunSection(name=self.run_name)}
+
+    def _default_name(self) -> str:
+        envs = "+".join(env.name or re.split("[:/]", env.id)[-1] for env in self.orchestrator.env)
+        return f"{_file_name(envs)}-{short_name(self.model.name)}"
+
+
+class SFTConfig(RunRoot):
+    """`sft`: supervised fine-tuning."""
+
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    renderer: RendererSection = RendererSection()
+    data: Data
+    val: ValSection | None = None
+    """Present: validate on rows of its own."""
+    eval: OnlineEvalSection | None = None
+    loss_mask: LossMaskSection = LossMaskSection()
+    optim: Optim = AdamWOptim()
+    scheduler: Scheduler = ConstantScheduler()
+    ckpt: CkptSection | None = CkptSection()
+    batch_size: int = Field(64, gt=0)
+    """Examples in one step; they are packed into as few rows of seq_len tokens as they need."""
+    seq_len: int = Field(2048, gt=1)
+    """Tokens in one packed row; longer examples are cut."""
+    max_steps: int | None = Field(None, gt=0)
+    """Steps to train; None: by max_epochs."""
+    max_epochs: int | None = Field(None, gt=0)
+    """Passes over the data; None: by max_steps."""
+    seed: int = 0
+    """Seed of the order of examples and of everything else random."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads of a rank; None: OMP_NUM_THREADS, else the cores divided by the ranks, fewer for a small model."""
+    deployment: RanksDeployment = RanksDeployment()
+    trainer_gpu_ids: list[int] | None = Field(None, min_length=1)
+    """GPUs, one rank each; None: the first ones, as many as deployment.num_train_gpus says."""
+    monitors: MonitorsSection = MonitorsSection()
+    log: LogSection = LogSection()
+
+    aliases: ClassVar[dict[str, str]] = {
+        "wandb": "monitors.wandb",
+        "data.batch_size": "batch_size",
+        "data.seq_len": "seq_len",
+        "data.loss_mask": "loss_mask",
+        "model.seq_len": "seq_len",
+        "ckpt.resume_step": "resume.step",
+    }
+
+    @field_validator("trainer_gpu_ids", mode="before")
+    @classmethod
+    def _comma_list(cls, value: Any) -> Any:
+        return comma_list(value)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the command starts; 1 says nothing about torchrun's."""
+        ids = self.trainer_gpu_ids
+        return self.deployment.num_train_gpus or 1 if ids is None else len(ids)
+
+    def _default_name(self) -> str:
+        return f"sft-{'scratch' if self.model.scratch else short_name(self.model.name)}"
+
+
+class EvalConfig(RunRoot):
+    """`eval`: environments' held-out tasks against running engines, or against one started for `model`."""
+
+    model: str | None = None
+    """Hugging Face directory to start an embedded engine for; None: use the engines at client.base_url."""
+    client: ClientSection = ClientSection()
+    eval: EvalSection = EvalSection()
+    inference: InferenceSection = InferenceSection()
+    """The engine started for `model`."""
+    tokenizer: TokenizerSection = TokenizerSection()
+    renderer: RendererSection = RendererSection()
+    seq_len: int = Field(2048, gt=1)
+    """Longest prompt plus reply, tokens."""
+    max_inflight_rollouts: int = Field(256, gt=0)
+    """Rollouts running at once."""
+    rollout_timeout_s: float | None = Field(600.0, gt=0)
+    """Deadline of one rollout; None: no deadline."""
+    seed: int = 0
+    """Seed of sampling."""
+    monitors: MonitorsSection = MonitorsSection()
+    log: LogSection = LogSection()
+
+    aliases: ClassVar[dict[str, str]] = {"model.name": "model", "env": "eval.env"}
+
+    def _default_name(self) -> str:
+        return f"eval-{short_name(self.model)}" if self.model else "eval"
+
+
+class EvalsConfig(EvalConfig):
+    """`evals`: the process that evaluates the versions an `sft` run publishes; started by it."""
+
+    watch: Path
+    """Directory of the published versions."""
+    max_steps: int | None = Field(None, gt=0)
+    """The version that is evaluated whatever its interval."""
+
+
+def comma_list(value: Any) -> Any:
+    """A list as it is; also one from `0,1,2` or a single id."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)*", value := value.replace(" ", "")):
+        return [int(item) for item in value.split(",")]
+    return [value] if isinstance(value, int) else value
+
+
+def short_name(model: str) -> str:
+    """The short name of a model: `outputs/sort-sft/weights/step_40` is sort-sft, `Qwen/Qwen3` is Qwen3."""
+    parts = [part for part in re.split(r"[/\\]", model) if part not in ("", ".", "..", "~")]
+    while len(parts) > 1 and re.fullmatch(r"latest|weights|checkpoints|trainer|hf|step_\d+", parts[-1]):
+        parts.pop()
+    return _file_name(parts[-1]) if parts else "model"
+
+
+def _file_name(text: str) -> str:
+    """The text with - in place of what a run's name may not have."""
+    return re.sub(r"[^A-Za-z0-9._+=@-]+", "-", text).strip("-.") or "run"
+
+
+Values = Mapping[str, Any]
+"""Given values by dotted path, under the keys' own names."""
+
+
+def _has(values: Values, table: str) -> bool:
+    """Is the table, or a key in it, given?"""
+    return values.get(table) is not None or any(path.startswith(f"{table}.") for path in values)
+
+
+def _starts_engine(values: Values) -> bool:
+    return values.get("inference", {}) is not None
+
+
+def _derive_engine(values: Values) -> dict[str, Any]:
+    """The engine serves the model that is trained, and follows the run's dtype, seed and log unless it has its own."""
+    if not _starts_engine(values):
+        return {}
+    same = {path: path for path in values if path.startswith("log.")} | {
+        "seed": "seed",
+        "model.dtype": "dtype",
+    }
+    taken = {f"inference.{own}": values[path] for path, own in same.items() if path in values}
+    return taken | {"inference.model": values.get("model.name", ModelSection().name)}
+
+
+def _derive_wire(values: Values) -> dict[str, Any]:
+    """Over several machines weights are broadcast by default, for shared memory ends at one machine."""
+    is_wide = values.get("deployment.type") == "multi_node"
+    return {"weight_broadcast.type": "collective"} if is_wide else {}
+
+
+def _derive_client_url(values: Values) -> dict[str, Any]:
+    """The engine this run starts is the one its orchestrator talks to, unless another address is given."""
+    host, port = values.get("inference.server.host"), values.get("inference.server.port")
+    if not _starts_engine(values) or (host is None and port is None):
+        return {}
+    host = "127.0.0.1" if host in (None, "0.0.0.0", "::") else host
+    return {"orchestrator.client.base_url": f"http://{host}:{8000 if port is None else port}/v1"}
+
+
+def _derive_replay(values: Values) -> dict[str, Any]:
+    """An engine returns its choices of experts and its sampling masks if the trainer replays them."""
+    is_replayed = {
+        "inference.enable_return_routed_experts": values.get("trainer.enable_router_replay")
+        in (True, "true"),
+        "inference.enable_return_sampling_mask": _has(values, "orchestrator.train.replay"),
+    }
+    return {path: True for path, is_on in is_replayed.items() if is_on and _starts_engine(values)}
+
+
+def _derive_whiten(values: Values) -> dict[str, Any]:
+    """The orchestrator does not whiten scores if the trainer turns them into advantages."""
+    algos = [path for path in values if re.fullmatch(r"orchestrator\.(env\.\d+\.)?algo\.type", path)]
+    whitens = [path for path in algos if str(values[path]).startswith("reinforce_plus_plus")]
+    return {path.replace(".type", ".whiten"): False for path in whitens if _has(values, "trainer.advantages")}
+
+
+def _derive_teacher(values: Values) -> dict[str, Any]:
+    """A teacher with a model and no address is served by this run, under the name that requests give."""
+    name, has_engine = values.get("orchestrator.teacher.model"), _has(values, "teacher_inference")
+    served = [values.get(f"teacher_inference.{key}") for key in ("served_model_name", "model")]
+    if not _has(values, "orchestrator.teacher"):
+        return {"orchestrator.teacher.model": served[0] or served[1]} if has_engine else {}
+    is_wanted = name is not None and (has_engine or values.get("orchestrator.teacher.base_url") is None)
+    return {"teacher_inference.model": name} if is_wanted else {}
+
+
+def _derive_num_train_workers(values: Values) -> dict[str, Any]:
+    """One rank per trainer GPU, if the GPUs are given; ranks of the axes cp and tp share their batches."""
+    ids = comma_list(values.get("trainer_gpu_ids"))
+    ranks = len(ids) if isinstance(ids, list) and ids else values.get("deployment.num_train_gpus")
+    sizes = [
+        values.get(f"deployment.{key}", default)
+        for key, default in (("num_train_nodes", 1), ("gpus_per_node", 8))
+    ]
+    if (
+        ranks is None
+        and values.get("deployment.type") == "multi_node"
+        and all(isinstance(n, int) for n in sizes)
+    ):
+        ranks = sizes[0] * max(1, sizes[1])
+    degrees = (values.get(f"model.{axis}") for axis in ("cp", "tp"))
+    sharing = math.prod(degree if isinstance(degree, int) and degree > 0 else 1 for degree in degrees)
+    if not isinstance(ranks, int) or ranks <= 0:
+        return {}
+    return {"orchestrator.num_train_workers": max(1, ranks // sharing)}
+
+
+_DERIVED = (
+    _derive_wire,
+    _derive_engine,
+    _derive_client_url,
+    _derive_num_train_workers,
+    _derive_replay,
+    _derive_teacher,
+    _derive_whiten,
+)

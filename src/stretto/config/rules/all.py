@@ -1,0 +1,49 @@
+"""Every rule, over a root that knows none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.config.root import RLConfig
+from stretto.config.rules import batches, engine, learning, machines, model, run
+from stretto.config.rules.rule import At, Problem, Rules, below, of_part, walk
+from stretto.config.section import Section
+from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
+from stretto.config.sections.trainer import TrainerSection
+
+TABLES: tuple[Rules, ...] = (
+    run.RULES,
+    model.RULES,
+    learning.RULES,
+    batches.RULES,
+    engine.RULES,
+    machines.RULES,
+)
+
+
+def check(root: Section) -> list[Problem]:
+    """What is wrong with a root whose values are right one by one."""
+    problems: list[Problem] = []
+    for section, path in walk(root):
+        if isinstance(section, RLConfig):
+            problems += _broken(TrainerSection, section.trainer_config(), of_part("trainer"))
+            problems += _broken(OrchestratorSection, section.orchestrator_config(), of_part("orchestrator"))
+        for cls in reversed(type(section).__mro__):
+            problems += _broken(cls, section, below(path))
+    return problems
+
+
+def _broken(cls: type, section: Section, at: At) -> Iterator[Problem]:
+    for table in TABLES:
+        for rule in table.get(cls, ()):
+            yield from rule(section, at)
+
+
+def doubts(root: Section) -> list[Problem]:
+    """Settings that work and are probably not meant."""
+    return [
+        doubt
+        for section, path in walk(root)
+        if isinstance(section, OrchestratorKeys)
+        for doubt in batches.SHORT_ROLLOUTS(section, below(path))
+    ]

@@ -1,0 +1,160 @@
+"""Rules of [inference]: what an engine does not do, sizes that do not fit, options of vLLM's and the router's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.config.flags.router import arguments as router_arguments
+from stretto.config.flags.table import option_of
+from stretto.config.flags.vllm import VLLM
+from stretto.config.root import InferenceConfig
+from stretto.config.rules.rule import At, Each, Idle, Problem, Rule, Rules, problem
+from stretto.config.section import show
+from stretto.config.sections.engines import RouterSection, cache_aware_options
+from stretto.config.sections.inference import VLLM_KEYS, InferenceSection, ParallelSection
+
+PLANNED = (
+    "data-parallel-size-local",
+    "data-parallel-start-rank",
+    "data-parallel-rank",
+    "data-parallel-address",
+    "data-parallel-rpc-port",
+    "data-parallel-hybrid-lb",
+    "data-parallel-external-lb",
+    "data-parallel-multi-port-external-lb",
+    "headless",
+    "nnodes",
+    "node-rank",
+    "master-addr",
+    "master-port",
+)
+"""Options of vLLM that say which part of an engine a process is; the plan sets them for several engines."""
+
+
+def product(parallel: ParallelSection) -> str:
+    """`tp 2 x dp 4`: the degrees that are not 1, with their arithmetic left to the reader."""
+    degrees = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "tp 1"
+
+
+def vllm_only_faults(section: InferenceSection) -> Iterator[tuple[str, str, str]]:
+    """What only vLLM does."""
+    for key, value in section.vllm_only().items() if section.engine == "embedded" else ():
+        rule = "the embedded engine has no such thing and runs on one device; leave it out, or take vLLM"
+        yield f"{key} engine", f"{{0.path}} = {{it}}: {rule}", show(value)
+
+
+def check_vllm_options(section: InferenceSection, at: At) -> Iterator[Problem]:
+    """Options of vLLM's that do not exist, are training's, are keys of ours, or are the plan's."""
+    shape = section.deployment
+    for key, value in section.vllm_extra.items():
+        path, name = f"vllm_extra.{key}", option_of(key).removeprefix("--")
+        if option_of(key) in VLLM.reserved:
+            yield from _refused(VLLM.refuse_reserved, key, at(path))
+        elif (own := VLLM_KEYS.get(name.replace("-", "_"))) is not None:
+            yield problem(section, at, f"{path} | {own}", "{0.path}: the key is {1.path}; give it there")
+        elif name in PLANNED and shape.num_processes > 1:
+            rule = "follows from inference.deployment where there are several engines or nodes; leave it out"
+            yield problem(section, at, f"{path} deployment", f"{{0}} {rule}")
+        elif name == "kv-transfer-config" and shape.type == "disaggregated":
+            rule = "caches of a disaggregated deployment travel by NIXL; leave it out"
+            yield problem(section, at, f"{path} deployment.type", f"{{0.path}}: {rule}")
+        else:
+            yield from _refused(VLLM.arguments, key, value, at(path))
+
+
+def check_router_options(router: RouterSection, at: At) -> Iterator[Problem]:
+    """Options that the router has, and that its policy uses."""
+    for key, value in router.extra.items():
+        yield from _refused(router_arguments, key, value, at(f"extra.{key}"))
+    idle = cache_aware_options(router.extra)
+    if idle and router.policy != "cache_aware":
+        way = 'use "cache_aware", or leave it out'
+        yield problem(router, at, f"extra.{idle[0]} policy", f"{{0.path}} does nothing with {{1}}; {way}")
+
+
+def _refused(check: Callable[..., object], *given: Any) -> Iterator[Problem]:
+    """What a check complains of; the last that it is given is the path."""
+    try:
+        check(*given)
+    except ConfigError as error:
+        yield Problem((given[-1],), str(error))
+
+
+def node_faults(section: InferenceSection) -> Iterator[tuple[str, str]]:
+    """What one node holds of an engine fits into its GPUs."""
+    shape, parallel = section.deployment, section.parallel
+    if shape.type == "single_node" or (shape.type == "disaggregated" and shape.is_local):
+        return
+    is_wide = shape.type == "disaggregated" or section.enable_expert_parallel
+    spans = {"num_nodes": shape.num_nodes if is_wide else 1}
+    if shape.type == "disaggregated":  # with dp = 1 it is what the nodes have
+        sides = ("num_prefill_nodes", "num_decode_nodes") if parallel.dp > 1 else ()
+        spans = {key: getattr(shape, key) for key in sides}
+    for key, nodes in spans.items():
+        if parallel.dp % nodes:
+            yield f"parallel.dp deployment.{key}", "{0} is divided among {1} nodes; give a multiple"
+        elif (needed := parallel.num_gpus // nodes) > shape.gpus_per_node:
+            way = ", or spread one engine over the nodes with {2.path} = true" if not is_wide else ""
+            what = product(parallel) + (f" over {nodes} nodes" if nodes > 1 else "")
+            rule = f"{what} need {needed} GPUs and a node has {{1}}; lower one of the degrees{way}"
+            yield "parallel deployment.gpus_per_node | enable_expert_parallel", f"{{0.path}}: {rule}"
+    if shape.type == "disaggregated" and shape.gpus_per_node % parallel.gpus_per_rank:
+        factor = "" if parallel.pp == 1 else f" x pp {parallel.pp}"
+        yield (
+            "parallel.tp deployment.gpus_per_node",
+            f"{{0}}{factor} does not divide the GPUs of a node, {{1}}",
+        )
+
+
+check_node_gpus = Each(node_faults)
+
+# fmt: off
+RULES: Rules = {
+    InferenceConfig: (
+        Rule("model", lambda s: s.model is None,
+             "{0.path}: no model to serve; give its directory, `--model <directory>`"),
+    ),
+    InferenceSection: (
+        Each(vllm_only_faults),
+        Rule("router deployment.type", lambda s: s.deployment.type == "disaggregated" and s.router is None,
+             "{1} has several engines, and only a router can tell which one reads and which one writes; keep the "
+             "router"),
+        Rule("router deployment.type", lambda s: s.deployment.type == "multi_node" and s.router is None,
+             "{1} has several engines, which one address must stand for; keep the router"),
+        Rule("enable_return_routed_experts kv_cache_offload",
+             lambda s: s.enable_return_routed_experts and s.kv_cache_offload is not None,
+             "{0} with {1.path}: a cache that comes back from memory or disk comes without its experts; drop one "
+             "of the two"),
+        Rule("enable_return_routed_experts deployment.type",
+             lambda s: s.enable_return_routed_experts and s.deployment.type == "disaggregated",
+             "{0} with {1}: the engine that writes a reply never saw the experts of its prompt; drop one of the "
+             "two"),
+        Rule("enable_eplb enable_expert_parallel",
+             lambda s: s.enable_eplb and s.enable_expert_parallel is not True and s.deployment.type != "disaggregated",
+             "{0} moves experts between devices; set {1.path} = true"),
+        Rule("deployment.prefill_port deployment.decode_port",
+             lambda s: getattr(s.deployment, "is_local", 0) and s.deployment.prefill_port == s.deployment.decode_port,
+             "{0.path} = {1}: give each its own"),
+        check_node_gpus,
+        check_vllm_options,
+        Idle("deployment.router_port", "router", lambda s: s.router is None and "there is no router"),
+        Rule("kv_cache_tokens block_size",
+             lambda s: (s.kv_cache_tokens or math.inf) < (s.block_size or 16) and (s.block_size or 16),
+             "{0} is less than one block of {1.path} = {it}; raise it"),
+        Rule("kv_cache_tokens max_model_len",
+             lambda s: None not in (s.kv_cache_tokens, s.max_model_len) and s.kv_cache_tokens < s.max_model_len,
+             "{0} cannot hold one sequence of {1}; raise it or lower {1.path}"),
+        Rule("max_num_batched_tokens max_num_seqs", lambda s: s.max_num_batched_tokens < s.max_num_seqs,
+             "{0} cannot hold one token of each of {1} sequences; raise it"),
+    ),
+    RouterSection: (
+        check_router_options,
+        Rule("address", lambda s: s.address is not None and not s.address.startswith(("http://", "https://")),
+             "{0} is not an address; write it like http://host:3000"),
+    ),
+}
+# fmt: on

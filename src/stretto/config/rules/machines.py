@@ -1,0 +1,240 @@
+"""Rules of `rl` about machines: one engine, one set of ports, one set of GPUs, nodes, and what its engines answer."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from stretto.config.root import RLConfig
+from stretto.config.rules.batches import LOCAL_HOSTS, is_address, urls
+from stretto.config.rules.engine import product
+from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
+from stretto.config.sections.inference import InferenceSection
+
+IDS = {  # per part of a run: the ids of its GPUs, and their number
+    "trainer": ("trainer_gpu_ids", "num_train_gpus"),
+    "inference": ("inference_gpu_ids", "num_infer_gpus"),
+    "teacher_inference": ("teacher_gpu_ids", "num_teacher_gpus"),
+}
+
+
+# -- engines --
+
+
+def is_served(base_url: list[str] | str, engine: InferenceSection, *, is_only: bool) -> bool:
+    """Is one address (with is_only, the only one) that of the engine?"""
+    given = [base_url] if isinstance(base_url, str) else base_url
+    hosts = (*LOCAL_HOSTS, engine.server.host)
+    parts = [urlsplit(url) for url in given if is_address(url)]
+    found = [each for each in parts if each.hostname in hosts and (each.port or 80) == engine.server.port]
+    return bool(found) and (len(given) == 1 or not is_only)
+
+
+def other_address(cfg: RLConfig) -> str | None:
+    """Addresses of the client, none of which is the engine that this run starts."""
+    given = urls(cfg.orchestrator.client)
+    if cfg.inference is None or not any(map(is_address, given)):
+        return None
+    return None if is_served(given, cfg.inference, is_only=False) else ", ".join(given)
+
+
+def teacher_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
+    """[teacher_inference] against [orchestrator.teacher]: one of them says where the teacher is."""
+    teacher, engine = cfg.orchestrator.teacher, cfg.teacher_inference
+    if engine is None or teacher is None:
+        if teacher is not None and teacher.base_url is None:
+            rule = "give base_url of an engine that runs, or model, the directory that one is started with"
+            yield "orchestrator.teacher", f"{{0.path}}: {rule}"
+        return
+    name = engine.served_model_name or engine.model
+    if teacher.model not in (None, name):
+        rule = 'is not what teacher_inference serves, "{it}"; give one of the two'
+        yield "orchestrator.teacher.model teacher_inference.model", f"{{0}} {rule}", name
+    if teacher.base_url is not None and not is_served(teacher.base_url, engine, is_only=True):
+        rule = "{0.path} = {it} is not the engine that teacher_inference starts; give one of the two"
+        yield "orchestrator.teacher.base_url teacher_inference.server.port", rule, teacher.base_url
+    if engine.deployment.type != "single_node" or engine.deployment.num_replicas != 1:
+        rule = "`rl` starts one engine for the teacher; start more by hand and give their base_url"
+        yield "teacher_inference.deployment", f"{{0.path}}: {rule}"
+
+
+# -- ports and GPUs --
+
+
+def port_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """Every listener of this machine has a port of its own."""
+    ports = {
+        key: value_of(cfg, key) for key in ("control.port", "rollout_transport.port", "inference.server.port")
+    }
+    for port, count in Counter(ports.values()).items():
+        paths = [path for path, other in ports.items() if other == port]
+        if port is not None and count > 1:
+            yield " ".join(paths), f"{' and '.join(paths)} are both {port}; give each a port of its own"
+
+
+def gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """GPU ids against counts, ids named twice, ranks against GPUs, and a GPU shared by trainer and engine."""
+    for key, count_key in IDS.values():
+        ids, count = getattr(cfg, key), getattr(cfg.deployment, count_key)
+        if ids is not None and (not ids or len(set(ids)) < len(ids) or min(ids) < 0):
+            yield key, "{0}: give each GPU once, counted from 0, such as 0,1"
+        elif ids is not None and count not in (None, len(ids)):
+            yield f"{key} deployment.{count_key}", f"{{0}} are {len(ids)} GPUs but {{1}}; drop one of the two"
+    ranks = len(cfg.trainer_gpu_ids or ()) or cfg.deployment.num_train_gpus or 0
+    if ranks and ranks != cfg.num_train_ranks:
+        key = "trainer_gpu_ids" if cfg.trainer_gpu_ids else "deployment.num_train_gpus"
+        message, way_out = f"{{0}} but {{1.path}} gives {ranks} trainer ranks", "leave num_train_workers out"
+        if (sharing := cfg.model.cp * cfg.model.tp) > 1:
+            message += f", {sharing} (model.cp x tp) to a worker"
+            way_out += f", and give a multiple of {sharing} GPUs"
+        yield f"orchestrator.num_train_workers {key}", f"{message}; {way_out}"
+    shared = set(cfg.trainer_gpu_ids or ()) & set(cfg.inference_gpu_ids or ())
+    if shared and cfg.inference is not None and cfg.inference.gpu_memory_utilization > 0.8:
+        gpus = ", ".join(map(str, sorted(shared)))
+        rule = f"share GPU {gpus}, and {{2}} leaves the trainer nothing; lower it, such as to 0.5"
+        paths = "trainer_gpu_ids inference_gpu_ids inference.gpu_memory_utilization"
+        yield paths, f"trainer and inference {rule}"
+
+
+def engine_gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """GPUs that are given to inference, and to the teacher, are those that their engines take: no more, no fewer."""
+    for name, (ids_key, count_key) in list(IDS.items())[1:]:
+        section, ids, count = getattr(cfg, name), getattr(cfg, ids_key), getattr(cfg.deployment, count_key)
+        given = count if ids is None else len(ids)
+        if section is None or not given or section.device == "cpu" or section.deployment.num_nodes > 1:
+            continue
+        engines = section.deployment.num_engines
+        needed = section.parallel.num_gpus * engines
+        way_out, verb = f"give {needed}, or lower a degree", "are missing"
+        if given > needed:
+            ways, verb, more = [f"give {needed}"], "would be idle", given // needed
+            if given % needed == 0 and section.deployment.type == "single_node":
+                ways.append(f"set {name}.deployment.num_replicas = {engines * more}")
+            if given % needed == 0 and section.chosen_engine(has_gpu=True) != "embedded":
+                ways.append(f"or set {name}.parallel.dp = {section.parallel.dp * more}")
+            way_out = ", ".join(ways)
+        if given != needed:
+            message = f"{{0.path}} gives {given} GPUs and {name} takes {_shape(section)} = {needed}"
+            key = ids_key if ids is not None else f"deployment.{count_key}"
+            yield f"{key} {name}.parallel", f"{message}, so {abs(given - needed)} {verb}; {way_out}"
+
+
+def _shape(section: InferenceSection) -> str:
+    engines = section.deployment.num_engines
+    return product(section.parallel) + (f" x {engines} engines" if engines > 1 else "")
+
+
+# -- nodes --
+
+
+def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """A run over several machines: enough of them, ranks and engines on each, wires that reach one another."""
+    shape, section = cfg.deployment, cfg.inference
+    if shape.type != "multi_node":
+        return
+    for key in ("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids", "teacher_inference"):
+        if getattr(cfg, key) is not None:
+            yield f"{key} deployment.type", "{0.path} names what is on one machine; with {1} leave it out"
+    if cfg.weight_broadcast.type == "shm":
+        message = '{0}: shared memory ends at one machine; use "collective" or "filesystem"'
+        yield "weight_broadcast.type deployment.type", message
+    needed = 0 if section is None else section.deployment.num_nodes
+    if section is not None and shape.num_infer_nodes not in (None, needed):
+        rule = f"but {{1.path}} takes {needed} node{'s' * (needed != 1)}; make them agree, or leave it out"
+        yield "deployment.num_infer_nodes inference.deployment", f"{{0}} {rule}"
+    total = shape.num_train_nodes + shape.num_infer_replicas * needed
+    if shape.hosts is not None and len(shape.hosts) != total:
+        rule = f"{shape.num_train_nodes} of the trainer and {total - shape.num_train_nodes} of inference"
+        yield "deployment.hosts", f"{{0.path}}: {len(shape.hosts)} are given; it takes {total}, {rule}"
+    if shape.node_rank is not None and shape.node_rank >= total:
+        yield "deployment.node_rank", f"{{0}}: the {total} nodes are counted from 0"
+    if cfg.num_train_ranks % shape.num_train_nodes:
+        message = "{0} are divided among {1} nodes; give a multiple"
+        yield "orchestrator.num_train_workers deployment.num_train_nodes", message
+    if section is not None and section.deployment.type == "single_node" and section.device != "cpu":
+        gpus = section.parallel.num_gpus * section.deployment.num_engines
+        if 0 < shape.gpus_per_node < gpus:
+            rule = f"{_shape(section)} = {gpus} GPUs, and a node has {{1}}; lower one of the degrees"
+            yield "inference.parallel deployment.gpus_per_node", f"{{0.path}}: {rule}"
+
+
+def ipc_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """Memory of one GPU is mapped by one engine in one process, on that GPU."""
+    inference = cfg.inference
+    if cfg.weight_broadcast.type != "ipc":
+        return
+    is_multiple = inference and inference.deployment.num_processes * inference.parallel.num_gpus > 1
+    is_cpu = inference is not None and inference.device == "cpu"
+    found = {
+        "weight_broadcast.delta": cfg.weight_broadcast.delta and "copies go through the memory of the host",
+        "deployment.type": cfg.deployment.type == "multi_node" and "its engines are on other machines",
+        "orchestrator.num_train_workers": cfg.orchestrator.num_train_workers > 1
+        and "trainer and engine share one GPU, and there are several",
+        "inference": inference is None and "there is no engine of this run's on its GPU",
+        "inference.device": is_cpu and "the engine has no GPU",
+        "inference.deployment": is_multiple
+        and not is_cpu
+        and "one process can map the memory, and there are several",
+    }
+    for other, why in found.items():
+        if why:
+            yield f"weight_broadcast.type {other}", f'{{0}} with {{1.path}}: {why}; use "shm" or "collective"'
+
+
+def is_headless(name: str, cfg: RLConfig) -> bool:
+    """Is an engine of this run a process without a server?"""
+    section = getattr(cfg, name)
+    return section is not None and section.vllm_extra.get("headless") is True
+
+
+def valid_copies(cfg: RLConfig) -> str | None:
+    """Divisors of the data-parallel ranks, where dp_replicate is none."""
+    workers = cfg.orchestrator.num_train_workers
+    if workers % cfg.model.dp_replicate == 0:
+        return None
+    return ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+
+
+HEADLESS = "is a process without a server, which `inference` starts on the further nodes of an engine"
+
+# fmt: off
+RULES: Rules = {
+    RLConfig: (
+        Rule("model.scratch", lambda c: c.inference is not None and c.model.scratch is not None,
+             "{0.path} makes a network that no engine has, and the engine starts from a directory; make one with "
+             "`sft` (its weights are in RUN/weights/latest) and give it as model.name"),
+        Rule("trainer.enable_router_replay inference.enable_return_routed_experts",
+             lambda c: c.inference and c.trainer.enable_router_replay and not c.inference.enable_return_routed_experts,
+             "{0} but {1}: there would be nothing to replay; drop the latter"),
+        Rule("orchestrator.train.replay inference.enable_return_sampling_mask",
+             lambda c: c.inference and c.orchestrator.train.replay and not c.inference.enable_return_sampling_mask,
+             "{0.path} with {1}: there would be nothing to replay; drop the latter"),
+        Rule("orchestrator.client.base_url inference.server.port", other_address,
+             '{0.path} = "{it}" but the engine of this run listens on {1}; make them agree, leave base_url out, '
+             "or use --no-inference for engines that already run"),
+        Rule("inference.max_model_len seq_len",
+             lambda c: c.inference is not None and (c.inference.max_model_len or c.seq_len) < c.seq_len,
+             "{0} is shorter than {1}; raise it or lower seq_len"),
+        Rule("teacher_inference.max_model_len seq_len",
+             lambda c: c.teacher_inference and (c.teacher_inference.max_model_len or math.inf) <= c.seq_len,
+             "{0} must be above {1}: a scored sample takes one token more"),
+        Rule("inference.device inference_gpu_ids",
+             lambda c: c.inference is not None and c.inference.device == "cpu" and c.inference_gpu_ids,
+             "{0} but {1.path} names GPUs; drop one of the two"),
+        Rule("model.dp_replicate orchestrator.num_train_workers", valid_copies,
+             "{0} does not divide {1} data-parallel ranks; valid: {it}"),
+        *(
+            Rule(f"{name}.vllm_extra.headless", partial(is_headless, name),
+                 f"{{0}} {HEADLESS}, and the run would wait for it; leave it out")
+            for name in ("inference", "teacher_inference")
+        ),
+        Idle("teacher_gpu_ids", "teacher_inference",
+             lambda c: c.teacher_inference is None and "this run starts no teacher"),
+        *map(Each, (teacher_faults, port_faults, gpu_faults, engine_gpu_faults, node_faults, ipc_faults)),
+    ),
+}
+# fmt: on

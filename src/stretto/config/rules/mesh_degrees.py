@@ -1,0 +1,145 @@
+"""Sizes of the axes of the training mesh, from [model], the number of ranks and the shape of the model.
+
+trainer/parallel/mesh.py builds the mesh; a dry run asks here too, with what the model's config.json says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.config.sections.model import ModelSection
+
+OWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""`model_type` of the families that models/families computes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model its layers are cut by, as config.json tells; num_experts is 0 for one without."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    num_experts: int = 0
+
+
+def read_shape(directory: Path) -> Shape | None:
+    """The shape of a model directory of one of our own families; None for any other."""
+    found = json.loads((directory / "config.json").read_text())
+    if found.get("model_type") not in OWN_FAMILIES:
+        return None
+    heads = found["num_attention_heads"]
+    return Shape(
+        heads,
+        found.get("num_key_value_heads") or heads,
+        found["intermediate_size"],
+        found.get("num_experts") or 0,
+    )
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of the axes."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Ranks that train on different micro batches."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.cp * self.tp
+
+
+def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
+    """The degrees of [model] on a number of ranks; dp_shard is what the others leave.
+
+    shape: a Shape, or a model's own config, which has the same fields.
+
+    Raises: ConfigError naming the key, and the values it may have.
+    """
+    _divides("cp x tp", section.cp * section.tp, world_size, f"the {world_size} trainer ranks")
+    left = world_size // (section.cp * section.tp)
+    _divides("dp_replicate", section.dp_replicate, left, f"the {left} ranks that cp and tp leave")
+    island = left // section.dp_replicate * section.cp
+    kv_heads, heads = shape.num_kv_heads, shape.num_heads
+    _divides("tp", section.tp, kv_heads, f"the {kv_heads} key and value heads of this model")
+    _divides("tp", section.tp, shape.intermediate_size, f"intermediate_size = {shape.intermediate_size}")
+    if section.cp > 1 and section.cp_style == "ulysses":
+        heads, kv_heads = heads // section.tp, kv_heads // section.tp
+        _divides("cp", section.cp, heads, f'the {heads} query heads of a rank (cp_style = "ulysses")')
+        if kv_heads % section.cp and section.cp % kv_heads:
+            valid = [n for n in _divisors(heads) if not (kv_heads % n and n % kv_heads)]
+            raise ConfigError(
+                f"[model] cp = {section.cp} neither divides the {kv_heads} key and value heads of a rank nor is a "
+                f'multiple of them; valid: {_listed(valid)}, or cp_style = "ring"'
+            )
+    return Degrees(
+        dp_replicate=section.dp_replicate,
+        dp_shard=island // section.cp,
+        cp=section.cp,
+        tp=section.tp,
+        ep=_expert_degree(section.ep, island, shape),
+    )
+
+
+def find_plain_degrees(section: ModelSection, world_size: int) -> Degrees:
+    """The degrees for a model of transformers': its weights are sharded, its layers are not cut.
+
+    Raises: ConfigError naming the key.
+    """
+    for key, what in (
+        ("tp", "the features of its layers"),
+        ("cp", "the tokens of a row"),
+        ("ep", "its experts"),
+    ):
+        if (value := getattr(section, key)) not in (1, "auto"):
+            raise ConfigError(
+                f"[model] {key} = {value} cuts {what}, which only modules of our own can; a model of transformers' "
+                f'(impl = "hf") is sharded over all ranks, so leave {key} out'
+            )
+    _divides("dp_replicate", section.dp_replicate, world_size, f"the {world_size} trainer ranks")
+    return Degrees(dp_replicate=section.dp_replicate, dp_shard=world_size // section.dp_replicate)
+
+
+def _expert_degree(ep: int | str, island: int, shape: Any) -> int:
+    if not shape.num_experts:
+        if ep not in ("auto", 1):
+            raise ConfigError(f"[model] ep = {ep}, but the policy has no experts; leave ep out")
+        return 1
+    experts = shape.num_experts
+    valid = [n for n in _divisors(island) if experts % n == 0]
+    if ep == "auto":
+        return valid[-1]
+    if ep not in valid:
+        raise ConfigError(
+            f"[model] ep = {ep} must divide both dp_shard x cp = {island} ranks and the {experts} experts; "
+            f'valid: {_listed(valid)}, or "auto"'
+        )
+    return int(ep)
+
+
+def _divides(key: str, value: int, number: int, what: str) -> None:
+    if number % value:
+        raise ConfigError(
+            f"[model] {key} = {value} does not divide {what}; valid: {_listed(_divisors(number))}"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))

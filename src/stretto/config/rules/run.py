@@ -1,0 +1,63 @@
+"""Rules of the run itself: its name, how it starts, its wires, and what its evals are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from stretto.base.rundir import CHECKPOINT
+from stretto.config.root import EvalConfig, EvalsConfig, RunRoot, SFTConfig
+from stretto.config.rules.rule import Idle, Rule, Rules
+from stretto.config.sections.deployment import ResumeSection
+from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.config.sections.transport import ControlSection
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]*")
+
+
+def other_step(resume: ResumeSection) -> str | None:
+    """The step in the name of the directory, if it is not the given one."""
+    named = None if resume.dir is None else CHECKPOINT.search(resume.dir.as_posix())
+    return named[1] if named and resume.step not in (None, int(named[1])) else None
+
+
+def no_room(root: Any) -> bool:
+    """Do replies of evals leave no room for at least one prompt token?"""
+    return root.eval is not None and (root.eval.sampling.max_completion_tokens or 0) >= root.seq_len
+
+
+# fmt: off
+ROOM_FOR_EVALS = Rule("eval.sampling.max_completion_tokens seq_len", no_room,
+     "{0} leaves no room for a prompt in {1}; lower it or raise seq_len")
+EVALS_COME = Rule("eval.interval max_steps",
+     lambda s: s.eval is not None and None not in (s.eval.interval, s.max_steps) and s.eval.interval > s.max_steps,
+     "{0} is beyond {1}, so nothing would be evaluated; lower it, or leave [eval] out")
+SOMETHING_TO_EVALUATE = Rule("eval.env", lambda s: s.eval is not None and not s.eval.env,
+     '{0.path}: no environment to evaluate; add one, such as [[eval.env]] id = "sort-letters"')
+
+RULES: Rules = {
+    RunRoot: (
+        Rule("run.name", lambda r: r.run.name is not None and not RUN_NAME.fullmatch(r.run.name),
+             "{0}: letters, digits and . _ + = @ - only, for it names a directory"),
+        Rule("resume clean", lambda r: r.clean and r.resume is not None and r.resume.dir is None,
+             "resume continues the run and clean deletes it; give one of the two"),
+    ),
+    ResumeSection: (
+        Rule("dir step", other_step, "{0.path} is the checkpoint of step {it}, and {1}; give one"),
+    ),
+    ControlSection: (
+        Rule("dead_after_s heartbeat_s", lambda s: s.heartbeat_s * 2 > s.dead_after_s,
+             "{0} must be at least twice {1}, or one late heartbeat stops the run"),
+    ),
+    OrchestratorSection: (ROOM_FOR_EVALS,),
+    SFTConfig: (ROOM_FOR_EVALS, EVALS_COME, SOMETHING_TO_EVALUATE),
+    EvalConfig: (
+        ROOM_FOR_EVALS,
+        SOMETHING_TO_EVALUATE,
+        Idle("eval.interval eval.env.*.interval eval.skip_first_step eval.retrigger_on_resume", "eval",
+             lambda r: not isinstance(r, EvalsConfig) and "`eval` evaluates once", "use it in a run that trains"),
+        Rule("model client.api", lambda r: r.model is not None and r.client.api == "chat",
+             "{0} starts an engine of our own, which has tokens; leave {1.path} out, or model"),
+    ),
+}
+# fmt: on

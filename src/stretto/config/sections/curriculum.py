@@ -1,0 +1,102 @@
+"""Which tasks are drawn, which groups are admitted to a batch, and which rollouts are left out of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+
+class StandardSampler(Section):
+    """Every task once per epoch, in a new random order."""
+
+    type: Literal["standard"] = "standard"
+
+
+class DifficultySampler(Section):
+    """Tasks are drawn by how hard they were: each lies in the pool of its running reward."""
+
+    type: Literal["difficulty_pool"] = "difficulty_pool"
+    hard_threshold: float = 0.25
+    """Tasks whose running reward is at most this are hard."""
+    easy_threshold: float = 0.75
+    """Tasks whose running reward is above this are easy; what lies between is normal."""
+    hard_weight: float = Field(0.2, ge=0)
+    """Chance of a hard task to be drawn, relative to a task that was never drawn, whose weight is 1."""
+    normal_weight: float = Field(1.0, ge=0)
+    """Chance of a normal task, relative to one that was never drawn."""
+    easy_weight: float = Field(0.2, ge=0)
+    """Chance of an easy task, relative to one that was never drawn."""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """Share of the running reward that stays when a group's mean reward comes in; 0: the latest mean counts."""
+
+
+Sampler = Annotated[StandardSampler | DifficultySampler, Field(discriminator="type")]
+
+
+class AdvantageGate(Section):
+    """Rejects a group whose advantages all lie in the range: by default those without signal, as DAPO does."""
+
+    type: Literal["advantage_range"] = "advantage_range"
+    reject_min: float = 0.0
+    """Least advantage of the range."""
+    reject_max: float = 0.0
+    """Greatest advantage of the range."""
+
+
+class RewardGate(Section):
+    """Rejects a group whose mean reward lies in the range."""
+
+    type: Literal["reward_range"] = "reward_range"
+    reject_min: float = 0.0
+    """Least mean reward of the range."""
+    reject_max: float = 0.0
+    """Greatest mean reward of the range."""
+
+
+Gate = Annotated[AdvantageGate | RewardGate, Field(discriminator="type")]
+
+
+class CurriculumSection(Section):
+    """What an environment's tasks are drawn by, and which of its groups may be trained on."""
+
+    sampler: Sampler = StandardSampler()
+    gates: dict[str, Gate] = Field({})
+    """By name; a group is trained on if every gate admits it. Rejected ones are replaced by other draws."""
+
+
+class GibberishFilter(Section):
+    """Flags a rollout with a rare token that the policy itself found less likely than chance."""
+
+    type: Literal["gibberish"] = "gibberish"
+    enforce: bool = False
+    """Leave flagged rollouts out of the batch; false: count them only."""
+    token_id_threshold: int = Field(100_000, ge=0)
+    """Tokens with greater ids are rare: byte-pair vocabularies are sorted by frequency."""
+    logprob_offset: float = Field(2.0, ge=0)
+    """Nats below the log-probability of the uniform distribution, -log(vocabulary)."""
+
+
+class RepetitionFilter(Section):
+    """Flags a rollout with a long run of tokens that were all but certain: it goes round in circles."""
+
+    type: Literal["repetition"] = "repetition"
+    enforce: bool = False
+    """Leave flagged rollouts out of the batch; false: count them only."""
+    window: int = Field(3000, ge=1)
+    """Sampled tokens in a row."""
+    prob_threshold: float = Field(0.99, gt=0, le=1)
+    """Probability above which each of them lies."""
+
+
+class ZeroAdvantageFilter(Section):
+    """Flags a rollout whose advantage is 0: it would only dilute the mean over the batch's tokens."""
+
+    type: Literal["zero_advantage"] = "zero_advantage"
+    enforce: bool = True
+    """Leave flagged rollouts out of the batch; false: count them only."""
+
+
+Filter = Annotated[GibberishFilter | RepetitionFilter | ZeroAdvantageFilter, Field(discriminator="type")]

@@ -1,0 +1,74 @@
+"""Learning from another model: the algos `opd`, `opsd` and `sft`, and [orchestrator.teacher]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+TEACHER_KEY_VAR = "TEACHER_API_KEY"
+
+WITHOUT_REWARD = ("opd", "opsd", "sft")
+"""Algos that report the reward and do not train on it: their tokens are in no rl component."""
+
+WITHOUT_BEHAVIOR = ("sft",)
+"""Algos that learn tokens as they are given: nobody asks how probable they were when they were sampled."""
+
+
+class TeacherSection(Section):
+    """A frozen model behind an engine: ours, or vLLM. It must have the policy's tokenizer.
+
+    `rl` starts an engine of its own where there is a model and no base_url.
+    """
+
+    base_url: list[str] | str | None = None
+    """OpenAI-style address of its engine; a list spreads requests over several. None: `rl` starts one."""
+    model: str | None = None
+    """Model named in requests; None: the engine's only one. Without base_url: the directory that `rl` serves."""
+    api_key_var: str = TEACHER_KEY_VAR
+    """Environment variable that holds the API key, when there is one."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one request, which scores or plays one sample."""
+    ready_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for it to become healthy."""
+    max_retries: int = Field(3, ge=0)
+    """Retries of a request that failed for reasons of infrastructure."""
+
+
+class OpdAlgo(Section):
+    """On-policy distillation: the policy's own rollouts, pulled token by token to a teacher.
+
+    The reward is reported and not trained on; [trainer.loss] does not touch these tokens.
+    """
+
+    type: Literal["opd"] = "opd"
+    teacher: TeacherSection | None = None
+    """A teacher for these environments only, which runs at its base_url; None: [orchestrator.teacher]."""
+
+
+class OpsdAlgo(Section):
+    """On-policy self-distillation: as opd, with the policy itself, which is shown a demonstration, as the teacher.
+
+    The reward is reported and not trained on; [trainer.loss] does not touch these tokens.
+    """
+
+    type: Literal["opsd"] = "opsd"
+    demo_key: str = "demonstration"
+    """Key of a task's data that holds its demonstration; without it the environment's `demonstration(task)`."""
+    template: str = "Here is how it can be done:\n\n{demonstration}\n\nNow answer in your own words."
+    """System message that the teacher sees before everything else; {demonstration} stands in it once."""
+
+
+class SftAlgo(Section):
+    """A teacher plays the rollouts, and the policy learns its tokens by cross-entropy.
+
+    The reward is reported; [trainer.loss] does not touch these tokens.
+    """
+
+    type: Literal["sft"] = "sft"
+    teacher: TeacherSection | None = None
+    """A teacher for these environments only, which runs at its base_url; None: [orchestrator.teacher]."""
+    min_reward: float | None = None
+    """Rollouts of less reward are not trained on; None: all are."""

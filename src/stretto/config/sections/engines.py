@@ -1,0 +1,219 @@
+"""[inference.deployment], [inference.router], [inference.kv_cache_offload]: engines beyond one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from stretto.config.section import Section
+
+STORE_VARIABLE = "STRETTO_MOONCAKE"
+"""Environment variable of an engine: where the store of caches is, as JSON."""
+ADMITTED = "/admitted"
+"""Route on which an engine says that it may be given work: what a router asks."""
+PEERS_VAR = "STRETTO_PEERS"
+"""Environment variable of an engine over several nodes: addresses of its servers on the others, with spaces between."""
+HOLD_VAR = "STRETTO_HOLD"
+"""Environment variable: set, an engine is not admitted before it was given this run's weights."""
+
+Policy = Literal[
+    "consistent_hash",
+    "round_robin",
+    "random",
+    "cache_aware",
+    "kv_aware",
+    "power_of_two",
+    "sticky_least_loaded",
+]
+
+
+CACHE_AWARE_OPTIONS = (
+    "balance_abs_threshold",
+    "balance_rel_threshold",
+    "cache_threshold",
+    "eviction_interval_secs",
+    "max_tree_size",
+)
+"""Options of the router that do something with policy = "cache_aware" alone."""
+
+
+class RouterSection(Section):
+    """The vllm-router before several engines; a single engine has one too if a key of this section is given."""
+
+    policy: Policy = "consistent_hash"
+    """`consistent_hash`: the turns of a rollout go to the engine that has its cache; `round_robin`: each in turn;
+    `cache_aware` is the default where an option is given that only it has, such as `balance_abs_threshold`."""
+    address: str | None = None
+    """A router that runs already, `http://host:port`; None: one is started where there are several engines."""
+    extra: dict[str, Any] = Field({})
+    """Any other option of vllm-router's, `cb_failure_threshold = 3`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_options(cls, data: Any) -> Any:
+        extra = data.get("extra") if isinstance(data, dict) else None
+        if isinstance(extra, dict) and "policy" not in data and cache_aware_options(extra):
+            data = {**data, "policy": "cache_aware"}
+        return data
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a single engine has one too."""
+        return self != RouterSection()
+
+
+def cache_aware_options(extra: Mapping[str, Any]) -> list[str]:
+    """Those of the router's options that only policy = "cache_aware" has."""
+    return [name for name in extra if name.replace("-", "_") in CACHE_AWARE_OPTIONS]
+
+
+class SingleNode(Section):
+    """Engines on one machine."""
+
+    type: Literal["single_node"] = "single_node"
+    num_replicas: int = Field(1, gt=0)
+    """Independent engines, each with inference.parallel; more than one are behind a router."""
+    router_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the router, which a single engine has too then; None: inference.server.port, and engines listen above
+    it."""
+    backend_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the first engine behind a router, which a single engine has too then; None: 100 above the router's."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the whole."""
+        return 1
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that serve requests."""
+        return self.num_replicas
+
+    @property
+    def num_engines(self) -> int:
+        """Engines on this machine."""
+        return self.num_replicas
+
+
+class MultiNode(Section):
+    """One independent engine per node; with enable_expert_parallel one engine over all nodes (wide EP)."""
+
+    type: Literal["multi_node"] = "multi_node"
+    num_nodes: int = Field(2, gt=0)
+    """Nodes."""
+    gpus_per_node: int = Field(8, gt=0)
+    """GPUs of a node."""
+    router_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the router; None: inference.server.port."""
+    backend_port: int | None = Field(None, ge=1, le=65535)
+    """Port of an engine; None: 100 above the router's."""
+    data_parallel_rpc_port: int = Field(29550, ge=1, le=65535)
+    """Port on the first node where the processes of one wide engine meet."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that serve requests."""
+        return self.num_nodes
+
+    @property
+    def num_engines(self) -> int:
+        """Engines where each is for itself."""
+        return self.num_nodes
+
+
+class Disaggregated(Section):
+    """Prompts are read by some engines and replies written by others; caches travel between them (NIXL)."""
+
+    type: Literal["disaggregated"] = "disaggregated"
+    num_prefill_nodes: int = Field(1, gt=0)
+    """Nodes of one engine that reads prompts."""
+    num_decode_nodes: int = Field(1, gt=0)
+    """Nodes of one engine that writes replies."""
+    num_prefill_replicas: int = Field(1, gt=0)
+    """Engines that read prompts."""
+    num_decode_replicas: int = Field(1, gt=0)
+    """Engines that write replies."""
+    gpus_per_node: int = Field(8, gt=0)
+    """GPUs of a node."""
+    router_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the router; None: inference.server.port."""
+    prefill_port: int = Field(8100, ge=1, le=65535)
+    """Port of the engines that read prompts."""
+    decode_port: int = Field(8200, ge=1, le=65535)
+    """Port of the engines that write replies."""
+    data_parallel_rpc_port: int = Field(29550, ge=1, le=65535)
+    """Port on an engine's first node where its processes meet."""
+    side_channel_port: int = Field(5600, ge=1, le=65535)
+    """First port on which engines tell each other where caches lie."""
+    prefill_env_overrides: dict[str, str] = Field({})
+    """Environment of the engines that read prompts."""
+    decode_env_overrides: dict[str, str] = Field({})
+    """Environment of the engines that write replies."""
+    is_local: bool = False
+    """All engines on this machine, one process each, with inference.parallel: to try the shape out."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the whole."""
+        return 1 if self.is_local else self.num_processes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that serve requests: one per node of each engine."""
+        if self.is_local:
+            return self.num_prefill_replicas + self.num_decode_replicas
+        prefill = self.num_prefill_nodes * self.num_prefill_replicas
+        return prefill + self.num_decode_nodes * self.num_decode_replicas
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of both kinds."""
+        return self.num_prefill_replicas + self.num_decode_replicas
+
+
+InferenceDeployment = Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")]
+
+
+class CpuTier(Section):
+    """Caches in the machine's memory."""
+
+    num_bytes: int = Field(gt=0)
+    """Bytes: of the whole engine with `native`, of each node's share with `mooncake`."""
+
+
+class DiskTier(Section):
+    """Caches on disk, behind those in memory."""
+
+    path: str
+    """Directory."""
+
+
+class NativeOffload(Section):
+    """vLLM's own offloading; no other process."""
+
+    type: Literal["native"] = "native"
+    cpu: CpuTier
+    disk: DiskTier | None = None
+
+
+class MooncakeOffload(Section):
+    """A Mooncake store that all nodes share: a prefix that one engine has read serves all."""
+
+    type: Literal["mooncake"] = "mooncake"
+    cpu: CpuTier
+    disk: DiskTier | None = None
+    protocol: Literal["rdma", "tcp"] = "rdma"
+    """`rdma` needs such a fabric; `tcp` works anywhere."""
+    master_port: int = Field(50051, ge=1, le=65535)
+    """Port of the store's master on the first node."""
+    metadata_port: int = Field(8080, ge=1, le=65535)
+    """Port of its metadata server."""
+    metrics_port: int = Field(9003, ge=1, le=65535)
+    """Port of the master's metrics."""
+    client_port: int = Field(50052, ge=1, le=65535)
+    """Port, on each node, of the process that holds the node's share."""
+
+
+KvCacheOffload = Annotated[NativeOffload | MooncakeOffload, Field(discriminator="type")]

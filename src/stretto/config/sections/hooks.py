@@ -1,0 +1,60 @@
+"""[orchestrator.hooks]: a user's own functions about groups and batches, in vime's terms."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+ENVIRONMENTS = "environments"
+"""Instead of a function that makes the evals."""
+
+
+class HooksSection(Section):
+    """Functions by import path, `module:function`; docs/data.md has what they are given and return. Those about one
+    sample (`generate`, `reward`) are arguments of the environment `dataset`."""
+
+    dynamic_sampling_filter: str | None = None
+    """`filter(args, samples)`: is a finished group trained? True or False, or a DynamicFilterOutput."""
+    buffer_filter: str | None = None
+    """`choose(args, rollout_id, buffer, num_samples)`: the groups of the next batch, out of those that are finished."""
+    sample_filter: str | None = None
+    """`mark(args, groups)`: sets `remove_sample` on samples of a batch that are not to be trained."""
+    reward_post_process: str | None = None
+    """`process(args, samples)`: raw rewards, and those that are the advantages of the batch's samples instead of what
+    the algo made of them."""
+    convert_samples_to_train_data: str | None = None
+    """`convert(args, samples)`: the batch as lists of tokens, response_lengths, rewards, loss_masks and
+    rollout_log_probs."""
+    rollout_function: str | None = None
+    """`generate_rollout(args, rollout_id, data_source, evaluation=False)`: makes whole batches, instead of the
+    environments' own rollouts."""
+    eval_function: str | None = None
+    """As rollout_function with evaluation=True: makes whole evals. None: rollout_function does, if it is given;
+    "environments": the environments' own rollouts all the same."""
+    args: dict[str, Any] = Field({})
+    """More attributes of `args`."""
+
+    aliases: ClassVar[dict[str, str]] = {
+        "dynamic_sampling_filter_path": "dynamic_sampling_filter",
+        "buffer_filter_path": "buffer_filter",
+        "rollout_sample_filter_path": "sample_filter",
+        "custom_reward_post_process_path": "reward_post_process",
+        "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
+        "rollout_function_path": "rollout_function",
+        "eval_function_path": "eval_function",
+    }
+
+    @property
+    def eval_setting(self) -> str | None:
+        """The key of the function that makes the evals; None: the environments' own rollouts do."""
+        if self.eval_function == ENVIRONMENTS:
+            return None
+        return next((key for key in ("eval_function", "rollout_function") if getattr(self, key)), None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Is no function named?"""
+        return not any(getattr(self, name) for name in type(self).model_fields if name != "args")

@@ -1,0 +1,201 @@
+"""[inference]: the engine and its server."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+from stretto.config.sections.engines import InferenceDeployment, KvCacheOffload, RouterSection, SingleNode
+from stretto.config.sections.model import Dtype
+from stretto.config.sections.monitors import LogSection
+
+SERVED_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+KEY_VAR = "VLLM_API_KEY"
+"""Environment variable of an engine's process: its key, where the config has none."""
+
+VLLM_KEYS = {
+    "tensor_parallel_size": "parallel.tp",
+    "pipeline_parallel_size": "parallel.pp",
+    "data_parallel_size": "parallel.dp",
+    "served_model_name": "served_model_name",
+    "dtype": "dtype",
+    "max_model_len": "max_model_len",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "block_size": "block_size",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "enable_return_routed_experts": "enable_return_routed_experts",
+    "return_sampling_mask": "enable_return_sampling_mask",
+    "enable_expert_parallel": "enable_expert_parallel",
+    "enable_dbo": "enable_dbo",
+    "enable_eplb": "enable_eplb",
+    "enforce_eager": "enforce_eager",
+    "seed": "seed",
+}
+"""Options of vLLM's that are keys of [inference], also where vllm_extra has them: each has one value."""
+
+
+class ServerSection(Section):
+    """The HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(8000, ge=1, le=65535)
+    """TCP port."""
+    max_waiting_requests: int = Field(4096, gt=0)
+    """Requests that may wait; one more is answered with 429."""
+
+
+class ParallelSection(Section):
+    """Parallelism of the engine."""
+
+    tp: int = Field(1, gt=0)
+    """Tensor parallel degree."""
+    pp: int = Field(1, gt=0)
+    """Pipeline parallel degree: devices that share the layers of a rank."""
+    dp: int = Field(1, gt=0)
+    """Data parallel replicas."""
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """Devices of one data parallel rank."""
+        return self.tp * self.pp
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices of one engine."""
+        return self.gpus_per_rank * self.dp
+
+
+class ServedAdaptersSection(Section):
+    """LoRA adapters that are loaded beside the model while it is served, by /v1/load_lora_adapter. vLLM needs room for
+    them from the start; the embedded engine serves them also without this section, as many as are loaded."""
+
+    max_loras: int = Field(8, gt=0)
+    """Adapters that may be loaded at a time."""
+    max_lora_rank: int = Field(16, gt=0, le=512)
+    """Largest rank; vLLM takes the next of 8, 16, 32, 64, 128, 256, 320, 512."""
+    target_modules: tuple[str, ...] = Field(SERVED_LORA_TARGETS, min_length=1)
+    """Layers that vLLM's adapters may stand beside. `experts` is served on GPUs only."""
+
+
+class InferenceSection(Section):
+    """The inference process."""
+
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    """`embedded`: the built-in PyTorch engine (CPU and CUDA); `vllm`: a vLLM server; `auto`: vLLM where there are
+    a GPU and vLLM, and wherever a key is set that only vLLM has; else embedded."""
+    model: str | None = None
+    """Directory of the model; None: the root's model.name."""
+    served_model_name: str | None = None
+    """Name under which the API serves it; None: the model's name."""
+    dtype: Dtype = "auto"
+    """Type of weights and activations; `auto`: bfloat16 on a GPU, float32 on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine runs."""
+    server: ServerSection = ServerSection()
+    parallel: ParallelSection = ParallelSection()
+    deployment: InferenceDeployment = SingleNode()
+    router: RouterSection | None = RouterSection()
+    """None: no router; the orchestrator spreads rollouts over the engines itself."""
+    kv_cache_offload: KvCacheOffload | None = None
+    lora: ServedAdaptersSection | None = None
+    api_key: str | None = None
+    """Key that clients must send as a bearer token, on every route but /health, /liveness and /admitted. None: that of
+    the environment variable VLLM_API_KEY (with `rl` the one that client.api_key_var names), which stays out of files
+    and of command lines. Where that is not set either, `rl` over several nodes makes one from the run's secret; else
+    everybody may send requests."""
+    max_model_len: int | None = Field(None, gt=0)
+    """Longest prompt plus reply, tokens; None: the model's limit."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of the GPU's memory for weights and cache."""
+    kv_cache_tokens: int | None = Field(None, gt=0)
+    """Size of the KV cache in tokens; None: by memory (CUDA) or at most 65 536 (CPU). On a CPU the embedded engine may
+    hold keys of half as many tokens once more, in one piece."""
+    block_size: int | None = Field(None, gt=0)
+    """Tokens in one cache block; None: 16, with vLLM its own choice (32 on a CPU)."""
+    max_num_seqs: int = Field(1024, gt=0)
+    """Sequences decoded in one step."""
+    max_num_batched_tokens: int = Field(8192, gt=0)
+    """Tokens (prefill chunks and decodes) in one step."""
+    enable_prefix_caching: bool = True
+    """Reuse the cache of equal prefixes with equal salt."""
+    enable_return_routed_experts: bool = False
+    """Answer with the experts that computed each token of a mixture of experts, for trainer.enable_router_replay."""
+    enable_return_sampling_mask: bool = False
+    """Answer with the tokens that top_k, top_p and min_p left to draw each from, for orchestrator.train.replay."""
+    enable_expert_parallel: bool | None = None
+    """Spread the experts of a mixture over all devices of the engine; None: where deployment.type = "disaggregated"
+    takes several nodes, else not. vLLM only."""
+    enable_dbo: bool = False
+    """Overlap the communication of one half of a batch with the computation of the other. vLLM only."""
+    enable_eplb: bool = False
+    """Move experts between devices as their load changes. vLLM only."""
+    enforce_eager: bool | None = None
+    """No compilation and no CUDA graphs; None: on a CPU. vLLM only."""
+    vllm_extra: dict[str, Any] = Field({})
+    """Any other option of vLLM's, `headless = true`. One that has a key here is that key."""
+    max_restarts: int | None = Field(None, ge=0)
+    """Restarts of each engine that ends; None: 0 for a single engine, else 3."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads; None: given out by the launcher."""
+    seed: int = 0
+    """Seed of requests that bring none."""
+    log: LogSection = LogSection()
+
+    @property
+    def key(self) -> str | None:
+        """The key that clients must send."""
+        return self.api_key or os.environ.get(KEY_VAR) or None
+
+    def vllm_only(self) -> dict[str, Any]:
+        """What is set here and no other engine than vLLM does."""
+        values = {
+            "parallel.tp": self.parallel.tp if self.parallel.tp > 1 else None,
+            "parallel.pp": self.parallel.pp if self.parallel.pp > 1 else None,
+            "parallel.dp": self.parallel.dp if self.parallel.dp > 1 else None,
+            "enable_expert_parallel": self.enable_expert_parallel or None,
+            "enable_dbo": self.enable_dbo or None,
+            "enable_eplb": self.enable_eplb or None,
+            "enforce_eager": self.enforce_eager,
+            "kv_cache_offload": self.kv_cache_offload and self.kv_cache_offload.type,
+            "deployment.type": None if self.deployment.type == "single_node" else self.deployment.type,
+            "vllm_extra": self.vllm_extra or None,
+        }
+        return {key: value for key, value in values.items() if value is not None}
+
+    def chosen_engine(self, *, has_gpu: bool) -> Literal["embedded", "vllm"]:
+        """What `auto` means on this machine."""
+        if self.engine != "auto":
+            return self.engine
+        if self.vllm_only():
+            return "vllm"
+        return "vllm" if has_gpu and self.device != "cpu" and find_spec("vllm") is not None else "embedded"
+
+    aliases: ClassVar[dict[str, str]] = {
+        **{f"vllm_extra.{option}": key for option, key in VLLM_KEYS.items()},
+        "model.name": "model",
+        "model.dtype": "dtype",
+        "model.max_model_len": "max_model_len",
+        "host": "server.host",
+        "port": "server.port",
+        "tensor_parallel_size": "parallel.tp",
+        "pipeline_parallel_size": "parallel.pp",
+        "data_parallel_size": "parallel.dp",
+        "vllm.model": "model",
+        "vllm.max_model_len": "max_model_len",
+        "vllm.gpu_memory_utilization": "gpu_memory_utilization",
+        "vllm.enable_prefix_caching": "enable_prefix_caching",
+        "vllm.enable_return_routed_experts": "enable_return_routed_experts",
+        "vllm.return_sampling_mask": "enable_return_sampling_mask",
+        "vllm.tensor_parallel_size": "parallel.tp",
+        "vllm.data_parallel_size": "parallel.dp",
+        "vllm.seed": "seed",
+    }

@@ -1,0 +1,201 @@
+"""[model], [model.scratch], [tokenizer], [renderer]: which network, and how text becomes tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+
+class ScratchSection(Section):
+    """Start from a random network of this shape instead of loading weights; everything is made locally."""
+
+    family: Literal["qwen3", "qwen3_moe", "qwen2", "llama"] = "qwen3"
+    """Architecture family; the keys on experts count for `qwen3_moe` only."""
+    tokenizer: Literal["letters"] = "letters"
+    """Tokenizer to build beside it: `letters` has one token per character and Qwen3's chat tokens."""
+    phrases: tuple[str, ...] = ()
+    """Texts that become one token each in that tokenizer, beside the characters: what stands in every prompt, such as
+    the description of a tool, then costs a few tokens instead of hundreds."""
+    hidden_size: int = Field(64, gt=0)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(256, gt=0)
+    """Width of the MLP."""
+    num_layers: int = Field(2, gt=0)
+    """Number of blocks."""
+    num_heads: int = Field(4, gt=0)
+    """Query heads; a multiple of num_kv_heads."""
+    num_kv_heads: int = Field(2, gt=0)
+    """Key and value heads."""
+    head_dim: int = Field(16, gt=0, multiple_of=2)
+    """Width of one head."""
+    num_experts: int = Field(8, gt=0)
+    """Experts of every block."""
+    num_experts_per_tok: int = Field(2, gt=0)
+    """Experts that compute one token."""
+    moe_intermediate_size: int = Field(64, gt=0)
+    """Width of one expert."""
+    has_expert_bias: bool = False
+    """Give routers a bias on the choice of experts, which `trainer.moe_bias_update_rate` moves. Only the embedded
+    engine and the trainer know it."""
+    tie_word_embeddings: bool = True
+    """Use the embedding matrix as output head."""
+    max_position_embeddings: int = Field(512, gt=0)
+    """Longest sequence the model accepts, tokens."""
+    seed: int = 0
+    """Seed of the initial weights."""
+
+
+LORA_TARGETS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts",
+    "fc1_latent_proj", "fc2_latent_proj",
+)  # fmt: skip
+
+
+class LoRASection(Section):
+    """Train a low-rank adapter beside the weights, which stay as they are."""
+
+    rank: int = Field(16, gt=0)
+    """Rank of the adapter."""
+    alpha: float = Field(32.0, gt=0)
+    """The adapter's part is multiplied by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of the adapter's inputs that is dropped while training."""
+    target_modules: tuple[str, ...] = Field(LORA_TARGETS, min_length=1)
+    """Last parts of the names of linear layers, and `experts` for those of a mixture. Names that a model does not
+    have are left out, and listed in the log."""
+
+
+ACTIVATION_TARGETS = ("norm", "attn_proj", "mlp", "routed_experts")
+"""Parts of a block that selective checkpointing can name."""
+
+
+class ActivationCheckpointSection(Section):
+    """Compute activations again in the backward pass instead of keeping them."""
+
+    mode: Literal["full", "selective"] = "full"
+    """`full`: of a block only its input is kept; `selective`: only the parts named in `targets` are computed again."""
+    freq: int = Field(1, gt=0)
+    """Blocks 0, freq, 2 freq, ... do so; the others keep everything."""
+    targets: tuple[
+        Literal["norm", "attn_proj", "mlp", "routed_experts", "mla_up_proj", "linear_attn"], ...
+    ] = ("norm",)
+    """With mode = "selective". `norm`: the norms before attention and MLP; `attn_proj`: from a block's input to its
+    queries, keys and values; `mlp`: dense MLPs; `routed_experts`: experts, without the exchange of their tokens."""
+
+
+class ActivationOffloadSection(Section):
+    """Keep in CPU memory what blocks save for the backward pass; needs a GPU. Implies `[model.ac]`."""
+
+    pin_memory: bool = True
+    """Page-locked CPU memory: copies run beside computation; false: less CPU memory that cannot be swapped, and
+    copies that computation waits for."""
+    max_inflight_activations: int = Field(5, gt=0)
+    """Copies that may be in progress, each still taking GPU memory, before computation waits for one."""
+
+
+class CompileSection(Section):
+    """Compile the blocks' norms, projections, MLPs and experts with torch.compile, for rows of any length."""
+
+    fullgraph: bool = False
+    """Stop with an error where a part cannot become one graph; false: it becomes several."""
+
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+def dtype_on(dtype: Dtype, *, is_gpu: bool) -> Literal["float32", "bfloat16"]:
+    """What `auto` means on a device. A plan keeps `auto`: it may be made on a machine that has none of the GPUs."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if is_gpu else "float32"
+
+
+class ModelSection(Section):
+    """The policy network."""
+
+    name: str = "Qwen/Qwen3-0.6B"
+    """Directory with Hugging Face safetensors, config and tokenizer (or the name of a cached hub model)."""
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """`custom`: our own module (llama, qwen2, qwen3, qwen3_moe); `hf`: transformers'; `auto`: custom where there is
+    one."""
+    dtype: Dtype = "auto"
+    """Type of weights and activations in the forward pass; `auto`: bfloat16 on a GPU, float32 on a CPU, found by each
+    process on its own device."""
+    optimization_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights the optimizer updates (trainer only)."""
+    trust_remote_code: bool = False
+    """Let transformers run code from the model directory (impl = "hf" only)."""
+    fused_lm_head_token_chunk_size: int = Field(2048, gt=0)
+    """Tokens per chunk of the fused output head, which never builds [tokens, vocab] (trainer only)."""
+    moe_use_grouped_mm: bool = True
+    """Compute all experts in one grouped matrix product; false: one after the other, the slow reference (trainer
+    only)."""
+    freeze_moe_router: bool = False
+    """Do not train the routers of a mixture of experts (trainer only)."""
+    moe_bias_update_rate: float | None = Field(None, gt=0)
+    """Step of the bias on the choice of experts that balances their loads without a loss; None: it stays as it is.
+    Refused for models without such a bias (trainer only)."""
+    dp_replicate: int = Field(1, gt=0)
+    """Copies of the sharded weights (HSDP): shards are gathered within a copy, gradients summed over all (trainer
+    only)."""
+    cp: int = Field(1, gt=0)
+    """Ranks that share the tokens of one packed row, context parallelism (trainer only)."""
+    cp_style: Literal["ulysses", "ring"] = "ulysses"
+    """`ulysses`: ranks exchange heads for tokens, so cp divides the query heads; `ring`: keys and values go round, for
+    any cp (trainer only)."""
+    tp: int = Field(1, gt=0)
+    """Ranks that share the features of one token, tensor parallelism; a divisor of the key and value heads (trainer
+    only)."""
+    ep: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Ranks that share the experts of a mixture, out of those that share a copy of the weights; `auto`: as many as
+    can (trainer only)."""
+    ep_comm_backend: Literal["torch", "deepep"] = "torch"
+    """How tokens travel to their experts: `torch` is its all-to-all; `deepep` is DeepEP's, for experts over several
+    nodes (GPUs, dtype bfloat16, the package deep_ep). Gradients are clipped with both (trainer only)."""
+    deepep_num_sms: int = Field(20, gt=0, multiple_of=2)
+    """Multiprocessors of a GPU that DeepEP takes for itself (trainer only)."""
+    deepep_token_chunk_size: int | None = Field(None, gt=0)
+    """Rows that DeepEP sends at once, which bounds its buffers; None: all of a pass (trainer only)."""
+    reshard_after_forward: bool = True
+    """Give up a block's gathered weights after its forward pass and gather them again in the backward pass; false:
+    faster, and all weights are in memory (trainer only)."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks (trainer only)."""
+    fsdp_cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in CPU memory; needs several ranks with a GPU each (trainer only)."""
+    optim_cpu_offload: bool = False
+    """Keep optimizer state in CPU memory between updates; it streams through the GPU while weights are updated. Needs
+    a GPU (trainer only)."""
+    ac: ActivationCheckpointSection | None = None
+    """Present: less memory for activations, for computing them twice (trainer only)."""
+    ac_offloading: ActivationOffloadSection | None = None
+    """Present: what is kept for the backward pass waits in CPU memory (trainer only)."""
+    compile: CompileSection | None = None
+    """Present: compile blocks; the first step takes longer (trainer only)."""
+    fp8: bool | Literal["reference"] = False
+    """Multiply in block-scaled 8-bit floats in linear layers and experts, forward and backward; weights keep their
+    types. Needs a GPU of compute capability 9.0 or newer. `reference`: the same roundings in plain torch on any
+    device, slowly, to see what they do to a run (trainer only)."""
+    lora: LoRASection | None = None
+    """Present: train an adapter only (trainer and `sft`); engines are sent the adapter."""
+    scratch: ScratchSection | None = None
+    """Present: build a random model of this shape instead of loading `name`."""
+
+
+class TokenizerSection(Section):
+    """Where the tokenizer comes from when it is not in the model directory."""
+
+    name: str | None = None
+    """Directory of the tokenizer; None: the model's own."""
+
+
+class RendererSection(Section):
+    """How messages become tokens."""
+
+    name: str = "auto"
+    """Renderer family (`qwen3`, `llama-3`, ...); `auto`: by the model's `model_type`."""
+    enable_thinking: bool = False
+    """Leave room for a thinking block where the family has one."""

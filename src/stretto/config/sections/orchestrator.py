@@ -1,0 +1,337 @@
+"""[orchestrator]: environments, sampling, the bound on staleness, batches, evals."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+from stretto.config.sections.algorithm import Algo, GrpoAlgo
+from stretto.config.sections.concurrency import Concurrency, FixedConcurrency
+from stretto.config.sections.curriculum import CurriculumSection, Filter, Gate
+from stretto.config.sections.distill import OpdAlgo, SftAlgo, TeacherSection
+from stretto.config.sections.hooks import HooksSection
+from stretto.config.sections.model import RendererSection
+from stretto.config.sections.run import RunKeys
+
+
+class ClientSection(Section):
+    """How engines are reached."""
+
+    base_url: list[str] | str = "http://127.0.0.1:8000/v1"
+    """OpenAI-style address of the engine or router; a list spreads rollouts over several."""
+    admin_base_url: list[str] | None = None
+    """Addresses of the engines themselves for admin calls; None: the same as base_url."""
+    api_key_var: str = "VLLM_API_KEY"
+    """Environment variable that holds the API key, when there is one."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one generate request."""
+    ready_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an engine to become healthy."""
+    max_retries: int = Field(3, ge=0)
+    """Retries of a request that failed for reasons of infrastructure."""
+    api: Literal["tokens", "chat"] = "tokens"
+    """`tokens`: our engines and vLLM, token ids in and out; `chat`: any server with /chat/completions, text only,
+    for the verb `eval`."""
+    served_model: str | None = None
+    """Model named in requests of api = "chat"; None: the first the server lists."""
+    liveness_interval_s: float = Field(5.0, gt=0)
+    """Seconds between two health checks of an engine."""
+    liveness_timeout_s: float = Field(30.0, gt=0)
+    """An engine that has not answered for longer is down: its requests go to other engines."""
+    recovery_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an engine to come back when none is left, or to take a request when it is full of others'."""
+    extra_headers_from_state: dict[str, Literal["trajectory_id"]] = Field({"X-Session-ID": "trajectory_id"})
+    """Headers of requests for tokens, and what of the rollout they carry: `trajectory_id` is its id, by which a router
+    sends its turns to one engine."""
+
+    aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s", "wait_for_ready_timeout": "ready_timeout_s"}
+
+
+class SamplingSection(Section):
+    """How the policy is sampled."""
+
+    temperature: float = Field(1.0, ge=0, le=2)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus."""
+    top_k: int | None = Field(None, gt=0)
+    """Keep the k likeliest tokens; None: all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Drop tokens less likely than min_p times the likeliest."""
+    max_completion_tokens: int | None = Field(None, gt=0)
+    """Tokens in one reply; None: up to seq_len."""
+    ignore_eos: bool = False
+    """Go on past end tokens up to the limit: fixed lengths, for benchmarks."""
+
+    aliases: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
+
+    def cuts(self) -> dict[str, float]:
+        """The settings in force that leave only a part of the vocabulary to draw from, and their values."""
+        found = {
+            "top_p": self.top_p if self.top_p < 1 else None,
+            "top_k": self.top_k,
+            "min_p": self.min_p or None,
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+
+class SamplingOverrides(Section):
+    """How one environment is sampled; None: as the others."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    """0 is greedy."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus."""
+    top_k: int | None = Field(None, gt=0)
+    """Keep the k likeliest tokens."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    """Drop tokens less likely than min_p times the likeliest."""
+    max_completion_tokens: int | None = Field(None, gt=0)
+    """Tokens in one reply."""
+    ignore_eos: bool | None = None
+    """Go on past end tokens up to the limit."""
+
+    aliases: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
+
+    def over(self, sampling: SamplingSection) -> SamplingSection:
+        """The sampling with what is set here."""
+        return sampling.model_copy(update=self.model_dump(exclude_none=True))
+
+
+class EnvSection(Section):
+    """One environment."""
+
+    id: str
+    """Bundled environment (`sort-letters`, `reverse-text`), `module:attr` or a module with one environment, an
+    installed taskset of verifiers, or `verifiers`."""
+    name: str | None = None
+    """Name in metrics; None: the id."""
+    args: dict[str, Any] = Field({})
+    """Keyword arguments of the environment."""
+    num_workers: int | None = Field(None, gt=0)
+    """Processes it runs in, killed and started anew when they hang or crash; None: the orchestrator's own, and
+    one for verifiers."""
+    worker_timeout_s: float = Field(60.0, gt=0)
+    """A worker whose event loop has not run for longer is hung: an environment blocks it."""
+    worker_memory_bytes: int | None = Field(None, gt=0)
+    """A worker that has more memory is killed, and its rollouts are played again; None: half of the machine's."""
+    worker_growth_bytes: int | None = Field(1 << 30, gt=0)
+    """A worker that has grown by more, since its first calls, is renewed when its rollouts have ended; None: never."""
+    worker_max_calls: int | None = Field(None, gt=0)
+    """Rollouts, prompts and scores after which a worker is renewed; None: any number."""
+
+
+class TrainEnvSection(EnvSection):
+    """One training environment."""
+
+    ratio: float = Field(1.0, gt=0)
+    """Share of tasks drawn from it, relative to the others."""
+    algo: Algo | None = None
+    """Credit of its groups; None: [orchestrator.algo]."""
+    sampling: SamplingOverrides = SamplingOverrides()
+    """How its rollouts are sampled; keys that are not given are those of train.sampling."""
+    group_size: int | None = Field(None, gt=0)
+    """Rollouts of one of its tasks; None: the run's group_size. A batch is batch_size / group_size groups (both
+    the run's), whatever their sizes."""
+    rollout_timeout_s: float | None = Field(None, gt=0)
+    """Deadline of one of its rollouts; None: the run's."""
+    curriculum: CurriculumSection = CurriculumSection()
+
+    aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
+
+
+class ReplaySection(Section):
+    """top_p, top_k and min_p in training: engines say which tokens each token was drawn from, and the trainer takes its
+    probability among the same. With `rl` this also sets inference.enable_return_sampling_mask."""
+
+    max_tokens: int = Field(1024, gt=0)
+    """Most tokens that one may be drawn from: the top_k of replies that are cut otherwise and name none. Each is four
+    bytes of a batch."""
+
+
+class TrainSection(Section):
+    """What is trained on."""
+
+    sampling: SamplingSection = SamplingSection()
+    replay: ReplaySection | None = None
+    """Present: rollouts may be sampled with top_p, top_k and min_p, which are refused without it."""
+
+
+class EvalEnvSection(EnvSection):
+    """One environment that is evaluated on; what is None is as in [eval]."""
+
+    interval: int | None = Field(None, gt=0)
+    """Steps between evals of it."""
+    num_examples: int | None = Field(None, gt=0)
+    """Tasks of it."""
+    group_size: int | None = Field(None, gt=0)
+    """Rollouts per task (sampled)."""
+    sampling: SamplingOverrides = SamplingOverrides()
+    """How it is sampled."""
+
+    aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
+
+
+class EvalSection(Section):
+    """Evaluation on held-out tasks, before, during and after training.
+
+    An eval is of one version of the weights: the next one waits until it is done.
+    """
+
+    env: list[EvalEnvSection] = Field([])
+    """Environments; empty: the training environments' held-out tasks."""
+    interval: int | None = Field(None, gt=0)
+    """Steps between evals; None: only before and after."""
+    num_examples: int | None = Field(256, gt=0)
+    """Tasks per environment; None: all."""
+    group_size: int = Field(1, gt=0)
+    """Rollouts per task (sampled)."""
+    greedy: bool = True
+    """Also evaluate with temperature 0."""
+    skip_first_step: bool = False
+    """No eval of the starting weights."""
+    retrigger_on_resume: bool = False
+    """Evaluate the version a run resumes from once more, even if it has been; of `rl`."""
+    save_samples: bool = True
+    """Keep prompt, reply and reward of every rollout in RUN/evals."""
+    sampling: SamplingSection = SamplingSection()
+
+    aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
+
+    def is_due(self, version: int, *, end: int | None) -> bool:
+        """Is `version` one that the run evaluates? The first and the last (`end`), and every interval between."""
+        if version == 0 and self.skip_first_step:
+            return False
+        intervals = [own.interval or self.interval for own in self.env] or [self.interval]
+        return any(comes(interval, version, end=end) for interval in intervals)
+
+
+def comes(interval: int | None, version: int, *, end: int | None) -> bool:
+    """Is a version at the interval, or the first or last one?"""
+    is_interval = interval is not None and version % interval == 0
+    return version == 0 or is_interval or (end is not None and version >= end)
+
+
+class LedgerSection(Section):
+    """The run's database."""
+
+    keep_steps: int | None = Field(50, gt=0)
+    """Steps whose token payloads are kept on disk; None: all. Rows are kept always."""
+    segment_bytes: int = Field(64_000_000, gt=0)
+    """Size at which a payload file is closed and the next begun."""
+
+
+class OrchestratorKeys(Section):
+    """What only the orchestrator process has."""
+
+    renderer: RendererSection = RendererSection()
+    client: ClientSection = ClientSection()
+    train: TrainSection = TrainSection()
+    env: list[TrainEnvSection] = Field([])
+    """Training environments, `[[orchestrator.env]]`."""
+    eval: EvalSection | None = None
+    algo: Algo = GrpoAlgo()
+    teacher: TeacherSection | None = None
+    batch_size: int = Field(128, gt=0)
+    """Rollouts in one training step; a multiple of group_size."""
+    group_size: int = Field(8, gt=0)
+    """Rollouts of one task that are compared."""
+    max_async_level: int = Field(1, ge=0)
+    """Steps that generation may be ahead of the trained weights; 0 is synchronous."""
+    max_off_policy_steps: int = Field(8, ge=0)
+    """Rollouts whose first token is older than this many steps are dropped, as whole groups."""
+    concurrency: Concurrency = FixedConcurrency()
+    max_inflight_rollouts: int | None = Field(None, gt=0)
+    """Rollouts running at once; None: (max_async_level + 1) batches."""
+    filter_zero_advantages: bool = True
+    """Groups without signal (all rewards equal) are replaced by other groups instead of filling the batch."""
+    max_oversampling: float = Field(4.0, ge=1)
+    """Groups drawn for a batch, relative to its size; beyond, zero-signal groups fill it, with a warning."""
+    max_rejected_batches: int = Field(10, gt=0)
+    """Batches' worth of groups that gates and filters reject in a row before the run stops with the cause."""
+    filters: list[Filter] = Field([])
+    """Rollouts to leave out of batches, or to count: gibberish, repetition, zero_advantage."""
+    hooks: HooksSection = HooksSection()
+    batch_order: Literal["dispatch", "finished"] = "dispatch"
+    """Which groups make a batch: `dispatch`, the earliest drawn, waiting for those still running, so that short
+    rollouts are not preferred; `finished`, the first that finish, which waits less and favours short ones."""
+    oversampling_factor: float = Field(1.0, ge=1)
+    """Groups in flight, relative to (max_async_level + 1) batches. None is thrown away: what a batch does not
+    take is in the next one. Above 1 needs max_async_level >= 1."""
+    partial_rollout: bool = True
+    """Keep the tokens of rollouts that a stop interrupts, and the turns that a crash does; a resumed run goes on
+    from them. False: such rollouts are played again."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train the tokens of a continued rollout that older weights sampled."""
+    max_rollout_retries: int = Field(2, ge=0)
+    """Times a failed rollout is tried again before it is recorded as failed."""
+    max_failed_groups: int = Field(32, gt=0)
+    """Consecutive failed groups after which the run stops with the cause."""
+    rollout_timeout_s: float | None = Field(600.0, gt=0)
+    """Deadline of one rollout."""
+    ledger: LedgerSection = LedgerSection()
+    num_train_workers: int = Field(1, gt=0)
+    """Data-parallel trainer ranks to pack for."""
+    stall_timeout_s: float = Field(600.0, gt=0)
+    """A run without progress for longer dumps stacks and queue depths, then stops."""
+
+    aliases: ClassVar[dict[str, str]] = {
+        "rollouts_per_example": "group_size",
+        "async_level": "max_async_level",
+        "max_inflight_requests": "max_inflight_rollouts",
+        "sampling": "train.sampling",
+        "train.env": "env",
+        "student.client": "client",
+    }
+
+    def env_of(self, name: str) -> TrainEnvSection | None:
+        """The section of a training environment, by its name."""
+        return next((section for section in self.env if (section.name or section.id) == name), None)
+
+    def algo_of(self, env: str) -> Algo:
+        """Credit of an environment, by its name."""
+        section = self.env_of(env)
+        return (section and section.algo) or self.algo
+
+    def algo_path(self, env: str) -> str:
+        """Where the credit of an environment stands, for messages."""
+        for index, section in enumerate(self.env):
+            if (section.name or section.id) == env and section.algo is not None:
+                return f"orchestrator.env.{index}.algo"
+        return "orchestrator.algo"
+
+    def teacher_of(self, env: str) -> TeacherSection | None:
+        """The frozen teacher of an environment; None: it has none."""
+        algo = self.algo_of(env)
+        return (algo.teacher or self.teacher) if isinstance(algo, OpdAlgo | SftAlgo) else None
+
+    def sampling_of(self, env: str) -> SamplingSection:
+        """How rollouts of an environment are sampled."""
+        section = self.env_of(env)
+        return section.sampling.over(self.train.sampling) if section else self.train.sampling
+
+    def group_size_of(self, env: str) -> int:
+        """Rollouts of one task of an environment."""
+        section = self.env_of(env)
+        return (section and section.group_size) or self.group_size
+
+    def gates_of(self, env: str) -> dict[str, Gate]:
+        """Gates of an environment's groups."""
+        section = self.env_of(env)
+        return section.curriculum.gates if section else {}
+
+    def eval_as_trained(self) -> EvalSection | None:
+        """[eval] with the reply length of training, unless it sets its own."""
+        if self.eval is None:
+            return None
+        limit = self.eval.sampling.max_completion_tokens or self.train.sampling.max_completion_tokens
+        sampling = self.eval.sampling.model_copy(update={"max_completion_tokens": limit})
+        return self.eval.model_copy(update={"sampling": sampling})
+
+
+class OrchestratorSection(OrchestratorKeys, RunKeys):
+    """All keys of the orchestrator process: its own and the run's."""
+
+    aliases: ClassVar[dict[str, str]] = {"student.model": "model", "wandb": "monitors.wandb"}

@@ -1,0 +1,78 @@
+"""[sft]: supervised fine-tuning, one process with the trainer's learner."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+from stretto.config.sections.inference import InferenceSection
+from stretto.config.sections.orchestrator import EvalSection
+
+
+class LossMaskSection(Section):
+    """Which roles' tokens are trained."""
+
+    system: bool = False
+    """Train on system messages."""
+    user: bool = False
+    """Train on user messages."""
+    assistant: bool = True
+    """Train on the model's own messages."""
+    tool: bool = False
+    """Train on tool results."""
+
+
+class FileData(Section):
+    """Rows with `messages`, or `prompt` and `completion`, from local .jsonl or .parquet files."""
+
+    type: Literal["file"] = "file"
+    name: str
+    """File, or directory whose .jsonl and .parquet files are read in order; `name@[a:b]` takes rows a to b - 1. A
+    message with `step_loss_mask` = 0 is not trained."""
+    input_key: str | None = None
+    """Key of the conversation; None: `messages`, or `prompt` and `completion`."""
+    tool_key: str = "tools"
+    """Key of the tools that the chat template shows, a list or its JSON text."""
+
+
+class EnvData(Section):
+    """Rows written by an environment's own solution."""
+
+    type: Literal["environment"] = "environment"
+    id: str
+    """Environment with `sft_rows`."""
+    args: dict[str, Any] = Field({})
+    """Keyword arguments of the environment."""
+    num_rows: int = Field(4096, gt=0)
+    """Rows to make."""
+
+
+Data = Annotated[FileData | EnvData, Field(discriminator="type")]
+
+
+class OnlineEvalSection(EvalSection):
+    """Evals on environments while `sft` trains: an engine of their own is given the weights, and training goes on.
+
+    `env` says which; held-out tasks, as with `rl`.
+    """
+
+    inference: InferenceSection = InferenceSection()
+    """The engine."""
+    max_inflight_rollouts: int = Field(256, gt=0)
+    """Rollouts running at once."""
+    rollout_timeout_s: float | None = Field(600.0, gt=0)
+    """Deadline of one rollout; None: no deadline."""
+    timeout_s: float = Field(3600.0, gt=0)
+    """Longest wait for the last evals when training is done."""
+
+
+class ValSection(Section):
+    """Validation loss on rows of its own."""
+
+    interval: int = Field(50, gt=0)
+    """Steps between validations."""
+    data: Data
+    eval_on_start: bool = False
+    """Also before the first step."""

@@ -1,0 +1,206 @@
+"""[trainer]: the learner, its optimizer, schedule, loss, and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+from stretto.config.sections.algorithm import Advantages, DefaultLoss, Loss
+from stretto.config.sections.run import RunKeys
+
+
+class AdamWOptim(Section):
+    """AdamW."""
+
+    type: Literal["adamw"] = "adamw"
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+    betas1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    betas2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm above which gradients are scaled down; None: no clipping."""
+
+
+class SgdOptim(Section):
+    """Stochastic gradient descent with momentum."""
+
+    type: Literal["sgd"] = "sgd"
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """L2 penalty."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum."""
+    nesterov: bool = True
+    """Nesterov's form of the momentum."""
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm above which gradients are scaled down; None: no clipping."""
+
+
+class MuonOptim(Section):
+    """Muon for the matrices of the blocks, AdamW for all other weights (embedding, output head, norms, biases)."""
+
+    type: Literal["muon"] = "muon"
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate of both; steps of matrices are scaled to the size that AdamW's have."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+    mu: float = Field(0.95, ge=0, lt=1)
+    """Momentum of the matrices, in Nesterov's form."""
+    betas1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment."""
+    betas2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm above which gradients are scaled down; None: no clipping."""
+
+
+Optim = Annotated[AdamWOptim | SgdOptim | MuonOptim, Field(discriminator="type")]
+
+
+Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
+
+
+def num_steps(steps: int | float, max_steps: int | None) -> int:
+    """How many steps these are, of a number or of a share of max_steps.
+
+    Rounded to the nearest, halves down, so that shares that add up to 1 fit into max_steps.
+    """
+    if isinstance(steps, int):
+        return steps
+    assert max_steps is not None, "a share of no end: checked with the config"
+    return math.ceil(steps * max_steps - 0.5 - 1e-9)
+
+
+class ConstantScheduler(Section):
+    """Learning rate stays at its peak after the warm-up."""
+
+    type: Literal["constant"] = "constant"
+    warmup_steps: Steps = 0
+    """Steps of linear rise from 0; a number below 1 is a share of max_steps."""
+
+
+class LinearScheduler(Section):
+    """Rise, plateau, linear fall over the last decay_steps."""
+
+    type: Literal["linear"] = "linear"
+    warmup_steps: Steps = 10
+    """Steps of linear rise from 0; a number below 1 is a share of max_steps."""
+    decay_steps: Steps = 10
+    """Steps of linear fall before max_steps; a number below 1 is a share of max_steps."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end."""
+
+
+class CosineScheduler(Section):
+    """Rise, then half a cosine down to min_lr at max_steps."""
+
+    type: Literal["cosine"] = "cosine"
+    warmup_steps: Steps = 10
+    """Steps of linear rise from 0; a number below 1 is a share of max_steps."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end."""
+
+
+Scheduler = Annotated[ConstantScheduler | LinearScheduler | CosineScheduler, Field(discriminator="type")]
+
+
+class CriticSection(Section):
+    """A critic, trained beside the policy: its network with an output of one number, and an optimizer of its own."""
+
+    load: str | None = None
+    """Directory or name of a model of the policy's family to start from: a critic that was saved, a reward model,
+    or a language model, which gets a new output that says 0. None: the model that the policy starts from."""
+    save: Path | None = None
+    """Directory of its exports, one `step_N` whenever the policy's weights are exported; None: RUN/critic."""
+    lr: float | None = Field(None, gt=0)
+    """Learning rate; None: the peak of the policy's. The other settings of its optimizer are the policy's."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear rise from 0; then the rate stays."""
+    num_critic_only_steps: int = Field(0, ge=0)
+    """First steps in which the critic learns and the policy stays as it is; the policy's scheduler begins behind
+    them."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """Most that a value may move within a step of several updates, in reward units; None: no limit. The first update of
+    a step is not limited, so that with one update it does nothing."""
+
+
+class CkptWeightsSection(Section):
+    """Hugging Face weights, config and tokenizer under RUN/weights/step_N; `latest` links to the newest."""
+
+    interval: int | None = Field(None, gt=0)
+    """Steps between exports; None: with every checkpoint, and at the end."""
+    save_adapter_separately: bool = False
+    """With model.lora: also write the adapter alone, in PEFT's format, under weights/step_N/lora_adapters."""
+
+
+CHECKPOINTS_BY_TIME = 2
+
+
+class CkptSection(Section):
+    """Checkpoints to resume from, under RUN/checkpoints/step_N; complete or absent."""
+
+    interval: int | None = Field(None, gt=0)
+    """Steps between checkpoints; None: by `minutes`. There is always one at the end, and when the run is stopped."""
+    minutes: float | None = Field(10.0, gt=0)
+    """Without `interval`: minutes between checkpoints, without exported weights; None: only at the end."""
+    keep_last: int | None = Field(None, ge=1)
+    """Newest checkpoints kept; None: all with `interval`, two without."""
+    keep_interval: int | None = Field(None, ge=1)
+    """With keep_last: checkpoints of steps that are multiples of it are kept as well."""
+    is_async: bool = True
+    """Train on while a checkpoint is written; takes a copy of the state in CPU memory."""
+    weights: CkptWeightsSection | None = CkptWeightsSection()
+    """Present: also write Hugging Face weights."""
+
+
+def num_kept(ckpt: CkptSection) -> int | None:
+    """How many of the newest checkpoints are kept; None: all."""
+    is_by_time = ckpt.interval is None and ckpt.minutes is not None
+    return CHECKPOINTS_BY_TIME if ckpt.keep_last is None and is_by_time else ckpt.keep_last
+
+
+class TrainerKeys(Section):
+    """What only the trainer process has."""
+
+    optim: Optim = AdamWOptim()
+    scheduler: Scheduler = ConstantScheduler()
+    loss: Loss = DefaultLoss()
+    advantages: Advantages | None = None
+    """Present: the orchestrator sends scores, and tokens get their advantages here."""
+    critic: CriticSection | None = None
+    """Present: train a critic, whose values `advantages.type = "gae"` uses."""
+    updates_per_step: int = Field(1, gt=0)
+    """Optimizer updates of a step, each on its share of the batch's samples; a batch of fewer samples makes fewer, and
+    a warning says so."""
+    epochs_per_step: int = Field(1, gt=0)
+    """Passes over the batch in a step, in another order each time."""
+    batch_timeout_s: float = Field(3600.0, gt=0)
+    """Longest wait for a batch before the trainer stops."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads of one rank; None: given out by the launcher."""
+    enable_router_replay: bool = False
+    """Use the experts that the engine chose for each token, not those this process would choose; with `rl` this
+    also sets inference.enable_return_routed_experts. Tokens without choices are routed here."""
+    enable_token_export: bool = False
+    """Write trained tokens with logprobs and advantage to RUN/tokens_trained/step_N.jsonl (debugging)."""
+
+
+class TrainerSection(TrainerKeys, RunKeys):
+    """All keys of the trainer process: its own and the run's."""
+
+    ckpt: CkptSection | None = CkptSection()
+
+    aliases: ClassVar[dict[str, str]] = {"model.seq_len": "seq_len", "wandb": "monitors.wandb"}

@@ -1,0 +1,131 @@
+"""[rollout_transport], [weight_broadcast], [control]: the three wires between the processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from stretto.config.section import Section
+
+
+class ZmqRollouts(Section):
+    """Batches travel over TCP sockets; every batch is acknowledged by every rank."""
+
+    type: Literal["zmq"] = "zmq"
+    host: str = "127.0.0.1"
+    """Address the orchestrator binds and the ranks connect to."""
+    port: int = Field(5555, ge=1, le=65535)
+    """TCP port."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an acknowledgement before the run stops, naming the rank."""
+
+
+class FilesystemRollouts(Section):
+    """Batches are files under RUN/rollouts; needs a file system that both sides see."""
+
+    type: Literal["filesystem"] = "filesystem"
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an acknowledgement before the run stops, naming the rank."""
+    keep_steps: int = Field(2, ge=1)
+    """Batches kept on disk."""
+
+
+RolloutTransport = Annotated[ZmqRollouts | FilesystemRollouts, Field(discriminator="type")]
+
+
+class DeltaSection(Section):
+    """Send only the elements that changed, where that is less; for wires slower than memory."""
+
+    max_ratio: float = Field(0.5, gt=0, le=1)
+    """All weights are sent where the changes since all were sent last are more than this part of them."""
+    max_links: int = Field(16, ge=1)
+    """Changes sent one after another before all weights are sent again; an engine that is started anew reads all."""
+    directory: Path = Path("/dev/shm")
+    """Where each engine host keeps one copy of the weights, to which changes are applied."""
+
+
+class WeightsSection(Section):
+    """What every weight transport has: the check that engines compute with what they were sent; sending changes."""
+
+    delta: DeltaSection | None = None
+    """Send only the elements that changed; None: all weights every time."""
+
+    canary_interval: int | None = Field(10, gt=0)
+    """Versions between two checks: the engine scores fixed tokens and must agree with the trainer; None: never. The
+    first ten versions after a start, and the next one after an engine joined or left, are checked as well."""
+    canary_tokens: int = Field(64, gt=1)
+    """Tokens that are scored."""
+    canary_tolerance: float | None = Field(None, gt=0)
+    """Largest mean difference of log-probabilities, nats; None: 0.001 where trainer and engine compute in float32,
+    else 0.1."""
+
+
+class ShmWeights(WeightsSection):
+    """Weights travel through shared memory; trainer and engines are on one host."""
+
+    type: Literal["shm"] = "shm"
+    timeout_s: float = Field(300.0, gt=0)
+    """Longest wait until every engine has loaded a version."""
+
+
+class FilesystemWeights(WeightsSection):
+    """Weights are safetensors files with a manifest under RUN/broadcasts."""
+
+    type: Literal["filesystem"] = "filesystem"
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait until every engine has loaded a version."""
+    keep_versions: int = Field(2, ge=2)
+    """Versions kept on disk."""
+
+
+class CollectiveWeights(WeightsSection):
+    """Weights are broadcast from trainer to engines (NCCL on GPUs, gloo on CPUs); no file system is shared."""
+
+    tag_aliases: ClassVar[tuple[str, ...]] = ("nccl",)
+
+    type: Literal["collective"] = "collective"
+    host: str = "127.0.0.1"
+    """Address of the trainer's first rank, as engines reach it."""
+    port: int = Field(29501, ge=1, le=65535)
+    """TCP port there, where engines and trainer ranks meet."""
+    bucket_bytes: int = Field(64_000_000, gt=0)
+    """Bytes of one broadcast."""
+    join_timeout_s: float = Field(60.0, gt=0)
+    """Longest wait of engines for each other before a broadcast, and of one broadcast: what an engine costs that
+    dies in an update."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait until every engine has loaded a version."""
+
+    aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s"}
+
+
+class IpcWeights(WeightsSection):
+    """An engine maps the trainer's memory on the GPU they share."""
+
+    type: Literal["ipc"] = "ipc"
+    bucket_bytes: int = Field(256_000_000, gt=0)
+    """Bytes of one piece of memory that is shared."""
+    timeout_s: float = Field(300.0, gt=0)
+    """Longest wait until the engine has loaded a version."""
+
+
+WeightBroadcast = Annotated[
+    ShmWeights | FilesystemWeights | CollectiveWeights | IpcWeights, Field(discriminator="type")
+]
+
+
+class ControlSection(Section):
+    """The wire on which trainer and orchestrator register, report and acknowledge."""
+
+    host: str = "127.0.0.1"
+    """Address the orchestrator binds and the trainer connects to."""
+    port: int = Field(5556, ge=1, le=65535)
+    """TCP port."""
+    heartbeat_s: float = Field(1.0, gt=0)
+    """Seconds between heartbeats."""
+    dead_after_s: float = Field(60.0, gt=0)
+    """A peer that is silent for longer counts as dead."""
+    register_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for the other side to appear."""

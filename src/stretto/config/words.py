@@ -1,0 +1,181 @@
+"""The words after a verb -> files to read and values to set.
+
+Grammar: `@ file`, `--section @ file`, `--key value`, `--key=value`, `--flag`, `--no-flag`, `--section` (turns
+an optional section on), `--no-section` (off), `--list a b`, `--list '[1, 2]'`, `--ids 0,1`, `--table '{"a":
+1}'`, `--key None`, `--list.0.key value`. Dashes and underscores in keys are the same. Whether values are
+right is judged later (load.py).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from stretto.config.section import Key, Path, Section, dotted, find, members, suggest
+
+
+@dataclass(frozen=True)
+class FileArgument:
+    """A file and the section that it fills."""
+
+    prefix: Path
+    path: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A value given by a flag, and the flag as it was typed."""
+
+    path: Path
+    value: Any
+    flag: str
+
+
+@dataclass(frozen=True)
+class ArgumentProblem:
+    """Words that mean nothing."""
+
+    message: str
+    source: str
+    paths: tuple[Path, ...] = ()
+    """What they may have meant."""
+
+
+Argument = FileArgument | Assignment | ArgumentProblem
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a flag's name points at; `key` is None inside a table with keys of the user's own."""
+
+    path: Path
+    key: Key | None
+    is_negated: bool = False
+
+
+def parse_arguments(cls: type[Section], words: list[str]) -> list[Argument]:
+    """What the words say, in their order; nothing is read or checked against types yet."""
+    rest = list(words)
+    found = []
+    while rest:
+        found.append(_next_argument(cls, rest))
+    return found
+
+
+def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
+    word = rest.pop(0)
+    if word.startswith("@"):
+        return _file((), word, rest)
+    if not word.startswith("--") or word == "--":
+        is_file = word.endswith((".toml", ".json"))
+        hint = f"a file is given as `@ {word}`" if is_file else "keys are given as --key value"
+        name, equals, value = word.partition("=")
+        if equals and (near := suggest(cls, tuple(name.split(".")))):
+            hint += f"; did you mean --{dotted(near[0]).replace('_', '-')} {value}?"
+        return ArgumentProblem(f"unexpected word; {hint}", word)
+    name, equals, value = word[2:].partition("=")
+    target = _resolve(cls, name)
+    if isinstance(target, ArgumentProblem):
+        following = [] if equals else _up_to_next(rest)
+        del rest[: len(following)]
+        return ArgumentProblem(target.message, " ".join([word, *following[:1]]), target.paths)
+    key = target.key
+    if target.is_negated:
+        assert key is not None
+        if equals:
+            return ArgumentProblem("takes no value", word)
+        return Assignment(target.path, False if bool in key.members else None, word)
+    if key is not None and key.sections and not equals and rest and rest[0].startswith("@"):
+        return _file(target.path, rest.pop(0), rest)
+    if equals:
+        return Assignment(target.path, read_value(key, [value]), word)
+    given = _up_to_next(rest)
+    if key is not None and key.is_bool:
+        given = [each for each in given[:1] if each.lower() in ("true", "false")]
+    elif key is None or not key.is_list:
+        given = given[:1]
+    del rest[: len(given)]
+    if given:
+        return Assignment(target.path, read_value(key, given), " ".join([word, *given]))
+    if key is not None and (bool in key.members or key.sections):
+        return Assignment(target.path, True if bool in key.members else {}, word)
+    return ArgumentProblem("a value must follow", word)
+
+
+def _file(prefix: Path, word: str, rest: list[str]) -> FileArgument | ArgumentProblem:
+    name = word[1:] or (rest.pop(0) if rest and not rest[0].startswith("--") else "")
+    return (
+        FileArgument(prefix, name)
+        if name
+        else ArgumentProblem("a file name must follow, as in `@ rl.toml`", "@")
+    )
+
+
+def _up_to_next(rest: list[str]) -> list[str]:
+    """The words up to the next flag or file."""
+    is_end = [word.startswith("@") or (word.startswith("--") and word != "--") for word in rest]
+    return rest[: [*is_end, True].index(True)]
+
+
+def read_value(key: Key | None, words: list[str]) -> Any:
+    """Words as a raw value of the key's type; what does not fit is left as text for the judge."""
+    text = words[0]
+    if len(words) == 1 and text == "None" and (key is None or key.is_nullable):
+        return None
+    if key is None:
+        return _json_or_text(text)
+    if not key.is_list:
+        is_text = any(member in (str, FilePath) for member in key.members) or bool(key.choices)
+        return text if is_text else _json_or_text(text)
+    if len(words) == 1 and text.lstrip().startswith("["):
+        return _json_or_text(text)
+    if len(words) == 1 and str in key.members:
+        return text
+    items = [
+        item for member in key.members for part in getattr(member, "__args__", ()) for item in members(part)
+    ]
+    if str in items:
+        return words
+    if any("," in word for word in words):
+        words = [word for word in ",".join(words).split(",") if word]
+    return [_json_or_text(word) for word in words]
+
+
+def _json_or_text(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
+    """What a flag's dotted name points at, or what it may have meant."""
+    parts = name.split(".")
+    plain = [part.replace("-", "_") for part in parts]
+    if (target := _target(cls, plain, parts)) is not None:
+        return target
+    for index in {0, len(plain) - 1}:
+        positive = [part.removeprefix("no_") if i == index else part for i, part in enumerate(plain)]
+        target = None if positive == plain else _target(cls, positive, parts)
+        if target is not None and target.key is not None:
+            if bool in target.key.members or target.key.is_nullable:
+                return Target(target.path, target.key, is_negated=True)
+            message = f"`{'.'.join(positive)}` cannot be turned off; it takes {target.key.type_text()}"
+            return ArgumentProblem(message, "")
+    near = suggest(cls, tuple(plain))
+    flags = " or ".join("--" + dotted(path).replace("_", "-") for path in near)
+    hint = f"did you mean {flags}?" if near else "--help lists all"
+    return ArgumentProblem(f"unknown flag; {hint}", "", tuple(find(cls, path).path for path in near))
+
+
+def _target(cls: type[Section], parts: list[str], raw: list[str]) -> Target | None:
+    found = find(cls, parts)
+    if found.is_known:
+        return Target(found.path, found.key)
+    if found.key is None or not found.key.is_free_table:
+        return None
+    return Target((*found.path, *raw[-len(found.rest) :]), None)

@@ -1,0 +1,119 @@
+"""wordle: find a hidden word by guessing; the answer to a guess says which of its letters are right.
+
+An answer has one sign per letter: the letter in upper case if it is right; in lower case if the word has it in another
+place (at most as often as the word has it); `-` if not. Words are any letters out of the first num_symbols of the
+alphabet. Reward 1 for the word within max_turns guesses, else 0. A reply that is no word of the right length ends the
+game.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+from stretto.base.errors import ConfigError
+from stretto.envs.base import Message, Reply, RolloutResult, Split, TaskSource
+from stretto.envs.bundled.held_out import draw_held_out, letters_of
+from stretto.envs.multi_turn import Episode, MultiTurnEnv
+from stretto.records.rollout import Task
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+MAX_WORDS = 100_000  # `sft_rows` goes through all of them
+
+
+class Wordle(MultiTurnEnv):
+    """Words of word_length letters, to be found with max_turns guesses."""
+
+    def __init__(
+        self,
+        word_length: int = 3,
+        num_symbols: int = 5,
+        max_turns: int = 4,
+        seed: int = 0,
+        instruction: str = "guess",
+    ) -> None:
+        if not (2 <= num_symbols <= 26 and word_length >= 1 and 64 <= num_symbols**word_length <= MAX_WORDS):
+            raise ConfigError(
+                f"wordle: word_length = {word_length}, num_symbols = {num_symbols} make "
+                f"{num_symbols**word_length} words; change them to make 64 to {MAX_WORDS}."
+            )
+        if max_turns < 1:
+            raise ConfigError(f"wordle: max_turns = {max_turns} must be at least 1.")
+        self.name = "wordle"
+        self.word_length, self.max_turns = word_length, max_turns
+        self.alphabet = ALPHABET[:num_symbols]
+        self.seed = seed
+        self.instruction = instruction
+
+    def tasks(self, split: Split) -> TaskSource:
+        def make(index: int) -> Task:
+            word = self._draw(f"{split}/{self.seed}", index, is_eval=split == "eval")
+            return Task(env=self.name, task_id=f"{split}-{index}", data={"word": word})
+
+        return TaskSource(make)
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [{"role": "user", "content": self.instruction}]
+
+    def respond(self, episode: Episode, reply: Reply) -> list[Message] | None:
+        guess, word = reply.text.strip(), episode.task.data["word"]
+        if guess == word:
+            episode.state["is_found"] = True
+            return None
+        is_word = len(guess) == self.word_length and set(guess) <= set(self.alphabet)
+        if not is_word or episode.num_turns >= self.max_turns:
+            episode.state["is_malformed"] = not is_word
+            return None
+        return [{"role": "user", "content": compare(guess, word)}]
+
+    def score(self, episode: Episode) -> RolloutResult:
+        is_malformed = episode.state.get("is_malformed", False)
+        metrics = {"guesses": float(episode.num_turns), "malformed": float(is_malformed)}
+        return RolloutResult(reward=float(episode.state.get("is_found", False)), metrics=metrics)
+
+    def sft_rows(self, num_rows: int, seed: int) -> list[dict]:
+        """Won games of the training split, guessed at random among the words that are still possible."""
+        words = ["".join(letters) for letters in itertools.product(self.alphabet, repeat=self.word_length)]
+        rows: list[dict] = []
+        for index in itertools.count():
+            if len(rows) == num_rows:
+                return rows
+            word = self._draw(f"sft/{self.seed}/{seed}", index, is_eval=False)
+            if messages := self._play(word, words, random.Random(f"{self.seed}/{seed}/{index}")):
+                rows.append({"messages": messages})
+        raise AssertionError("unreachable")
+
+    def _play(self, word: str, words: list[str], rng: random.Random) -> list[Message] | None:
+        messages: list[Message] = [{"role": "user", "content": self.instruction}]
+        possible = words
+        for _ in range(self.max_turns):
+            guess = rng.choice(possible)
+            messages.append({"role": "assistant", "content": guess})
+            if guess == word:
+                return messages
+            signs = compare(guess, word)
+            messages.append({"role": "user", "content": signs})
+            possible = [other for other in possible if compare(guess, other) == signs]
+        return None
+
+    def _draw(self, stream: str, index: int, *, is_eval: bool) -> str:
+        def make(entropy: int) -> str:
+            return letters_of(entropy, self.alphabet, self.word_length)
+
+        return draw_held_out(f"wordle/{stream}", index, is_eval=is_eval, make=make)
+
+
+def compare(guess: str, word: str) -> str:
+    """The signs of a guess, one for each of its letters."""
+    left = Counter(w for g, w in zip(guess, word) if g != w)
+    signs = []
+    for letter, right in zip(guess, word):
+        if letter == right:
+            signs.append(letter.upper())
+        elif left[letter] > 0:
+            left[letter] -= 1
+            signs.append(letter)
+        else:
+            signs.append("-")
+    return "".join(signs)

@@ -1,0 +1,136 @@
+"""Checks of what an environment or a hook returned: rewards and metrics must be finite numbers.
+
+A wrong value fails the rollout it belongs to. All code behind this check (credit, ledger, metrics, batches) may
+rely on rewards and metrics being finite Python floats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from stretto.base.errors import EnvError
+
+MAX_REWARD = 1e18
+"""Largest absolute reward: its square, as in a value loss or a gradient norm, still fits into a float32."""
+_MAX_VALUE_CHARS = 80
+"""Characters of a wrong value that a message shows."""
+
+
+class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one episode, as its environment gives it."""
+
+    reward: float
+    agent_rewards: dict[str, float] = {}  # by agent, if several agents have different rewards
+    metrics: dict[str, float] = {}
+    is_truncated: bool = False  # a limit of the environment (turns, time) ended it; the reward is valid
+    note: Any = None  # passed to `score_group`; stored nowhere, None in worker processes
+
+
+def checked_result(returned: Any, where: str) -> RolloutResult:
+    """The result with its numbers as finite floats; `where` names the environment and the call in messages.
+
+    Raises: EnvError that names the first value that is not valid.
+    """
+    if not isinstance(returned, RolloutResult):
+        kind = type(returned).__name__
+        raise EnvError(
+            f"{where} returned {kind}, not a RolloutResult(reward=...): {describe_value(returned)}"
+        )
+    if not _is_flag(returned.is_truncated):
+        raise EnvError(
+            f"{where}: is_truncated is {describe_value(returned.is_truncated)}; give True or False"
+        )
+    return RolloutResult(
+        reward=checked_reward(returned.reward, where, "its reward"),
+        agent_rewards={
+            name: checked_reward(value, where, f"the reward of {name}")
+            for name, value in _named_values(returned.agent_rewards, where, "agent_rewards")
+        },
+        metrics={
+            name: checked_number(value, where, f"metrics[{name!r}]")
+            for name, value in _named_values(returned.metrics, where, "metrics")
+        },
+        is_truncated=bool(returned.is_truncated),
+        note=returned.note,
+    )
+
+
+def checked_reward(value: Any, where: str, what: str) -> float:
+    """The value as a float that float32 can hold and square.
+
+    Raises: EnvError with the value otherwise.
+    """
+    reward = checked_number(value, where, what)
+    if abs(reward) > MAX_REWARD:
+        place = f"{where}: " if where else ""
+        rule = f"a reward is trained in float32, so give one between -{MAX_REWARD:g} and {MAX_REWARD:g}"
+        raise EnvError(f"{place}{what} is {reward:g}; {rule}")
+    return reward
+
+
+def checked_rewards(returned: Any, count: int, where: str) -> list[float]:
+    """Exactly one reward for each of `count` members or samples.
+
+    Raises: EnvError if there are more or fewer, or one is not a valid reward.
+    """
+    try:
+        rewards = [] if isinstance(returned, str | bytes | Mapping) else list(returned)
+    except TypeError:
+        rewards = []
+    if not rewards:
+        raise EnvError(f"{where} returned {describe_value(returned)}; return a reward for each of {count}")
+    if len(rewards) != count:
+        raise EnvError(f"{where} returned {len(rewards)} rewards for {count}; return one for each")
+    return [checked_reward(value, where, f"the reward of member {i}") for i, value in enumerate(rewards)]
+
+
+def checked_number(value: Any, where: str, what: str) -> float:
+    """A finite number as a float: of Python, of numpy, or a tensor without dimensions; `where` may be empty.
+
+    Raises: EnvError with the value otherwise.
+    """
+    place = f"{where}: " if where else ""
+    problem = f"{place}{what} is {describe_value(value)}, not a finite number"
+    if (
+        isinstance(value, str | bytes | bytearray)
+        or getattr(value, "ndim", 0)
+        or not hasattr(value, "__float__")
+    ):
+        raise EnvError(problem)
+    try:
+        number = float(value)
+    except Exception as cause:  # whatever a foreign __float__ raises
+        raise EnvError(problem) from cause
+    if not math.isfinite(number):
+        raise EnvError(problem)
+    return number
+
+
+def describe_value(value: Any) -> str:
+    """A value for a message: its type, and the first characters of its repr."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return text[:_MAX_VALUE_CHARS]
+    text = text.replace("\n", " ")
+    cut = text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "..."
+    return f"{type(value).__name__} {cut}"
+
+
+def _named_values(values: Any, where: str, what: str) -> list[tuple[str, Any]]:
+    if not isinstance(values, Mapping):
+        raise EnvError(f"{where}: {what} is {describe_value(values)}; give a dictionary of numbers by name")
+    for name in values:
+        if not isinstance(name, str):
+            raise EnvError(f"{where}: {what} has the name {describe_value(name)}; names must be text")
+    return list(values.items())
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy 1 and numpy 2

@@ -1,0 +1,267 @@
+"""Runs untrusted Python code in isolation: `await Sandbox().run(code)`.
+
+There are two back ends with the same behaviour. `bubblewrap` (Debian package of that name): no network, its own
+processes and IPC, read-only access to the system's libraries and the interpreter only, a work directory in memory.
+`subprocess`, if bubblewrap is missing or may not make namespaces: resource limits, an empty environment, and the
+namespaces and Landlock rules that the kernel grants. The log says once which back end is used and what stays open.
+
+If the kernel grants no namespaces, as in many containers, only Landlock stands between a program and the
+network: it refuses TCP from Linux 6.7 on, and never UDP.
+
+As root, `subprocess` can count processes only from outside (unless every user may read the interpreter): a fork
+bomb is ended within moments, but slows the machine down. Prefer bubblewrap there.
+
+Both limit time, memory (of all processes together), number of processes, file size, the work directory and output,
+and nothing that the program started survives it. There is no cgroup for memory and no seccomp filter: code that is
+written to break out of a kernel needs a virtual machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from stretto.base.errors import ConfigError, EnvError
+from stretto.base.process import num_cores
+from stretto.envs.rewards.sandbox_keeper import remove
+
+logger = logging.getLogger(__name__)
+Backend = Literal["bubblewrap", "subprocess"]
+
+KEEPER = Path(__file__).with_name("sandbox_keeper.py")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+WORK, KEEPER_INSIDE = "/sandbox", "/sandbox_keeper.py"  # paths inside bubblewrap
+GRACE_S = 10.0  # what the keeper may take beyond the program's own time
+PROBE_TIMEOUT_S = 10.0
+_run_numbers = count()
+_removers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="sandbox-remove")  # only removes directories
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of one run."""
+
+    wall_s: float = 5.0
+    memory_bytes: int = 512 << 20  # private memory of all processes together, and the address space of each
+    max_processes: int = 16  # threads count
+    file_bytes: int = 16 << 20  # the largest file
+    work_bytes: int = 64 << 20  # the work directory; without bubblewrap checked 20 times per second
+    output_bytes: int = 256 << 10  # standard output and standard error, each
+
+
+@dataclass(frozen=True)
+class SandboxResult:
+    """How a program ended, and what it printed."""
+
+    exit_code: int | None  # 128 + number if a signal ended it; None if a limit did
+    killed_for: Literal["time", "memory", "processes", "output", "files"] | None
+    stdout: str
+    stderr: str
+    wall_s: float
+    peak_bytes: int = 0  # private memory, the largest that was measured
+
+    @property
+    def is_ok(self) -> bool:
+        return self.exit_code == 0
+
+
+@dataclass
+class Sandbox:
+    """Runs programs, at most max_concurrent at a time (None for one per core)."""
+
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    backend: Literal["auto", "bubblewrap", "subprocess"] = "auto"
+    max_concurrent: int | None = None
+
+    def __post_init__(self) -> None:
+        self._is_bubblewrapped = choose_backend(self.backend) == "bubblewrap"
+        self._free: asyncio.Semaphore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, code: str, *, stdin: str = "", files: dict[str, str] | None = None) -> SandboxResult:
+        """Run `code` as main.py beside `files` (relative names) in an empty directory.
+
+        Raises: EnvError if the sandbox cannot be built, or a file name leads out of the directory.
+        """
+        files = {**(files or {}), "main.py": code}
+        for name in files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise EnvError(f"sandbox: the file name {name!r} leaves the work directory")
+        async with self._free_runs():
+            folder = tempfile.mkdtemp(prefix="stretto-sandbox-")
+            try:
+                return await self._keep(self._request(files, stdin, folder), folder)
+            finally:
+                loop = asyncio.get_running_loop()
+                await asyncio.shield(loop.run_in_executor(_removers, remove, folder))
+
+    def _free_runs(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._free = loop, asyncio.Semaphore(self.max_concurrent or num_cores())
+        assert self._free is not None
+        return self._free
+
+    def _request(self, files: dict[str, str], stdin: str, folder: str) -> dict:
+        python, prefix = interpreter()
+        work = WORK if self._is_bubblewrapped else folder
+        enter = [python, "-I", "-S", "-B", KEEPER_INSIDE if self._is_bubblewrapped else str(KEEPER), "enter"]
+        # Every run has its own user, since the kernel counts processes per user.
+        uid = 20_000 + (os.getpid() * 64 + next(_run_numbers)) % 40_000
+        return {
+            "argv": [*bwrap_argv(self.limits), *enter] if self._is_bubblewrapped else enter,
+            "cwd": folder,
+            "watched": None if self._is_bubblewrapped else folder,  # bubblewrap has a file system with a size
+            "program": [python, "-s", "-S", "-B", "main.py"],
+            "env": {"HOME": work, "TMPDIR": work, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+            "files": files,
+            "stdin": stdin,
+            "limits": asdict(self.limits),
+            "uid": uid if self._is_bubblewrapped or is_public(python, folder) else None,
+            "is_bubblewrapped": self._is_bubblewrapped,
+            "readable": [*SYSTEM, prefix],
+        }
+
+    async def _keep(self, request: dict, folder: str) -> SandboxResult:
+        keeper = await asyncio.create_subprocess_exec(
+            interpreter()[0],
+            *("-I", "-S", "-B", str(KEEPER), "keep"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={},
+            process_group=0,
+        )
+        try:
+            async with asyncio.timeout(self.limits.wall_s + GRACE_S):
+                answer, errors = await keeper.communicate(json.dumps(request).encode())
+        except TimeoutError as cause:
+            raise EnvError(f"sandbox: no answer {GRACE_S:g} s after the program's time limit") from cause
+        finally:
+            await asyncio.shield(_end(keeper))
+        if keeper.returncode != 0 or not answer:
+            raise EnvError(f"the sandbox cannot be built: {errors.decode(errors='replace')[-500:]}")
+        fields = json.loads(answer)
+        if trouble := fields.pop("trouble"):
+            raise EnvError(f"the sandbox cannot be built: {trouble.strip()}")
+        return SandboxResult(**fields)
+
+
+async def _end(keeper: asyncio.subprocess.Process) -> None:
+    """End a keeper; if it still runs, it kills its program first."""
+    with contextlib.suppress(ProcessLookupError):
+        keeper.terminate()
+    try:
+        async with asyncio.timeout(GRACE_S):
+            await keeper.wait()
+    except TimeoutError:
+        keeper.kill()
+        await keeper.wait()
+
+
+# -- choice of the back end --
+
+
+@functools.cache
+def choose_backend(wanted: str) -> Backend:
+    """The back end to use; logs the choice once.
+
+    Raises: ConfigError if bubblewrap is required and does not work here.
+    """
+    if wanted not in ("auto", "bubblewrap", "subprocess"):
+        raise ConfigError(f"sandbox: backend = {wanted!r}; use auto, bubblewrap or subprocess.")
+    trouble = "not requested" if wanted == "subprocess" else bubblewrap_trouble()
+    if trouble is None:
+        logger.info("untrusted code runs in bubblewrap")
+        return "bubblewrap"
+    if wanted == "bubblewrap":
+        raise ConfigError(
+            f"sandbox: bubblewrap does not work here: {trouble}. Install the package `bubblewrap` and allow user "
+            "namespaces, or use `subprocess`."
+        )
+    logger.warning(
+        "untrusted code runs in a subprocess with resource limits, not in bubblewrap (%s); "
+        "it can query the processor%s",
+        trouble,
+        "".join(f"; {gap}" for gap in subprocess_gaps()),
+    )
+    return "subprocess"
+
+
+def subprocess_gaps() -> list[str]:
+    """What a program in a subprocess may do here, because this kernel lacks the means to prevent it."""
+    probe = [interpreter()[0], "-I", "-S", "-B", str(KEEPER), "probe"]
+    try:
+        done = subprocess.run(probe, capture_output=True, timeout=PROBE_TIMEOUT_S, env={}, check=True)
+    except (OSError, subprocess.SubprocessError) as cause:
+        return [f"what else it may do is unknown: {cause}"]
+    found = json.loads(done.stdout)
+    abi, gaps = found["landlock_abi"], []
+    if abi < 1:
+        gaps.append("no Landlock: it reads the files of this user")
+    if not found["has_namespaces"]:
+        gaps.append(f"no network namespace: {'UDP is' if abi >= 4 else 'UDP and TCP are'} open to it")
+    return gaps
+
+
+@functools.cache
+def bubblewrap_trouble() -> str | None:
+    """Why bubblewrap does not work here; None if it does."""
+    if shutil.which("bwrap") is None:
+        return "no program `bwrap`"
+    probe = [*bwrap_argv(SandboxLimits()), interpreter()[0], "-I", "-S", "-c", ""]
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env={})
+    except (OSError, subprocess.TimeoutExpired) as cause:
+        return str(cause)
+    return None if done.returncode == 0 else done.stderr.strip()[-200:] or f"exit code {done.returncode}"
+
+
+def bwrap_argv(limits: SandboxLimits) -> list[str]:
+    """The bwrap command, to which the program to run inside is appended."""
+    argv = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"]
+    argv += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--cap-drop", "ALL"]
+    if os.geteuid() == 0:  # `enter` changes to another user inside
+        argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_CHOWN"]
+    else:
+        argv += ["--unshare-user"]
+    visible = [*SYSTEM, interpreter()[1]]
+    for folder in sorted({str(parent) for path in visible for parent in Path(path).parents} - {"/"}):
+        if not any(Path(folder).is_relative_to(path) for path in visible):
+            argv += ["--perms", "0755", "--dir", folder]
+    for path in visible:
+        if os.path.islink(path):
+            argv += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            argv += ["--ro-bind", path, path]
+    argv += ["--ro-bind", str(KEEPER), KEEPER_INSIDE]
+    size = str(limits.work_bytes)
+    argv += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--perms", "1777", "--tmpfs", "/dev/shm"]
+    argv += ["--size", size, "--perms", "1777", "--tmpfs", WORK, "--symlink", WORK, "/tmp"]
+    return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
+
+
+@functools.cache
+def interpreter() -> tuple[str, str]:
+    """This Python without its virtual environment: the program, and its prefix directory."""
+    return os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
+
+
+def is_public(*paths: str) -> bool:
+    """May every user enter all directories above these paths?"""
+    parents = {parent for path in paths for parent in Path(path).parents}
+    return all(parent.stat().st_mode & stat.S_IXOTH for parent in parents)

@@ -1,0 +1,317 @@
+"""An environment's worker process: builds the environment, runs calls, requests turns of the policy.
+
+The policy is not here: every turn is requested from the orchestrator, whose recorder records tokens, logprobs
+and versions as for an environment in its own process. A watchdog thread watches the event loop; when an
+environment blocks it, the thread reports which call does so and where, before the orchestrator kills the
+process. workers/pool.py starts the process, which ends when its socket is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import itertools
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Coroutine, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.base import log
+from stretto.base.errors import ConfigError, EnvError, StrettoError
+from stretto.base.foreign import describe_error, guarded, innermost_location
+from stretto.base.runtime import raise_file_limit
+from stretto.envs.base import (
+    Environment,
+    EpisodeLimits,
+    Message,
+    Reply,
+    RolloutContext,
+    SingleTurnEnv,
+    Split,
+    TaskSource,
+    checked_prompt,
+    checked_score,
+    load_environment,
+    tasks_of,
+)
+from stretto.envs.result import checked_result
+from stretto.envs.workers.wire import (
+    HEARTBEAT_S,
+    CallFailed,
+    CallResult,
+    CancelCall,
+    Heartbeat,
+    Open,
+    OpenFailed,
+    PlayCall,
+    PromptCall,
+    PromptResult,
+    Ready,
+    ScoreCall,
+    ToWorker,
+    TurnFailed,
+    TurnReply,
+    TurnRequest,
+    error_from,
+    error_kind,
+    packed,
+    packed_checked,
+    receive,
+    receive_blocking,
+)
+from stretto.records.rollout import Task
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 3.0
+_SPLITS: tuple[Split, ...] = ("train", "eval")
+_call: ContextVar[int | None] = ContextVar("call", default=None)
+"""The call that the running code belongs to; new tasks inherit it."""
+
+
+def main() -> None:
+    """Arguments: file descriptor of the socket, of the watchdog's pipe, role in the log."""
+    wire, alarm, role = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
+    log.setup(role, None)
+    raise_file_limit()
+    opening = receive_blocking(wire, ToWorker)
+    if not isinstance(opening, Open):
+        return
+    try:
+        env, sources, ready = build(opening)
+    except BaseException as cause:  # the boundary of a foreign module: it may even call sys.exit
+        if isinstance(cause, KeyboardInterrupt):
+            raise
+        error = cause
+        if not isinstance(cause, StrettoError):
+            error = ConfigError(f"environment {opening.env_id!r}: {describe_error(cause)}")
+        logger.exception("cannot build %s", opening.env_id)
+        wire.sendall(packed(OpenFailed(kind=error_kind(error), text=str(error))))
+        return
+    asyncio.run(Worker(env, sources, alarm, opening.hang_timeout_s).run(wire, ready))
+
+
+def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:
+    """The environment, its tasks by split, and the facts that the orchestrator needs."""
+    env = load_environment(opening.env_id, opening.args, opening.name, in_worker=True)
+    sources, no_tasks = {}, {}
+    for split in _SPLITS:
+        try:
+            sources[split] = tasks_of(env, split)
+        except StrettoError as error:
+            no_tasks[split] = str(error)
+    ready = Ready(
+        is_single_turn=isinstance(env, SingleTurnEnv),
+        limits=getattr(env, "limits", None) or EpisodeLimits(),
+        num_tasks={split: source.num_tasks for split, source in sources.items()},
+        ordered=[split for split, source in sources.items() if source.is_ordered],
+        fingerprints={split: source.fingerprint for split, source in sources.items()},
+        no_tasks=no_tasks,
+        are_tasks_shared=getattr(env, "are_tasks_shared", False),
+    )
+    return env, sources, ready
+
+
+class Worker:
+    """Runs the calls of this process side by side on one event loop."""
+
+    def __init__(
+        self, env: Environment, sources: dict[str, TaskSource], alarm: int, hang_timeout_s: float
+    ) -> None:
+        self._env, self._sources = env, sources
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._turns: dict[int, asyncio.Future[Reply]] = {}
+        self._turn_numbers = itertools.count()
+        self._watchdog = Watchdog(alarm, hang_timeout_s)
+        self._task = functools.lru_cache(maxsize=1024)(lambda split, index: sources[split].task(index))
+
+    async def run(self, wire: socket.socket, ready: Ready) -> None:
+        """Run calls until the orchestrator closes the socket."""
+        reader, self._writer = await asyncio.open_connection(sock=wire)
+        asyncio.get_running_loop().set_task_factory(self._watchdog.new_task)
+        self.send(ready)
+        heartbeat = asyncio.create_task(self._send_heartbeats())
+        self._watchdog.start()
+        while (message := await receive(reader, ToWorker)) is not None:
+            self._handle(message)
+        heartbeat.cancel()
+        for call in self._calls.values():
+            call.cancel()
+        close = getattr(self._env, "close", None)
+        with contextlib.suppress(Exception):  # nobody is left to report an error to
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await asyncio.gather(*self._calls.values(), return_exceptions=True)
+                if inspect.iscoroutinefunction(close):
+                    await close()
+
+    def send(self, message: Any) -> None:
+        self._writer.write(packed(message))
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case PlayCall(call=number, task=task):
+                self._start(number, self._play(number, task))
+            case PromptCall(call=number, task=task):
+                self._start(number, self._prompt(number, task))
+            case ScoreCall(call=number, task=task, text=text):
+                self._start(number, self._score(number, task, text))
+            case CancelCall(call=number):
+                if number in self._calls:
+                    self._calls[number].cancel()
+            case TurnReply(ask=number, reply=reply):
+                if (turn := self._turns.get(number)) and not turn.done():
+                    turn.set_result(reply)
+            case TurnFailed(ask=number, kind=kind, text=text):
+                if (turn := self._turns.get(number)) and not turn.done():
+                    turn.set_exception(error_from(kind, text))
+
+    def _start(self, number: int, work: Coroutine[Any, Any, CallResult | PromptResult]) -> None:
+        token = _call.set(number)  # the new task, and all tasks it starts, belong to this call
+        self._calls[number] = asyncio.create_task(self._run_call(number, work))
+        _call.reset(token)
+
+    async def _run_call(self, number: int, work: Coroutine[Any, Any, CallResult | PromptResult]) -> None:
+        """Run a call and send exactly one message that ends it, whatever the environment does."""
+        try:
+            with guarded(EnvError, f"environment {self._env.name}"):
+                data = packed_checked(await work)
+        except asyncio.CancelledError:
+            data = packed(CallFailed(call=number, kind="EngineError", text="the call was cancelled"))
+        except StrettoError as error:
+            data = packed(CallFailed(call=number, kind=error_kind(error), text=str(error)))
+        finally:
+            self._calls.pop(number, None)
+        self._writer.write(data)
+
+    # -- the three calls --
+
+    def _env_task(self, task: Task) -> Task:
+        """The environment's own task for a task of the orchestrator, which has split and index only."""
+        return self._task(task.data["split"], task.data["index"])
+
+    async def _play(self, number: int, task: Task) -> CallResult:
+        result = self._env.rollout(self._env_task(task), RemoteContext(self, number))
+        if inspect.isawaitable(result):
+            result = await result
+        checked = checked_result(result, f"environment {self._env.name}: rollout")
+        return CallResult(call=number, result=msgspec.structs.replace(checked, note=None))
+
+    async def _prompt(self, number: int, task: Task) -> PromptResult:
+        assert isinstance(self._env, SingleTurnEnv)
+        messages = self._env.prompt(self._env_task(task))
+        if inspect.isawaitable(messages):
+            messages = await messages
+        messages = checked_prompt(messages, f"environment {self._env.name}: prompt")
+        return PromptResult(call=number, messages=messages)
+
+    async def _score(self, number: int, task: Task, text: str) -> CallResult:
+        assert isinstance(self._env, SingleTurnEnv)
+        result = await checked_score(
+            self._env.score(self._env_task(task), text), f"environment {self._env.name}: score"
+        )
+        return CallResult(call=number, result=msgspec.structs.replace(result, note=None))
+
+    # -- turns --
+
+    async def request_turn(self, call: int, **wanted: Any) -> Reply:
+        """Request a turn of the policy and wait for the reply.
+
+        Raises: LimitReached, EngineError as the orchestrator's recorder does.
+        """
+        number = next(self._turn_numbers)
+        reply = self._turns[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(packed_checked(TurnRequest(call=call, ask=number, **wanted)))
+            return await reply
+        finally:
+            del self._turns[number]
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            self._watchdog.ticked_at = time.monotonic()
+            self.send(Heartbeat())
+            await asyncio.sleep(min(HEARTBEAT_S, self._watchdog.timeout_s / 4))
+
+
+class RemoteContext(RolloutContext):
+    """The context of one call: passes turns on to the orchestrator."""
+
+    def __init__(self, worker: Worker, call: int, name: str | None = None, is_trained: bool = True) -> None:
+        self._worker, self._call, self._name, self._is_trained = worker, call, name, is_trained
+
+    async def generate(
+        self, prompt_ids: np.ndarray, tools: list[dict] | None = None, **sampling: Any
+    ) -> Reply:
+        prompt_ids = np.asarray(prompt_ids, dtype=np.int32)
+        return await self._turn(messages=None, prompt_ids=prompt_ids, tools=tools, sampling=sampling)
+
+    async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
+        return await self._turn(messages=list(messages), prompt_ids=None, tools=tools, sampling=sampling)
+
+    def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        raise ConfigError("ctx.keep works in the orchestrator's process only; remove num_workers")
+
+    def agent(self, name: str, *, is_trained: bool = True) -> RemoteContext:
+        return RemoteContext(self._worker, self._call, name, is_trained)
+
+    async def _turn(self, **wanted: Any) -> Reply:
+        return await self._worker.request_turn(
+            self._call, agent=self._name, is_trained=self._is_trained, **wanted
+        )
+
+
+class Watchdog:
+    """Reports through a pipe which call blocks the event loop, and where, while it still does.
+
+    The thread needs the interpreter's lock. If C code blocks without releasing it, the orchestrator only sees that
+    heartbeats stop.
+    """
+
+    def __init__(self, pipe: int, timeout_s: float) -> None:
+        self.ticked_at = time.monotonic()
+        self.timeout_s = timeout_s
+        self._pipe = pipe
+        self._owners: weakref.WeakKeyDictionary[asyncio.Task, int | None] = weakref.WeakKeyDictionary()
+
+    def new_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **kwargs: Any) -> asyncio.Task:
+        """A task factory that remembers which call a task belongs to."""
+        task = asyncio.Task(coro, loop=loop, **kwargs)
+        self._owners[task] = _call.get()
+        return task
+
+    def start(self) -> None:
+        loop, main = asyncio.get_running_loop(), threading.get_ident()
+        threading.Thread(target=self._watch, args=(loop, main), daemon=True, name="watchdog").start()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, main: int) -> None:
+        reported = 0.0  # the tick whose delay was reported last
+        while True:
+            time.sleep(self.timeout_s / 8)
+            ticked_at = self.ticked_at
+            if time.monotonic() - ticked_at < self.timeout_s * 0.7 or reported == ticked_at:
+                continue
+            reported = ticked_at
+            task = asyncio.current_task(loop)
+            frame = sys._current_frames().get(main)
+            line = {
+                "call": self._owners.get(task) if task else None,
+                "place": innermost_location(traceback.extract_stack(frame)),
+            }
+            os.write(self._pipe, json.dumps(line).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

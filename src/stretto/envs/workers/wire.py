@@ -1,0 +1,258 @@
+"""The messages between the orchestrator and a worker process of an environment, and their bytes.
+
+There is one socket pair per worker; every message is one record in one blob (records/codec.py). The orchestrator
+sends `Open` once; the worker answers `Ready` or `OpenFailed`. Then the orchestrator starts calls (`PlayCall`,
+`PromptCall`, `ScoreCall`). The worker ends each with exactly one `CallResult`, `PromptResult` or `CallFailed`, also
+after `CancelCall`. During a call the worker may send a `TurnRequest` for a turn of the policy; each is answered by one
+`TurnReply` or `TurnFailed`. A `Heartbeat` per second says that the worker's event loop runs. The orchestrator's end is
+workers/pool.py, the worker's is workers/child.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.base import errors
+from stretto.base.errors import EnvError, StrettoError, WireError
+from stretto.envs.base import EpisodeLimits, LimitReached, Message, OutOfContext, Reply, RolloutResult
+from stretto.records.codec import BLOB_HEAD_BYTES, blob_bytes, decode_blob, encode_blob
+from stretto.records.rollout import Task
+
+HEARTBEAT_S = 1.0
+
+_KINDS: dict[str, type[StrettoError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.ConfigError,
+        errors.DataError,
+        errors.EngineError,
+        EnvError,
+        WireError,
+        LimitReached,
+        OutOfContext,
+    )
+}
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+# -- to the worker --
+
+
+class Open(_Message):
+    """Build this environment. The first message to a worker."""
+
+    env_id: str
+    args: dict[str, Any]
+    name: str
+    hang_timeout_s: float
+
+
+class PlayCall(_Message):
+    """Play one episode."""
+
+    call: int
+    task: Task  # its data is split and index; the worker makes the environment's own task from them
+
+
+class PromptCall(_Message):
+    """Build the prompt of a single-turn task."""
+
+    call: int
+    task: Task
+
+
+class ScoreCall(_Message):
+    """Score a reply to a single-turn task."""
+
+    call: int
+    task: Task
+    text: str
+
+
+class CancelCall(_Message):
+    """Cancel this call; the worker still ends it, with `CallFailed`."""
+
+    call: int
+
+
+class TurnReply(_Message):
+    """The reply to a `TurnRequest`."""
+
+    ask: int
+    reply: Reply
+
+
+class TurnFailed(_Message):
+    """The error that a `TurnRequest` ended with, to be raised in the environment."""
+
+    ask: int
+    kind: str
+    text: str
+
+
+ToWorker = Open | PlayCall | PromptCall | ScoreCall | CancelCall | TurnReply | TurnFailed
+
+
+# -- from the worker --
+
+
+class Ready(_Message):
+    """The environment is built."""
+
+    is_single_turn: bool
+    limits: EpisodeLimits
+    num_tasks: dict[str, int | None]  # by split; None if endless
+    no_tasks: dict[str, str]  # by split without tasks: the reason
+    are_tasks_shared: bool  # evaluation uses the tasks of training
+    ordered: list[str] = []  # splits whose tasks are drawn in order of index
+    fingerprints: dict[str, int | None] = {}  # by split: checksum of the data behind the tasks
+
+
+class OpenFailed(_Message):
+    """The environment cannot be built."""
+
+    kind: str
+    text: str
+
+
+class TurnRequest(_Message):
+    """Take a turn of one agent: answer `messages`, or continue `prompt_ids`."""
+
+    call: int
+    ask: int
+    agent: str | None
+    is_trained: bool
+    messages: list[Message] | None
+    prompt_ids: np.ndarray | None
+    tools: list[dict[str, Any]] | None
+    sampling: dict[str, Any]
+
+
+class CallResult(_Message):
+    """Ends a `PlayCall` or `ScoreCall`."""
+
+    call: int
+    result: RolloutResult
+
+
+class PromptResult(_Message):
+    """Ends a `PromptCall`."""
+
+    call: int
+    messages: list[Message]
+
+
+class CallFailed(_Message):
+    """Ends any call with an error."""
+
+    call: int
+    kind: str
+    text: str
+
+
+class Heartbeat(_Message):
+    """The worker's event loop runs."""
+
+
+FromWorker = Ready | OpenFailed | TurnRequest | CallResult | PromptResult | CallFailed | Heartbeat
+
+
+# -- errors --
+
+
+def error_kind(error: StrettoError) -> str:
+    """The name that stands for an error on the wire: its class, or the nearest known parent class."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), "EnvError")
+
+
+def error_from(kind: str, text: str) -> StrettoError:
+    """The error that a name and a text from the wire stand for."""
+    return _KINDS.get(kind, EnvError)(text)
+
+
+# -- bytes --
+
+
+async def receive(reader: asyncio.StreamReader, kind: Any) -> Any:
+    """The next message; None if the other end has closed the wire.
+
+    Raises: WireError, DataError if the bytes are no such message.
+    """
+    try:
+        head = await reader.readexactly(BLOB_HEAD_BYTES)
+        rest = await reader.readexactly(blob_bytes(head) - len(head))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return decode_blob(head + rest, kind, where="environment worker")
+
+
+def receive_blocking(sock: socket.socket, kind: Any) -> Any:
+    """Like `receive`, but blocks on a socket that has a timeout.
+
+    Raises: TimeoutError; WireError, DataError as `receive`.
+    """
+    head = _receive_exactly(sock, BLOB_HEAD_BYTES)
+    rest = head and _receive_exactly(sock, blob_bytes(head) - len(head))
+    return decode_blob(head + rest, kind, where="environment worker") if head and rest else None
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            part = sock.recv(size - len(data))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def packed(message: Any) -> bytes:
+    """A message as bytes.
+
+    Raises: EnvError if a value in it cannot be sent.
+    """
+    try:
+        return encode_blob(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as cause:
+        raise EnvError(
+            f"{_contents(message)} cannot be sent to another process: {cause}; use text, numbers, lists "
+            "and dictionaries."
+        ) from cause
+
+
+def _contents(message: Any) -> str:
+    """What an error says about the values of an environment in a message."""
+    names: dict[type, str] = {
+        Open: "args",
+        TurnRequest: "the request for a turn",
+        CallResult: "the result",
+        PromptResult: "the prompt",
+    }
+    return names.get(type(message), type(message).__name__)
+
+
+def packed_checked(message: FromWorker) -> bytes:
+    """A message with values of the environment, as bytes that the other end is sure to decode.
+
+    Raises: EnvError if a value has the wrong type; the orchestrator would end a worker that sent it.
+    """
+    data = packed(message)
+    try:
+        decode_blob(data, FromWorker, where="message")
+    except StrettoError as cause:
+        raise EnvError(
+            f"{_contents(message)} has a value of the wrong type: {cause}; messages and tools are "
+            "lists of dictionaries, sampling is a dictionary with text as keys."
+        ) from cause
+    return data

@@ -1,0 +1,147 @@
+"""The boundary of one HTTP request: API key, size of the body, and the answer to a failure.
+
+A Refusal is answered with its status, any other exception with a 500 and the request's id; none of them reaches the
+engine. server.py and vllm/guard.py both check the key with `is_allowed`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import zlib
+from collections.abc import Awaitable, Callable
+from uuid import uuid4
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from stretto.base.errors import StrettoError
+from stretto.config.sections.engines import ADMITTED
+from stretto.transports.engine import api
+from stretto.transports.engine.api import Refusal
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_ROUTES = frozenset({api.HEALTH, api.LIVENESS, ADMITTED})
+"""Routes that need no key: supervisors and routers call them."""
+NO_KEY = "the API key is missing or wrong; send `Authorization: Bearer <key>`"
+MAX_ADMIN_BYTES = 64 << 20  # a manifest of 400,000 tensors
+MAX_SETTINGS_BYTES = 1 << 20
+"""Size of a body without its prompts."""
+_ID_BYTES = 12  # a token id in JSON, with its separator
+_MAX_ESCAPED_BYTES = 6  # JSON for one byte of text
+_MAX_ID_CHARACTERS = 128
+
+
+def is_allowed(path: str, authorization: bytes, key: str | None) -> bool:
+    """Whether a request may pass: the route is open, no key is set, or the right key was sent."""
+    if key is None or path in OPEN_ROUTES:
+        return True
+    scheme, _, sent = authorization.partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(sent.strip(), key.encode())
+
+
+def max_body_bytes(max_model_len: int, token_bytes: int | None = None) -> int:
+    """The largest body of a route. token_bytes: bytes of the longest token, for prompts as text."""
+    per_token = _ID_BYTES if token_bytes is None else max(_ID_BYTES, _MAX_ESCAPED_BYTES * token_bytes)
+    return 4 * MAX_SETTINGS_BYTES + per_token * max_model_len
+
+
+async def read_body(http: web.Request, limit: int) -> bytes:
+    """Read the request's body.
+
+    Raises: Refusal 413 if it is larger than `limit` bytes, 400 or 415 if it cannot be read.
+    """
+    data = bytearray()
+    too_large = Refusal(f"the body has more than {limit} bytes, the limit of this route", 413)
+    try:
+        async for chunk in http.content.iter_any():
+            data += chunk
+            if len(data) > limit:
+                raise too_large
+    except web.RequestPayloadError as error:
+        raise Refusal(f"the body cannot be read: {error.__cause__ or error}") from error
+    encoding = http.headers.get("Content-Encoding", "identity").lower()
+    if encoding == "identity":
+        return bytes(data)
+    if encoding not in ("gzip", "deflate"):
+        raise Refusal(f"Content-Encoding: {encoding!r} is not supported; use gzip or deflate", 415)
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # accepts both headers
+    try:
+        body = decompressor.decompress(bytes(data), limit + 1)
+    except zlib.error as error:
+        raise Refusal(
+            f"the body cannot be read: it is not compressed as Content-Encoding says: {error}"
+        ) from error
+    if len(body) > limit:
+        raise too_large
+    if not decompressor.eof:
+        raise Refusal("the body cannot be read: its compressed data is cut off")
+    return body
+
+
+class _ClientErrorFilter(logging.Filter):
+    """Drops aiohttp's tracebacks of requests that are not valid HTTP: they have been answered."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
+
+
+RUNNER_SETTINGS = {"handler_cancellation": True, "auto_decompress": False}
+"""How aiohttp runs our app. `read_body` decompresses bodies, because it knows their size limit."""
+_CLIENT_ERROR_FILTER = _ClientErrorFilter()
+
+
+def build_app(key: str | None) -> web.Application:
+    """Build an app whose routes are all behind this boundary."""
+    logging.getLogger("aiohttp.server").addFilter(_CLIENT_ERROR_FILTER)
+    return web.Application(client_max_size=0, middlewares=[middleware(key)])
+
+
+def middleware(key: str | None) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    """Build the middleware that checks the key and answers every exception."""
+
+    @web.middleware
+    async def boundary(http: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if not is_allowed(http.path, _header(http, "Authorization"), key):
+                raise Refusal(NO_KEY, 401)
+            return await handler(http)
+        except Refusal as refusal:
+            return _json(refusal)
+        except web.HTTPException as error:  # no such route, or not with this method
+            return _json(Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status))
+        except ConnectionError as error:
+            logger.debug("%s %s: the caller has disconnected: %s", http.method, http.path, error)
+            return web.Response(status=499)
+        except StrettoError as error:
+            logger.error("%s %s: %s", http.method, http.path, error)
+            return _json(Refusal(str(error), 500))
+        except Exception as error:
+            request_id = _request_id(http)
+            logger.exception("%s %s failed, request %s", http.method, http.path, request_id)
+            return _json(
+                Refusal(f"internal error in request {request_id}: {type(error).__name__}: {error}", 500)
+            )
+
+    return boundary
+
+
+def _header(http: web.Request, name: str) -> bytes:
+    return http.headers.get(name, "").encode("utf-8", "surrogateescape")
+
+
+def _request_id(http: web.Request) -> str:
+    """The caller's id of the request if it is safe to log, else a new one."""
+    name = http.headers.get("X-Request-Id", "")
+    is_plain = name.isascii() and name.isprintable() and 0 < len(name) <= _MAX_ID_CHARACTERS
+    return name if is_plain else uuid4().hex
+
+
+def _json(refusal: Refusal) -> web.Response:
+    text = refusal.body()
+    headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+    return web.Response(body=text, status=refusal.status, content_type="application/json", headers=headers)

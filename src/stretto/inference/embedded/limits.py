@@ -1,0 +1,76 @@
+"""Limits of one request, checked before the request touches the engine's state.
+
+Numbers must fit into the arrays of slots.py. Sizes are limited so that no request slows the steps of all others or
+takes memory that is never given back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from stretto.records.generate import GenerateRequest, SamplingParams
+
+MIN_TEMPERATURE = 1e-5
+"""Below it, logits divided by the temperature overflow float32."""
+MAX_TOP_K = 2**31 - 1
+MAX_STOP_TOKEN_IDS = 256
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+
+
+def refusal_reason(
+    spec: GenerateRequest, *, vocab_size: int, max_model_len: int, max_num_seqs: int
+) -> str | None:
+    """Why this request cannot be served, in words for its sender; None if it can."""
+    ids = spec.prompt_ids
+    if not len(ids):
+        return "token_ids: the prompt is empty; at least one token is needed"
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        return f"token_ids: token id {low if low < 0 else high} is out of vocabulary; ids are 0 to {vocab_size - 1}"
+    if len(ids) >= max_model_len:
+        return (
+            f"token_ids: the prompt has {len(ids)} tokens; with at least one sampled token the engine's "
+            f"limit is {max_model_len} (max_model_len)"
+        )
+    if not 1 <= spec.n <= max_num_seqs:
+        return f"n: {spec.n} is not in 1 to {max_num_seqs} (max_num_seqs)"
+    if spec.cache_salt == "":
+        return "cache_salt: '' is not allowed; it must be null or a non-empty text"
+    if spec.sampling.max_tokens == 0 and not spec.prompt_logprobs:
+        return "max_tokens: 0 is not allowed without prompt_logprobs; it must be 1 or more"
+    problems = (_check_sampling(spec.sampling), _check_stops(spec.sampling, vocab_size))
+    return next(itertools.chain(*problems), None)
+
+
+def _check_sampling(params: SamplingParams) -> Iterator[str]:
+    temperature = params.temperature
+    is_scale = temperature == 0 or MIN_TEMPERATURE <= temperature < float("inf")
+    top_k, max_tokens = params.top_k, params.max_tokens
+    checks = (
+        (is_scale, "temperature", temperature, f"0 (greedy), or {MIN_TEMPERATURE:g} or more and finite"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "more than 0 and at most 1"),
+        (top_k is None or 1 <= top_k <= MAX_TOP_K, "top_k", top_k, f"1 to {MAX_TOP_K}, or null for all"),
+        (0 <= params.min_p <= 1, "min_p", params.min_p, "0 to 1"),
+        (max_tokens is None or max_tokens >= 0, "max_tokens", max_tokens, "0 or more"),
+    )
+    for is_allowed, name, value, rule in checks:
+        if not is_allowed:
+            yield f"{name}: {value} is not allowed; it must be {rule}"
+
+
+def _check_stops(params: SamplingParams, vocab_size: int) -> Iterator[str]:
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        yield (
+            f"stop_token_ids: {len(params.stop_token_ids)} ids are too many; at most {MAX_STOP_TOKEN_IDS} "
+            "are allowed"
+        )
+    for i in params.stop_token_ids:
+        if not 0 <= i < vocab_size:
+            yield f"stop_token_ids: token id {i} is out of vocabulary; ids are 0 to {vocab_size - 1}"
+    if len(params.stop) > MAX_STOPS:
+        yield f"stop: {len(params.stop)} texts are too many; at most {MAX_STOPS} are allowed"
+    for text in params.stop:
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            yield f"stop: a text has {len(text)} characters; it must have 1 to {MAX_STOP_CHARACTERS}"

@@ -1,0 +1,197 @@
+"""ASGI middleware in front of vLLM's routes: API key, list of served routes, checks of bodies.
+
+vLLM 0.32 requires its key below /v1 and /inference only. Its development routes, some of which we need, let anyone
+call any method of its workers. The guard requires the key on all but three routes, answers 404 on routes that are not
+listed, and enforces the order of a weight update (../update_order.py). It checks bodies as the embedded engine does,
+because vLLM notices a number that does not fit int64, or an invalid token id, only inside the engine, which then ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from stretto.inference.boundary import NO_KEY, OPEN_ROUTES, is_allowed
+from stretto.inference.update_order import UpdateOrder
+from stretto.inference.vllm.bodies import CheckedBody, EngineSizes, check
+from stretto.transports.engine import api
+from stretto.transports.engine.api import Refusal
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+SERVED_BELOW = ("/v1/", "/inference/v1/")
+"""vLLM's public routes."""
+SERVED = OPEN_ROUTES | {
+    api.TOKENIZE,
+    api.DETOKENIZE,
+    api.METRICS,
+    f"{api.METRICS}/",
+    api.PAUSE,
+    api.RESUME,
+    api.IS_PAUSED,
+    api.START_UPDATE,
+    api.UPDATE_WEIGHTS,
+    api.FINISH_UPDATE,
+    api.WORLD_SIZE,
+    api.RESET_PREFIX_CACHE,
+    api.ABORT,
+    api.ABORT_REQUESTS,
+    "/version",
+    "/load",
+    "/ping",
+}
+"""Other routes that are served; vLLM's /collective_rpc, /sleep, /server_info and others are not."""
+
+
+GENERATING = frozenset({api.GENERATE, api.COMPLETIONS, api.CHAT_COMPLETIONS})
+"""Routes whose requests may have to wait."""
+COMMANDS = frozenset(
+    {api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.LOAD_ADAPTER, api.UNLOAD_ADAPTER}
+)
+"""Routes that vLLM answers with 500 even for refusals, for example of calls in the wrong order."""
+
+
+class _CallFailed(Exception):
+    """The call was answered with an error."""
+
+
+class Guard:
+    """ASGI middleware around vLLM's app.
+
+    max_waiting: requests that may be open in this process beyond those that the engine runs at a time.
+    """
+
+    def __init__(self, app: App, *, key: str | None, max_waiting: int | None = None) -> None:
+        self._app, self._key, self._max_waiting = app, key, max_waiting
+        self._sizes: EngineSizes | None = None
+        self._order = UpdateOrder()
+        self._num_open = 0
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "only HTTP is served here"})
+            return
+        try:
+            body = await self._check_request(scope, receive)
+            if body is not None:
+                receive = _replay(body.data, receive)
+            with suppress(_CallFailed), self._order.call(scope["path"] if scope["method"] == "POST" else ""):
+                await self._forward(scope, receive, _Answer(scope, body, send))
+        except Refusal as refusal:
+            await _send_refusal(send, refusal)
+
+    async def _forward(self, scope: Message, receive: Receive, answer: _Answer) -> None:
+        """Let vLLM answer. Raises: _CallFailed if its status is not 200."""
+        is_counted = scope["path"] in GENERATING
+        self._num_open += is_counted
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception as error:  # vLLM has sent no answer
+            if not await answer.refuse(f"{type(error).__name__}: {error}"):
+                raise
+        finally:
+            self._num_open -= is_counted
+        if answer.status != 200:
+            raise _CallFailed
+
+    async def _check_request(self, scope: Message, receive: Receive) -> CheckedBody | None:
+        """Check a request and return its body, None if it has none. Raises: Refusal."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        if not is_allowed(path, headers.get(b"authorization", b""), self._key):
+            raise Refusal(NO_KEY, 401)
+        if path not in SERVED and not path.startswith(SERVED_BELOW):
+            raise Refusal(f"{scope['method']} {path[:200]}: Not Found", 404)
+        if scope["method"] != "POST":
+            return None
+        sizes = self._sizes = self._sizes or EngineSizes.of(scope["app"].state)
+        if path in GENERATING and self._max_waiting is not None:
+            waiting = self._num_open - sizes.max_num_seqs
+            if waiting >= self._max_waiting:
+                raise Refusal(f"{waiting} requests wait already (max_waiting_requests); try again later", 429)
+        return check(path, await _read(receive, sizes.max_body_bytes(path)), sizes)
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    data = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refusal("the caller has disconnected", 499)
+        data += message.get("body", b"")
+        if len(data) > limit:
+            raise Refusal(f"the body has more than {limit} bytes, the limit of this route", 413)
+        if not message.get("more_body", False):
+            return bytes(data)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns the body, already read, as one message, and then what follows it."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_body() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return receive_body
+
+
+class _Answer:
+    """vLLM's answer to one request; some of its internal errors become refusals.
+
+    vLLM answers 500 even for refused commands and invalid grammars. While its engine is healthy, these are answered as
+    faults of the request.
+    """
+
+    def __init__(self, scope: Message, body: CheckedBody | None, send: Send) -> None:
+        self._send, self._client = send, scope["app"].state.engine_client
+        self._is_command = scope["path"] in COMMANDS
+        self._has_grammar = body is not None and body.has_grammar
+        self._has_begun = False
+        self._is_withheld = False  # vLLM's 500: another answer will be sent
+        self._withheld = b""
+        self.status = 0  # of vLLM's answer
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        if message["type"] == "http.response.start" and self.status == 500 and self._is_request_fault():
+            self._is_withheld = True
+        elif not self._is_withheld:
+            self._has_begun = True
+            await self._send(message)
+        else:
+            self._withheld += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self.refuse(api.error_message(self._withheld))
+
+    async def refuse(self, reason: str) -> bool:
+        """Answer with a refusal; False if the fault is the server's, or the answer has begun."""
+        if self._has_begun or not self._is_request_fault():
+            return False
+        self._has_begun = True
+        if self._is_command:
+            await _send_refusal(self._send, Refusal(reason, 409))
+        else:
+            await _send_refusal(
+                self._send,
+                Refusal(f"the grammar of the reply (structured output, tools) is invalid: {reason}"),
+            )
+        return True
+
+    def _is_request_fault(self) -> bool:
+        return (self._is_command or self._has_grammar) and not self._client.errored
+
+
+async def _send_refusal(send: Send, refusal: Refusal) -> None:
+    body = refusal.body()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    status = 400 if refusal.status == 499 else refusal.status
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,147 @@
+"""Return the experts that computed every token on a CPU, as vLLM 0.32 does on GPUs only.
+
+Two functions of vLLM are wrapped: after the CPU runner's `load_model`, routers report their choices; after the
+scheduler's constructor, the scheduler returns them with the tokens, in vLLM's own format. Choices are stored by cache
+slot, so that tokens whose keys and values come from the prefix cache have theirs, too. On GPUs vLLM's own option does
+this; see command.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from stretto.inference.vllm.patches.wrap import run_after
+
+UNKNOWN = {"uint8": np.uint8(255), "uint16": np.uint16(65535)}
+
+
+def install() -> None:
+    """Wrap vLLM's functions, once per process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    if getattr(Scheduler, "_stretto_choices", False):
+        return
+    Scheduler._stretto_choices = True
+    run_after(
+        Scheduler,
+        "__init__",
+        lambda scheduler: setattr(scheduler, "aux_output_connector", ChoicesConnector()),
+    )
+    run_after(CPUModelRunner, "load_model", ChoicesCapture)
+
+
+class ChoicesConnector:
+    """The scheduler's side: requests rows of choices from the worker and puts them into the output.
+
+    vLLM calls its methods by these names.
+    """
+
+    def build_connector_meta(self, scheduler_output: Any, requests: dict[str, Any]) -> dict[str, int]:
+        starts = {}
+        for name in scheduler_output.num_scheduled_tokens:
+            request = requests[name]
+            start = min(request.sampling_params.routed_experts_prompt_start, request.num_prompt_tokens)
+            # Rows that were returned are not returned again, even if a preempted request is computed again.
+            starts[name] = start if request.num_output_tokens == 0 else request.num_tokens - 1
+        return starts
+
+    def take_output(self, request: Any, output: dict[str, Any] | None) -> np.ndarray | None:
+        """Rows of all computed tokens; the newest token was sampled but is not computed yet."""
+        found = None if output is None else output.get(request.request_id)
+        if found is None:
+            return None
+        count = request.num_tokens - 1 - found.token_start
+        return found.rows[:count] if count > 0 else None
+
+    def request_finished(self, request: Any) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+class ChoicesCapture:
+    """The worker's side: the choices of one model's routers, by cache slot.
+
+    `table`: uint8 or uint16 [slots, layers, top_k].
+    """
+
+    def __init__(self, runner: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        self.runner = runner
+        routers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
+        if not routers:
+            return
+        self.step: list[torch.Tensor | None] = [None] * len(routers)
+        for layer, module in enumerate(sorted(routers, key=lambda module: module.layer_id)):
+            module.router.set_capture_fn(functools.partial(self.store, layer))
+        num_experts = max(module.moe_config.num_experts for module in routers)
+        self.dtype = np.dtype(np.uint16 if num_experts > 255 else np.uint8)
+        self.table: np.ndarray | None = None
+        self.rows: dict[str, Any] | None = None
+        self._wrap(runner)
+
+    def store(self, layer: int, choices: torch.Tensor) -> None:
+        """Store the choices of one layer for all tokens of this step, int [tokens, top_k]."""
+        self.step[layer] = choices.detach().clone()
+
+    def _wrap(self, runner: Any) -> None:
+        execute, sample = runner.execute_model, runner.sample_tokens
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.step = [None] * len(self.step)
+            result = execute(scheduler_output, *args, **kwargs)
+            self.rows = self.collect(scheduler_output) if scheduler_output.num_scheduled_tokens else None
+            return result
+
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            result = sample(*args, **kwargs)
+            if result is not None and self.rows is not None:
+                result.aux_output_connector_output = self.rows
+            return result
+
+        runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+    def collect(self, scheduler_output: Any) -> dict[str, Any] | None:
+        """Write this step's choices into the table; returns the rows that each request needs."""
+        from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+
+        if any(choices is None for choices in self.step):
+            return None
+        count = scheduler_output.total_num_scheduled_tokens
+        chosen = torch.stack([choices[:count] for choices in self.step if choices is not None], dim=1)
+        batch = self.runner.input_batch
+        table = batch.block_table.block_tables[0]
+        slots = table.slot_mapping.np[:count]
+        self._grow(int(slots.max()) + 1, chosen.shape[1:])
+        assert self.table is not None
+        self.table[slots] = chosen.numpy().astype(self.dtype)
+        found = {}
+        starts: dict[str, int] = scheduler_output.aux_output_connector_metadata
+        for name, start in starts.items():
+            row = batch.req_id_to_index[name]
+            end = int(batch.num_computed_tokens_cpu[row]) + scheduler_output.num_scheduled_tokens[name]
+            found[name] = AuxRequestOutput(start, self._read(table, row, start, end))
+        return found
+
+    def _read(self, table: Any, row: int, start: int, end: int) -> np.ndarray:
+        """Choices of tokens start <= t < end of a request, from the slots of its blocks."""
+        assert self.table is not None
+        tokens = np.arange(start, max(end, start))
+        blocks = table.block_table.np[row, tokens // table.block_size]
+        return self.table[blocks * table.block_size + tokens % table.block_size]
+
+    def _grow(self, slots: int, shape: tuple[int, ...]) -> None:
+        if self.table is not None and len(self.table) >= slots:
+            return
+        size = max(slots, 1024, 2 * (0 if self.table is None else len(self.table)))
+        grown = np.full((size, *shape), UNKNOWN[self.dtype.name], self.dtype)
+        if self.table is not None:
+            grown[: len(self.table)] = self.table
+        self.table = grown

@@ -1,0 +1,453 @@
+"""Plans the inference processes of a run: engines, routers and cache stores, and the node of each.
+
+In: a checked [inference] section and the addresses of its nodes. Out: an `EnginesPlan`. One engine may be several
+processes (one per node); each is a `stretto inference` with its own section. The shape depends on
+[inference.deployment]:
+
+    single_node        num_replicas engines on the first node
+    multi_node         one engine per node; with enable_expert_parallel one engine over all nodes (wide EP): each of
+                       its processes serves requests and balances them over its own devices
+    disaggregated      separate engines for prefill and decode; NIXL moves the KV caches between them
+
+Rollouts go to the router. Admin calls go to every engine: the router would pass a call to one of them only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from stretto.base.errors import ConfigError
+from stretto.base.ports import is_free
+from stretto.config.flags import router as router_flags
+from stretto.config.rules.engine import check_node_gpus
+from stretto.config.rules.rule import below
+from stretto.config.sections.engines import (
+    ADMITTED,
+    PEERS_VAR,
+    STORE_VARIABLE,
+    Disaggregated,
+    MooncakeOffload,
+    MultiNode,
+    RouterSection,
+    SingleNode,
+)
+from stretto.config.sections.inference import InferenceSection
+
+Role = Literal["engine", "prefill", "decode"]
+BACKEND_OFFSET = 100
+METRICS_OFFSET = 10_000
+NIXL = "NixlConnector"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One `stretto inference` process."""
+
+    name: str
+    role: Role
+    node: int
+    section: InferenceSection
+    """The section of this process: its port and vLLM options, the parallel degrees of the whole engine."""
+    env: dict[str, str] = field(default_factory=dict)
+    num_gpus: int = 1
+
+    def url(self, hosts: Sequence[str]) -> str:
+        return f"http://{hosts[self.node]}:{self.section.server.port}"
+
+
+@dataclass(frozen=True)
+class HelperSpec:
+    """A process that is not an engine: a router, the cache store's master, or one node's part of the store."""
+
+    name: str
+    node: int
+    argv: tuple[str, ...]
+    port: int
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EnginesPlan:
+    """All processes of inference, and where to reach them."""
+
+    engines: tuple[EngineSpec, ...]
+    routers: tuple[HelperSpec, ...]
+    stores: tuple[HelperSpec, ...]
+    """The processes of the KV cache store that all engines share: the master, then one per node."""
+    base_urls: tuple[str, ...]
+    """Where rollouts go."""
+    admin_urls: tuple[str, ...]
+    """Every engine process, for admin calls."""
+
+
+def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: bool = False) -> EnginesPlan:
+    """Plan the processes of one [inference] section on these nodes.
+
+    Raises: ConfigError if there are fewer nodes than the shape needs, or if degrees do not divide.
+    """
+    shape = section.deployment
+    if problems := list(check_node_gpus(section, below("inference"))):
+        raise ConfigError("\n".join(problem.message for problem in problems))
+    is_routed = has_router(section)
+    match shape:
+        case MultiNode():
+            _need_nodes(hosts, shape.num_nodes, "inference.deployment.num_nodes")
+            is_wide = section.enable_expert_parallel
+            engines = _wide_engine(section, shape, hosts) if is_wide else _engine_per_node(section, shape)
+        case Disaggregated():
+            _need_nodes(hosts, shape.num_nodes, "inference.deployment")
+            engines = _disaggregated(section, shape, hosts, is_cpu=is_cpu)
+        case _:
+            engines = _replicas(section, is_routed=is_routed)
+    engines, stores = _with_offload(
+        [_with_listen_address(engine, hosts) for engine in engines], section, hosts
+    )
+    admin = tuple(engine.url(hosts) for engine in engines)
+    router = section.router
+    if not is_routed or router is None:
+        return EnginesPlan(tuple(engines), (), stores, admin, admin)
+    if router.address is not None:
+        return EnginesPlan(tuple(engines), (), stores, (router.address,), admin)
+    spec = _router(router, engines, hosts, section)
+    return EnginesPlan(tuple(engines), (spec,), stores, (f"http://{hosts[0]}:{spec.port}",), admin)
+
+
+def has_router(section: InferenceSection) -> bool:
+    """True for several engines, and for one if the user configured a router."""
+    shape = section.deployment
+    if section.router is None:
+        return False
+    ports = (shape.router_port, getattr(shape, "backend_port", None))
+    return shape.num_processes > 1 or section.router.is_needed or any(port is not None for port in ports)
+
+
+def plan_replicas(
+    section: InferenceSection, hosts: Sequence[str], num_replicas: int, *, is_cpu: bool = False
+) -> EnginesPlan:
+    """Plan [inference] num_replicas times, each replica with its own nodes and router.
+
+    The orchestrator spreads rollouts over the routers.
+    """
+    if num_replicas == 1:
+        return plan_engines(section, hosts, is_cpu=is_cpu)
+    each = section.deployment.num_nodes
+    _need_nodes(hosts, each * num_replicas, "deployment.num_infer_replicas")
+    engines: list[EngineSpec] = []
+    routers: list[HelperSpec] = []
+    urls: list[str] = []
+    admin: list[str] = []
+    stores: list[HelperSpec] = []
+    for replica in range(num_replicas):
+        first = replica * each
+        plan = plan_engines(section, hosts[first : first + each], is_cpu=is_cpu)
+        engines += [replace(e, name=f"replica_{replica}_{e.name}", node=first + e.node) for e in plan.engines]
+        routers += [replace(r, name=f"replica_{replica}_{r.name}", node=first + r.node) for r in plan.routers]
+        urls += plan.base_urls
+        admin += plan.admin_urls
+        stores += [replace(h, name=f"replica_{replica}_{h.name}", node=first + h.node) for h in plan.stores]
+    return EnginesPlan(tuple(engines), tuple(routers), tuple(stores), tuple(urls), tuple(admin))
+
+
+def _need_nodes(hosts: Sequence[str], needed: int, key: str) -> None:
+    if len(hosts) < needed:
+        have = f"{len(hosts)} node{'s' * (len(hosts) != 1)}"
+        raise ConfigError(f"{key}: this deployment needs {needed} nodes and there are {have}")
+
+
+def _backend_port(section: InferenceSection, *, is_routed: bool = True) -> int:
+    shape = section.deployment
+    if isinstance(shape, Disaggregated):
+        raise AssertionError("prefill and decode engines have their own ports")
+    if shape.backend_port is not None:
+        return shape.backend_port
+    return section.server.port + BACKEND_OFFSET if is_routed else section.server.port
+
+
+def _process_section(
+    section: InferenceSection, port: int, *, dp: int | None = None, **vllm: Any
+) -> InferenceSection:
+    """The section of one engine process."""
+    extra = {**vllm, **section.vllm_extra}
+    parallel = section.parallel if dp is None else section.parallel.model_copy(update={"dp": dp})
+    server = section.server.model_copy(update={"port": port})
+    own = {"server": server, "parallel": parallel, "vllm_extra": extra, "deployment": SingleNode()}
+    own["router"] = RouterSection()  # the default: only the plan knows of a router
+    if section.engine == "auto" and section.vllm_only():
+        own["engine"] = "vllm"
+    return section.model_copy(update=own)
+
+
+def _with_listen_address(engine: EngineSpec, hosts: Sequence[str]) -> EngineSpec:
+    """Let the engine listen where other nodes reach it, unless the user gave an address."""
+    server = engine.section.server
+    listening = listen_address(server.host, hosts[engine.node])
+    own = engine.section.model_copy(update={"server": server.model_copy(update={"host": listening})})
+    return replace(engine, section=own)
+
+
+def listen_address(host: str, node: str) -> str:
+    """Replace loopback, the default, by the node's address: other machines cannot reach loopback."""
+    return node if host == "127.0.0.1" and node != "localhost" else host
+
+
+# -- shapes --
+
+
+def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]:
+    count = section.deployment.num_replicas
+    gpus = section.parallel.num_gpus
+    if count == 1 and not is_routed:
+        return [EngineSpec("inference", "engine", 0, section, num_gpus=gpus)]
+    first = _backend_port(section, is_routed=is_routed)
+    if count == 1:
+        return [EngineSpec("inference", "engine", 0, _process_section(section, first), num_gpus=gpus)]
+    ports = [first + replica for replica in range(count)]
+    return [
+        EngineSpec(f"inference_{i}", "engine", 0, _process_section(section, port), num_gpus=gpus)
+        for i, port in enumerate(ports)
+    ]
+
+
+def _engine_per_node(section: InferenceSection, shape: MultiNode) -> list[EngineSpec]:
+    port, gpus = _backend_port(section), section.parallel.num_gpus
+    return [
+        EngineSpec(f"inference_{node}", "engine", node, _process_section(section, port), num_gpus=gpus)
+        for node in range(shape.num_nodes)
+    ]
+
+
+def _wide_engine(section: InferenceSection, shape: MultiNode, hosts: Sequence[str]) -> list[EngineSpec]:
+    dp = section.parallel.dp
+    nodes = range(shape.num_nodes)
+    return _engine_over_nodes(
+        section, "inference", "engine", nodes, _backend_port(section), hosts, dp, shape.data_parallel_rpc_port
+    )
+
+
+def _engine_over_nodes(
+    section: InferenceSection,
+    name: str,
+    role: Role,
+    nodes: Sequence[int],
+    port: int,
+    hosts: Sequence[str],
+    dp: int,
+    rpc_port: int,
+    **vllm: Any,
+) -> list[EngineSpec]:
+    """One engine over these nodes: one process per node, which serves requests on its own ranks."""
+    local = dp // len(nodes)
+    specs = []
+    for index, node in enumerate(nodes):
+        wide = {}
+        if len(nodes) > 1:
+            wide = {
+                "data_parallel_size_local": local,
+                "data_parallel_start_rank": index * local,
+                "data_parallel_address": hosts[nodes[0]],
+                "data_parallel_rpc_port": rpc_port,
+                "data_parallel_hybrid_lb": True,
+            }
+        own = _process_section(section, port, dp=dp, **wide, **vllm)
+        label = f"{name}_{index}" if len(nodes) > 1 else name
+        others = " ".join(f"http://{hosts[other]}:{port}" for other in nodes if other != node)
+        env = {PEERS_VAR: others} if others else {}
+        specs.append(EngineSpec(label, role, node, own, env, local * section.parallel.gpus_per_rank))
+    return specs
+
+
+def _disaggregated(
+    section: InferenceSection, shape: Disaggregated, hosts: Sequence[str], *, is_cpu: bool
+) -> list[EngineSpec]:
+    engines: list[EngineSpec] = []
+    sides = (
+        ("prefill", shape.num_prefill_replicas, shape.num_prefill_nodes, shape.prefill_port),
+        ("decode", shape.num_decode_replicas, shape.num_decode_nodes, shape.decode_port),
+    )
+    next_node = 0
+    for role, replicas, nodes_each, port in sides:
+        overrides = shape.prefill_env_overrides if role == "prefill" else shape.decode_env_overrides
+        for replica in range(replicas):
+            nodes = [0] if shape.is_local else list(range(next_node, next_node + nodes_each))
+            next_node += nodes_each
+            specs = _engine_over_nodes(
+                section,
+                f"{role}_{replica}",
+                role,
+                nodes,
+                port + replica if shape.is_local else port,
+                hosts,
+                section.parallel.dp if shape.is_local else _num_dp_ranks(section, shape, nodes_each),
+                shape.data_parallel_rpc_port,
+                **_disaggregated_options(section, shape, role, is_cpu=is_cpu),
+            )
+            for spec in specs:
+                channel = shape.side_channel_port + len(engines)
+                env = spec.env | {
+                    "VLLM_NIXL_SIDE_CHANNEL_HOST": hosts[spec.node],
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channel),
+                    **overrides,
+                }
+                engines.append(EngineSpec(spec.name, role, spec.node, spec.section, env, spec.num_gpus))
+    return engines
+
+
+def _num_dp_ranks(section: InferenceSection, shape: Disaggregated, num_nodes: int) -> int:
+    """Data-parallel ranks of one engine: as many as its nodes' GPUs allow, unless the user gave a number."""
+    if section.parallel.dp > 1:
+        return section.parallel.dp
+    return shape.gpus_per_node // section.parallel.gpus_per_rank * num_nodes
+
+
+def _disaggregated_options(
+    section: InferenceSection, shape: Disaggregated, role: str, *, is_cpu: bool
+) -> dict[str, Any]:
+    connector: dict[str, Any] = {"kv_connector": NIXL, "kv_role": "kv_both"}
+    if is_cpu:
+        return {"kv_transfer_config": connector | {"kv_buffer_device": "cpu"}}
+    options: dict[str, Any] = {"kv_transfer_config": connector}
+    # If None, the engine uses expert parallelism for models that have experts: vllm/command.py.
+    if section.enable_expert_parallel or (section.enable_expert_parallel is None and not shape.is_local):
+        low = {"prefill": "deepep_high_throughput", "decode": "deepep_low_latency"}
+        options["all2all_backend"] = low[role]
+    return options
+
+
+# -- caches beyond the GPU --
+
+
+def _with_offload(
+    engines: list[EngineSpec], section: InferenceSection, hosts: Sequence[str]
+) -> tuple[list[EngineSpec], tuple[HelperSpec, ...]]:
+    offload = section.kv_cache_offload
+    if offload is None:
+        return engines, ()
+    found = []
+    for engine in engines:
+        connectors = [offload_connector(section)]
+        if (other := engine.section.vllm_extra.get("kv_transfer_config")) is not None:
+            connectors.insert(0, other)
+        one = connectors[0]
+        if len(connectors) > 1:
+            one = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": connectors},
+            }
+        extra = engine.section.vllm_extra | {"kv_transfer_config": one}
+        update = {
+            "vllm_extra": extra,
+            "enable_prefix_caching": True,
+            "kv_cache_offload": None,
+            "engine": "vllm",
+        }
+        own = engine.section.model_copy(update=update)
+        env = engine.env | _store_env(offload, hosts) if isinstance(offload, MooncakeOffload) else engine.env
+        found.append(EngineSpec(engine.name, engine.role, engine.node, own, env, engine.num_gpus))
+    return found, _stores(offload, hosts[: section.deployment.num_nodes]) if isinstance(
+        offload, MooncakeOffload
+    ) else ()
+
+
+def offload_connector(section: InferenceSection) -> dict[str, Any]:
+    """vLLM's connector config for [inference.kv_cache_offload]."""
+    offload = section.kv_cache_offload
+    assert offload is not None
+    if isinstance(offload, MooncakeOffload):
+        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+    config: dict[str, Any] = {"cpu_bytes_to_use": offload.cpu.num_bytes}
+    if offload.disk is not None:
+        tier = {"type": "fs", "root_dir": offload.disk.path}
+        config |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
+
+
+def _store_env(offload: MooncakeOffload, hosts: Sequence[str]) -> dict[str, str]:
+    """Where engines find the store; inference/vllm/launch.py writes it to the file that vLLM reads."""
+    config = {
+        "mode": "standalone-store",
+        "metadata_server": f"http://{hosts[0]}:{offload.metadata_port}/metadata",
+        "master_server_address": f"{hosts[0]}:{offload.master_port}",
+        "global_segment_size": 0,
+        "local_buffer_size": min(offload.cpu.num_bytes, 1 << 30),
+        "protocol": offload.protocol,
+        "device_name": "",
+        "enable_offload": offload.disk is not None,
+    }
+    return {STORE_VARIABLE: json.dumps(config)}
+
+
+def _stores(offload: MooncakeOffload, hosts: Sequence[str]) -> tuple[HelperSpec, ...]:
+    """The master with its metadata server on the first node, and a process with memory on every node."""
+    has_disk = str(offload.disk is not None).lower()
+    master = (
+        sys.executable,
+        "-m",
+        "mooncake.cli",
+        f"-rpc_port={offload.master_port}",
+        "-enable_http_metadata_server=true",
+        f"-http_metadata_server_port={offload.metadata_port}",
+        f"-metrics_port={offload.metrics_port}",
+        f"-enable_offload={has_disk}",
+    )
+    parts = []
+    for node, host in enumerate(hosts):
+        words = (
+            sys.executable,
+            "-m",
+            "mooncake.cli_client",
+            f"-host={host}",
+            f"-port={offload.client_port}",
+            f"-global_segment_size={offload.cpu.num_bytes} B",
+            f"-master_server_address={hosts[0]}:{offload.master_port}",
+            f"-metadata_server=http://{hosts[0]}:{offload.metadata_port}/metadata",
+            f"-protocol={offload.protocol}",
+            f"-enable_offload={has_disk}",
+        )
+        env = {} if offload.disk is None else {"MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": offload.disk.path}
+        parts.append(HelperSpec(f"kv_store_{node}", node, words, offload.client_port, env))
+    return HelperSpec("kv_master", 0, master, offload.master_port), *parts
+
+
+# -- the router --
+
+
+def _metrics_port(port: int) -> int:
+    """A free port for the router's own metrics; by default all routers of a host would take the same one."""
+    first = port + METRICS_OFFSET if port + METRICS_OFFSET < 65_000 else port - METRICS_OFFSET
+    return next((found for found in range(first, first + 500) if is_free("127.0.0.1", found)), first)
+
+
+def _router(
+    router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str], section: InferenceSection
+) -> HelperSpec:
+    shape = section.deployment
+    port = shape.router_port or section.server.port
+    words = ["--host", listen_address(section.server.host, hosts[0]), "--port", str(port)]
+    words += ["--policy", router.policy]
+    if isinstance(shape, Disaggregated):
+        words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        for engine in engines:
+            words += [f"--{engine.role}", engine.url(hosts)]
+    else:
+        words += ["--worker-urls", *(engine.url(hosts) for engine in engines)]
+    # High limits: rollouts may take long, and the orchestrator itself limits their number and retries them.
+    options: dict[str, Any] = {
+        "health_check_endpoint": ADMITTED,
+        "health_check_interval_secs": 2,
+        "health_failure_threshold": 2,
+        "health_success_threshold": 1,
+        "worker_startup_timeout_secs": 1800,
+        "request_timeout_secs": 7200,
+        "max_concurrent_requests": 65536,
+        "log_level": "warning",
+        "prometheus_port": _metrics_port(port),
+        **router.extra,
+    }
+    for name, value in options.items():
+        words += router_flags.arguments(name, value, f"inference.router.extra.{name}")
+    return HelperSpec("router", 0, (sys.executable, "-m", "vllm_router.launch_router", *words), port)

@@ -1,0 +1,269 @@
+"""Plans a run over several machines: [deployment] type = "multi_node".
+
+Every node gets the same config, computes the same plan, and runs its own processes of it. There is no remote login,
+and nodes share only the network (and a file system if a transport or checkpoints need one). So ports are those of the
+config, and the plan depends on nothing that differs between machines. Nodes, in the order of `deployment.hosts`:
+
+    first                 orchestrator, trainer ranks, console
+    num_train_nodes - 1   trainer ranks
+    the rest              inference: one replica after another, as inference.deployment says, each with its router on
+                          its first node
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from stretto.base import process
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.base.ports import is_own_address
+from stretto.base.secret import Secret
+from stretto.config.root import RLConfig
+from stretto.config.sections.deployment import MultiNodeDeployment
+from stretto.config.sections.engines import HOLD_VAR
+from stretto.config.sections.inference import InferenceSection
+from stretto.launch.plan.engines import EngineSpec, EnginesPlan, plan_replicas
+from stretto.launch.plan.placement import GPU_HOST_THREADS, MOST_THREADS, replaced, with_canary_tolerance
+from stretto.launch.plan.plan import (
+    ENGINE_RESTARTS,
+    LaunchPlan,
+    ProcessSpec,
+    client_key_env,
+    engine_key_env,
+    helper_processes,
+    rank_env,
+)
+
+LOOPBACK = "127.0.0.1"
+RANK_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
+"""Environment variables in which schedulers give the number of this node."""
+
+
+def plan_nodes(
+    cfg: RLConfig, run: RunDir, resume_step: int | None = None, secret: Secret | None = None
+) -> LaunchPlan:
+    """Plan the processes of all nodes.
+
+    secret: the run's, from which the engines' API key is made if the user gave none; None in a dry run.
+    """
+    shape = cfg.deployment
+    assert isinstance(shape, MultiNodeDeployment), shape
+    hosts = node_hosts(cfg)
+    cfg, notes = _with_key(_with_addresses(cfg, hosts[0]), secret)
+    engines = _engines(cfg, hosts[shape.num_train_nodes :])
+    has_gpus, samples = bool(shape.gpus_per_node), cfg.inference is not None and cfg.inference.device != "cpu"
+    cfg = with_canary_tolerance(cfg, trains_on_gpus=has_gpus, samples_on_gpus=has_gpus and samples)
+    cfg = _with_engine_addresses(cfg, engines)
+    if cfg.resume is not None:
+        resume = cfg.resume.model_copy(update={"step": resume_step})
+        cfg = cfg.model_copy(update={"resume": resume})
+    cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
+    cfg = _with_threads(cfg, shape)
+    processes = [_orchestrator(cfg, run), *_trainers(cfg, run, hosts)]
+    if engines is not None and cfg.inference is not None:
+        key = engine_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
+        started = engine_processes(
+            cfg.inference, engines, run, first_node=shape.num_train_nodes, is_held=True
+        )
+        processes += [
+            dataclasses.replace(spec, env=spec.env | key) if spec.role == "inference" else spec
+            for spec in started
+        ]
+    return LaunchPlan.of(run, cfg, engines, processes, hosts=hosts, notes=notes)
+
+
+def node_hosts(cfg: RLConfig) -> list[str]:
+    """Addresses of all nodes; names such as node-0 in a dry run that gives none.
+
+    Raises: ConfigError if none are given and this is not a dry run.
+    """
+    shape = cfg.deployment
+    assert isinstance(shape, MultiNodeDeployment), shape
+    if shape.hosts is not None:
+        return shape.hosts
+    if not cfg.dry_run:
+        raise ConfigError(
+            'deployment.type = "multi_node" needs deployment.hosts: the addresses of the nodes, the trainer\'s first, '
+            "in the same order on every node; a --dry-run needs none"
+        )
+    nodes = 0 if cfg.inference is None else cfg.inference.deployment.num_nodes
+    return [f"node-{node}" for node in range(shape.num_train_nodes + shape.num_infer_replicas * nodes)]
+
+
+def find_node_rank(node_rank: int | None, hosts: Sequence[str], key: str) -> int:
+    """The number of this node: node_rank if given, else the scheduler's, else found by this machine's address.
+
+    Raises: ConfigError if none, or more than one, of the addresses is this machine's.
+    """
+    if node_rank is not None:
+        return node_rank
+    for name in RANK_VARIABLES:
+        if (text := os.environ.get(name, "")).isdigit() and int(text) < len(hosts):
+            return int(text)
+    mine = [rank for rank, host in enumerate(hosts) if host == socket.gethostname() or is_own_address(host)]
+    if len(mine) == 1:
+        return mine[0]
+    found = "several of the addresses are" if mine else "none of the addresses is"
+    raise ConfigError(f"{key}: {found} this machine's ({', '.join(hosts)}); say which node this is, from 0")
+
+
+# -- addresses --
+
+
+def _with_addresses(cfg: RLConfig, head: str) -> RLConfig:
+    """Let wires listen on the first node, unless the user gave another address."""
+    for wire in ("control", "rollout_transport", "weight_broadcast"):
+        if getattr(getattr(cfg, wire), "host", None) == LOOPBACK:
+            cfg = replaced(cfg, f"{wire}.host", head)
+    return cfg
+
+
+def _with_key(cfg: RLConfig, secret: Secret | None) -> tuple[RLConfig, list[str]]:
+    """Set the API key of engines that other hosts reach; also a note that says where it comes from.
+
+    First choice is the config, then the environment; else every node makes the same key from the run's secret.
+    """
+    if cfg.inference is None or cfg.inference.api_key is not None:
+        return cfg, []
+    if os.environ.get(variable := cfg.orchestrator.client.api_key_var):
+        return cfg, [f"the engines' key is that of {variable}: it must be set on every node"]
+    if secret is not None:
+        cfg = replaced(cfg, "inference.api_key", secret.text_key("inference.api_key"))
+    return cfg, [
+        "inference.api_key is made from the run's secret: engines answer the run's own processes alone"
+    ]
+
+
+def _engines(cfg: RLConfig, hosts: Sequence[str]) -> EnginesPlan | None:
+    shape, section = cfg.deployment, cfg.inference
+    if section is None:
+        return None
+    assert isinstance(shape, MultiNodeDeployment), shape
+    return plan_replicas(section, hosts, shape.num_infer_replicas, is_cpu=section.device == "cpu")
+
+
+def _with_engine_addresses(cfg: RLConfig, engines: EnginesPlan | None) -> RLConfig:
+    if engines is None:
+        return cfg
+    urls, admin = ([f"{url}/v1" for url in found] for found in (engines.base_urls, engines.admin_urls))
+    cfg = replaced(cfg, "orchestrator.client.base_url", urls if len(urls) > 1 else urls[0])
+    return replaced(cfg, "orchestrator.client.admin_base_url", admin)
+
+
+# -- processes --
+
+
+def _with_threads(cfg: RLConfig, shape: MultiNodeDeployment) -> RLConfig:
+    """Fill in CPU threads per process, as if every node had as many cores as this one."""
+    ranks = cfg.num_train_ranks // shape.num_train_nodes
+    if cfg.trainer.num_threads is None:
+        most = GPU_HOST_THREADS if shape.gpus_per_node else MOST_THREADS
+        cfg = replaced(cfg, "trainer.num_threads", max(1, min(most, process.num_cores() // ranks)))
+    if cfg.inference is not None and cfg.inference.num_threads is None:
+        cfg = replaced(cfg, "inference.num_threads", _engine_threads(cfg.inference))
+    return cfg
+
+
+def _engine_threads(section: InferenceSection) -> int:
+    shape = section.deployment
+    on_one = max(1, shape.num_processes // shape.num_nodes)
+    most = MOST_THREADS if section.device == "cpu" else GPU_HOST_THREADS
+    return max(1, min(most, process.num_cores() // on_one))
+
+
+def _orchestrator(cfg: RLConfig, run: RunDir) -> ProcessSpec:
+    ports = {"control": cfg.control.port}
+    if cfg.rollout_transport.type == "zmq":
+        ports["rollouts"] = cfg.rollout_transport.port
+    env = {**process.thread_env(1), **process.device_env([])}
+    if cfg.inference is not None:
+        env |= client_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
+    return ProcessSpec("orchestrator", 0, 1, _argv("orchestrator", run, "orchestrator"), env, (), 1, ports)
+
+
+def _trainers(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessSpec]:
+    shape = cfg.deployment
+    assert isinstance(shape, MultiNodeDeployment), shape
+    ranks = cfg.num_train_ranks
+    each = ranks // shape.num_train_nodes
+    threads = cfg.trainer.num_threads or 1
+    specs = []
+    for rank in range(ranks):
+        node, local = divmod(rank, each)
+        gpus = (str(local),) if shape.gpus_per_node else ()
+        env = {**process.thread_env(threads), **process.device_env(gpus)}
+        env |= rank_env(rank, local, ranks, hosts[0], shape.rendezvous_port)
+        argv = _argv("trainer", run, "trainer")
+        ports = {"rendezvous": shape.rendezvous_port} if rank == 0 and ranks > 1 else {}
+        if rank == 0 and cfg.weight_broadcast.type == "collective":
+            ports["weights"] = cfg.weight_broadcast.port
+        specs.append(ProcessSpec("trainer", rank, ranks, argv, env, gpus, threads, ports, node=node))
+    return specs
+
+
+def engine_processes(
+    section: InferenceSection,
+    engines: EnginesPlan,
+    run: RunDir,
+    *,
+    first_node: int = 0,
+    is_held: bool,
+    names: Sequence[str] | None = None,
+) -> list[ProcessSpec]:
+    """Engines, routers and the store as processes; each node's GPUs are assigned in order.
+
+    is_held: routers send an engine nothing until it has loaded the run's weights.
+    names: CUDA's names of the GPUs, if all is on one machine; None: every node numbers its GPUs from 0.
+    """
+    specs: list[ProcessSpec] = []
+    used: dict[int, int] = {}
+    threads = section.num_threads or _engine_threads(section)
+    several = len(engines.engines) > 1
+    restarts = section.max_restarts if section.max_restarts is not None else ENGINE_RESTARTS * several
+    for rank, engine in enumerate(engines.engines):
+        first = used.get(engine.node, 0)
+        used[engine.node] = first + engine.num_gpus
+        own = range(first, first + engine.num_gpus)
+        gpus = () if section.device == "cpu" else tuple(names[gpu] if names else str(gpu) for gpu in own)
+        env = {**process.thread_env(threads), **process.device_env(gpus), **engine.env}
+        env |= {HOLD_VAR: "1"} if is_held else {}
+        specs.append(
+            ProcessSpec(
+                "inference",
+                rank,
+                len(engines.engines),
+                _argv("inference", run, engine.name if several else "inference"),
+                env,
+                gpus,
+                threads,
+                _engine_ports(engine),
+                restarts,
+                first_node + engine.node,
+            )
+        )
+    return specs + helper_processes(engines, first_node)
+
+
+def _engine_ports(engine: EngineSpec) -> dict[str, int]:
+    ports = {"http": engine.section.server.port}
+    extra = engine.section.vllm_extra
+    if extra.get("data_parallel_start_rank") == 0:
+        ports["data_parallel_rpc"] = extra["data_parallel_rpc_port"]
+    if (channel := engine.env.get("VLLM_NIXL_SIDE_CHANNEL_PORT")) is not None:
+        ports["nixl"] = int(channel)
+    return ports
+
+
+def _argv(verb: str, run: RunDir, config: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "stretto", verb, "@", str(run.config(config)))
+
+
+def with_config_dir(spec: ProcessSpec, run: RunDir, own: RunDir) -> ProcessSpec:
+    """The process with its config read from `own` instead of `run`."""
+    argv = tuple(word.replace(str(run.configs), str(own.configs)) for word in spec.argv)
+    return dataclasses.replace(spec, argv=argv)

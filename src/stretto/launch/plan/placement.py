@@ -1,0 +1,357 @@
+"""Assigns this machine's ports, GPUs, GPU memory and CPU threads to the processes of a run.
+
+In: a checked RLConfig. Out: a copy with free ports, threads and shares of memory filled in. `notes` collects what was
+decided for the user, one sentence each. A value that the user gave is kept or refused, never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stretto.base import process
+from stretto.base.errors import ConfigError
+from stretto.base.ports import PortClaims
+from stretto.config.root import RLConfig
+from stretto.config.rules.engine import product
+from stretto.config.sections.inference import InferenceSection
+from stretto.config.sections.model import dtype_on
+from stretto.launch.plan.engines import BACKEND_OFFSET, EnginesPlan, has_router, plan_engines
+
+_PORTS_TRIED = 200
+TEACHER_PORT = 8050  # of the teacher's engine if none is given: the first free one from here
+BFLOAT16_TOLERANCE = 0.1  # canary tolerance in nats; 0.013 was measured
+MOST_THREADS = 16  # per process; with more, small matrix products get slower
+GPU_HOST_THREADS = 4  # a process whose work is on a GPU only feeds it
+
+
+def replaced(section: Any, path: str, value: Any) -> Any:
+    """A copy of a config with the value at a dotted path replaced."""
+    head, _, rest = path.partition(".")
+    return section.model_copy(update={head: replaced(getattr(section, head), rest, value) if rest else value})
+
+
+# -- ports --
+
+
+def with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
+    """Move each default port that is taken to the next free one; a port that the user gave must be free."""
+    for wire in ("control", "rollout_transport", "weight_broadcast"):
+        listener = getattr(cfg, wire)
+        if not hasattr(listener, "port"):
+            continue
+        is_given = "port" in listener.model_fields_set
+        port = free_port(f"{wire}.port", listener.host, listener.port, is_given, ports)
+        if port != listener.port:
+            notes.append(f"{wire}.port is {port}, since {listener.port} is taken on this machine")
+            cfg = replaced(cfg, f"{wire}.port", port)
+    cfg = _with_teacher_port(cfg, ports, notes)
+    if cfg.inference is None:
+        return cfg
+    server, client = cfg.inference.server, cfg.orchestrator.client
+    # If the user gave the orchestrator an address, the engine must listen on that port.
+    is_given = "port" in server.model_fields_set or "base_url" in client.model_fields_set
+    port = free_port("inference.server.port", server.host, server.port, is_given, ports)
+    if port != server.port:
+        notes.append(f"inference.server.port is {port}, since {server.port} is taken on this machine")
+        cfg = replaced(cfg, "inference.server.port", port)
+        cfg = replaced(cfg, "orchestrator.client.base_url", f"http://{client_host(server.host)}:{port}/v1")
+    return cfg
+
+
+def _with_teacher_port(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
+    """Find a port for the teacher's engine and set it in the orchestrator's config too."""
+    if cfg.teacher_inference is None:
+        return cfg
+    server = cfg.teacher_inference.server
+    is_given = "port" in server.model_fields_set
+    first = server.port if is_given else TEACHER_PORT
+    port = free_port("teacher_inference.server.port", server.host, first, is_given, ports)
+    if port != first:
+        notes.append(f"teacher_inference.server.port is {port}, since {first} is taken on this machine")
+    cfg = replaced(cfg, "teacher_inference.server", server.model_copy(update={"port": port}))
+    return replaced(cfg, "orchestrator.teacher.base_url", f"http://{client_host(server.host)}:{port}/v1")
+
+
+def local_engines(cfg: RLConfig) -> EnginesPlan | None:
+    """Plan the engines of this machine.
+
+    Raises: ConfigError for a deployment that needs several machines.
+    """
+    if cfg.inference is None:
+        return None
+    shape = cfg.inference.deployment
+    if shape.type == "multi_node" or (shape.type == "disaggregated" and not shape.is_local):
+        raise ConfigError(
+            f'inference.deployment.type = "{shape.type}" needs {shape.num_nodes} nodes, and `rl` starts processes on '
+            "this machine only. Give all nodes, the trainer's first, and start the same command on each: "
+            "--deployment.type multi_node --deployment.hosts ... ; or try it on this machine: "
+            + ("inference.deployment.is_local = true" if shape.type == "disaggregated" else "num_replicas")
+        )
+    host = client_host(cfg.inference.server.host)
+    return plan_engines(cfg.inference, [host], is_cpu=not process.visible_gpus() and not asks_for_gpus(cfg))
+
+
+def with_engine_ports(
+    cfg: RLConfig, engines: EnginesPlan | None, ports: PortClaims, notes: list[str]
+) -> tuple[RLConfig, EnginesPlan | None]:
+    """Find free ports for engines behind a router, and set all addresses in the orchestrator's config."""
+    if (
+        engines is None
+        or cfg.inference is None
+        or (not has_router(cfg.inference) and len(engines.engines) == 1)
+    ):
+        return cfg, engines
+    host = cfg.inference.server.host
+    shape = cfg.inference.deployment
+    if shape.type == "single_node" and shape.backend_port is None:
+        first = next(
+            (
+                port
+                for port in range(cfg.inference.server.port + BACKEND_OFFSET, 65000)
+                if all(ports.claim(host, port + i) for i in range(shape.num_replicas))
+            ),
+            None,
+        )
+        if first is None:
+            raise ConfigError(
+                "inference.deployment.backend_port: no range of free ports was found; give its first port"
+            )
+        cfg = replaced(cfg, "inference.deployment.backend_port", first)
+    else:
+        for engine in engines.engines:
+            free_port(f"the port of {engine.name}", host, engine.section.server.port, True, ports)
+    engines = local_engines(cfg)
+    assert engines is not None
+    urls = [f"{url}/v1" for url in engines.base_urls]
+    cfg = replaced(cfg, "orchestrator.client.base_url", urls if len(urls) > 1 else urls[0])
+    cfg = replaced(cfg, "orchestrator.client.admin_base_url", [f"{url}/v1" for url in engines.admin_urls])
+    return cfg, engines
+
+
+def free_port(key: str, host: str, port: int, is_given: bool, ports: PortClaims) -> int:
+    """Claim `port`, or the first free one after it unless the user gave it.
+
+    Raises: ConfigError naming `key` if there is none.
+    """
+    flag = "--" + key.replace("_", "-")
+    last = port if is_given else min(port + _PORTS_TRIED, 65535)
+    for candidate in range(port, last + 1):
+        if ports.claim(host, candidate):
+            return candidate
+    if is_given:
+        raise ConfigError(
+            f"{key} = {port} is taken by another process on this machine (`ss -ltnp | grep :{port}` names "
+            f"it); stop that process, give another port with {flag}, or leave it out and a free one is found."
+        )
+    raise ConfigError(f"{key}: no free port between {port} and {last}; give one with {flag}.")
+
+
+def client_host(host: str) -> str:
+    """The address at which this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+# -- devices and threads --
+
+
+def asks_for_gpus(cfg: RLConfig) -> bool:
+    """Is this a dry run whose config names or counts GPUs? It is planned as if they were there."""
+    shape = cfg.deployment
+    counts = (shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus)
+    ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids)
+    wants_cuda = cfg.inference is not None and cfg.inference.device == "cuda"
+    return cfg.dry_run and (any(counts) or any(ids) or wants_cuda)
+
+
+def planned_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -> list[str]:
+    """This machine's GPUs; in a dry run that asks for more, also the missing ones, with a note."""
+    gpus = process.visible_gpus()
+    if not asks_for_gpus(cfg):
+        return gpus
+    ids = [
+        id for ids in (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids) for id in ids or ()
+    ]
+    shape = cfg.deployment
+    engine_gpus = _engine_gpus(cfg, engines) if shape.num_infer_gpus is None else shape.num_infer_gpus
+    teacher = 0 if cfg.teacher_inference is None else cfg.teacher_inference.parallel.num_gpus
+    parts = (
+        engine_gpus if cfg.inference_gpu_ids is None else 0,
+        (cfg.num_train_ranks if shape.num_train_gpus is None else shape.num_train_gpus)
+        if cfg.trainer_gpu_ids is None
+        else 0,
+        (teacher if shape.num_teacher_gpus is None else shape.num_teacher_gpus)
+        if cfg.teacher_gpu_ids is None
+        else 0,
+    )
+    total = max(len(set(ids)) + sum(parts), max(ids, default=-1) + 1)
+    if total <= len(gpus):
+        return gpus
+    missing = sorted(index for index in ids if index >= len(gpus)) or range(len(gpus), total)
+    which = ", ".join(map(str, missing))
+    notes.append(
+        f"this run asks for GPU {which}, and this machine shows {len(gpus)}: the plan is for one with {total} GPUs"
+    )
+    return [*gpus, *map(str, range(len(gpus), total))]
+
+
+def _engine_gpus(cfg: RLConfig, engines: EnginesPlan | None) -> int:
+    """Number of GPUs that the engines of this machine need."""
+    if engines is None or cfg.inference is None or cfg.inference.device == "cpu":
+        return 0
+    return sum(engine.num_gpus for engine in engines.engines)
+
+
+def assign_gpus(
+    cfg: RLConfig, engines: EnginesPlan | None, gpus: Sequence[str], notes: list[str]
+) -> tuple[list[str], list[str]]:
+    """GPUs of trainer and inference: the ones named, else the first for inference and the next for the trainer.
+
+    Raises: ConfigError if engines need more GPUs than there are.
+    """
+    inference_ids: list[int] = []
+    if cfg.inference is not None and cfg.inference.device != "cpu":
+        if cfg.inference.device == "cuda" and not gpus:
+            raise ConfigError(
+                'inference.device = "cuda", but this machine shows no GPU; use "auto" or "cpu".'
+            )
+        needed = _engine_gpus(cfg, engines) if gpus else 0
+        if cfg.deployment.num_infer_gpus is not None:
+            needed = cfg.deployment.num_infer_gpus
+        if cfg.inference_gpu_ids is None and needed > len(gpus):
+            raise ConfigError(
+                f"inference takes {needed} GPUs ({product(cfg.inference.parallel)} in each of "
+                f"{len(engines.engines) if engines else 0} engines), and this machine shows {len(gpus)}; lower a "
+                "degree of inference.parallel or inference.deployment.num_replicas, or set CUDA_VISIBLE_DEVICES"
+            )
+        inference_ids = list(range(needed)) if cfg.inference_gpu_ids is None else cfg.inference_gpu_ids
+    trainer_ids = cfg.trainer_gpu_ids
+    if trainer_ids is None:
+        ranks = cfg.num_train_ranks
+        wanted = (
+            cfg.deployment.num_train_gpus if cfg.deployment.num_train_gpus is not None else ranks * bool(gpus)
+        )
+        free = [index for index in range(len(gpus)) if index not in inference_ids]
+        counted = (cfg.deployment.num_train_gpus, cfg.deployment.num_infer_gpus)
+        if all(counted) and len(free) < wanted and cfg.inference_gpu_ids is None:
+            raise ConfigError(
+                f"deployment.num_train_gpus = {counted[0]} and num_infer_gpus = {counted[1]} need {sum(counted)} GPUs, "
+                f"and this machine shows {len(gpus)}; lower them, or name shared ones with trainer_gpu_ids and "
+                "inference_gpu_ids"
+            )
+        trainer_ids = free[:wanted] if len(free) >= wanted else list(range(wanted))
+        if shared := sorted(set(trainer_ids) & set(inference_ids)):
+            which = ", ".join(map(str, shared))
+            notes.append(f"trainer and inference share GPU {which}: this machine shows {len(gpus)} in all")
+    keys = "trainer_gpu_ids, inference_gpu_ids or deployment"
+    _check_gpus_exist(keys, {*trainer_ids, *inference_ids}, gpus, cfg, notes)
+
+    def name(index: int) -> str:
+        return gpus[index] if index < len(gpus) else str(index)
+
+    return [name(index) for index in trainer_ids], [name(index) for index in inference_ids]
+
+
+def assign_teacher_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str], notes: list[str]) -> list[str]:
+    """GPUs of the teacher's engine: the ones named, else free ones, else the first ones, shared."""
+    engine = cfg.teacher_inference
+    if engine is None or engine.device == "cpu":
+        return []
+    ids = cfg.teacher_gpu_ids
+    if ids is None:
+        wanted = cfg.deployment.num_teacher_gpus
+        wanted = engine.parallel.num_gpus * bool(gpus) if wanted is None else wanted
+        free = [index for index, gpu in enumerate(gpus) if gpu not in taken]
+        ids = free[:wanted] if len(free) >= wanted else list(range(wanted))
+    _check_gpus_exist("teacher_gpu_ids or deployment", ids, gpus, cfg, notes)
+    return [gpus[index] if index < len(gpus) else str(index) for index in ids]
+
+
+def _check_gpus_exist(
+    keys: str, wanted: Iterable[int], gpus: Sequence[str], cfg: RLConfig, notes: list[str]
+) -> None:
+    """Check that the GPUs that these keys ask for are there; a dry run only notes missing ones.
+
+    Raises: ConfigError if GPUs are missing and this is not a dry run.
+    """
+    if missing := sorted(index for index in wanted if index >= len(gpus)):
+        which = ", ".join(map(str, missing))
+        message = f"{keys} ask for GPU {which}, but this machine shows {len(gpus)}"
+        if not cfg.dry_run:
+            raise ConfigError(f"{message}; name others, or set CUDA_VISIBLE_DEVICES.")
+        notes.append(message)
+
+
+def share_with_teacher(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:
+    """Give the teacher a quarter of the memory of a GPU it shares, unless the user gave a share."""
+    if not shared or "gpu_memory_utilization" in cfg.teacher_inference.model_fields_set:
+        return cfg
+    notes.append("teacher_inference.gpu_memory_utilization is 0.25, since it shares its GPU")
+    cfg = replaced(cfg, "teacher_inference.gpu_memory_utilization", 0.25)
+    if cfg.inference is None or "gpu_memory_utilization" in cfg.inference.model_fields_set:
+        return cfg
+    least = min(cfg.inference.gpu_memory_utilization, 0.5)
+    return replaced(cfg, "inference.gpu_memory_utilization", least)
+
+
+def share_gpu_memory(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:
+    """Give the engine half of the memory of a GPU that also trains, unless the user gave a share."""
+    if not shared or cfg.inference is None or "gpu_memory_utilization" in cfg.inference.model_fields_set:
+        return cfg
+    notes.append("inference.gpu_memory_utilization is 0.5, since the trainer needs the rest of the GPU")
+    return replaced(cfg, "inference.gpu_memory_utilization", 0.5)
+
+
+def with_canary_tolerance(cfg: RLConfig, *, trains_on_gpus: bool, samples_on_gpus: bool) -> RLConfig:
+    """Set the canary tolerance if trainer or engine computes in bfloat16, where rounding is no fault."""
+    if cfg.inference is None:
+        return cfg
+    trained = dtype_on(cfg.model.dtype, is_gpu=trains_on_gpus)
+    sampled = dtype_on(cfg.inference.dtype, is_gpu=samples_on_gpus)
+    is_exact = trained == sampled == "float32"
+    if cfg.weight_broadcast.canary_tolerance is not None or is_exact:
+        return cfg
+    return replaced(cfg, "weight_broadcast.canary_tolerance", BFLOAT16_TOLERANCE)
+
+
+def assign_threads(
+    cfg: RLConfig, trainer_gpus: list[str], inference_gpus: list[str], notes: list[str]
+) -> dict[str, int]:
+    """CPU threads per process, by role.
+
+    With two cores, engine and trainer get one each; the orchestrator mostly waits and shares them. With more cores the
+    orchestrator gets one, and engine and trainer divide the rest. Numbers that the user gave are kept.
+    """
+    cores = process.num_cores()
+    ranks = cfg.num_train_ranks
+    to_divide = cores if cores <= 2 else cores - 1
+    for_engine = 0 if cfg.inference is None else max(1, to_divide // 2)
+    for_rank = max(1, (to_divide - for_engine) // ranks)
+    threads = {
+        "orchestrator": 1,
+        "trainer": min(for_rank, GPU_HOST_THREADS if trainer_gpus else MOST_THREADS),
+        "inference": min(for_engine, GPU_HOST_THREADS if inference_gpus else MOST_THREADS),
+    }
+    if cfg.trainer.num_threads is not None:
+        threads["trainer"] = cfg.trainer.num_threads
+    if cfg.inference is not None and cfg.inference.num_threads is not None:
+        threads["inference"] = cfg.inference.num_threads
+    total = threads["trainer"] * ranks + threads["inference"]
+    if total > max(cores, 2):
+        notes.append(
+            f"trainer ({ranks} x {threads['trainer']}) and inference ({threads['inference']}) have {total} "
+            f"threads on {cores} cores: expect them to wait for each other"
+        )
+    return threads
+
+
+def with_threads(cfg: RLConfig, threads: dict[str, int]) -> RLConfig:
+    cfg = replaced(cfg, "trainer.num_threads", threads["trainer"])
+    return cfg if cfg.inference is None else replaced(cfg, "inference.num_threads", threads["inference"])
+
+
+def teacher_threads(section: InferenceSection, threads: dict[str, int], gpus: list[str]) -> int:
+    """CPU threads of the teacher's engine: as many as the policy's, whose tokens it scores."""
+    if section.num_threads is not None:
+        return section.num_threads
+    return GPU_HOST_THREADS if gpus else max(threads["inference"], 1)

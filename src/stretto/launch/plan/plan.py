@@ -1,0 +1,447 @@
+"""Plans the deployment of one `rl` run: its processes, their devices, threads and ports, and the batch.
+
+In: a checked RLConfig and a run directory. Out: a `LaunchPlan`, which `launch/run/rl.py` runs and `--dry-run` prints.
+Planning starts and writes nothing; placement.py looks at this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base import process
+from stretto.base.files import write_atomic
+from stretto.base.paths import RunDir
+from stretto.base.ports import PortClaims
+from stretto.config.load import dump
+from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
+from stretto.config.section import Section
+from stretto.config.sections.deployment import ResumeSection
+from stretto.config.sections.engines import HOLD_VAR
+from stretto.config.sections.inference import KEY_VAR, InferenceSection
+from stretto.config.sections.orchestrator import EnvSection, EvalSection
+from stretto.launch.plan.engines import EngineSpec, EnginesPlan
+from stretto.launch.plan.placement import (
+    assign_gpus,
+    assign_teacher_gpus,
+    assign_threads,
+    free_port,
+    local_engines,
+    planned_gpus,
+    share_gpu_memory,
+    share_with_teacher,
+    teacher_threads,
+    with_canary_tolerance,
+    with_engine_ports,
+    with_free_ports,
+    with_threads,
+)
+
+ENGINE_RESTARTS = 3
+RENDEZVOUS_PORT = 29500  # where trainer ranks find each other; the first free one from here
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process to start. `name` is its role, with its rank if there are several."""
+
+    role: str
+    rank: int
+    num_ranks: int
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    devices: tuple[str, ...]
+    """CUDA names of the GPUs that it sees; empty: CPU only."""
+    threads: int
+    ports: dict[str, int]
+    """Ports that it listens on, by purpose."""
+    max_restarts: int = 0
+    """How often it is started anew when it ends; the run goes on meanwhile."""
+    node: int = 0
+    """Which of the plan's hosts it runs on."""
+
+    @property
+    def name(self) -> str:
+        return self.role if self.num_ranks == 1 else f"{self.role}_{self.rank}"
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The size of one training step: prompts x group = rollouts = ranks x micro batches of packed rows."""
+
+    prompts: int
+    group_size: int
+    rollouts: int
+    ranks: int
+    seq_len: int
+    fewest_micro_batches: int
+    """Per rank, if replies are as short as possible."""
+    most_micro_batches: int
+    """Per rank, if every rollout fills a row of seq_len tokens."""
+
+    def __str__(self) -> str:
+        few, most = self.fewest_micro_batches, self.most_micro_batches
+        span = f"{few}" if few == most else f"{few} to {most}"
+        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        return (
+            f"{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
+            f"{ranks} x {span} micro batches (rows of up to {self.seq_len} tokens, packed)"
+        )
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Everything that `rl` needs to start the run, and a dry run to print it."""
+
+    run: RunDir
+    config: RLConfig
+    """The resolved root: ports, threads and the step to resume from are filled in."""
+    trainer: TrainerConfig
+    orchestrator: OrchestratorConfig
+    inference: InferenceConfig | None
+    """The section as it was given; `engines` has its processes."""
+    engines: EnginesPlan | None
+    evaluation: EvalConfig
+    """Evaluates the trained weights as this run did: RUN/configs/eval.json."""
+    processes: tuple[ProcessSpec, ...]
+    batch: BatchShape
+    notes: tuple[str, ...]
+    """What was decided for the user, one sentence each."""
+    hosts: tuple[str, ...] = ()
+    """Addresses of its machines; empty: this machine only."""
+
+    @classmethod
+    def of(
+        cls,
+        run: RunDir,
+        cfg: RLConfig,
+        engines: EnginesPlan | None,
+        processes: Sequence[ProcessSpec],
+        *,
+        notes: Sequence[str] = (),
+        hosts: Sequence[str] = (),
+    ) -> LaunchPlan:
+        """Build a plan; the config of every process is taken from the root."""
+        return cls(
+            run=run,
+            config=cfg,
+            trainer=cfg.trainer_config(),
+            orchestrator=cfg.orchestrator_config(),
+            inference=None if cfg.inference is None else cfg.inference_config(),
+            engines=engines,
+            evaluation=eval_config(cfg, run),
+            processes=tuple(processes),
+            batch=batch_shape(cfg),
+            notes=tuple(notes),
+            hosts=tuple(hosts),
+        )
+
+    def configs(self) -> dict[str, Section]:
+        """The resolved configs by verb."""
+        all_of_them = {
+            "rl": self.config,
+            "trainer": self.trainer,
+            "orchestrator": self.orchestrator,
+            "inference": self.inference,
+            "eval": self.evaluation,
+        }
+        if self.config.teacher_inference is not None:
+            all_of_them["teacher"] = self.config.teacher_config()
+        if self.engines is not None and self.inference is not None:
+            one = {engine.name: section_of(self.inference, engine) for engine in self.engines.engines}
+            all_of_them |= one
+        return {verb: config for verb, config in all_of_them.items() if config is not None}
+
+
+def plan(
+    cfg: RLConfig, run: RunDir, resume_step: int | None = None, *, ports: PortClaims | None = None
+) -> LaunchPlan:
+    """Plan the processes of a run on this machine; their ports stay claimed as long as `ports` is open.
+
+    Raises: ConfigError if a port given by the user is taken, or GPUs are missing.
+    """
+    notes: list[str] = []
+    with contextlib.ExitStack() as stack:
+        claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
+        cfg = with_free_ports(cfg, claims, notes)
+    engines = local_engines(cfg)
+    with contextlib.ExitStack() as stack:
+        claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
+        cfg, engines = with_engine_ports(cfg, engines, claims, notes)
+        rendezvous = free_port("rendezvous", "127.0.0.1", RENDEZVOUS_PORT, False, claims)
+    gpus = planned_gpus(cfg, engines, notes)
+    trainer_gpus, inference_gpus = assign_gpus(cfg, engines, gpus, notes)
+    teacher_gpus = assign_teacher_gpus(cfg, {*trainer_gpus, *inference_gpus}, gpus, notes)
+    cfg = share_gpu_memory(cfg, set(trainer_gpus) & set(inference_gpus), notes)
+    cfg = share_with_teacher(cfg, set(teacher_gpus) & {*trainer_gpus, *inference_gpus}, notes)
+    cfg = with_canary_tolerance(cfg, trains_on_gpus=bool(trainer_gpus), samples_on_gpus=bool(inference_gpus))
+    threads = assign_threads(cfg, trainer_gpus, inference_gpus, notes)
+    if cfg.teacher_inference is not None:
+        threads["teacher"] = teacher_threads(cfg.teacher_inference, threads, teacher_gpus)
+    cfg = with_threads(cfg, threads)
+    engines = local_engines(cfg)
+    if cfg.resume is not None:
+        resume = cfg.resume.model_copy(update={"step": resume_step})
+        cfg = cfg.model_copy(update={"resume": resume})
+    cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
+    processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus, rendezvous)
+    if cfg.teacher_inference is not None:
+        processes.insert(0, _teacher_process(cfg, run, threads["teacher"], teacher_gpus))
+    return LaunchPlan.of(run, cfg, engines, processes, notes=notes)
+
+
+# -- processes and batch --
+
+
+def rank_env(rank: int, local_rank: int, num_ranks: int, host: str, port: int) -> dict[str, str]:
+    """The environment variables that torch.distributed reads; none for a single rank."""
+    if num_ranks == 1:
+        return {}
+    env = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(num_ranks)}
+    return env | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def section_of(cfg: InferenceConfig, engine: EngineSpec) -> InferenceConfig:
+    """The config of one engine's process."""
+    own = {key: getattr(engine.section, key) for key in type(engine.section).model_fields}
+    return cfg.model_copy(update=own)
+
+
+def _processes(
+    cfg: RLConfig,
+    run: RunDir,
+    engines: EnginesPlan | None,
+    threads: dict[str, int],
+    trainer_gpus: list[str],
+    inference_gpus: list[str],
+    rendezvous: int,
+) -> list[ProcessSpec]:
+    def spec(
+        role: str,
+        rank: int,
+        num_ranks: int,
+        gpus: list[str],
+        ports: dict[str, int],
+        env: dict[str, str],
+        config: str | None = None,
+    ):
+        argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(config or role)))
+        env = {**process.thread_env(threads[role]), **process.device_env(gpus), **env}
+        restarts = restarts_of(role, num_ranks)
+        return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads[role], ports, restarts)
+
+    def restarts_of(role: str, num_ranks: int) -> int:
+        if role != "inference" or cfg.inference is None:
+            return 0
+        default = 0 if num_ranks == 1 else ENGINE_RESTARTS
+        return default if cfg.inference.max_restarts is None else cfg.inference.max_restarts
+
+    processes = []
+    key_env = {}
+    if cfg.inference is not None and engines is not None:
+        # Routers send an engine nothing until it has this run's weights: it starts with those of the model.
+        hold = {HOLD_VAR: "1"}
+        engine_key = engine_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
+        gpus = iter(inference_gpus)
+        count = len(engines.engines)
+        for rank, engine in enumerate(engines.engines):
+            own = inference_gpus if count == 1 else list(itertools.islice(gpus, engine.num_gpus))
+            ports = {"http": engine.section.server.port}
+            env = {**hold, **engine.env, **engine_key}
+            processes.append(spec("inference", rank, count, own, ports, env, config=engine.name))
+        processes += helper_processes(engines)
+        key_env |= client_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
+    if cfg.orchestrator.teacher is not None and cfg.teacher_inference is not None:
+        variable = cfg.orchestrator.teacher.api_key_var
+        key_env |= client_key_env(cfg.teacher_inference, variable)
+    ports = {"control": cfg.control.port}
+    if cfg.rollout_transport.type == "zmq":
+        ports["rollouts"] = cfg.rollout_transport.port
+    processes.append(spec("orchestrator", 0, 1, [], ports, key_env))
+    ranks = cfg.num_train_ranks
+    for rank in range(ranks):
+        env = rank_env(rank, rank, ranks, "127.0.0.1", rendezvous)
+        gpus = trainer_gpus if len(trainer_gpus) < ranks else [trainer_gpus[rank]] if trainer_gpus else []
+        processes.append(spec("trainer", rank, ranks, gpus, {}, env))
+    return processes
+
+
+def helper_processes(engines: EnginesPlan, first_node: int = 0) -> list[ProcessSpec]:
+    """Cache stores and routers as processes; first_node: the number of their node 0."""
+    specs = []
+    for role, helpers in (("kv_store", engines.stores), ("router", engines.routers)):
+        for rank, helper in enumerate(helpers):
+            env, ports = process.thread_env(1) | helper.env, {"http": helper.port}
+            spec = ProcessSpec(role, rank, len(helpers), helper.argv, env, (), 1, ports, ENGINE_RESTARTS)
+            specs.append(dataclasses.replace(spec, node=first_node + helper.node))
+    return specs
+
+
+def client_key_env(section: InferenceSection, client_var: str, variable: str | None = None) -> dict[str, str]:
+    """The engine's API key for its clients, as an environment: from the config, else from client_var; {} if none.
+
+    variable: under which name; None: client_var.
+    """
+    key = section.api_key or os.environ.get(client_var)
+    return {variable or client_var: key} if key else {}
+
+
+def engine_key_env(section: InferenceSection, client_var: str | None) -> dict[str, str]:
+    """The environment in which an engine finds the key that its clients send, and no other key.
+
+    client_var: the variable that its clients read; None if it has no clients.
+    """
+    others = {} if client_var == KEY_VAR else {KEY_VAR: ""}
+    return others | ({} if client_var is None else client_key_env(section, client_var, KEY_VAR))
+
+
+def _teacher_process(cfg: RLConfig, run: RunDir, threads: int, gpus: list[str]) -> ProcessSpec:
+    """The teacher's engine; it never gets new weights."""
+    section = cfg.teacher_inference
+    assert section is not None
+    argv = (sys.executable, "-m", "stretto", "inference", "@", str(run.config("teacher")))
+    env = {**process.thread_env(threads), **process.device_env(gpus)}
+    teacher = cfg.orchestrator.teacher
+    env |= engine_key_env(section, None if teacher is None else teacher.api_key_var)
+    ports = {"http": section.server.port}
+    return ProcessSpec("teacher", 0, 1, argv, env, tuple(gpus), threads, ports, section.max_restarts or 0)
+
+
+def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
+    """The config of an eval of this run's newest weights, with the run's eval settings and its own engine."""
+    section = cfg.orchestrator.eval_as_trained() or EvalSection(sampling=cfg.orchestrator.train.sampling)
+    engine = cfg.inference or InferenceSection()
+    trained = [env.model_dump(include=set(EnvSection.model_fields)) for env in cfg.orchestrator.env]
+    return EvalConfig.model_validate(
+        {
+            "model": str(run.latest_weights),
+            "eval": section.model_dump(exclude={"interval", "skip_first_step", "retrigger_on_resume"})
+            | {"env": [env.model_dump(exclude={"interval"}) for env in section.env] or trained},
+            # Without the run's port, which may be in use then: a free one is found.
+            "inference": engine.model_dump(exclude={"model": True, "api_key": True, "server": {"port"}}),
+            "renderer": cfg.orchestrator.renderer,
+            "tokenizer": cfg.tokenizer,
+            "seq_len": cfg.seq_len,
+            "seed": cfg.seed,
+            "output_dir": cfg.output_dir,
+            "run": {"name": f"{cfg.run_name}-eval"},
+        }
+    )
+
+
+def batch_shape(cfg: RLConfig) -> BatchShape:
+    section, ranks = cfg.orchestrator, cfg.orchestrator.num_train_workers
+    most = math.ceil(section.batch_size / ranks)
+    # The shortest rollout that is trained: one prompt token and one sampled token.
+    fewest = math.ceil(2 * section.batch_size / (ranks * cfg.seq_len))
+    return BatchShape(
+        prompts=section.batch_size // section.group_size,
+        group_size=section.group_size,
+        rollouts=section.batch_size,
+        ranks=ranks,
+        seq_len=cfg.seq_len,
+        fewest_micro_batches=fewest,
+        most_micro_batches=most,
+    )
+
+
+# -- printing and writing --
+
+
+def write(plan: LaunchPlan, directory: Path) -> None:
+    """Write configs/<verb>.json and plan.json below a directory (the run directory, or its dry_run)."""
+    target = RunDir(directory)
+    target.configs.mkdir(parents=True, exist_ok=True)
+    served = (plan.inference, plan.config.teacher_inference)
+    has_key = any(section is not None and section.api_key is not None for section in served)
+    for verb, config in plan.configs().items():
+        data = dump(config)
+        if verb == "eval":
+            del data["inference"]["model"]  # another spelling of the root's model
+            del data["inference"]["server"]["port"]
+        write_json(
+            target.config(verb), data, is_secret=has_key and isinstance(config, RLConfig | InferenceConfig)
+        )
+    write_json(target.plan, as_json(plan))
+
+
+def as_json(plan: LaunchPlan) -> dict[str, Any]:
+    """The plan as plan.json holds it, without secrets."""
+    section = plan.config.orchestrator
+    secrets = {KEY_VAR, section.client.api_key_var, section.teacher and section.teacher.api_key_var}
+    processes = [dataclasses.asdict(spec) | {"name": spec.name} for spec in plan.processes]
+    for spec in processes:
+        spec["env"] = {key: "***" if key in secrets else value for key, value in spec["env"].items()}
+    return {
+        "run": str(plan.run),
+        "resume_step": None if plan.config.resume is None else plan.config.resume.step,
+        "batch": dataclasses.asdict(plan.batch) | {"text": str(plan.batch)},
+        "hosts": list(plan.hosts),
+        "processes": processes,
+        "notes": list(plan.notes),
+    }
+
+
+def write_json(path: Path, data: dict[str, Any], *, is_secret: bool = False) -> None:
+    """Write a file atomically; only its owner can ever read a secret one."""
+    content = json.dumps(data, indent=2) + "\n"
+    write_atomic(path, content.encode(), mode=0o600 if is_secret else 0o644)
+
+
+def process_table(processes: Sequence[ProcessSpec], hosts: Sequence[str]) -> str:
+    """A line per process, with its node if there are several hosts."""
+    nodes = [f"{node}: {host}" for node, host in enumerate(hosts)] or [""]
+    header = ("process", *["node"] * bool(hosts), "threads", "devices", "ports", "command")
+    rows = [
+        (
+            spec.name,
+            *[nodes[spec.node]] * bool(hosts),
+            str(spec.threads),
+            f"GPU {','.join(spec.devices)}" if spec.devices else "CPU",
+            " ".join(f"{name}:{port}" for name, port in spec.ports.items()) or "-",
+            shlex.join(("python", *spec.argv[1:])),
+        )
+        for spec in processes
+    ]
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths[:-1]) + "  " + "-" * 7)
+    return "\n".join(lines)
+
+
+def resume_text(section: ResumeSection) -> str:
+    """From where a run resumes, in words."""
+    return f"resumed from step {section.step}" + (f" of {section.dir}" if section.dir is not None else "")
+
+
+def table(plan: LaunchPlan) -> str:
+    """The plan as text."""
+    cfg = plan.config
+    envs = ", ".join(env.name or env.id for env in cfg.orchestrator.env)
+    steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
+    head = [
+        f"run      {plan.run}" + (f" ({resume_text(cfg.resume)})" if cfg.resume is not None else ""),
+        f"model    {cfg.model.name}" + (" (made from scratch)" if cfg.model.scratch is not None else ""),
+        f"trains   {envs}, {steps}, up to {cfg.orchestrator.max_async_level} ahead",
+        f"batch    {plan.batch}",
+        f"wires    rollouts {cfg.rollout_transport.type}, weights {cfg.weight_broadcast.type}",
+        f"machine  {process.num_cores()} CPU cores, {len(process.visible_gpus())} GPUs",
+    ]
+    if cfg.inference is None:
+        urls = cfg.orchestrator.client.base_url
+        head.append(f"engines  already running at {urls if isinstance(urls, str) else ', '.join(urls)}")
+    return "\n".join(
+        [*head, "", process_table(plan.processes, plan.hosts), *(f"note: {note}" for note in plan.notes)]
+    )

@@ -1,0 +1,137 @@
+"""`stretto init DIR`: a small project that works as it stands, to be changed into one's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from stretto.base.errors import ConfigError
+
+ENVIRONMENT = '''\
+"""The task of this project. What an environment may do besides: docs/environments.md of stretto."""
+
+import random
+
+from stretto.envs.base import SingleTurnEnv, TaskSource
+from stretto.records.rollout import Task
+
+
+class Vowels(SingleTurnEnv):
+    """Answer with vowels, whatever is asked."""
+
+    name = "vowels"
+
+    def tasks(self, split):
+        """Tasks by their number; those of "eval" are never trained on."""
+
+        def make(index):
+            letters = random.Random(f"{split}-{index}").sample("abcdefghij", 6)
+            return Task(env=self.name, task_id=f"{split}-{index}", data={"letters": "".join(letters)})
+
+        return TaskSource(make)
+
+    def prompt(self, task):
+        """What the model is asked: a text, or a list of messages."""
+        return task.data["letters"]
+
+    def score(self, task, text):
+        """The reward of a reply, a number."""
+        return sum(letter in "aeiou" for letter in text) / max(len(text), 6)
+'''
+
+SFT = """\
+# A tiny model, made from scratch and warmed up on solved tasks: `sft @ sft.toml`.
+# With a model of your own leave this file out and name the model in rl.toml.
+
+max_steps = 60
+seq_len = 2048
+batch_size = 64
+
+[run]
+name = "warm-up"
+
+[model.scratch]
+
+[data]
+type = "environment"
+id = "sort-letters"
+num_rows = 4096
+
+[optim]
+lr = 2e-3
+"""
+
+RL = """\
+# Reinforcement learning on the environment of envs.py: `rl @ rl.toml`. Every key: `rl --help all`.
+
+max_steps = 60
+seq_len = 1024              # tokens in a packed row of the trainer
+
+[run]
+name = "vowels"             # files are in outputs/vowels
+
+[model]
+name = "outputs/warm-up/weights/latest"
+
+[orchestrator]
+batch_size = 128            # rollouts in a step ...
+group_size = 8              # ... of which 8 each are of one task and are compared
+
+[orchestrator.train.sampling]
+max_completion_tokens = 8
+
+[[orchestrator.env]]
+id = "envs:Vowels"          # the class Vowels in envs.py
+
+[orchestrator.eval]
+interval = 30               # steps between evaluations on tasks of the split "eval"
+num_examples = 64
+
+[trainer.optim]
+lr = 1e-3
+"""
+
+README = """\
+# {name}
+
+```bash
+sft @ sft.toml              # a tiny model to start from
+rl @ rl.toml --dry-run      # what would run, and the first task as the model will see it
+rl @ rl.toml                # train; less than a minute on a laptop
+stretto show outputs/vowels # what the model says
+stretto plot outputs/vowels # reward, length, entropy and mismatch: plot.png
+```
+
+`envs.py` has the task, `rl.toml` the configuration. Change them; `rl @ rl.toml --clean` starts over.
+"""
+
+FILES = {"envs.py": ENVIRONMENT, "sft.toml": SFT, "rl.toml": RL, "README.md": README}
+
+
+def init(words: Sequence[str]) -> int:
+    """Write the project into a directory that is empty or not there.
+
+    Raises: ConfigError for a directory that has other files.
+    """
+    parser = argparse.ArgumentParser(
+        prog="stretto init",
+        description="Write a small project that works as it stands: environment, configuration, README.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("directory", help="where to; it is made if it is not there")
+    directory = Path(parser.parse_args(list(words)).directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"stretto init: {directory} is there and not empty; name a new directory.")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in FILES.items():
+            (directory / name).write_text(text.replace("{name}", directory.resolve().name))
+    except OSError as error:
+        raise ConfigError(
+            f"stretto init: cannot write {directory}: {error.strerror}; name another directory."
+        ) from error
+    print(
+        f"wrote {', '.join(FILES)} into {directory}\n\nnext:\n  cd {directory}\n  sft @ sft.toml\n  rl @ rl.toml"
+    )
+    return 0

@@ -1,0 +1,161 @@
+"""`rl`: plans the run, starts its processes under one supervisor, and reports how it ended.
+
+On several nodes each starts the same command: the first one claims the run, the others run their own processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from stretto.base import log, rundir
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.base.ports import PortClaims
+from stretto.base.secret import Secret, find_secret, load_secret
+from stretto.config.load import shown_text
+from stretto.config.root import RLConfig
+from stretto.launch.plan import nodes
+from stretto.launch.plan import plan as planning
+from stretto.launch.plan.model_check import check_model
+from stretto.launch.plan.plan import LaunchPlan
+from stretto.launch.run.console import Console
+from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
+
+SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the first one
+
+
+def main(cfg: RLConfig) -> int:
+    """Run the processes of `rl` to the end; the exit status of the command."""
+    run = cfg.run_dir
+    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
+    if cfg.dry_run:
+        return _dry_run(cfg, run)
+    _check_model(cfg)
+    if cfg.deployment.type == "multi_node":
+        hosts = nodes.node_hosts(cfg)
+        node = nodes.find_node_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
+        if node > 0:
+            return _run_other_node(cfg, run, node)
+    with closing(rundir.claim(run, **_resume_options(cfg))) as claim, closing(PortClaims()) as ports:
+        plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
+        planning.write(plan, run.path)
+        log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+        return _run(plan, claim)
+
+
+def _plan(
+    cfg: RLConfig,
+    run: RunDir,
+    resume_step: int | None,
+    ports: PortClaims | None = None,
+    secret: Secret | None = None,
+) -> LaunchPlan:
+    if resume_step is not None:
+        rundir.check_max_steps(cfg.max_steps, resume_step)
+    if cfg.deployment.type == "multi_node":
+        return nodes.plan_nodes(cfg, run, resume_step, secret)
+    return planning.plan(cfg, run, resume_step, ports=ports)
+
+
+def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
+    """Run the processes of another node than the first: trainer ranks until they end, servers until stopped.
+
+    Its configs and logs are in RUN-node-<rank>: nodes may share RUN itself, and only the first one claims it.
+    """
+    own = RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
+    step = None
+    if cfg.resume is not None:
+        step = cfg.resume.step
+        # A node with engines only need not see checkpoints; a rank that misses one says so.
+        with suppress(ConfigError):
+            _, step = rundir.find_checkpoint(run, step, cfg.resume.dir)
+    plan = nodes.plan_nodes(cfg, run, step, find_secret(run, SECRET_TIMEOUT_S))
+    own.path.mkdir(parents=True, exist_ok=True)
+    planning.write(plan, own.path)
+    log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+    specs = [nodes.with_config_dir(spec, run, own) for spec in plan.processes if spec.node == node]
+    return serve(
+        specs, own, f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}", plan.orchestrator.stall_timeout_s
+    )
+
+
+def _dry_run(cfg: RLConfig, run: RunDir) -> int:
+    step = rundir.check(run, **_resume_options(cfg))
+    plan = _plan(cfg, run, step)
+    # The configs of an existing run are its record: a dry run does not overwrite them.
+    directory = run.path / "dry_run" if rundir.is_used(run) else run.path
+    planning.write(plan, directory)
+    written = f"resolved configs and plan.json are in {directory}; dry run: nothing was started"
+    sys.stdout.write(f"{shown_text(plan.config)}\n{planning.table(plan)}\n\n{written}\n")
+    return 0
+
+
+def _check_model(cfg: RLConfig) -> None:
+    """Refuse a model directory that is missing before --clean deletes anything and processes start."""
+    name = cfg.model.name
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if cfg.model.scratch is not None or is_hub_name:
+        return
+    if not Path(name).expanduser().is_dir():
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no such directory. If a warm-up makes the model, "
+            f"run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
+        )
+    if not (Path(name).expanduser() / "config.json").is_file():
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
+            "directory with config, safetensors and tokenizer."
+        )
+
+
+def _resume_options(cfg: RLConfig) -> dict[str, Any]:
+    """Arguments of rundir.claim: whether to resume, from where, and whether to delete what is there."""
+    resume, clean = cfg.resume, cfg.clean
+    if resume is None:
+        return {"resume": False, "step": None, "clean": clean}
+    return {"resume": True, "step": resume.step, "clean": clean, "origin": resume.dir}
+
+
+def _run(plan: LaunchPlan, claim: rundir.Claim) -> int:
+    from stretto.launch.run import report
+
+    console = Console(sys.stdout, max_steps=plan.config.max_steps)
+    console.line(report.header(plan))
+    stall_s = plan.orchestrator.stall_timeout_s + STALL_SLACK_S
+    own = [spec for spec in plan.processes if spec.node == 0]
+    supervisor = Supervisor(
+        own,
+        plan.run,
+        console,
+        timeouts=Timeouts(stall_s, stall_s),
+        pass_fds=(claim.lock_fd,),
+        likely_causes=likely_causes(plan),
+    )
+    try:
+        code = asyncio.run(supervisor.run())
+    finally:
+        console.close()
+    if supervisor.was_stopped_before_begin:
+        if claim.is_new:
+            rundir.discard(plan.run)
+        return code
+    console.line(report.ending(plan, is_complete=code == 0, stopped_early=supervisor.was_asked_to_finish))
+    return code
+
+
+def likely_causes(plan: LaunchPlan) -> dict[str, str]:
+    """What may have ended a process that did not say why, by role."""
+    names = [env.name or env.id for env in plan.orchestrator.env if env.num_workers is None]
+    if not names:
+        return {}
+    return {
+        "orchestrator": (
+            f"it did not say why; an environment in its process ({', '.join(names)}) may have ended it: os._exit, or a "
+            "crash in native code. With num_workers = 1 in [[orchestrator.env]] an environment has its own process, "
+            "whose end costs only its rollouts."
+        )
+    }

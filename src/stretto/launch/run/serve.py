@@ -1,0 +1,100 @@
+"""`inference` with several processes: several engines, a router, a KV cache store.
+
+It uses the plan of `rl` (launch/plan/engines.py) without a run, on one machine or on the nodes of `hosts`: each node
+starts the same command and runs its own processes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto.base import log, process
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.base.ports import is_free
+from stretto.config.load import dump
+from stretto.config.root import InferenceConfig
+from stretto.config.rules.engine import product
+from stretto.launch.plan.engines import EnginesPlan, plan_engines
+from stretto.launch.plan.nodes import engine_processes, find_node_rank, with_config_dir
+from stretto.launch.plan.placement import client_host
+from stretto.launch.plan.plan import ProcessSpec, process_table, section_of, write_json
+from stretto.launch.run import supervisor
+
+STALL_S = 600.0
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """The processes that `inference` starts, and their nodes."""
+
+    hosts: tuple[str, ...]
+    engines: EnginesPlan
+    processes: tuple[ProcessSpec, ...]
+
+
+def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
+    """Plan engines, router and store of one [inference].
+
+    Raises: ConfigError if there are fewer hosts, or GPUs on this machine, than the deployment needs.
+    """
+    nodes = cfg.deployment.num_nodes
+    hosts = cfg.hosts
+    if hosts is None:
+        if nodes > 1 and not cfg.dry_run:
+            raise ConfigError(
+                f'deployment.type = "{cfg.deployment.type}" needs {nodes} nodes: give their addresses with --hosts, in '
+                f"the same order on every node, or add --dry-run to see the plan"
+            )
+        hosts = [client_host(cfg.server.host)] if nodes == 1 else [f"node-{node}" for node in range(nodes)]
+    gpus = process.visible_gpus() if nodes == 1 else None
+    is_cpu = cfg.device == "cpu" or gpus == []
+    engines = plan_engines(cfg, hosts, is_cpu=is_cpu)
+    needed = sum(engine.num_gpus for engine in engines.engines)
+    if gpus and not is_cpu and needed > len(gpus):
+        raise ConfigError(
+            f"parallel: {product(cfg.parallel)} in each of {len(engines.engines)} engines take {needed} GPUs, and "
+            f"this machine shows {len(gpus)}; lower a degree or deployment.num_replicas, or set CUDA_VISIBLE_DEVICES"
+        )
+    shown = cfg.model_copy(update={"device": "cpu"}) if is_cpu else cfg
+    specs = engine_processes(shown, engines, run, is_held=False, names=gpus)
+    return ServingPlan(tuple(hosts), engines, tuple(specs))
+
+
+def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
+    """Serve until stopped, or print the plan; the exit status, or the config if this process is enough."""
+    run = cfg.run_dir
+    plan = plan_serving(cfg, run)
+    if len(plan.processes) == 1:
+        return section_of(cfg, plan.engines.engines[0])
+    if dry_run:
+        sys.stdout.write(process_table(plan.processes, plan.hosts if len(plan.hosts) > 1 else ()) + "\n")
+        sys.stdout.write(f"requests go to {', '.join(plan.engines.base_urls)}\n")
+        return 0
+    node = find_node_rank(cfg.node_rank, plan.hosts, "node_rank") if len(plan.hosts) > 1 else 0
+    own = run if len(plan.hosts) == 1 else RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
+    specs = [with_config_dir(spec, run, own) for spec in plan.processes if spec.node == node]
+    _check_ports(specs, plan.hosts[node])
+    write(plan, cfg, own)
+    log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+    title = f"inference at {', '.join(plan.engines.base_urls)}"
+    return supervisor.serve(specs, own, title, STALL_S)
+
+
+def write(plan: ServingPlan, cfg: InferenceConfig, run: RunDir) -> None:
+    """Write the config of each engine process."""
+    run.configs.mkdir(parents=True, exist_ok=True)
+    for engine in plan.engines.engines:
+        write_json(run.config(engine.name), dump(section_of(cfg, engine)), is_secret=cfg.api_key is not None)
+
+
+def _check_ports(specs: Sequence[ProcessSpec], host: str) -> None:
+    for spec in specs:
+        for what, port in spec.ports.items():
+            if not is_free(host, port):
+                raise ConfigError(
+                    f"port {port} ({what} of {spec.name}) is taken on {host}; give others with --server.port, "
+                    f"--deployment.backend-port, --deployment.router-port"
+                )

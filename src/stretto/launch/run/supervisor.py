@@ -1,0 +1,376 @@
+"""Starts the processes of a command on this machine, watches them, and ends them together.
+
+`rl` (rl.py), `inference` with several processes (serve.py) and `sft` with several ranks (ranks.py) use it. One process
+may lead: the orchestrator of `rl`, rank 0 of `sft`. It is asked to finish at the first signal, and ends first.
+
+States: RUNNING -> FINISHING (after the first signal: the lead finishes its step and a checkpoint is saved) -> ENDED;
+from both, STOPPING when a process fails, a deadline passes, or a second signal comes. The children are in process
+groups of their own, so Ctrl-C reaches only the launcher; the kernel kills them when it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from types import FrameType, MappingProxyType
+from urllib.parse import urlsplit
+
+from stretto.base import process
+from stretto.base.paths import RunDir
+from stretto.base.process import Child
+from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
+from stretto.base.watch import EXIT_STALLED
+from stretto.launch.plan.plan import ProcessSpec
+from stretto.launch.run.console import Console
+
+logger = logging.getLogger(__name__)
+
+STALL_SLACK_S = 60.0  # the processes' own watchdogs fire first and say more
+RESTART_GRACE_S = 2.0
+LAST_WORDS_S = 3.0  # for the other ranks to say why they end when one has failed
+WEDGED_AFTER_S = 60.0  # after its start; before, an engine may be loading its model
+SERVERS = ("inference", "teacher", "router", "kv_store")
+"""Roles that never end by themselves."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class RunState(StrEnum):
+    RUNNING = "running"
+    FINISHING = "finishing"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Longest waits of the launcher, seconds; None: for ever."""
+
+    stall_s: float | None = None
+    """Without a status line or a log line from any process."""
+    finish_s: float | None = None
+    """Between the first Ctrl-C and the lead's end."""
+    end_s: float = 120.0
+    """Between the lead's end and that of the others."""
+    grace_s: float = 6.0
+    """Between SIGTERM and SIGKILL; with what comes after it, well under 10 s."""
+
+
+def serve(specs: Sequence[ProcessSpec], run: RunDir, title: str, stall_s: float) -> int:
+    """Run processes without an orchestrator; servers alone run until they are stopped."""
+    console = Console(sys.stdout, max_steps=None)
+    names = ", ".join(spec.name for spec in specs)
+    console.line(f"{title}: {names}\n  logs     {run.logs}")
+    limit = stall_s + STALL_SLACK_S
+    supervisor = Supervisor(specs, run, console, timeouts=Timeouts(limit, limit))
+    try:
+        return asyncio.run(supervisor.run())
+    finally:
+        console.close()
+
+
+def is_reason(line: str) -> bool:
+    """Does this last line of a log say why the process ended?"""
+    return line.startswith("error: ") or re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line) is not None
+
+
+class Supervisor:
+    """Runs processes until the lead and all that are not servers have ended, or one fails."""
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        run: RunDir,
+        console: Console | None,
+        *,
+        timeouts: Timeouts,
+        pass_fds: Sequence[int] = (),
+        likely_causes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """console: None if the first process leads and has the terminal; it then says itself what it does.
+
+        likely_causes: per role, what may have ended a process that did not say why.
+        """
+        self.state = RunState.RUNNING
+        self.was_asked_to_finish = False
+        self.was_stopped_before_begin = False
+        self._specs = {spec.name: spec for spec in specs}
+        self._run_dir = run
+        self._console = console
+        self._timeouts = timeouts
+        self._pass_fds = tuple(pass_fds)
+        self._likely_causes = likely_causes
+        self._children: dict[str, Child] = {}
+        leads = [spec.name for spec in specs if console is None or spec.role == "orchestrator"]
+        # Without one, another node tells these processes when to end: trainer ranks end by themselves, servers go on.
+        self._lead = leads[0] if leads else None
+        self._are_servers = all(spec.role in SERVERS for spec in specs)
+        self._restarts_left = {spec.name: spec.max_restarts for spec in specs}
+        self._status = _StatusPipe(self._on_status)
+        self._stop_now = asyncio.Event()
+        # Is there something to finish? A status line of the orchestrator says so.
+        self._has_begun = console is None
+        self._last_status_at = time.monotonic()
+        self._finish_deadline: float | None = None
+        self._end_deadline: float | None = None
+
+    async def run(self) -> int:
+        """Start, watch, stop; the exit status."""
+        with _handle_signals(self._on_signal):
+            try:
+                for spec in self._specs.values():
+                    self._start(spec)
+                self._status.open()
+                return await self._watch()
+            finally:
+                self.state = RunState.STOPPING
+                await self._stop()
+                self.state = RunState.ENDED
+
+    def _start(self, spec: ProcessSpec) -> Child:
+        env, fds = {**spec.env, SUPERVISED_VAR: "1"}, list(self._pass_fds)
+        if self._status.writer >= 0:
+            env[STATUS_FD_VAR] = str(self._status.writer)
+            fds.append(self._status.writer)
+        is_shown = self._console is None and spec.name == self._lead
+        path = self._run_dir.log(spec.name)
+        child = process.start(spec.name, spec.argv, env=env, log=path, pass_fds=fds, is_shown=is_shown)
+        self._children[spec.name] = child
+        return child
+
+    async def _watch(self) -> int:
+        running = {asyncio.create_task(child.wait()): child for child in self._children.values()}
+        stop_now = asyncio.create_task(self._stop_now.wait())
+        try:
+            while True:
+                tasks = {*running, stop_now}
+                done, _ = await asyncio.wait(tasks, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                ended = [running.pop(task) for task in done if task in running]
+                # If several ended together, one killed by a signal is the likelier cause.
+                for child in sorted(ended, key=lambda child: child.returncode or 0):
+                    if self._restarts_left[child.name] > 0:
+                        restarted = await self._restart(child)
+                        running[asyncio.create_task(restarted.wait())] = restarted
+                        continue
+                    if child.returncode != 0 or self._specs[child.name].role in SERVERS:
+                        return await self._failed(child, running)
+                    logger.info("%s ended", child.name)
+                working = [c.name for c in running.values() if self._specs[c.name].role not in SERVERS]
+                if not working and not self._are_servers:
+                    return 0
+                if stop_now.done():
+                    return self._stopped_by_signal()
+                if self._lead is not None and (status := self._overdue(working)):
+                    return status
+        finally:
+            for task in (*running, stop_now):
+                task.cancel()
+
+    async def _restart(self, child: Child) -> Child:
+        """Start a server that has ended anew; its clients try elsewhere or wait for it."""
+        returncode = child.returncode
+        assert returncode is not None
+        self._restarts_left[child.name] -= 1
+        await child.end_leftovers(time.monotonic() + RESTART_GRACE_S)
+        child.close()
+        restarted = self._start(self._specs[child.name])
+        how, left = process.describe_exit(returncode), self._restarts_left[child.name]
+        logger.warning(
+            "%s (pid %d) ended: %s; started anew, pid=%d", child.name, child.pid, how, restarted.pid
+        )
+        self._show(
+            f"{child.name} ended ({how}) and was started anew; {left} more time{'s' * (left != 1)} allowed "
+            f"(inference.max_restarts)"
+        )
+        return restarted
+
+    def _kill_wedged(self, url: str) -> None:
+        """Kill an engine that no longer answers, if it runs and may be started anew."""
+        port = urlsplit(url).port
+        for spec in self._specs.values():
+            child = self._children[spec.name]
+            is_it = spec.role == "inference" and port in spec.ports.values()
+            is_running = child.returncode is None and time.monotonic() - child.started_at > WEDGED_AFTER_S
+            if is_it and is_running and self._restarts_left[spec.name]:
+                logger.warning("%s (pid %d) does not answer: killed", child.name, child.pid)
+                child.signal_group(signal.SIGKILL)
+
+    # -- what ends a run --
+
+    async def _failed(self, child: Child, running: Mapping[asyncio.Task, Child]) -> int:
+        """Say which process failed, and how; the exit status."""
+        returncode = child.returncode
+        assert returncode is not None
+        if self._console is None and self._lead is not None:
+            if running:
+                await asyncio.wait(running, timeout=LAST_WORDS_S)
+            lead = self._children[self._lead].returncode
+            if lead == EXIT_CONFIG or (lead and child.name == self._lead and lead > 0):
+                return lead  # it has written its error to the terminal
+        how = process.describe_exit(returncode)
+        if returncode == EXIT_STALLED:
+            how += f" (stalled: stacks and queue depths in {self._run_dir.dumps})"
+        elif returncode == 0:
+            how += " (it was not asked to end)"
+        elif returncode == -signal.SIGKILL:
+            how += ", by hand or because memory ran out (`dmesg` says)"
+        after = time.monotonic() - child.started_at
+        lines = [f"FAILED: {child.name} (pid {child.pid}) ended after {after:.0f}s: {how}"]
+        tail = child.tail()
+        lines.append(f"  the end of {child.log}:" if tail else f"  {child.log}: it wrote nothing")
+        lines += [f"    {line}" for line in tail]
+        cause = self._likely_causes.get(self._specs[child.name].role)
+        if cause and not any(map(is_reason, tail[-1:])):
+            lines.append(f"  {cause}")
+        logger.error("%s ended: %s", child.name, how)
+        self._show("\n".join(lines), is_failure=True)
+        return EXIT_FAILED
+
+    def _stopped_by_signal(self) -> int:
+        if self._lead is None:
+            return 0
+        if self._has_begun:
+            self._show("stopped at once; the last complete checkpoint and finished rollouts are kept")
+            return EXIT_INTERRUPTED
+        self.was_stopped_before_begin = True
+        self._show("stopped before the first step: there was nothing to save")
+        return 0
+
+    def _overdue(self, working: list[str]) -> int | None:
+        """If a deadline has passed: say which processes were waited for; the exit status."""
+        now, timeouts = time.monotonic(), self._timeouts
+        names = ", ".join(working)
+        if self._lead not in working and self._end_deadline is None:
+            self._end_deadline = now + timeouts.end_s
+        if self._end_deadline is not None and now > self._end_deadline:
+            what = f"{self._lead} ended {timeouts.end_s:g}s ago and {names} did not"
+        elif self._finish_deadline is not None and now > self._finish_deadline:
+            what = f"waited {timeouts.finish_s:g}s for {names} to finish the step"
+        elif timeouts.stall_s is not None and now - self._last_output_at() > timeouts.stall_s:
+            what = f"nothing moved for {timeouts.stall_s:g}s: no status and no log line from {names}"
+        else:
+            return None
+        for child in self._children.values():
+            child.signal(signal.SIGUSR1)  # log.setup made it print all stacks
+        logger.error("%s", what)
+        self._show(f"FAILED: {what}; stacks of all processes are in {self._run_dir.logs}", is_failure=True)
+        return EXIT_FAILED if self._console is None else EXIT_STALLED
+
+    def _last_output_at(self) -> float:
+        """When the last status or log line of any process came, as monotonic time."""
+        paths = [child.log for child in self._children.values()]
+        ages = [time.time() - path.stat().st_mtime for path in paths if path.exists()]
+        return max([self._last_status_at, *(time.monotonic() - age for age in ages)])
+
+    async def _stop(self) -> None:
+        running = [child.name for child in self._children.values() if child.returncode is None]
+        started = time.monotonic()
+        await process.stop(self._children.values(), grace_s=self._timeouts.grace_s)
+        self._status.close()
+        if running and set(running) != {"inference"}:
+            self._show(f"stopped {', '.join(running)} in {time.monotonic() - started:.1f}s")
+
+    # -- what comes in --
+
+    def _on_status(self, status: dict) -> None:
+        if status.get("kind") not in ("note", "warning") and not status.get("is_early"):
+            self._has_begun = True
+        self._last_status_at = time.monotonic()
+        if status.get("kind") == "engine":
+            self._show(f"engine {status['url']} is {status['state']}: {status['reason']}")
+            self._kill_wedged(status["url"])
+        elif self._console is not None:
+            self._console.show(status)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
+        logger.info("%s while %s", name, self.state)
+        can_finish = self.state is RunState.RUNNING and self._has_begun
+        if self._lead is not None and (can_finish or self._console is None):
+            self._children[self._lead].signal(signal.SIGINT)
+        if not can_finish:
+            self._stop_now.set()
+            return
+        self.state = RunState.FINISHING
+        self.was_asked_to_finish = True
+        if self._timeouts.finish_s is not None:
+            self._finish_deadline = time.monotonic() + self._timeouts.finish_s
+        self._show(f"{name}: finishing this step, then saving a checkpoint; once more stops at once")
+
+    def _show(self, text: str, *, is_failure: bool = False) -> None:
+        """Write it to the console; without one, only failures, since the lead has the terminal."""
+        if self._console is not None:
+            self._console.line(text)
+        elif is_failure:
+            sys.stderr.write(text + "\n")
+
+
+@contextmanager
+def _handle_signals(on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Inside, the event loop handles stop signals. Afterwards they are ignored: the exit status is decided."""
+    loop = asyncio.get_running_loop()
+
+    # Not loop.add_signal_handler: removing one sets the default action for a moment, and that ends this process.
+    def handle(number: int, frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(on_signal, signal.Signals(number))
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+class _StatusPipe:
+    """The reading end of the run's status lines (schema in base/status.py)."""
+
+    def __init__(self, on_status: Callable[[dict], None]) -> None:
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._on_status = on_status
+        self._partial = b""
+
+    def open(self) -> None:
+        """Begin to read; only the run's processes hold the writing end from now on."""
+        os.close(self.writer)
+        self.writer = -1
+        asyncio.get_running_loop().add_reader(self._reader, self._read)
+
+    def close(self) -> None:
+        """Read what is left, then stop."""
+        if self.writer >= 0:
+            os.close(self.writer)
+        else:
+            self._read()
+            asyncio.get_running_loop().remove_reader(self._reader)
+        os.close(self._reader)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._reader, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                asyncio.get_running_loop().remove_reader(self._reader)
+                return
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
+                try:
+                    status = json.loads(line)
+                except ValueError:
+                    logger.warning("not a status line: %r", line[:200])
+                    continue
+                self._on_status(status)

@@ -1,0 +1,204 @@
+"""The decoder's forward pass for an engine: no modules, no gradients, few operations.
+
+Weights that multiply the same rows (q, k and v; gate and up) are stacked in one tensor, of which the model's
+parameters are views: parameters keep their names, and an update of a parameter takes effect in the next pass. The pass
+computes what decoder.py does, which is its slow reference; mixtures of experts use their module (moe.py). In float32 a
+norm is four operations, and the matrix product adds the residual. In other dtypes every rounding is that of the
+modules, so that the engine stays as close to the trainer as possible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.models.attention import Attend
+from stretto.models.decoder import MLP, Block, Decoder, RMSNorm, rotate
+from stretto.models.moe import MoE, Routing
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Adapt = Callable[[str, Tensor, Tensor], None]
+"""(parameter name, x [rows, in], out [rows, out]): add the outputs of this parameter's adapters to `out`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLinear:
+    """Several linear layers over the same rows as one: x @ weight.T + bias."""
+
+    weight: Float[Tensor, "out in"]
+    bias: Float[Tensor, " out"] | None
+    columns: tuple[tuple[str, slice], ...]  # name of each layer's weight, and its columns of the result
+
+    def __call__(self, x: Tensor, adapt: Adapt | None) -> Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        if adapt is not None:
+            self._adapt(adapt, x, out)
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor, adapt: Adapt | None) -> Tensor:
+        """residual + x @ weight.T + bias."""
+        if residual.dtype is not torch.float32:
+            return residual + self(x, adapt)
+        out = torch.addmm(residual, x, self.weight.T)
+        if self.bias is not None:
+            out += self.bias
+        if adapt is not None:
+            self._adapt(adapt, x, out)
+        return out
+
+    def _adapt(self, adapt: Adapt, x: Tensor, out: Tensor) -> None:
+        for name, columns in self.columns:
+            adapt(name, x, out[:, columns])
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: FusedLinear
+    output_proj: FusedLinear
+    mlp: tuple[FusedLinear, FusedLinear] | MoE  # gate and up, down
+
+
+class _Norms:
+    """RMSNorms of one width: their weights as rows of one tensor, which each pass scales."""
+
+    def __init__(self, norms: Sequence[RMSNorm], repeats: Sequence[int] = (1,)) -> None:
+        """repeats: in each group of len(repeats) norms, norm i is used for repeats[i] heads."""
+        self.eps, dim = norms[0].eps, len(norms[0].weight)
+        self.weights = pack_parameters([norm.weight for norm in norms]).view(-1, dim)
+        self.root = math.sqrt(dim)
+        self.floor = torch.tensor(math.sqrt(self.eps * dim), device=self.weights.device)
+        heads = [i for i, count in enumerate(repeats) for _ in range(count)]
+        self.heads = None if heads == [0] else torch.tensor(heads, device=self.weights.device)
+        self.group = len(repeats)
+
+    def scaled(self) -> tuple[Tensor, ...]:
+        """The weights for `apply`: one tensor per norm, or [heads, dim] per group."""
+        weights = self.weights
+        if self.heads is not None:
+            weights = weights.view(-1, self.group, weights.shape[1]).index_select(1, self.heads)
+        if weights.dtype is torch.float32:
+            weights = weights * self.root
+        return weights.unbind()
+
+    def apply(self, x: Float[Tensor, "*rows dim"], weight: Tensor) -> Float[Tensor, "*rows dim"]:
+        """x / rms(x) * weight; in float32 the weight from `scaled` includes the factor sqrt(dim)."""
+        if x.dtype is not torch.float32:
+            return weight * F.rms_norm(x.float(), weight.shape[-1:], None, self.eps).to(x.dtype)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x / torch.hypot(length, self.floor)).mul_(weight)
+
+
+class FusedDecoder:
+    """`Decoder.forward` over the same parameters, with fused layers."""
+
+    def __init__(self, model: Decoder) -> None:
+        cfg, self.model = model.config, model
+        self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        blocks = list(model.model.layers)
+        self.layers = [_fuse(block, f"model.layers.{i}") for i, block in enumerate(blocks)]
+        norms = [norm for b in blocks for norm in (b.input_layernorm, b.post_attention_layernorm)]
+        self.norms = _Norms([*norms, model.model.norm])
+        self.qk_norms = None
+        if cfg.has_qk_norm:
+            pairs = [norm for b in blocks for norm in (b.self_attn.q_norm, b.self_attn.k_norm)]
+            self.qk_norms = _Norms(pairs, (cfg.num_heads, cfg.num_kv_heads))
+
+    @property
+    def linears(self) -> list[FusedLinear]:
+        """All fused layers; the output head and experts are not among them."""
+        found = []
+        for layer in self.layers:
+            found += [layer.qkv, layer.output_proj, *(layer.mlp if isinstance(layer.mlp, tuple) else ())]
+        return found
+
+    def __call__(
+        self,
+        token_ids: Int[Tensor, " rows"],
+        position_ids: Int[Tensor, " rows"],
+        attend: Attend,
+        routing: Routing,
+        adapt: Adapt | None = None,
+    ) -> Float[Tensor, "rows dim"]:
+        """Hidden states of all rows, after the final norm."""
+        x = F.embedding(token_ids, self.model.model.embed_tokens.weight)
+        angles = self.model.angles(position_ids, x.dtype)
+        weights, normed = self.norms.scaled(), self.norms.apply
+        qk_weights = None if self.qk_norms is None else self.qk_norms.scaled()
+        num_rows, num_turned = x.shape[0], self.heads + self.kv_heads
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(normed(x, weights[2 * i]), adapt)
+            qkv = qkv.view(num_rows, num_turned + self.kv_heads, self.head_dim)
+            qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
+            if qk_weights is not None:
+                qk = self.qk_norms.apply(qk, qk_weights[i])
+            qk = rotate(qk, angles)
+            attended = attend(i, qk[:, : self.heads], qk[:, self.heads :], v).flatten(1)
+            x = layer.output_proj.add_to(x, attended, adapt)
+            x = self._mlp(layer.mlp, x, normed(x, weights[2 * i + 1]), i, routing, adapt)
+        return normed(x, weights[-1])
+
+    @staticmethod
+    def _mlp(
+        mlp: tuple[FusedLinear, FusedLinear] | MoE,
+        x: Tensor,
+        normed: Tensor,
+        layer: int,
+        routing: Routing,
+        adapt: Adapt | None,
+    ) -> Tensor:
+        if isinstance(mlp, MoE):
+            return x + mlp(normed, layer, routing, None)
+        gate_up, down = mlp
+        gate, up = gate_up(normed, adapt).chunk(2, dim=-1)
+        return down.add_to(x, F.silu(gate).mul_(up), adapt)
+
+
+def _fuse(block: Block, name: str) -> _Layer:
+    attention, mlp = block.self_attn, block.mlp
+    qkv = _fuse_linears(attention, f"{name}.self_attn", "q_proj", "k_proj", "v_proj")
+    output_proj = _fuse_linears(attention, f"{name}.self_attn", "o_proj")
+    if not isinstance(mlp, MLP):
+        return _Layer(qkv, output_proj, mlp)
+    pair = (
+        _fuse_linears(mlp, f"{name}.mlp", "gate_proj", "up_proj"),
+        _fuse_linears(mlp, f"{name}.mlp", "down_proj"),
+    )
+    return _Layer(qkv, output_proj, pair)
+
+
+def _fuse_linears(parent: nn.Module, path: str, *names: str) -> FusedLinear:
+    layers = [parent.get_submodule(name) for name in names]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    columns, start = [], 0
+    for name, layer in zip(names, layers):
+        columns.append((f"{path}.{name}.weight", slice(start, start + len(layer.weight))))
+        start += len(layer.weight)
+    weight = pack_parameters([layer.weight for layer in layers])
+    return FusedLinear(weight, pack_parameters(biases) if biases else None, tuple(columns))
+
+
+def pack_parameters(parts: Sequence[nn.Parameter]) -> Tensor:
+    """Stack parameters in one tensor, of which they become views.
+
+    Their memory is moved only if they are not stacked already: two engines may share a model.
+    """
+    first, size, address = parts[0].data, sum(len(part) for part in parts), parts[0].data_ptr()
+    end = first.storage_offset() * first.itemsize + sum(part.nbytes for part in parts)
+    is_stacked = end <= first.untyped_storage().nbytes()
+    for part in parts:
+        is_stacked = is_stacked and part.data_ptr() == address and part.is_contiguous()
+        address += part.nbytes
+    if is_stacked:
+        return first.as_strided((size, *first.shape[1:]), first.stride(), first.storage_offset())
+    whole = torch.cat([part.data for part in parts])
+    for part, rows in zip(parts, whole.split([len(part) for part in parts])):
+        part.data = rows
+    return whole

@@ -1,0 +1,57 @@
+"""x / rms(x) * weight, with a backward pass of one kernel on CPUs.
+
+On CPUs torch computes its norm with six operations and differentiates each. Here the gradient comes from the kernel of
+torch's layer norm, with mean 0 and with its term for the mean added back. On GPUs, without gradients, and under
+torch.compile, which fuses operations itself, torch's own norm is called; on a CPU the result has the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def rms_norm(
+    x: Float[Tensor, "*rows dim"], weight: Float[Tensor, " dim"] | None, eps: float
+) -> Float[Tensor, "*rows dim"]:
+    """x / sqrt(mean(x ** 2) + eps) over the last dim, times weight if there is one.
+
+    Source: RMSNorm, arXiv:1910.07467. Differs: eps, as in Hugging Face models.
+    """
+    has_gradients = torch.is_grad_enabled() and (
+        x.requires_grad or (weight is not None and weight.requires_grad)
+    )
+    if x.is_cuda or not has_gradients or torch.compiler.is_compiling():
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        inverse = x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        out = x * inverse
+        return out if weight is None else out.mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        needed = [*ctx.needs_input_grad[:2], False]
+        dim = x.shape[-1]
+        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, [dim], torch.zeros_like(inverse), inverse, weight, None, needed
+        )
+        if needed[0]:
+            # Layer norm subtracts the mean of grad * weight, which an RMS norm does not: add it back.
+            means = grad.mean(-1, keepdim=True) if weight is None else (grad @ (weight / dim)).unsqueeze(-1)
+            grad_x += means * inverse
+        return grad_x if needed[0] else None, grad_weight if needed[1] else None, None

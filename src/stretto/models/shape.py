@@ -1,0 +1,78 @@
+"""The shape of a network as data, from which a decoder is built.
+
+config.py reads it from a Hugging Face config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings; `kind` is default, linear, llama3 or yarn.
+
+    `factor` and the fields below it are the scaling of the other kinds.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """The mixture of experts of a model; blocks not in `sparse_layers` are dense."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    sparse_layers: tuple[int, ...]
+    has_expert_bias: bool = False
+    """True if a bias on the scores that choose experts (not on the gates) is moved to balance their loads."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape and options of a decoder; `hf` is the config.json that it was read from."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    has_qk_norm: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    moe: MoEShape | None = None
+    initializer_range: float = 0.02
+    hf: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def rope_theta(self) -> float:
+        return self.rope.theta
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a mixture; 0 for a dense model."""
+        return 0 if self.moe is None else self.moe.num_experts
+
+    def is_sparse(self, layer: int) -> bool:
+        """True for a block with a mixture of experts instead of an MLP."""
+        return self.moe is not None and layer in self.moe.sparse_layers

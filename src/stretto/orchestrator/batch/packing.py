@@ -1,0 +1,222 @@
+"""Packs samples into rows of at most seq_len tokens, balanced over ranks.
+
+In: the TrainSamples of one step. Out: one TrainBatch per rank. No token is lost, no sample is split, and every rank
+gets the same number of micro batches. Rows are filled by first-fit-decreasing. They are assigned to ranks in rounds,
+most expensive rows first: each rank gets one row per round, the most expensive row of a round goes to the rank with
+the lowest total cost so far. So costs are balanced over the step and within each round, after which ranks wait for
+each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stretto.base.errors import DataError
+from stretto.records.rows import first_fit_decreasing
+from stretto.records.sample import MicroBatch, TrainBatch, TrainSample
+from stretto.records.support import Support, concat_supports
+
+STREAM_DEFAULTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs of a document of n tokens: linear * n + quadratic * n^2 (only ratios matter)."""
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """The cost of documents of these lengths."""
+        return self.linear * lengths + self.quadratic * lengths.astype(np.float64) ** 2
+
+
+def cost_of_model(model_dir: str | Path) -> Cost:
+    """The cost for the model in config.json; proportional to tokens if there is no such file."""
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        return Cost()
+    hf = json.loads(path.read_text())
+    try:
+        hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
+        intermediate, vocab = hf["intermediate_size"], hf["vocab_size"]
+    except KeyError:
+        return Cost()
+    if (expert := hf.get("moe_intermediate_size")) and (top_k := hf.get("num_experts_per_tok")):
+        intermediate = expert * top_k  # a token is computed by top_k experts
+    head_dim = hf.get("head_dim") or hidden // heads
+    kv_heads = hf.get("num_key_value_heads") or heads
+    attention = 2 * hidden * head_dim * (heads + kv_heads)  # q and o, k and v
+    linear = layers * (attention + 3 * hidden * intermediate) + hidden * vocab
+    # Scores and weighted values, each n^2 / 2 positions because attention is causal.
+    return Cost(linear=2.0 * linear, quadratic=2.0 * layers * heads * head_dim)
+
+
+def pack(
+    samples: Sequence[TrainSample], *, step: int, seq_len: int, world_size: int = 1, cost: Cost | None = None
+) -> Generator[None, None, list[TrainBatch]]:
+    """Pack the batches of `step` for `world_size` ranks; yields wherever other tasks may run.
+
+    Raises: DataError if a sample is longer than seq_len.
+    """
+    cost = cost or Cost()
+    lengths = np.fromiter((len(s.token_ids) for s in samples), dtype=np.int64, count=len(samples))
+    if len(samples) and lengths.max() > seq_len:
+        longest = samples[int(lengths.argmax())]
+        raise DataError(
+            f"sample {longest.sample_id} has {lengths.max()} tokens, more than seq_len = {seq_len}; "
+            "raise seq_len or shorten the replies."
+        )
+    rows = yield from first_fit_decreasing(lengths, seq_len)
+    costs = cost.of(lengths)
+    rows, row_costs = yield from split_to_multiple(rows, costs, world_size)
+    ranks = yield from assign_rows(row_costs, world_size)
+    num_micro = max((len(rank) for rank in ranks), default=0)
+    streams = [name for name in STREAM_DEFAULTS if any(getattr(s, name) is not None for s in samples)]
+    batches = []
+    for rank, row_indices in enumerate(ranks):
+        micro = []
+        for r in row_indices:
+            micro.append(to_micro_batch([samples[i] for i in rows[r]], streams))
+            yield
+        micro += [dummy_micro_batch(streams)] * (num_micro - len(micro))
+        batches.append(TrainBatch(step=step, rank=rank, world_size=world_size, micro_batches=tuple(micro)))
+    return batches
+
+
+def split_to_multiple(
+    rows: Sequence[Sequence[int]], costs: np.ndarray, multiple: int
+) -> Generator[None, None, tuple[list[list[int]], list[float]]]:
+    """Split the most expensive rows until their number is a multiple of `multiple`, if possible.
+
+    Rows of one sample are not split. Returns the rows and their costs.
+    """
+    rows, row_costs = [list(row) for row in rows], []
+    for row in rows:
+        row_costs.append(float(costs[row].sum()))
+        yield
+    by_cost = [(-cost, r) for r, cost in enumerate(row_costs) if len(rows[r]) > 1]
+    heapq.heapify(by_cost)
+    while len(rows) % multiple and by_cost:
+        _, largest = heapq.heappop(by_cost)
+        halves = _halves(rows[largest], costs)
+        rows[largest] = halves[0]
+        rows.append(halves[1])
+        row_costs.append(0.0)
+        for r in (largest, len(rows) - 1):
+            row_costs[r] = float(costs[rows[r]].sum())
+            if len(rows[r]) > 1:
+                heapq.heappush(by_cost, (-row_costs[r], r))
+        yield
+    return rows, row_costs
+
+
+def _halves(row: Sequence[int], costs: np.ndarray) -> tuple[list[int], list[int]]:
+    """Split a row into two of nearly equal cost, most expensive samples first."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    totals = [0.0, 0.0]
+    for index in sorted(row, key=lambda i: -costs[i]):
+        lighter = int(totals[1] < totals[0])
+        halves[lighter].append(index)
+        totals[lighter] += costs[index]
+    return halves
+
+
+def assign_rows(row_costs: Sequence[float], world_size: int) -> Generator[None, None, list[list[int]]]:
+    """Assign rows to ranks in rounds of one row per rank; row indices by rank.
+
+    The last round may be incomplete.
+    """
+    order = sorted(range(len(row_costs)), key=lambda r: -row_costs[r])
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    totals = [0.0] * world_size
+    for start in range(0, len(order), world_size):
+        lightest_first = sorted(range(world_size), key=lambda rank: totals[rank])
+        for rank, row in zip(lightest_first, order[start : start + world_size]):
+            ranks[rank].append(row)
+            totals[rank] += row_costs[row]
+        yield
+    return ranks
+
+
+def to_micro_batch(samples: Sequence[TrainSample], streams: Sequence[str] = ()) -> MicroBatch:
+    """One row of these samples, in this order, without padding.
+
+    A sample without one of the `streams` gets the default value on all its tokens.
+    """
+    lengths = [len(s.token_ids) for s in samples]
+    cu_seqlens = np.zeros(len(samples) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    temperatures = np.repeat(np.array([s.temperature for s in samples], dtype=np.float32), lengths)
+    loss_mask = np.concatenate([s.loss_mask for s in samples])
+    whole = {name: _stream_of(samples, name) for name in streams}
+    if "ce_weights" in whole:  # these tokens were not sampled: they are trained at temperature 1
+        temperatures[(whole["ce_weights"] != 0) & ~loss_mask] = 1.0
+    return MicroBatch(
+        token_ids=np.concatenate([s.token_ids for s in samples]),
+        cu_seqlens=cu_seqlens,
+        loss_mask=loss_mask,
+        logprobs=np.concatenate([s.logprobs for s in samples]),
+        advantages=np.concatenate([s.advantages for s in samples]),
+        temperatures=temperatures,
+        sample_ids=tuple(s.sample_id for s in samples),
+        envs=tuple(s.env for s in samples),
+        routed_experts=_merge_expert_choices(samples),
+        support=_merge_supports(samples, lengths),
+        **whole,
+    )
+
+
+def dummy_micro_batch(streams: Sequence[str] = ()) -> MicroBatch:
+    """One padding token and no sample: the cheapest row that keeps a rank in lockstep."""
+    nothing = np.zeros(1, dtype=np.float32)
+    return MicroBatch(
+        token_ids=np.zeros(1, dtype=np.int32),
+        cu_seqlens=np.array([0, 1], dtype=np.int32),
+        loss_mask=np.zeros(1, dtype=bool),
+        logprobs=nothing,
+        advantages=nothing,
+        temperatures=np.ones(1, dtype=np.float32),
+        **{name: nothing for name in streams},
+    )
+
+
+def _merge_expert_choices(samples: Sequence[TrainSample]) -> np.ndarray | None:
+    """Expert choices of all tokens; the largest integer marks tokens without choices.
+
+    Raises: DataError if the choices are of different models.
+    """
+    known = [(s.sample_id, s.routed_experts) for s in samples if s.routed_experts is not None]
+    if not known:
+        return None
+    first_id, first = known[0]
+    for sample_id, routes in known:
+        if routes.shape[1:] != first.shape[1:] or routes.dtype != first.dtype:
+            raise DataError(
+                f"samples {first_id} and {sample_id} were routed by different models: "
+                f"{first.dtype}{list(first.shape[1:])} and {routes.dtype}{list(routes.shape[1:])} (layers, top_k)"
+            )
+    shape, missing = first.shape[1:], np.iinfo(first.dtype).max
+    nothing = lambda s: np.full((len(s.token_ids), *shape), missing, first.dtype)
+    return np.concatenate([nothing(s) if s.routed_experts is None else s.routed_experts for s in samples])
+
+
+def _merge_supports(samples: Sequence[TrainSample], lengths: Sequence[int]) -> Support | None:
+    """The support of the trained tokens; that of other tokens is not needed."""
+    parts = [None if s.support is None else s.support.where(s.loss_mask) for s in samples]
+    return concat_supports(parts, lengths)
+
+
+def _stream_of(samples: Sequence[TrainSample], name: str) -> np.ndarray:
+    parts = []
+    for sample in samples:
+        values = getattr(sample, name)
+        default = np.float32(STREAM_DEFAULTS[name])
+        parts.append(np.full(len(sample.token_ids), default) if values is None else values)
+    return np.concatenate(parts)

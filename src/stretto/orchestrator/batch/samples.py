@@ -1,0 +1,129 @@
+"""Builds one training sample per trained branch, with its agent's advantage on its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.algorithms.credit import whiten
+from stretto.records.rollout import Branch, Group, Rollout
+from stretto.records.sample import TrainSample
+
+
+def to_samples(groups: Iterable[Group], whitened: Collection[str] = ()) -> list[TrainSample]:
+    """Samples of all counted rollouts, in group and member order.
+
+    Advantages of the environments in `whitened` are whitened over the trained tokens of all these environments.
+    """
+    samples = [
+        sample
+        for group in groups
+        for member, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
+        if rollout.is_counted
+        for sample in samples_of(rollout, advantage, group.advantages_of(member))
+    ]
+    return whiten_samples(samples, whitened) if whitened else samples
+
+
+def whiten_samples(samples: list[TrainSample], envs: Collection[str]) -> list[TrainSample]:
+    """The same samples, with the advantages of these environments whitened together."""
+    whitened = [sample for sample in samples if sample.env in envs]
+    if not whitened:
+        return samples
+    values = whiten(np.concatenate([sample.advantages[sample.loss_mask] for sample in whitened]))
+    parts = iter(np.split(values, np.cumsum([sample.loss_mask.sum() for sample in whitened])[:-1]))
+    return [_with_advantages(s, next(parts)) if s.env in envs else s for s in samples]
+
+
+def _with_advantages(sample: TrainSample, values: np.ndarray) -> TrainSample:
+    advantages = np.zeros(len(sample.token_ids), dtype=np.float32)
+    advantages[sample.loss_mask] = values
+    return msgspec.structs.replace(sample, advantages=advantages)
+
+
+def samples_of(
+    rollout: Rollout, advantage: float, by_agent: Mapping[str, float] = MappingProxyType({})
+) -> list[TrainSample]:
+    """One sample per trained branch of a rollout.
+
+    by_agent: advantages of agents that have their own; the others get `advantage`. The first token
+    of a document is not predicted and never trained.
+    """
+    samples = []
+    for index, branch in enumerate(rollout.branches):
+        if not branch.is_trained:
+            continue
+        loss_mask = trained_tokens(branch)
+        if not loss_mask.any():
+            continue
+        own_advantage = by_agent.get(branch.agent, advantage)
+        streams = {
+            "loss_mask": loss_mask,
+            "logprobs": branch.logprobs,
+            "advantages": loss_mask * np.float32(own_advantage),
+            "temperature": branch.temperature,
+            "routed_experts": branch.routed_experts,
+            "support": branch.support,
+        }
+        samples.append(
+            TrainSample(
+                sample_id=f"{rollout.rollout_id}/{index}",
+                env=rollout.task.env,
+                token_ids=branch.token_ids,
+                first_version=branch.versions[0].version if branch.versions else 0,
+                **streams | distillation_streams(branch, loss_mask, own_advantage),
+            )
+        )
+    return samples
+
+
+def sampled_tokens(branch: Branch) -> np.ndarray:
+    """Tokens sampled from the policy's distribution, bool [tokens]: greedy replies are not."""
+    if branch.is_greedy is None or branch.is_frozen:
+        return branch.is_sampled.copy()
+    return branch.is_sampled & ~branch.is_greedy
+
+
+def trained_tokens(branch: Branch) -> np.ndarray:
+    """Sampled tokens that are trained: not the first, none before trained_from; bool [tokens]."""
+    is_trained = sampled_tokens(branch)
+    is_trained[:1] = False
+    if branch.trained_from is not None:
+        for span in branch.versions:
+            if span.version < branch.trained_from:
+                is_trained[span.start : span.end] = False
+    return is_trained
+
+
+def distillation_streams(branch: Branch, loss_mask: np.ndarray, advantage: float) -> dict[str, Any]:
+    """Streams of a branch for the ce and ref_kl components, if it has any.
+
+    Tokens that a teacher played are no samples of the policy: they are in ce at temperature 1, not in loss_mask or
+    rl. Tokens that a teacher scored are in ref_kl, not in rl. Echoed prompt tokens are in ce; without an advantage,
+    only they are trained.
+    """
+    if branch.is_frozen:
+        nothing = np.zeros(len(loss_mask), np.float32)
+        return {
+            "loss_mask": np.zeros_like(loss_mask),
+            "logprobs": nothing,
+            "advantages": nothing,
+            "temperature": 1.0,
+            "routed_experts": None,
+            "support": None,
+            "ce_weights": loss_mask.astype(np.float32),
+        }
+    if branch.ref_logprobs is None and branch.ce_weights is not None:
+        streams = {"ce_weights": branch.ce_weights}
+        return streams if advantage else streams | {"rl_weights": np.zeros(len(loss_mask), np.float32)}
+    if branch.ref_logprobs is None:
+        return {}
+    return {
+        "rl_weights": np.zeros(len(loss_mask), np.float32),
+        "ref_kl_weights": loss_mask.astype(np.float32),
+        "ref_logprobs": branch.ref_logprobs,
+    }

@@ -1,0 +1,167 @@
+"""Ships batches: builds samples, packs rows, writes the ledger, sends to the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+
+from stretto.algorithms.credit import WHITENED_OVER_BATCH
+from stretto.base.aio import run_in_slices
+from stretto.base.errors import EnvError, StrettoError
+from stretto.orchestrator import telemetry
+from stretto.orchestrator.batch.packing import pack
+from stretto.orchestrator.batch.samples import to_samples, whiten_samples
+from stretto.orchestrator.groups.buffer import Counts, Slot
+from stretto.orchestrator.groups.filters import mean_reward
+from stretto.orchestrator.run import RunParts
+from stretto.records.rollout import Group
+from stretto.records.sample import TrainSample
+
+logger = logging.getLogger(__name__)
+
+WARN_EVERY_STEPS = 20
+
+
+class BatchShipper:
+    """Ships each batch as soon as its groups are ready and max_async_level allows it."""
+
+    def __init__(self, run: RunParts, pop_filter_flags: Callable[[], Counter[str]]) -> None:
+        """pop_filter_flags: returns the flagged rollouts by filter since the last call."""
+        self.parts, self.cfg, self.buffer = run, run.cfg, run.buffer
+        self.rows: dict[int, telemetry.StepRow] = {}  # by step, of those shipped and not trained yet
+        self.idle_s = 0.0  # the buffer's, at the last batch
+        self._pop_filter_flags = pop_filter_flags
+        self._num_lost = 0  # groups in a row that were dropped because a hook raised
+        self._next_warning = 0  # the first step that may warn again
+        algos = {env.name or env.id: self.cfg.algo_of(env.name or env.id) for env in self.cfg.env}
+        self._whitened = [n for n, algo in algos.items() if algo.type in WHITENED_OVER_BATCH and algo.whiten]
+
+    async def ship_batches(self) -> None:
+        """Ship until the last step, or until the buffer is closed.
+
+        Raises: EnvError if hooks that raise cost too many groups in a row.
+        """
+        last = self.cfg.max_steps
+        while last is None or self.buffer.next_step <= last:
+            slots = await self.buffer.next_batch()
+            if slots is None:
+                return
+            try:
+                slots = await self._select_slots(slots)
+                samples = await self._samples_of(slots)
+            except StrettoError as error:
+                self._on_failed_batch(slots, error)
+                continue
+            self._num_lost = 0
+            await self.ship(slots, samples)
+
+    async def _select_slots(self, slots: list[Slot]) -> list[Slot]:
+        """These groups, or those that a hook selects from all ready ones.
+
+        Raises: EnvError if the hook raises.
+        """
+        hooks = self.parts.hooks
+        if hooks is None or not hooks.selects_groups:
+            return slots
+        ready = {slot.group_id: slot for slot in self.buffer.ready_slots()}
+        groups = [slot.group for slot in ready.values()]
+        chosen = await hooks.select_groups(self.buffer.next_step, groups, len(slots))
+        return [ready[group_id] for group_id in sorted(chosen)]
+
+    async def _samples_of(self, slots: Sequence[Slot]) -> list[TrainSample]:
+        """The training samples of these groups.
+
+        Raises: EnvError if a hook raises.
+        """
+        groups = self.parts.baselines.subtract([slot.group for slot in slots])
+        samples = await run_in_slices(_build_samples(groups))  # chosen slots do not change meanwhile
+        hooks = self.parts.hooks
+        return samples if hooks is None else await hooks.transform_samples(groups, samples)
+
+    def _on_failed_batch(self, slots: Sequence[Slot], error: StrettoError) -> None:
+        """Drop these groups because a batch hook raised; others will be drawn.
+
+        Raises: EnvError if too many groups in a row were dropped for this reason.
+        """
+        logger.warning("batch %d: %d groups dropped: %s", self.buffer.next_step, len(slots), error)
+        self._num_lost += len(slots)
+        if self._num_lost >= self.cfg.max_failed_groups:
+            text = f"{self._num_lost} groups in a row were lost to a hook (max_failed_groups); the last error: {error}"
+            raise EnvError(text) from error
+        for slot in slots:
+            self.buffer.drop(slot, "a hook failed")
+
+    async def ship(self, slots: list[Slot], samples: list[TrainSample]) -> None:
+        """Pack the samples, write the ledger and send the batch; its groups will be trained."""
+        run, step, started = self.parts, self.buffer.next_step, time.perf_counter()
+        if self._whitened:
+            samples[:] = whiten_samples(samples, self._whitened)
+        batches = await run_in_slices(
+            pack(
+                samples,
+                step=step,
+                seq_len=self.cfg.seq_len,
+                world_size=self.cfg.num_train_workers,
+                cost=run.cost,
+            )
+        )
+        discarded = self.buffer.discarded(slots)
+        row = self._build_row(slots, discarded)
+        run.baselines.commit(step)
+        decided = sorted((*slots, *discarded), key=lambda slot: slot.group_id)
+        rewards = [(slot.task.env, slot.task.task_id, mean_reward(slot.group)) for slot in decided]
+        run.curriculum.observe(step, rewards)
+        await asyncio.sleep(0)
+        run.ledger.batch_shipped(step, [slot.group_id for slot in slots])
+        await asyncio.sleep(0)
+        self.buffer.ship(slots, discarded)
+        row.metrics["time/pack"] = time.perf_counter() - started
+        row.idle_s, self.idle_s = self.buffer.idle_s - self.idle_s, self.buffer.idle_s
+        self.rows[step] = row
+        self._warn_without_signal(step, slots)
+        await asyncio.sleep(0)
+        await run.sender.send(batches)
+        run.watch.progress(f"batch {step} shipped")
+        await run_in_slices(_release(slots, samples))
+        row.metrics |= telemetry.engine_row(await telemetry.engine_metrics(run.engines))
+
+    def _build_row(self, slots: Sequence[Slot], discarded: Sequence[Slot]) -> telemetry.StepRow:
+        counts, self.buffer.counts = self.buffer.counts, Counts()
+        row = telemetry.batch_row(slots, discarded, self.buffer, counts)
+        row.metrics |= telemetry.filter_row(self.cfg.filters, self._pop_filter_flags(), [*slots, *discarded])
+        row.metrics |= {} if self.parts.rollout_function is None else self.parts.rollout_function.metrics
+        return row
+
+    def _warn_without_signal(self, step: int, slots: Sequence[Slot]) -> None:
+        num_empty = sum(not slot.has_signal for slot in slots)
+        if num_empty and self.cfg.filter_zero_advantages and step >= self._next_warning:
+            self._next_warning = step + WARN_EVERY_STEPS
+            logger.info(
+                "step %d: %d of %d groups have equal rewards: max_oversampling = %g is used up; tasks are "
+                "too easy or too hard for this policy",
+                step,
+                num_empty,
+                len(slots),
+                self.cfg.max_oversampling,
+            )
+
+
+def _build_samples(groups: Sequence[Group]) -> Generator[None, None, list[TrainSample]]:
+    samples = []
+    for group in groups:
+        samples += to_samples([group])
+        yield
+    return samples
+
+
+def _release(slots: Sequence[Slot], samples: list[TrainSample]) -> Generator[None, None, None]:
+    """Free shipped rollouts one by one: freeing five thousand at once takes a tenth of a second."""
+    while samples:
+        samples.pop()
+        yield
+    for slot in slots:
+        slot.group = None
+        yield

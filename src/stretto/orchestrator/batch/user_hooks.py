@@ -1,0 +1,276 @@
+"""The user's functions in [orchestrator.hooks] that decide about groups and batches.
+
+A hook gets `Sample`s, one per trained branch. If it raises or returns something invalid, the error is reported with
+file and line, and the group (dynamic_sampling_filter) or the groups of the batch (other hooks) are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.base.errors import EnvError, boundary
+from stretto.chat.render import Renderer
+from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.envs.result import checked_reward, checked_rewards, describe_value
+from stretto.orchestrator.build import other_models, urls_of
+from stretto.records.rollout import Group, Rollout
+from stretto.records.sample import TrainSample
+from stretto.vime import Arguments, DynamicFilterOutput, Sample
+from stretto.vime.arguments import addresses_of
+from stretto.vime.calls import Hook
+from stretto.vime.convert import response_start, sample_of
+
+SETTING = "orchestrator.hooks"
+COLUMNS = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
+"""Columns a conversion may return: lists with one entry per sample. Missing columns stay unchanged."""
+RECORDS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "round_number", "prompt", "metadata")
+"""Other columns of vime's conversions. They are ignored: the run records these facts itself."""
+
+
+class BatchHooks:
+    """The batch hooks of a run; a hook that the config does not name changes nothing."""
+
+    def __init__(self, cfg: OrchestratorSection, renderer: Renderer) -> None:
+        """Import the hooks.
+
+        Raises: ConfigError for a function that does not exist or takes other arguments.
+        """
+        section = cfg.hooks
+        self.args = arguments_of(cfg)
+        self._renderer, self._seq_len = renderer, cfg.seq_len
+
+        def load(key: str, num_arguments: int) -> Hook | None:
+            path = getattr(section, key)
+            return None if path is None else Hook.load(path, f"{SETTING}.{key}", num_arguments)
+
+        self._group_filter = load("dynamic_sampling_filter", 2)
+        self._group_selector = load("buffer_filter", 4)
+        self._sample_filter = load("sample_filter", 2)
+        self._reward_processor = load("reward_post_process", 2)
+        self._converter = load("convert_samples_to_train_data", 2)
+
+    @property
+    def selects_groups(self) -> bool:
+        """Is there a hook that selects the groups of a batch?"""
+        return self._group_selector is not None
+
+    # -- a group --
+
+    def filter_group(self, group: Group) -> DynamicFilterOutput:
+        """Ask the user's filter whether a played group is trained.
+
+        Raises: EnvError.
+        """
+        if self._group_filter is None:
+            return DynamicFilterOutput(keep=True)
+        answer = self._group_filter.call_sync(self.args, self.samples_of(group))
+        if isinstance(answer, bool | np.bool_):
+            return DynamicFilterOutput(keep=bool(answer))
+        if not isinstance(answer, DynamicFilterOutput):
+            raise EnvError(
+                f"{self._group_filter.where} returned {type(answer).__name__}; return a bool or a DynamicFilterOutput"
+            )
+        return answer
+
+    # -- a batch --
+
+    async def select_groups(self, step: int, groups: Sequence[Group], wanted: int) -> list[int]:
+        """Have the user's hook select the groups of a batch; their draw numbers.
+
+        Raises: EnvError.
+        """
+        assert self._group_selector is not None
+        buffer = [self.samples_of(group) for group in groups]
+        selected = await self._group_selector.call(self.args, step - 1, buffer, wanted)
+        known = {group.group_id for group in groups}
+        try:
+            chosen = list(dict.fromkeys(group[0].group_index for group in selected))
+        except (TypeError, IndexError, AttributeError):
+            raise EnvError(
+                f"{self._group_selector.where} returned {selected!r}; return groups of the buffer"
+            ) from None
+        if len(chosen) != wanted or not known.issuperset(chosen):
+            got = f"{len(chosen)} groups ({len(known & set(chosen))} of them of the buffer)"
+            raise EnvError(
+                f"{self._group_selector.where} returned {got}; return {wanted} groups of the buffer"
+            )
+        return chosen
+
+    async def transform_samples(self, groups: Sequence[Group], train: list[TrainSample]) -> list[TrainSample]:
+        """Apply the hooks that remove, reward and convert the samples of a batch.
+
+        Raises: EnvError.
+        """
+        if self._sample_filter is self._reward_processor is self._converter is None:
+            return train
+        rollouts = {rollout.rollout_id: rollout for group in groups for rollout in group.rollouts}
+        pairs = [(each, self._build_sample(rollouts, each)) for each in train]
+        if self._sample_filter is not None:
+            by_group: dict[int | None, list[Sample]] = {}
+            for _, sample in pairs:
+                by_group.setdefault(sample.group_index, []).append(sample)
+            await self._sample_filter.call(self.args, list(by_group.values()))
+            pairs = [(each, sample) for each, sample in pairs if not sample.remove_sample]
+            if not pairs:
+                raise EnvError(f"{self._sample_filter.where} removed every sample of the batch")
+        if self._reward_processor is not None:
+            rewards = await self._process_rewards([sample for _, sample in pairs])
+            pairs = [(_with_advantage(each, r), sample) for (each, sample), r in zip(pairs, rewards)]
+        if self._converter is not None:
+            return await self._convert_samples(pairs)
+        return [each for each, _ in pairs]
+
+    async def _process_rewards(self, samples: list[Sample]) -> list[float]:
+        assert self._reward_processor is not None
+        returned = await self._reward_processor.call(self.args, samples)
+        try:
+            _, rewards = returned
+        except (TypeError, ValueError):
+            rule = "return raw rewards and rewards, each with one number per sample"
+            raise EnvError(
+                f"{self._reward_processor.where} returned {describe_value(returned)}; {rule}"
+            ) from None
+        return checked_rewards(rewards, len(samples), self._reward_processor.where)
+
+    async def _convert_samples(self, pairs: list[tuple[TrainSample, Sample]]) -> list[TrainSample]:
+        assert self._converter is not None
+        samples = [sample for _, sample in pairs]
+        for each, sample in pairs:
+            sample.reward = float(each.advantages[each.loss_mask][0])
+        data = await self._converter.call(self.args, samples)
+        if not isinstance(data, Mapping):
+            raise EnvError(
+                f"{self._converter.where} returned {type(data).__name__}; return a dictionary of lists"
+            )
+        data = {name: column for name, column in data.items() if name not in RECORDS}
+        if unknown := sorted(set(data) - set(COLUMNS)):
+            rule = f"has {', '.join(map(str, unknown))}; known are {', '.join(COLUMNS)}"
+            raise EnvError(f"{self._converter.where}: the dictionary {rule}")
+        for name, column in data.items():
+            if not hasattr(column, "__len__") or not hasattr(column, "__getitem__"):
+                rule = f"{name} is {type(column).__name__}, not a list"
+                raise EnvError(f"{self._converter.where}: {rule}")
+            if len(column) != len(pairs):
+                rule = f"{name} has {len(column)} entries for {len(pairs)} samples"
+                raise EnvError(f"{self._converter.where}: {rule}")
+        rows = [{name: column[i] for name, column in data.items()} for i in range(len(pairs))]
+        trained = []
+        for (each, sample), row in zip(pairs, rows):
+            try:
+                with boundary(EnvError, "its entries"):
+                    trained.append(_apply_row(each, sample, row, self._seq_len))
+            except EnvError as error:
+                raise EnvError(f"{self._converter.where}: sample {each.sample_id}: {error}") from error
+        return trained
+
+    # -- samples --
+
+    def samples_of(self, group: Group) -> list[Sample]:
+        """One sample per trained branch of the counted members."""
+        return [
+            sample_of(rollout, self._reply_text(rollout, index), index)
+            for rollout in group.rollouts
+            if rollout.is_counted
+            for index, branch in enumerate(rollout.branches)
+            if branch.is_trained
+        ]
+
+    def _build_sample(self, rollouts: Mapping[str, Rollout], train: TrainSample) -> Sample:
+        rollout_id, _, index = train.sample_id.rpartition("/")
+        rollout = rollouts[rollout_id]
+        sample = sample_of(rollout, self._reply_text(rollout, int(index)), int(index))
+        start = len(sample.tokens) - sample.response_length
+        sample.loss_mask = train.loss_mask[start:].astype(int).tolist()
+        return sample
+
+    def _reply_text(self, rollout: Rollout, index: int) -> str:
+        branch = rollout.branches[index]
+        return self._renderer.parse(branch.token_ids[response_start(branch) :]).get("content") or ""
+
+
+def arguments_of(cfg: OrchestratorSection) -> Arguments:
+    """The run's settings as hooks get them, under vime's names."""
+    sampling = cfg.train.sampling
+    known = {
+        "hf_checkpoint": cfg.tokenizer.name or cfg.model.name,
+        "rollout_batch_size": cfg.batch_size // cfg.group_size,
+        "global_batch_size": cfg.batch_size,
+        "n_samples_per_prompt": cfg.group_size,
+        "num_rollout": cfg.max_steps,
+        "rollout_max_response_len": sampling.max_completion_tokens,
+        "rollout_max_context_len": cfg.seq_len,
+        "rollout_temperature": sampling.temperature,
+        "rollout_top_p": sampling.top_p,
+        "rollout_top_k": sampling.top_k,
+        "rollout_seed": cfg.seed,
+        "seed": cfg.seed,
+        "reward_key": None,
+    }
+    if (section := cfg.eval_as_trained()) is not None:
+        known |= {
+            "n_samples_per_eval_prompt": section.group_size,
+            "eval_max_response_len": section.sampling.max_completion_tokens,
+            "eval_temperature": section.sampling.temperature,
+            "eval_top_p": section.sampling.top_p,
+            "eval_top_k": section.sampling.top_k,
+        }
+    addresses = addresses_of(urls_of(cfg.client), other_models(cfg))
+    return Arguments(**known | addresses | cfg.hooks.args)
+
+
+def _apply_row(train: TrainSample, sample: Sample, row: dict[str, Any], seq_len: int) -> TrainSample:
+    """Apply a conversion's row to a training sample.
+
+    Raises: EnvError if its columns do not fit together, and other errors for values of wrong types.
+    """
+    sample.tokens = list(row.get("tokens", sample.tokens))
+    sample.response_length = int(row.get("response_lengths", sample.response_length))
+    sample.loss_mask = list(row.get("loss_masks", sample.loss_mask or []))
+    sample.rollout_log_probs = list(row.get("rollout_log_probs", sample.rollout_log_probs or []))
+    if train.support is not None and len(sample.tokens) != len(train.token_ids):
+        raise EnvError(
+            f"it has {len(sample.tokens)} tokens now and had {len(train.token_ids)}: the support "
+            "([orchestrator.train.replay]) is known only of those it had; keep their number, and mask some"
+        )
+    sample.rollout_top_p_token_ids = sample.rollout_top_p_token_lengths = None  # the run has its own
+    sample.check()
+    reward = checked_reward(row.get("rewards", sample.reward), "", "its reward")
+    if len(sample.tokens) > seq_len:
+        raise EnvError(f"it has {len(sample.tokens)} tokens, more than seq_len = {seq_len}")
+    start = len(sample.tokens) - sample.response_length
+    mask, logprobs = np.zeros(len(sample.tokens), bool), np.zeros(len(sample.tokens), np.float32)
+    mask[start:], logprobs[start:] = np.asarray(sample.loss_mask, bool), sample.rollout_log_probs
+    mask[:1] = False
+    logprobs = np.where(mask, logprobs, 0).astype(np.float32)
+    if not np.isfinite(logprobs).all():
+        value = logprobs[~np.isfinite(logprobs)][0]
+        raise EnvError(f"rollout_log_probs has {value} for a token that is trained; give a number")
+    is_as_long = len(mask) == len(train.token_ids)
+    if is_as_long and "rollout_log_probs" not in row and (mask & ~train.loss_mask).any():
+        token = int(np.flatnonzero(mask & ~train.loss_mask)[0]) - start
+        raise EnvError(
+            f"loss_masks trains token {token} of the response, which the policy did not sample and which has no "
+            "log-probability; mask what its loss_mask masks"
+        )
+    base = train if is_as_long else _without_streams(train)
+    return msgspec.structs.replace(
+        base,
+        token_ids=np.asarray(sample.tokens, np.int32),
+        loss_mask=mask,
+        logprobs=logprobs,
+        advantages=(mask * np.float32(reward)).astype(np.float32),
+    )
+
+
+def _with_advantage(train: TrainSample, advantage: float) -> TrainSample:
+    return msgspec.structs.replace(train, advantages=train.loss_mask * np.float32(advantage))
+
+
+def _without_streams(train: TrainSample) -> TrainSample:
+    """The sample without the streams that no longer fit its tokens."""
+    nothing = {"rl_weights": None, "ce_weights": None, "ref_kl_weights": None, "ref_logprobs": None}
+    return msgspec.structs.replace(train, routed_experts=None, **nothing)

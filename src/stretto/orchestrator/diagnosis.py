@@ -1,0 +1,176 @@
+"""Diagnoses learning that goes wrong: warns once per kind of problem, with what to try.
+
+In: one row of metrics per step. Out: warnings, and at the end whether the reward improved beyond its noise. The run is
+not changed. The bounds are wide, so that a run that learns gets no warning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
+
+WINDOW = 5
+"""Steps over which a warning averages, so that one bad batch gives none."""
+FLAT_STEPS = 100
+"""Steps after which a reward that has not risen gives a warning."""
+MISMATCH_BOUND = 0.3  # nats per token; asynchronous runs that learn stay below a tenth of it
+SOLVED = 0.9
+"""Share of zero-signal groups above which hardly anything is learned."""
+
+METRICS = (
+    "loss/mean",
+    "reward/mean",
+    "optim/grad_norm",
+    "groups/zero_signal_share",
+    "mismatch_kl/mean",
+    "completion/truncated_share",
+    "entropy/mean",
+    "tokens_per_s",
+)
+"""The metrics of a row that are used."""
+
+Row = Mapping[str, float]
+
+
+@dataclass
+class Diagnosis:
+    """The rows of a run so far, and the kinds of warnings it had."""
+
+    max_completion_tokens: int | None = None  # named in the warning about truncated replies
+    rows: list[Row] = field(default_factory=list)
+    warned: set[str] = field(default_factory=set)
+    _next_full_check: int = 0  # number of rows; a check of all rows at every step would cost more and more
+
+    def add(self, row: Row) -> list[str]:
+        """Add the row of a step; the new warnings."""
+        self.rows.append({name: row[name] for name in METRICS if name in row})
+        found = [(kind, text) for kind, text in self._problems() if kind not in self.warned]
+        self.warned.update(kind for kind, _ in found)
+        return [text for _, text in found]
+
+    def verdict(self) -> str | None:
+        """One line about whether the reward rose beyond its noise; None after too few steps."""
+        if len(self.rows) < 4:
+            return None
+        first, last, noise = self._first_and_last()
+        change = f"training reward {first:.3f} -> {last:.3f} (noise {noise:.3f})"
+        if last - first > 2 * noise:
+            return f"{change}: improved"
+        reasons = {
+            "signal": "most groups have equal rewards, which give no signal",
+            "mismatch": "engine and trainer disagree about the policy",
+            "truncated": "most replies are truncated",
+            "entropy": "the policy gives nearly the same reply every time",
+        }
+        likely = [text for kind, text in reasons.items() if kind in self.warned]
+        usual = (
+            "too few steps, a learning rate that is too low or too high, tasks that are too hard or too easy"
+        )
+        word = "fell" if first - last > 2 * noise else "did not improve beyond its noise"
+        return f"{change}: {word}; likely: {'; '.join(likely) or usual}"
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        row = self.rows[-1]
+        for name in ("loss/mean", "reward/mean", "optim/grad_norm"):
+            if not math.isfinite(row.get(name, 0.0)):
+                yield (
+                    "finite",
+                    f"{name} is {row[name]}: the weights are unusable or will be soon. Lower trainer.optim.lr or "
+                    "trainer.optim.max_norm, and continue from the last checkpoint.",
+                )
+        if len(self.rows) < WINDOW:
+            return
+        if (share := self._mean("groups/zero_signal_share")) >= SOLVED:
+            yield "signal", self._about_signal(share)
+        if (mismatch := self._mean("mismatch_kl/mean")) > MISMATCH_BOUND:
+            yield (
+                "mismatch",
+                f"mismatch KL is {mismatch:.2g} nats per token (mean of {WINDOW} steps): the trained policy is far "
+                "from the one that sampled the tokens. Lower trainer.optim.lr, or max_async_level.",
+            )
+        if (truncated := self._mean("completion/truncated_share")) > 0.5:
+            limit = f" = {self.max_completion_tokens}" if self.max_completion_tokens else ""
+            yield (
+                "truncated",
+                f"{truncated:.0%} of the replies are truncated at max_completion_tokens{limit} (or seq_len). Raise "
+                "it, unless the task needs replies of that length.",
+            )
+        if len(self.rows) >= self._next_full_check:
+            self._next_full_check = len(self.rows) * 11 // 10 + 1
+            yield from self._about_entropy()
+            yield from self._about_reward()
+            yield from self._about_speed()
+
+    def _about_signal(self, share: float) -> str:
+        rewards = [row["reward/mean"] for row in self.rows[-WINDOW:] if "reward/mean" in row]
+        mean = fmean(rewards) if rewards else math.nan
+        return (
+            f"{share:.0%} of the groups have equal rewards (mean {mean:.3f}, {WINDOW} steps): they give no signal. "
+            "The tasks are too easy or too hard for this policy, or the reward is always the same. Look at "
+            "`stretto show`; try other tasks, a larger group_size, or a reward with more levels."
+        )
+
+    def _about_entropy(self) -> Iterator[tuple[str, str]]:
+        first, last = self.rows[0].get("entropy/mean", 0.0), self._mean("entropy/mean")
+        if first > 0.05 and last < 0.02 * first and not self._has_improved():
+            yield (
+                "entropy",
+                f"entropy has fallen from {first:.2g} to {last:.2g} nats per token, and the reward has not risen: the "
+                "policy gives nearly the same reply every time. Lower trainer.optim.lr, or raise trainer.loss.kl_tau.",
+            )
+
+    def _about_reward(self) -> Iterator[tuple[str, str]]:
+        first, last, noise = self._first_and_last()
+        if len(self.rows) >= 4 * WINDOW and first - last > max(4 * noise, 0.25 * abs(first)):
+            yield (
+                "fell",
+                f"the reward has fallen from {first:.3f} to {last:.3f}. Lower trainer.optim.lr, or continue from an "
+                "earlier checkpoint.",
+            )
+        elif len(self.rows) >= FLAT_STEPS and not self._has_improved() and "fell" not in self.warned:
+            yield (
+                "flat",
+                f"the reward has not risen beyond its noise in {len(self.rows)} steps ({first:.3f} -> {last:.3f}, "
+                f"noise {noise:.3f}). Try another trainer.optim.lr, larger batches, or easier tasks.",
+            )
+
+    def _about_speed(self) -> Iterator[tuple[str, str]]:
+        speeds = [row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row]
+        if len(speeds) < 4 * WINDOW:
+            return
+        usual, now = median(speeds), median(speeds[-WINDOW:])
+        if now < 0.4 * usual:
+            yield (
+                "speed",
+                f"{now:.0f} tokens/s, while this run usually has {usual:.0f}: see `waits` in the step lines, and what "
+                "else runs on these machines.",
+            )
+
+    def _mean(self, name: str) -> float:
+        """Mean over the last steps; 0 if a value is not finite."""
+        values = [row.get(name, 0.0) for row in self.rows[-WINDOW:]]
+        return fmean(values) if all(map(math.isfinite, values)) else 0.0
+
+    def _has_improved(self) -> bool:
+        first, last, noise = self._first_and_last()
+        return last - first > 2 * noise
+
+    def _first_and_last(self) -> tuple[float, float, float]:
+        """Mean reward of the first and last fifth of the steps; standard error of the difference."""
+        rewards = [row["reward/mean"] for row in self.rows if math.isfinite(row.get("reward/mean", math.nan))]
+        if len(rewards) < 4:
+            return 0.0, 0.0, math.inf
+        size = max(2, len(rewards) // 5)
+        parts = rewards[:size], rewards[-size:]
+        # The reward has a trend, so the noise is estimated from differences between successive steps.
+        errors = [_noise(part) for part in parts]
+        return fmean(parts[0]), fmean(parts[1]), math.hypot(*errors)
+
+
+def _noise(values: list[float]) -> float:
+    """Standard error of the mean, from differences of successive values: var = mean(d^2) / 2."""
+    squares = [(b - a) ** 2 for a, b in pairwise(values)]
+    return math.sqrt(fmean(squares) / 2 / len(values))

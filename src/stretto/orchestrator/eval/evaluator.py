@@ -1,0 +1,215 @@
+"""Evaluates a version: plays every environment's held-out tasks, sampled and greedy.
+
+Sampled means group_size rollouts per task, greedy means one. Every version gets the same tasks and seeds, so that two
+evals differ only by the weights. The caller loads no weights during an eval; the versions that engines report are
+recorded as well. Means are over rollouts that did not fail; failed ones are counted.
+
+RUN/evals/version_N holds results.json, written last, and one file of samples per environment and mode: one line of
+JSON per rollout, with prompt, reply and reward (eval/results.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from stretto.base.errors import ConfigError, EnvError, StrettoError, boundary
+from stretto.base.paths import RunDir
+from stretto.base.watch import Watch
+from stretto.chat.render import Renderer
+from stretto.config.root import EvalConfig
+from stretto.config.sections.orchestrator import EvalSection, SamplingSection, comes
+from stretto.envs.base import Environment, RunInfo, tasks_of
+from stretto.orchestrator.batch.user_rollouts import DataSource, UserRolloutFunction
+from stretto.orchestrator.build import eval_run_info, open_env
+from stretto.orchestrator.eval.results import (
+    EvalScore,
+    build_eval_score,
+    write_results,
+    write_samples,
+    write_user_samples,
+)
+from stretto.orchestrator.groups.buffer import Slot
+from stretto.orchestrator.rollout.play import Draw, GenerationClient
+from stretto.orchestrator.rollout.player import Player
+from stretto.records.rollout import Group, Task
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Plays the held-out tasks of some environments against one engine."""
+
+    def __init__(
+        self,
+        envs: Sequence[Environment],
+        section: EvalSection,
+        player: Player,
+        *,
+        max_inflight_rollouts: int = 256,
+        watch: Watch | None = None,
+        run_dir: RunDir | None = None,
+        user_function: UserRolloutFunction | None = None,
+    ) -> None:
+        """user_function: the user's eval function; if given, it plays instead of the environments."""
+        self.section, self._user_function = section, user_function
+        self._plans = [_eval_plan(env, section) for env in envs]
+        self._player = player
+        self._max_inflight = max_inflight_rollouts
+        self._watch = watch
+        self._run_dir = run_dir  # for results and samples; None if neither is written
+
+    async def evaluate(self, version: int, *, end: int | None = 0) -> list[EvalScore]:
+        """Scores of every environment that is due, sampled and (if configured) greedy.
+
+        Raises: StrettoError if no rollout of an environment succeeded; its class says who must act.
+        """
+        scores = (
+            []
+            if self._user_function is None
+            else await self._call_user_function(self._user_function, version)
+        )
+        for plan in self._plans if self._user_function is None else ():
+            if not comes(plan.interval, version, end=end):
+                continue
+            scores.append(await self._play_env(plan, version, "sampled", plan.group_size))
+            if self.section.greedy:
+                scores.append(await self._play_env(plan, version, "greedy", 1))
+        if self._run_dir is not None:
+            write_results(self._run_dir.eval_results(version), scores)
+        return scores
+
+    @property
+    def user_metrics(self) -> dict[str, float]:
+        """The other metrics of the user's eval function in the latest eval."""
+        return {} if self._user_function is None else self._user_function.metrics
+
+    async def _call_user_function(self, function: UserRolloutFunction, version: int) -> list[EvalScore]:
+        """Scores by the user's eval function, which gets the held-out tasks in order."""
+        started, tasks = time.perf_counter(), [task for plan in self._plans for task in plan.tasks]
+        numbers = itertools.count()
+
+        def draw() -> Slot:
+            number = next(numbers)
+            return Slot(number, tasks[number % len(tasks)], version)
+
+        source = DataSource(draw, self.section.group_size, asyncio.get_running_loop(), len(tasks))
+        try:
+            data = await function.evaluate(version, source)
+            time_s = time.perf_counter() - started
+            with boundary(EnvError, f"{function.hook.where}: its samples"):
+                task_ids = {number: slot.task.task_id for number, slot in source.slots.items()}
+                for name, entry in data.items() if self._run_dir is not None else ():
+                    path = self._samples_path(version, name, "sampled")
+                    if self.section.save_samples and entry.get("samples"):
+                        await write_user_samples(path, name, entry, self._player.renderer, version, task_ids)
+                return [function.build_score(name, entry, version, time_s) for name, entry in data.items()]
+        except StrettoError as error:  # even if an engine failed: the eval is lost, not the run
+            raise EnvError(str(error)) from error
+
+    def _samples_path(self, version: int, name: str, mode: str) -> Path:
+        assert self._run_dir is not None
+        return self._run_dir.eval(version) / f"{name.replace('/', '_')}-{mode}.jsonl"
+
+    async def _play_env(self, plan: EvalPlan, version: int, mode: str, k: int) -> EvalScore:
+        env, tasks = plan.env, plan.tasks
+        greedy = SamplingSection(temperature=0, max_completion_tokens=plan.sampling.max_completion_tokens)
+        player = dataclasses.replace(
+            self._player,
+            sampling=greedy if mode == "greedy" else plan.sampling,
+            run_id=f"{self._player.run_id}-v{version}",
+        )
+        slots = asyncio.Semaphore(max(self._max_inflight // k, 1))
+
+        async def play(index: int) -> Group:
+            async with slots:
+                draw = Draw(index, tasks[index], k, version, name=f"eval-{env.name}-{mode}-")
+                group = await player.play(env, draw)
+            if self._watch is not None:
+                self._watch.progress(f"eval task {index} of {env.name} played")
+            return group
+
+        started = time.perf_counter()
+        groups = await asyncio.gather(*map(play, range(len(tasks))))
+        time_s = time.perf_counter() - started
+        if self._run_dir is not None and self.section.save_samples:
+            path = self._samples_path(version, env.name, mode)
+            await write_samples(path, groups, self._player.renderer, mode, version)
+        score = dataclasses.replace(build_eval_score(env.name, mode, k, groups, time_s), version=version)
+        if score.versions not in (None, (version, version)):
+            low, high = score.versions
+            logger.warning(
+                "eval of %s: version %d, but tokens came from %d to %d", env.name, version, low, high
+            )
+        return score
+
+
+def standalone_evaluator(
+    cfg: EvalConfig, engine: GenerationClient, renderer: Renderer, envs: Sequence[Environment]
+) -> Evaluator:
+    """Build the evaluator of the verbs `eval` and `evals`, which do not train."""
+    player = Player(
+        engine=engine,
+        renderer=renderer,
+        sampling=cfg.eval.sampling,
+        seq_len=cfg.seq_len,
+        seed=cfg.seed,
+        run_id=cfg.run_name,
+        timeout_s=cfg.rollout_timeout_s,
+    )
+    return Evaluator(
+        envs, cfg.eval, player, max_inflight_rollouts=cfg.max_inflight_rollouts, run_dir=cfg.run_dir
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalPlan:
+    """How one environment is evaluated."""
+
+    env: Environment
+    tasks: list[Task]
+    group_size: int
+    interval: int | None
+    sampling: SamplingSection
+
+
+def _eval_plan(env: Environment, section: EvalSection) -> EvalPlan:
+    override = next((each for each in section.env if (each.name or each.id) == env.name), None)
+    if override is None:
+        tasks = _held_out_tasks(env, section.num_examples)
+        return EvalPlan(env, tasks, section.group_size, section.interval, section.sampling)
+    return EvalPlan(
+        env,
+        _held_out_tasks(env, override.num_examples or section.num_examples),
+        override.group_size or section.group_size,
+        override.interval or section.interval,
+        override.sampling.over(section.sampling),
+    )
+
+
+def eval_envs(
+    section: EvalSection,
+    train: Sequence[Environment],
+    run_dir: RunDir,
+    stack: AsyncExitStack,
+    run: RunInfo | None = None,
+) -> list[Environment]:
+    """The environments that an eval section names, else those of training; `stack` closes them."""
+    info = None if run is None else eval_run_info(run, section)
+    return [open_env(env, run_dir.logs / "eval", stack, info) for env in section.env] or list(train)
+
+
+def _held_out_tasks(env: Environment, num_examples: int | None) -> list:
+    source = tasks_of(env, "eval")
+    if num_examples is None and source.num_tasks is None:
+        raise ConfigError(
+            f"eval.num_examples: environment {env.name!r} has infinitely many tasks; give a number."
+        )
+    count = min(n for n in (num_examples, source.num_tasks) if n is not None)
+    return [source.task(index) for index in range(count)]

@@ -1,0 +1,242 @@
+"""Results of evals: scores over rollouts, their files, and the printed table."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import comb
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from stretto.base.files import atomic_path
+from stretto.base.paths import RunDir
+from stretto.chat.render import Renderer
+from stretto.orchestrator.rollout.player import error_type_of
+from stretto.records.rollout import Branch, Group, RolloutStatus
+from stretto.vime.sample import Status
+
+STATUSES = dict.fromkeys(Status, "finished") | {
+    Status.TRUNCATED: "truncated",
+    Status.FAILED: "failed",
+    Status.ABORTED: "failed",
+}
+"""The status of a rollout for each status of an eval function's sample."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalScore:
+    """The score of one environment in one mode. Means are over the rollouts that did not fail."""
+
+    env: str
+    mode: str  # "sampled" | "greedy"
+    mean: float
+    k: int  # rollouts per task; `mean` is avg@k
+    pass_at_k: dict[int, float]  # probability that one of k succeeds, k = 1, 2, 4, ...; 0/1 rewards only
+    pass_all_k: dict[int, float]  # probability that all of k succeed
+    num_tasks: int
+    num_failed: int
+    num_truncated: int
+    completion_tokens: float  # mean
+    time_s: float
+    version: int = 0  # loaded when the eval began
+    versions: tuple[int, int] | None = None  # oldest and newest of its tokens, if the engine reports them
+
+
+def mean_over_envs(scores: Sequence[EvalScore], mode: str) -> float | None:
+    """Mean over environments in one mode; None if the mode was not played."""
+    means = [score.mean for score in scores if score.mode == mode]
+    return float(np.mean(means)) if means else None
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """Unbiased probability that at least one of k samples succeeds: 1 - C(n - c, k) / C(n, k).
+
+    Source: arXiv:2107.03374, equation 1. Differs: exact integers.
+    """
+    return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
+
+
+def pass_all_k(num_samples: int, num_solved: int, k: int) -> float:
+    """Unbiased probability that all of k samples succeed: C(c, k) / C(n, k)."""
+    return comb(num_solved, k) / comb(num_samples, k)
+
+
+def _mean_at_k(
+    groups: Sequence[Group], k: int, estimate: Callable[[int, int, int], float]
+) -> dict[int, float]:
+    """Mean estimate over tasks for each power of two up to k.
+
+    A task with fewer counted rollouts is not in that mean.
+    """
+    counts = []
+    for group in groups:
+        rewards = [rollout.reward for rollout in group.rollouts if rollout.is_counted]
+        counts.append((len(rewards), sum(reward == 1.0 for reward in rewards)))
+    sizes = [2**i for i in range(k.bit_length()) if 2**i <= k]
+    estimates = {size: [estimate(n, c, size) for n, c in counts if n >= size] for size in sizes}
+    return {size: float(np.mean(values)) for size, values in estimates.items() if values}
+
+
+async def write_samples(
+    path: Path, groups: Sequence[Group], renderer: Renderer, mode: str, version: int
+) -> None:
+    """Write one line per rollout (prompt, reply, reward and more), atomically.
+
+    Other tasks of the event loop run between two groups.
+    """
+    with _open_atomic(path) as file:
+        for group in groups:
+            for rollout in group.rollouts:
+                line = {
+                    "version": version,
+                    "env": rollout.task.env,
+                    "mode": mode,
+                    "task_id": rollout.task.task_id,
+                    "member": rollout.member,
+                    "reward": rollout.reward,
+                    "status": str(rollout.status),
+                    "error": rollout.error,
+                    "metrics": rollout.metrics,
+                    "num_turns": rollout.num_turns,
+                    "num_tokens": rollout.num_sampled_tokens,
+                    "branches": [_branch_texts(branch, renderer) for branch in rollout.branches],
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            await asyncio.sleep(0)
+
+
+async def write_user_samples(
+    path: Path,
+    name: str,
+    entry: Mapping[str, Any],
+    renderer: Renderer,
+    version: int,
+    task_ids: Mapping[int | None, str],
+) -> None:
+    """Write the samples of a user's eval function for one data set, as `write_samples` does.
+
+    task_ids: by group_index, for samples of held-out tasks.
+    """
+    samples, rewards = entry["samples"], entry["rewards"]
+    members: Counter[int | None] = Counter()
+    with _open_atomic(path) as file:
+        for index, sample in enumerate(samples):
+            start = len(sample.tokens) - sample.response_length
+            texts = {"prompt": sample.prompt, "reply": sample.response}
+            if sample.tokens:
+                ids = np.asarray(sample.tokens, np.int32)
+                texts = {"prompt": renderer.decode(ids[:start]), "reply": renderer.decode(ids[start:])}
+            line = {
+                "version": version,
+                "env": name,
+                "mode": "sampled",
+                "task_id": task_ids.get(sample.group_index),
+                "member": members[sample.group_index],
+                "reward": float(rewards[index]) if len(rewards) == len(samples) else None,
+                "status": STATUSES[sample.status],
+                "error": None,
+                "metrics": {},
+                "num_turns": 1,
+                "num_tokens": sample.effective_response_length,
+                "branches": [texts],
+            }
+            members[sample.group_index] += 1
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            await asyncio.sleep(0)
+
+
+@contextmanager
+def _open_atomic(path: Path) -> Iterator[TextIO]:
+    """Open a file that appears only when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as part, part.open("w") as file:
+        yield file
+
+
+def _branch_texts(branch: Branch, renderer: Renderer) -> dict[str, str]:
+    """The prompt up to the first sampled token, and the rest as the reply."""
+    start = int(branch.is_sampled.argmax()) if branch.is_sampled.any() else len(branch.token_ids)
+    ids = branch.token_ids
+    return {"prompt": renderer.decode(ids[:start]), "reply": renderer.decode(ids[start:])}
+
+
+def write_results(path: Path, scores: Sequence[EvalScore]) -> None:
+    """Write the scores as JSON, atomically."""
+    with _open_atomic(path) as file:
+        file.write(json.dumps([dataclasses.asdict(score) for score in scores], indent=2) + "\n")
+
+
+def load_mean_rewards(run_dir: RunDir, version: int) -> dict[str, float] | None:
+    """Mean rewards by mode of an eval that was done; None if there is none."""
+    path = run_dir.eval_results(version)
+    if not path.exists():
+        return None
+    rows = json.loads(path.read_text())
+    modes = {row["mode"] for row in rows}
+    return {mode: float(np.mean([row["mean"] for row in rows if row["mode"] == mode])) for mode in modes}
+
+
+def build_eval_score(env: str, mode: str, k: int, groups: Sequence[Group], time_s: float) -> EvalScore:
+    """Build the score of these groups.
+
+    Raises: StrettoError if no rollout succeeded; its class says who must act.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    counted = [rollout for rollout in rollouts if rollout.is_counted]
+    if rollouts and not counted:
+        cause = rollouts[-1].error or "unknown"
+        raise error_type_of(cause)(
+            f"eval of {env}: none of {len(rollouts)} rollouts succeeded; the last: {cause}"
+        )
+    if num_failed := len(rollouts) - len(counted):
+        cause = next(rollout.error for rollout in rollouts if rollout.error)
+        logger.warning(
+            "eval of %s: %d of %d rollouts failed and are not in the means; such as: %s",
+            env,
+            num_failed,
+            len(rollouts),
+            cause,
+        )
+    is_binary = all(rollout.reward in (0.0, 1.0) for rollout in counted)
+    versions = [s.version for r in counted for branch in r.branches for s in branch.versions]
+    return EvalScore(
+        env=env,
+        mode=mode,
+        mean=float(np.mean([rollout.reward for rollout in counted])),
+        k=k,
+        pass_at_k=_mean_at_k(groups, k, pass_at_k) if is_binary and k > 1 else {},
+        pass_all_k=_mean_at_k(groups, k, pass_all_k) if is_binary and k > 1 else {},
+        num_tasks=len(groups),
+        num_failed=num_failed,
+        num_truncated=sum(rollout.status is RolloutStatus.TRUNCATED for rollout in counted),
+        completion_tokens=float(np.mean([rollout.num_sampled_tokens for rollout in counted])),
+        time_s=time_s,
+        versions=(min(versions), max(versions)) if versions else None,
+    )
+
+
+def format_table(scores: Sequence[EvalScore]) -> str:
+    """Scores as aligned text, one line per environment and mode."""
+    sizes = sorted({k for score in scores for k in score.pass_at_k if k > 1})
+    passes = [f"pass@{k}" for k in sizes]
+    rows = [("environment", "mode", "k", "avg@k", *passes, "tasks", "failed", "truncated", "tokens", "time")]
+    for score in scores:
+        passed = [f"{score.pass_at_k[k]:.3f}" if k in score.pass_at_k else "" for k in sizes]
+        counts = (str(score.num_tasks), str(score.num_failed), str(score.num_truncated))
+        length, time_s = f"{score.completion_tokens:.1f}", f"{score.time_s:.1f}s"
+        rows.append(
+            (score.env, score.mode, str(score.k), f"{score.mean:.3f}", *passed, *counts, length, time_s)
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )

@@ -1,0 +1,164 @@
+"""The verb `eval`: plays held-out tasks with running engines, or with one that it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from stretto.base import log, process
+from stretto.base.errors import ConfigError, EngineError
+from stretto.base.ports import is_free
+from stretto.chat.render import Renderer
+from stretto.config.root import EvalConfig, InferenceConfig
+from stretto.config.sections.inference import KEY_VAR
+from stretto.envs.base import tasks_of
+from stretto.monitors import build_monitors
+from stretto.orchestrator.build import build_renderer_of, open_env, run_info
+from stretto.orchestrator.clients import build_chat, build_engines
+from stretto.orchestrator.eval.evaluator import standalone_evaluator
+from stretto.orchestrator.eval.results import EvalScore, format_table, write_results
+from stretto.orchestrator.telemetry import eval_row
+from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.transports.engine.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+MONITOR_CLOSE_S = 10.0
+
+
+def main(cfg: EvalConfig) -> int:
+    """Evaluate running engines, or one started for `cfg.model`; the exit status.
+
+    Prints a table; writes eval.json, samples, and a row of metrics.
+    """
+    cfg.run_path.mkdir(parents=True, exist_ok=True)
+    log.setup("eval", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+    scores = asyncio.run(evaluate_engine(cfg))
+    path = cfg.run_path / "eval.json"
+    write_results(path, scores)
+    sys.stdout.write(format_table(scores) + f"\n\n{path}\n")
+    return 0
+
+
+async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
+    """Evaluate the engines that the config names."""
+    cfg = with_server_address(cfg)
+    async with AsyncExitStack() as stack:
+        # Environments first: their errors are reported before an engine is started.
+        renderer = None if cfg.client.api == "chat" else build_eval_renderer(cfg)
+        info = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model)
+        envs = [open_env(env, cfg.run_dir.logs, stack, info) for env in cfg.eval.env]
+        for env in envs:
+            tasks_of(env, "eval")  # raises if there are none
+        key = await stack.enter_async_context(serve_model(cfg))
+        section = cfg.client
+        monitors = build_monitors(cfg.monitors, cfg.run_dir, "eval", cfg.run_name, resumed_step=None)
+        stack.callback(monitors.close, MONITOR_CLOSE_S)
+        async with build_chat(section) if section.api == "chat" else build_engines(section, key) as engines:
+            await engines.wait_ready(section.ready_timeout_s)
+            evaluator = standalone_evaluator(cfg, engines, renderer or engines, envs)
+            version = 0 if section.api == "chat" else await version_of(engines, renderer, cfg.run_name)
+            scores = await evaluator.evaluate(version, end=version)
+            monitors.log(version, eval_row(scores))
+            return scores
+
+
+async def version_of(engines: EngineClient, renderer: Renderer, run_id: str) -> int:
+    """The version that engines sample from, found by sampling one token."""
+    prompt = renderer.render_prompt([{"role": "user", "content": "?"}], None)
+    request = GenerateRequest(
+        request_id=f"{run_id}-version", prompt_ids=prompt, sampling=SamplingParams(max_tokens=1)
+    )
+    (completion,) = await engines.generate(request)
+    return completion.versions[0].version if completion.versions else 0
+
+
+def build_eval_renderer(cfg: EvalConfig) -> Renderer:
+    """Build the renderer of the evaluated model.
+
+    Raises: ConfigError if the config names neither a model nor a tokenizer.
+    """
+    model = cfg.model or cfg.tokenizer.name
+    if model is None:
+        raise ConfigError(
+            "tokenizer.name: give the tokenizer of the model that runs at client.base_url, or set client.api = "
+            '"chat" to evaluate with text alone.'
+        )
+    return build_renderer_of(model, cfg.tokenizer.name, cfg.renderer)
+
+
+def with_server_address(cfg: EvalConfig) -> EvalConfig:
+    """The config with the address at which `cfg.model`, if given, will be served.
+
+    Raises: ConfigError for a port that is taken.
+    """
+    if cfg.model is None:
+        return cfg
+    server = cfg.inference.server
+    port = server.port if "port" in server.model_fields_set else _free_port()
+    if not is_free(server.host, port):
+        # The server that listens there would be evaluated instead of `model`.
+        raise ConfigError(
+            f"inference.server.port = {port} is taken by another process on this machine; stop it, give another "
+            "port, or remove the key and a free one is found."
+        )
+    client = cfg.client.model_copy(update={"base_url": f"http://{server.host}:{port}/v1"})
+    server = server.model_copy(update={"port": port})
+    inference = cfg.inference.model_copy(update={"server": server})
+    return cfg.model_copy(update={"client": client, "inference": inference})
+
+
+@asynccontextmanager
+async def serve_model(cfg: EvalConfig) -> AsyncIterator[str | None]:
+    """Serve `cfg.model`, if given, at the config's address while the context is open.
+
+    Yields the API key of the engine, which is written to no file.
+
+    Raises: EngineError if the engine ends by itself.
+    """
+    key = os.environ.get(cfg.client.api_key_var) or None
+    if cfg.model is None:
+        yield key
+        return
+    key = cfg.inference.api_key or key
+    section = cfg.inference.model_dump(exclude={"api_key"}) | {"model": cfg.model}
+    run = {"output_dir": cfg.output_dir, "run": {"name": cfg.run_name}}
+    inference = InferenceConfig.model_validate(section | run)
+    path = cfg.run_dir.config("inference")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(inference.model_dump_json(indent=2))
+    threads = inference.num_threads or process.num_cores()
+    argv = (sys.executable, "-m", "stretto", "inference", "@", str(path))
+    engine = process.start(
+        "inference",
+        argv,
+        env=process.thread_env(threads) | {KEY_VAR: key or ""},
+        log=cfg.run_dir.log("inference"),
+    )
+    ending = asyncio.create_task(engine.wait())
+    working = asyncio.current_task()
+    ending.add_done_callback(lambda done: None if done.cancelled() else working.cancel())
+    try:
+        yield key
+    except asyncio.CancelledError:
+        if not ending.done() or ending.cancelled():
+            raise
+        working.uncancel()
+        lines = "\n  ".join(engine.tail())
+        raise EngineError(
+            f"the engine ended ({process.describe_exit(ending.result())}); its last lines:\n  {lines}"
+        ) from None
+    finally:
+        ending.cancel()
+        await process.stop([engine], grace_s=5.0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,473 @@
+"""Groups between their draw and the trainer: which may start, which wait, which are dropped.
+
+Steps are counted from 1, policy versions from 0: step n trains on batch n and makes version n. A batch for
+step n may hold no rollout whose first token came from a version older than n-1-max_off_policy_steps. Batch n
+is not shipped before version n-1-max_async_level is loaded, so generation is at most max_async_level steps ahead
+of the trained weights.
+
+A group holds a slot from its draw until the weights it was trained into are loaded on every engine; there are
+(max_async_level + 1) batches of slots. Its states:
+
+    RUNNING -> READY                  has signal and is fresh: waits for a batch
+    RUNNING -> REPLACED               zero-signal or rejected: its slot was reused. Zero-signal groups may fill a batch
+                                      once max_oversampling is reached; rejected groups never do
+    RUNNING -> FAILED                 no member succeeded: its slot was reused
+    READY, REPLACED -> SHIPPED        is in a batch that was sent to the trainer
+    SHIPPED -> LOADED                 all engines have the weights it was trained into; frees the slot
+    RUNNING, READY, REPLACED -> DROPPED    too old, zero-signal, or the run ends; frees the slot
+
+What unblocks what: `admit` waits for a slot, which `complete` (zero-signal, rejected, stale), `fail` and `on_loaded`
+free. `next_batch` waits for READY groups (`complete`) and for the version (`on_loaded`).
+
+Batches take the lowest draw numbers. In dispatch order they wait for lower draws that still run or that a resume
+has yet to start again, so that fast groups are not preferred and long rollouts are trained as often as they were
+drawn. With max_async_level = 0 a batch is a function of the rewards alone, because only as many draws are made as
+are needed. Every drop is in the ledger before its slot is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from stretto.ledger.writer import Ledger
+from stretto.records.partial import PartialRollout
+from stretto.records.rollout import Group, Task
+
+
+class SlotState(StrEnum):
+    RUNNING = "running"
+    READY = "ready"
+    REPLACED = "replaced"
+    FAILED = "failed"
+    SHIPPED = "shipped"
+    LOADED = "loaded"
+    DROPPED = "dropped"
+
+
+MOVES = {
+    SlotState.RUNNING: {SlotState.READY, SlotState.REPLACED, SlotState.FAILED, SlotState.DROPPED},
+    SlotState.READY: {SlotState.SHIPPED, SlotState.DROPPED},
+    SlotState.REPLACED: {SlotState.SHIPPED, SlotState.DROPPED},
+    SlotState.SHIPPED: {SlotState.LOADED},
+    SlotState.FAILED: set(),
+    SlotState.LOADED: set(),
+    SlotState.DROPPED: set(),
+}
+
+
+class DropReason(StrEnum):
+    STALE = "stale"
+    ZERO_SIGNAL = "zero_signal"
+
+
+@dataclass(eq=False)
+class Slot:
+    """One drawn group, from its draw until its weights are loaded."""
+
+    group_id: int
+    task: Task
+    version: int  # loaded when it started; only its partial rollouts may be older
+    is_frozen: bool = False  # played by a teacher, so it is never too old
+    partials: Mapping[int, PartialRollout] = field(default_factory=dict)  # by member: what it continues
+    state: SlotState = SlotState.RUNNING
+    group: Group | None = None
+    has_signal: bool = False
+    rejected: str | None = None  # the gate or filter that rejected it
+    step: int | None = None  # the step whose batch it is in
+    job: asyncio.Task | None = None  # plays it; cancelled when the group is dropped
+
+    def __post_init__(self) -> None:
+        self._first_version = min((k.first_version for k in self.partials.values()), default=self.version)
+        self._first_version = self._first_of(self.group)
+
+    @property
+    def first_version(self) -> int:
+        """Version of its oldest first token; before it is played, of what it starts with."""
+        return self._first_version
+
+    def complete(self, group: Group, *, has_signal: bool, rejected: str | None) -> None:
+        """Store the played group."""
+        self.group, self.has_signal, self.rejected, self.job = group, has_signal, rejected, None
+        self._first_version = self._first_of(group)
+
+    def _first_of(self, group: Group | None) -> int:
+        versions = [v for r in (group.rollouts if group else ()) if (v := r.first_version) is not None]
+        return min(versions, default=self._first_version)
+
+    def move(self, to: SlotState) -> None:
+        """Change the state; asserts that MOVES allows it."""
+        assert to in MOVES[self.state], f"group {self.group_id} cannot go from {self.state} to {to}"
+        self.state = to
+
+
+@dataclass
+class Counts:
+    """Numbers of groups since the last batch; BatchShipper logs and resets them."""
+
+    drawn: int = 0
+    finished: int = 0
+    failed: int = 0
+    zero_signal: int = 0
+    rejected: int = 0
+    stale: int = 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far generation may run ahead, in groups and steps."""
+
+    groups_per_batch: int
+    max_async_level: int
+    max_off_policy_steps: int
+    max_running_groups: int | None = None
+    max_oversampling: float = 4.0
+    filter_zero_signal: bool = True
+    max_steps: int | None = None
+    is_in_dispatch_order: bool = True
+    oversampling_factor: float = 1.0
+
+    @property
+    def max_steps_ahead(self) -> int:
+        """Steps that generation may be ahead without its groups becoming too old."""
+        return min(self.max_async_level, self.max_off_policy_steps)
+
+    @property
+    def num_slots(self) -> int:
+        """Groups that may run, wait or be in training at once."""
+        return int((self.max_steps_ahead + 1) * self.groups_per_batch * self.oversampling_factor)
+
+    @property
+    def max_replaced(self) -> int:
+        """Zero-signal groups that are replaced by other draws, per batch."""
+        return int((self.max_oversampling - 1) * self.groups_per_batch) if self.filter_zero_signal else 0
+
+    def oldest_version(self, step: int) -> int:
+        """The oldest version whose first tokens may be trained at `step`."""
+        return step - 1 - self.max_off_policy_steps
+
+
+@dataclass(eq=False)
+class Buffer:
+    """All slots of a run. Used by one event loop; every method without `await` is atomic."""
+
+    bounds: Bounds
+    ledger: Ledger
+    version: int = 0  # loaded on every engine
+    next_step: int = 1  # the next batch to ship
+    counts: Counts = field(default_factory=Counts)
+    slots: dict[int, Slot] = field(default_factory=dict)  # by draw number; not FAILED, LOADED or DROPPED ones
+    is_closed: bool = False
+    num_replaced: int = 0  # zero-signal groups since the last batch
+    num_rejected: int = 0  # groups that gates and filters rejected since the last batch
+    max_running: int | None = None  # groups; set by adaptive concurrency
+    pending_redraws: set[int] = field(default_factory=set)  # draws that a resumed run has yet to start again
+    _num_by_state: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(SlotState, 0))
+    _running: list[int] = field(default_factory=list)  # heap; groups that ended are removed lazily
+    _preferred: list[int] = field(default_factory=list)  # sorted: READY groups, taken first
+    _fillers: list[int] = field(default_factory=list)  # sorted: zero-signal groups, which may fill a batch
+    _redraw_heap: list[int] = field(default_factory=list)  # heap; draws that were started are removed lazily
+    _waiters: list[asyncio.Future] = field(default_factory=list)
+    _idle_s: float = 0.0
+    _idle_since: float | None = field(default_factory=time.perf_counter)
+
+    # -- starting groups --
+
+    def may_admit(self, num_groups: int = 1, num_put_back: int = 0) -> bool:
+        """Are num_groups slots free, and will a batch need the groups?
+
+        num_put_back: running groups that take no slot, because they wait to be started again.
+        """
+        waiting = self._num_by_state[SlotState.RUNNING] + self._num_by_state[SlotState.READY] - num_put_back
+        bounds = self.bounds
+        if self.is_closed or waiting + self._num_by_state[SlotState.SHIPPED] + num_groups > bounds.num_slots:
+            return False
+        limits = [limit for limit in (bounds.max_running_groups, self.max_running) if limit is not None]
+        if limits and self._num_by_state[SlotState.RUNNING] >= min(limits):
+            return False
+        if bounds.max_steps is not None:
+            return waiting < (bounds.max_steps + 1 - self.next_step) * bounds.groups_per_batch
+        return True
+
+    def limit_running(self, num_groups: int) -> None:
+        """Start no group while this many run; running ones are not stopped."""
+        self.max_running = num_groups
+        self._wake()
+
+    @property
+    def num_running(self) -> int:
+        """Number of running groups."""
+        return self._num_by_state[SlotState.RUNNING]
+
+    async def admit(self, num_groups: int = 1, num_put_back: int = 0) -> bool:
+        """Wait for num_groups free slots; False if no more groups are to be drawn."""
+        await self._wait_until(lambda: self.is_closed or self.may_admit(num_groups, num_put_back))
+        return not self.is_closed
+
+    def start(
+        self,
+        group_id: int,
+        task: Task,
+        *,
+        is_frozen: bool = False,
+        partials: Mapping[int, PartialRollout] | None = None,
+        is_extra: bool = False,
+    ) -> Slot:
+        """Put a drawn group into a free slot, stamped with the loaded version.
+
+        is_extra: it needs no free slot.
+        """
+        assert is_extra or self.may_admit(), f"group {group_id} started without a free slot"
+        assert self.version >= self.bounds.oldest_version(self.next_step), (
+            f"group {group_id} would be too old from the start"
+        )
+        slot = Slot(group_id, task, self.version, is_frozen, partials or {})
+        self._add(slot)
+        self.pending_redraws.discard(group_id)
+        self.counts.drawn += 1
+        return slot
+
+    # -- ending groups --
+
+    def complete(self, slot: Slot, group: Group, *, has_signal: bool, rejected: str | None = None) -> None:
+        """Record a played group of which a member succeeded; `rejected` says why it is not trained."""
+        slot.complete(group, has_signal=has_signal, rejected=rejected)
+        self.counts.finished += 1
+        self.counts.zero_signal += not has_signal
+        self.counts.rejected += rejected is not None
+        if self._is_stale(slot):
+            self._drop(slot, DropReason.STALE)
+        elif rejected is not None:
+            self.num_rejected += 1
+            self._move(slot, SlotState.REPLACED)
+        elif has_signal or self.num_replaced >= self.bounds.max_replaced:
+            self._move(slot, SlotState.READY)
+        else:
+            self.num_replaced += 1
+            self._move(slot, SlotState.REPLACED)
+        self._wake()
+
+    def fail(self, slot: Slot) -> None:
+        """Record that no member succeeded; the ledger has the causes."""
+        self.counts.failed += 1
+        slot.job = None
+        self._move(slot, SlotState.FAILED)
+        self._wake()
+
+    def drop(self, slot: Slot, reason: str) -> None:
+        """Drop a group that is not to be trained, and free its slot."""
+        slot.job = None
+        self._drop(slot, reason)
+        self._wake()
+
+    def restore(self, group: Group, *, has_signal: bool, rejected: str | None = None) -> None:
+        """Add a group that an earlier incarnation of the run finished."""
+        is_frozen = any(rollout.is_frozen for rollout in group.rollouts)
+        slot = Slot(group.group_id, group.task, self.bounds.oldest_version(self.next_step), is_frozen)
+        self._add(slot)
+        self.complete(slot, group, has_signal=has_signal, rejected=rejected)
+        self.counts.finished -= 1
+
+    def expect_redraws(self, group_ids: Iterable[int]) -> None:
+        """Let batches wait for these draws of an earlier incarnation, which will be started again."""
+        for group_id in group_ids:
+            self.pending_redraws.add(group_id)
+            heapq.heappush(self._redraw_heap, group_id)
+
+    # -- batches --
+
+    async def next_batch(self) -> list[Slot] | None:
+        """Wait until batch `next_step` may be shipped; its groups in draw order, or None if closed."""
+        await self._wait_until(lambda: self.is_closed or self._may_ship())
+        return None if self.is_closed else self._choose()
+
+    def ready_slots(self) -> list[Slot]:
+        """All READY groups in draw order, from which the next batch may be chosen."""
+        ready = [slot for slot in self.slots.values() if slot.state is SlotState.READY]
+        return sorted(ready, key=lambda slot: slot.group_id)
+
+    def ship(self, chosen: list[Slot], discarded: list[Slot]) -> None:
+        """Record that the chosen groups are shipped, and drop the discarded and the stale ones."""
+        step = self.next_step
+        for slot in chosen:
+            assert not self._is_stale(slot), f"group {slot.group_id} is too old for step {step}"
+            slot.step = step
+            self._move(slot, SlotState.SHIPPED)
+        self.next_step += 1
+        self.num_rejected = 0
+        with self.ledger.transaction():
+            for slot in discarded:
+                self._drop(slot, slot.rejected or DropReason.ZERO_SIGNAL)
+            self._drop_stale()
+        self.num_replaced = sum(slot.rejected is None for slot in self._replaced())
+        self._wake()
+
+    def on_loaded(self, version: int) -> None:
+        """Free the slots of the steps up to `version`, which every engine has loaded."""
+        assert version > self.version or version == 0, f"version {version} after {self.version}"
+        self.version = version
+        for slot in [s for s in self.slots.values() if s.state is SlotState.SHIPPED and s.step <= version]:
+            self._move(slot, SlotState.LOADED)
+        self._wake()
+
+    def end_admission(self) -> None:
+        """Allow no more draws and batches; running groups continue until `close`."""
+        self.is_closed = True
+        self._wake()
+
+    def close(self) -> None:
+        """Allow no more draws and batches, cancel running groups, keep finished ones for a resume."""
+        self.is_closed = True
+        for slot in [s for s in self.slots.values() if s.state is SlotState.RUNNING]:
+            self._move(slot, SlotState.DROPPED)
+            if slot.job:
+                slot.job.cancel()
+        self._wake()
+
+    def discarded(self, chosen: list[Slot]) -> list[Slot]:
+        """The groups that neither this batch nor a later one will use, in draw order.
+
+        With async generation, replaced groups drawn after the last chosen one are kept for a later batch.
+        """
+        end = max((slot.group_id for slot in chosen), default=-1)
+        is_whole = self.bounds.max_steps_ahead == 0 or not self.bounds.is_in_dispatch_order
+        taken = {slot.group_id for slot in chosen}
+        waiting = map(self.slots.__getitem__, self._fillers)
+        unused = {slot.group_id: slot for slot in waiting if slot.state is SlotState.READY}
+        unused |= {s.group_id: s for s in self._replaced() if is_whole or s.group_id < end}
+        return [unused[group_id] for group_id in sorted(unused) if group_id not in taken]
+
+    # -- for metrics and dumps --
+
+    def gauges(self) -> dict[str, int]:
+        """Number of groups per state, the next step and the loaded version."""
+        depths = {str(state): num for state, num in self._num_by_state.items() if num}
+        return {
+            "next_step": self.next_step,
+            "version": self.version,
+            "slots": self.bounds.num_slots,
+            **depths,
+        }
+
+    def staleness(self, slot: Slot) -> int:
+        """Versions between a group's first token and the version that its step starts from."""
+        if slot.is_frozen:
+            return 0
+        return (slot.step or self.next_step) - 1 - slot.first_version
+
+    @property
+    def idle_s(self) -> float:
+        """Total seconds without a running group: generation waited for the trainer."""
+        since = self._idle_since
+        return self._idle_s + (time.perf_counter() - since if since is not None else 0.0)
+
+    # -- private --
+
+    def _may_ship(self) -> bool:
+        if self.version < self.next_step - 1 - self.bounds.max_steps_ahead:
+            return False
+        num_groups = self.bounds.groups_per_batch
+        if self._num_by_state[SlotState.READY] < num_groups:
+            return False
+        if not self.bounds.is_in_dispatch_order:
+            return True
+        return self._last_of_batch() < self._first_unfinished()
+
+    def _last_of_batch(self) -> int:
+        """The highest draw number that `_choose` would return."""
+        num_groups = self.bounds.groups_per_batch
+        if len(self._preferred) >= num_groups:
+            return self._preferred[num_groups - 1]
+        filler = self._fillers[num_groups - len(self._preferred) - 1]
+        return max(filler, self._preferred[-1]) if self._preferred else filler
+
+    def _first_unfinished(self) -> float:
+        """The lowest draw number that runs, or that will be started again once a slot is free."""
+        running = self._running
+        while running and not ((slot := self.slots.get(running[0])) and slot.state is SlotState.RUNNING):
+            heapq.heappop(running)
+        redraws = self._redraw_heap
+        while redraws and redraws[0] not in self.pending_redraws:
+            heapq.heappop(redraws)
+        first = running[0] if running else math.inf
+        return min(first, redraws[0]) if redraws and self.may_admit() else first
+
+    def _choose(self) -> list[Slot]:
+        """The lowest draw numbers; zero-signal groups only if there are too few others."""
+        chosen = self._preferred[: self.bounds.groups_per_batch]
+        chosen += self._fillers[: self.bounds.groups_per_batch - len(chosen)]
+        return [self.slots[group_id] for group_id in sorted(chosen)]
+
+    def _queue_of(self, slot: Slot) -> list[int] | None:
+        """The sorted list in which a slot waits for a batch; None if it does not wait."""
+        if slot.state is SlotState.READY and (slot.has_signal or not self.bounds.filter_zero_signal):
+            return self._preferred
+        is_waiting = slot.state in (SlotState.READY, SlotState.REPLACED)
+        return self._fillers if is_waiting and slot.rejected is None else None
+
+    def _replaced(self) -> list[Slot]:
+        return (
+            [s for s in self.slots.values() if s.state is SlotState.REPLACED]
+            if self._num_by_state[SlotState.REPLACED]
+            else []
+        )
+
+    def _is_stale(self, slot: Slot) -> bool:
+        return not slot.is_frozen and slot.first_version < self.bounds.oldest_version(self.next_step)
+
+    def _drop_stale(self) -> None:
+        alive = (SlotState.RUNNING, SlotState.READY, SlotState.REPLACED)
+        for slot in [s for s in self.slots.values() if s.state in alive and self._is_stale(s)]:
+            self._drop(slot, DropReason.STALE)
+
+    def _drop(self, slot: Slot, reason: str) -> None:
+        self.ledger.group_dropped(slot.group_id, reason)
+        self.counts.stale += reason is DropReason.STALE
+        self._move(slot, SlotState.DROPPED)
+        if slot.job:
+            slot.job.cancel()
+
+    def _add(self, slot: Slot) -> None:
+        self.slots[slot.group_id] = slot
+        self._num_by_state[SlotState.RUNNING] += 1
+        heapq.heappush(self._running, slot.group_id)
+        self._mark_idle()
+
+    def _move(self, slot: Slot, to: SlotState) -> None:
+        if (waiting := self._queue_of(slot)) is not None:
+            del waiting[bisect_left(waiting, slot.group_id)]
+        self._num_by_state[slot.state] -= 1
+        slot.move(to)
+        if (waiting := self._queue_of(slot)) is not None:
+            insort(waiting, slot.group_id)
+        if MOVES[to]:
+            self._num_by_state[to] += 1
+        else:
+            del self.slots[slot.group_id]
+        self._mark_idle()
+
+    def _mark_idle(self) -> None:
+        is_idle = not self._num_by_state[SlotState.RUNNING]
+        if is_idle and self._idle_since is None:
+            self._idle_since = time.perf_counter()
+        elif not is_idle and self._idle_since is not None:
+            self._idle_s += time.perf_counter() - self._idle_since
+            self._idle_since = None
+
+    async def _wait_until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

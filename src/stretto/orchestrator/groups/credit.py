@@ -1,0 +1,171 @@
+"""Assigns advantages to the members of a played group.
+
+The environment's rewards are shaped by length if [algo] says so; then the advantage estimator compares the members.
+If several agents play, it compares them agent by agent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.algorithms.credit import (
+    ADVANTAGE_ESTIMATORS,
+    has_group_signal,
+    hierarchical_grpo,
+    length_penalty,
+    overlong,
+)
+from stretto.algorithms.custom import CreditInputs, custom_credit
+from stretto.base.errors import ConfigError
+from stretto.config.sections.algorithm import Algo, CreditSection, CustomAlgo, HierarchicalGrpoAlgo
+from stretto.config.sections.distill import WITHOUT_REWARD
+from stretto.config.sections.orchestrator import SamplingSection
+from stretto.envs.base import Environment, SingleTurnEnv
+from stretto.records.rollout import Group, Rollout, RolloutStatus
+
+SHAPING = {"type", "length_penalty", "overlong", "decay", "whiten", "tool", "user", "system", "filter"}
+"""Keys of an algo section that are not options of its advantage estimator."""
+
+
+def check_overlong(env: Environment, algo: Algo, sampling: SamplingSection, place: str) -> None:
+    """Check that single-turn replies can be long enough for the overlong penalty.
+
+    Raises: ConfigError if they cannot.
+    """
+    section, longest = getattr(algo, "overlong", None), sampling.max_completion_tokens
+    if section is None or longest is None or not isinstance(env, SingleTurnEnv):
+        return
+    start = section.max_tokens - section.buffer_tokens
+    if longest <= start:
+        raise ConfigError(
+            f"{place}.overlong.max_tokens = {section.max_tokens}: the penalty would begin after {start} tokens, and "
+            f"{env.name} has one reply, of at most max_completion_tokens = {longest}; lower max_tokens."
+        )
+
+
+def assign_advantages(group: Group, algo: Algo, place: str = "orchestrator.algo") -> tuple[Group, bool]:
+    """The group with its advantages (0 for failed members), and whether it has a signal.
+
+    `place` is the config path of the algo, for messages. If several agents are trained, each member has one
+    advantage per agent; gates, filters and the ledger see the one of largest magnitude.
+    """
+    is_distilled = any(rollout.is_counted and rollout.is_distilled for rollout in group.rollouts)
+    if algo.type in WITHOUT_REWARD:
+        return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), is_distilled
+    if isinstance(algo, HierarchicalGrpoAlgo):
+        table = hierarchical_advantages(group, algo, place)
+        if not table:  # all members failed, or no trained agent replied
+            return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), False
+        has_signal = any(advantages.any() for advantages in table.values())
+        return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
+    if has_single_agent(group):
+        advantages, has_signal = advantages_of(group, algo, place)
+        group = msgspec.structs.replace(group, advantages=tuple(advantages.tolist()))
+        return group, has_signal or is_distilled
+    by_agent = {
+        agent: advantages_of(agent_view(group, agent), algo, place) for agent in trained_agents(group)
+    }
+    table = {agent: advantages for agent, (advantages, _) in by_agent.items()}
+    has_signal = is_distilled or any(has_signal for _, has_signal in by_agent.values())
+    return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
+
+
+def advantage_fields(table: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Both advantage fields of a group, from the members' advantages by agent."""
+    values = np.stack(list(table.values()))
+    of_rollouts = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
+    by_agent = {agent: tuple(each.tolist()) for agent, each in table.items()} if len(table) > 1 else {}
+    return {"advantages": tuple(of_rollouts.tolist()), "agent_advantages": by_agent}
+
+
+def advantages_of(group: Group, algo: Algo, place: str) -> tuple[np.ndarray, bool]:
+    """Advantages of the members of a group that one agent played, and whether it has a signal."""
+    rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
+    counted = np.array([rollout.is_counted for rollout in group.rollouts], dtype=bool)
+    if isinstance(algo, CreditSection):
+        rewards = shape_rewards(rewards, counted, group, algo)
+    if isinstance(algo, CustomAlgo):
+        advantages = custom_credit(algo, CreditInputs(rewards, counted, group), place)
+    else:
+        options = algo.model_dump(exclude=SHAPING)
+        advantages = ADVANTAGE_ESTIMATORS[algo.type](rewards, counted, **options)
+    return advantages, has_group_signal(algo.type, rewards, counted, advantages)
+
+
+def hierarchical_advantages(group: Group, algo: HierarchicalGrpoAlgo, place: str) -> dict[str, np.ndarray]:
+    """Advantages of the members by agent; agents of one role are compared with each other.
+
+    An agent's role is its name up to the first "/".
+
+    Raises: ConfigError if no agent has a role that is compared within its episode.
+    """
+    agents_by_role: dict[str, list[str]] = {}
+    for agent in trained_agents(group):
+        agents_by_role.setdefault(agent.partition("/")[0], []).append(agent)
+    if agents_by_role and not set(agents_by_role) & set(algo.episode_agents):
+        raise ConfigError(
+            f"{place}.episode_agents = {list(algo.episode_agents)}: the agents of "
+            f"{group.task.env!r} are {sorted(agents_by_role)}; name those that play several times in an episode"
+        )
+    table = {}
+    for role, agents in agents_by_role.items():
+        views = [agent_view(group, agent) for agent in agents]
+        counted = np.array([[r.is_counted for r in view.rollouts] for view in views], dtype=bool).T
+        paid = [np.array([r.reward for r in view.rollouts], dtype=np.float64) for view in views]
+        rewards = np.stack([shape_rewards(*each, algo) for each in zip(paid, counted.T, views)], axis=1)
+        advantages = hierarchical_grpo(rewards, counted, is_within_episode=role in algo.episode_agents)
+        table |= dict(zip(agents, advantages.T))
+    return table
+
+
+def has_single_agent(group: Group) -> bool:
+    """Is there at most one agent, and does it get the rollouts' rewards?"""
+    branches = [branch for rollout in group.rollouts for branch in rollout.branches]
+    agents = {(branch.agent, branch.is_trained) for branch in branches}
+    has_own_rewards = any(rollout.agent_rewards for rollout in group.rollouts)
+    return not trained_agents(group) or (len(agents) < 2 and not has_own_rewards)
+
+
+def trained_agents(group: Group) -> list[str]:
+    """The trained agents, in the order of their first reply."""
+    branches = (branch for rollout in group.rollouts for branch in rollout.branches)
+    return list(dict.fromkeys(branch.agent for branch in branches if branch.is_trained))
+
+
+def agent_view(group: Group, agent: str) -> Group:
+    """The group with only the branches and rewards of one agent.
+
+    A member without a reply of the agent does not count towards its baseline.
+    """
+    return msgspec.structs.replace(group, rollouts=tuple(_agent_part(r, agent) for r in group.rollouts))
+
+
+def _agent_part(rollout: Rollout, agent: str) -> Rollout:
+    branches = tuple(branch for branch in rollout.branches if branch.agent == agent and branch.is_trained)
+    status = rollout.status if branches or not rollout.is_counted else RolloutStatus.DROPPED
+    return msgspec.structs.replace(
+        rollout, branches=branches, reward=rollout.reward_of(agent), agent_rewards={}, status=status
+    )
+
+
+def shape_rewards(rewards: np.ndarray, counted: np.ndarray, group: Group, algo: CreditSection) -> np.ndarray:
+    """Rewards minus length penalties; the recorded and reported reward stays the environment's."""
+    if algo.overlong is not None:
+        rewards = overlong(rewards, output_tokens(group), **algo.overlong.model_dump())
+    if (section := algo.length_penalty) is not None:
+        lengths = {
+            "output": output_tokens(group),
+            "input": np.array([r.num_tokens for r in group.rollouts]) - output_tokens(group),
+            "turns": np.array([r.num_turns for r in group.rollouts]),
+        }
+        weights = {kind: getattr(section, f"{kind}_weight") for kind in lengths}
+        rewards = length_penalty(rewards, counted, lengths, weights)
+    return rewards
+
+
+def output_tokens(group: Group) -> np.ndarray:
+    """Number of sampled tokens of each member, over all its branches."""
+    return np.array([rollout.num_sampled_tokens for rollout in group.rollouts])

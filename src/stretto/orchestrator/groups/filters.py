@@ -1,0 +1,229 @@
+"""Gates and filters: the only place where a played group or rollout is kept from training.
+
+A gate rejects whole groups; a rejected group is replaced by another draw. A filter flags single rollouts. If
+enforced, it drops them from the batch (their rewards stay in the baseline of the others), and a group with no
+rollout left is rejected. If not enforced, it only counts. The ledger has what was dropped and why: the reason of
+a dropped draw, the error of a rollout with status dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from stretto.base.errors import StrettoError
+from stretto.config.sections.curriculum import Filter, Gate, GibberishFilter, RepetitionFilter
+from stretto.config.sections.distill import SftAlgo
+from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.orchestrator.batch.user_hooks import BatchHooks
+from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.records.rollout import Group, Rollout, RolloutStatus
+
+FILTER_PREFIX = "filter "
+"""Start of the error of a rollout that a filter dropped."""
+TRUNCATED_SUFFIX = ", truncated"
+"""End of that error if the rollout was truncated; `undo_filters` restores the status from it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An assessed group: its advantages, its dropped members, and why it is not trained, if so."""
+
+    group: Group
+    rejected: str | None = None  # why the whole group is not trained
+    flags: Mapping[str, int] = field(default_factory=dict)  # number of flagged rollouts by filter
+    has_signal: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Has no member succeeded?"""
+        return not any(rollout.is_counted for rollout in self.group.rollouts)
+
+
+def apply_filters(
+    group: Group, gates: Mapping[str, Gate], filters: Sequence[Filter], vocab_size: int | None = None
+) -> Verdict:
+    """Apply gates and filters to a group that has advantages and at least one counted member."""
+    for name, gate in gates.items():
+        if GATES[gate.type](group, gate):
+            return Verdict(group, f"gate {name}")
+    flags: dict[str, int] = {}
+    dropped: dict[int, str] = {}
+    for section in filters:
+        flagged = [
+            member
+            for member, rollout in enumerate(group.rollouts)
+            if rollout.is_counted and is_flagged(group, member, section, vocab_size)
+        ]
+        flags[section.type] = flags.get(section.type, 0) + len(flagged)
+        if section.enforce:
+            dropped |= {member: section.type for member in flagged if member not in dropped}
+    left = [m for m, r in enumerate(group.rollouts) if r.is_counted and m not in dropped]
+    if not left and dropped:
+        return Verdict(group, f"filter {min(dropped.values())}", flags)
+    return Verdict(drop_members(group, dropped), None, flags)
+
+
+def assess_group(
+    group: Group, cfg: OrchestratorSection, vocab_size: int | None = None, hooks: BatchHooks | None = None
+) -> Verdict:
+    """Assign advantages to a played group, then apply gates, filters and the user's hook.
+
+    A resumed run calls it again for finished groups. If the estimator or the hook raises, the group fails, with the
+    cause as its members' error.
+    """
+    env = group.task.env
+    algo, group = cfg.algo_of(env), undo_filters(group)
+    try:
+        group, has_signal = assign_advantages(group, algo, cfg.algo_path(env))
+        if not any(rollout.is_counted for rollout in group.rollouts):
+            return Verdict(group)
+        verdict = replace(
+            apply_filters(group, cfg.gates_of(env), cfg.filters, vocab_size), has_signal=has_signal
+        )
+        if isinstance(algo, SftAlgo) and not has_signal:
+            verdict = replace(verdict, rejected=verdict.rejected or "min_reward")
+        if verdict.group is not group:
+            members = zip(verdict.group.rollouts, verdict.group.advantages, strict=True)
+            has_remaining_signal = any(
+                a or rollout.is_distilled for rollout, a in members if rollout.is_counted
+            )
+            verdict = replace(verdict, has_signal=has_signal and has_remaining_signal)
+        if hooks is None or verdict.rejected is not None:
+            return verdict
+        answer = hooks.filter_group(verdict.group)
+    except StrettoError as error:
+        return Verdict(failed_group(group, f"{type(error).__name__}: {error}"))
+    if answer.keep:
+        return verdict
+    if answer.keep_when_insufficient:
+        return replace(verdict, has_signal=False)
+    reason = f": {answer.reason}" if answer.reason else ""
+    return replace(verdict, rejected=f"hook dynamic_sampling_filter{reason}")
+
+
+def failed_group(group: Group, cause: str) -> Group:
+    """The group with all members failed for one cause; their tokens stay in the ledger."""
+    rollouts = tuple(
+        msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=r.error or cause)
+        for r in group.rollouts
+    )
+    return msgspec.structs.replace(group, rollouts=rollouts, advantages=(0.0,) * len(rollouts))
+
+
+# -- gates --
+
+
+def in_advantage_range(group: Group, gate: Gate) -> bool:
+    """Do all advantages of counted members lie in the range?"""
+    values = [a for r, a in zip(group.rollouts, group.advantages, strict=True) if r.is_counted]
+    return all(gate.reject_min <= value <= gate.reject_max for value in values)
+
+
+def in_reward_range(group: Group, gate: Gate) -> bool:
+    """Does the mean reward of counted members lie in the range?"""
+    return gate.reject_min <= mean_reward(group) <= gate.reject_max
+
+
+GATES: dict[str, Callable[[Group, Gate], bool]] = {
+    "advantage_range": in_advantage_range,
+    "reward_range": in_reward_range,
+}
+
+
+def mean_reward(group: Group) -> float:
+    """Mean reward of the counted members, including those that a filter dropped."""
+    rewards = [r.reward for r in group.rollouts if r.is_counted or is_filtered(r)]
+    return sum(rewards) / len(rewards) if rewards else math.nan
+
+
+# -- filters --
+
+
+def is_flagged(group: Group, member: int, section: Filter, vocab_size: int | None = None) -> bool:
+    """Does one filter flag one rollout? The gibberish filter needs `vocab_size`."""
+    rollout = group.rollouts[member]
+    match section:
+        case GibberishFilter():
+            assert vocab_size, "the gibberish filter needs the size of the vocabulary"
+            return is_gibberish(rollout, section, vocab_size)
+        case RepetitionFilter():
+            return is_repetitive(rollout, section)
+    return group.advantages[member] == 0.0 and not rollout.is_distilled
+
+
+def is_gibberish(rollout: Rollout, section: GibberishFilter, vocab_size: int) -> bool:
+    """Is there a sampled token with id > threshold and logprob < -log(vocab) - offset?
+
+    Source: arXiv:2510.02387, section 5.2.
+    """
+    limit = -math.log(vocab_size) - section.logprob_offset
+    return any(
+        bool((b.is_sampled & (b.token_ids > section.token_id_threshold) & (b.logprobs < limit)).any())
+        for b in rollout.branches
+    )
+
+
+def is_repetitive(rollout: Rollout, section: RepetitionFilter) -> bool:
+    """Do `window` sampled tokens in a row each have a probability above the threshold?
+
+    Tokens that were not sampled (a tool's answer) are skipped. Source: arXiv:2506.13585, section 3.2.
+    """
+    limit = math.log(section.prob_threshold)
+    return any(longest_run(b.logprobs[b.is_sampled] > limit) >= section.window for b in rollout.branches)
+
+
+def longest_run(is_set: np.ndarray) -> int:
+    """Length of the longest run of True."""
+    breaks = np.flatnonzero(np.concatenate(([True], ~is_set, [True])))
+    return int(np.diff(breaks).max()) - 1
+
+
+# -- dropped rollouts --
+
+
+def drop_members(group: Group, dropped: Mapping[int, str]) -> Group:
+    """The group with these members marked as dropped; `dropped` maps them to the filter's name."""
+    if not dropped:
+        return group
+    rollouts = tuple(
+        msgspec.structs.replace(
+            r,
+            status=RolloutStatus.DROPPED,
+            error=FILTER_PREFIX
+            + dropped[m]
+            + (TRUNCATED_SUFFIX if r.status is RolloutStatus.TRUNCATED else ""),
+        )
+        if m in dropped
+        else r
+        for m, r in enumerate(group.rollouts)
+    )
+    return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+def is_filtered(rollout: Rollout) -> bool:
+    """Was this rollout dropped by a filter?"""
+    return rollout.status is RolloutStatus.DROPPED and (rollout.error or "").startswith(FILTER_PREFIX)
+
+
+def undo_filters(group: Group) -> Group:
+    """The group as it was before filters, so that it can be assessed again."""
+    if not any(map(is_filtered, group.rollouts)):
+        return group
+    rollouts = tuple(
+        msgspec.structs.replace(r, status=_status_before(r), error=None) if is_filtered(r) else r
+        for r in group.rollouts
+    )
+    return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+def _status_before(rollout: Rollout) -> RolloutStatus:
+    return (
+        RolloutStatus.TRUNCATED
+        if (rollout.error or "").endswith(TRUNCATED_SUFFIX)
+        else RolloutStatus.FINISHED
+    )

@@ -1,0 +1,220 @@
+"""From task to buffer: draws tasks into free slots, plays their groups and assesses them.
+
+Runs beside the loop (loop.py), which ships what the buffer chooses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from stretto.base.errors import ConfigError, EnvError, StrettoError
+from stretto.config.sections.algorithm import EchoAlgo
+from stretto.config.sections.distill import WITHOUT_BEHAVIOR
+from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.envs.base import Environment
+from stretto.orchestrator.batch.user_rollouts import DataSource, UserRolloutFunction
+from stretto.orchestrator.groups.buffer import Slot, SlotState
+from stretto.orchestrator.groups.filters import assess_group
+from stretto.orchestrator.rollout.continuation import Interruption
+from stretto.orchestrator.rollout.echo import build_echo
+from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.player import Player, error_type_of
+from stretto.orchestrator.run import RunParts
+from stretto.records.partial import PartialRollout
+from stretto.records.rollout import Group
+
+logger = logging.getLogger(__name__)
+
+
+MAX_STARTS_PER_TURN = 16
+"""Rollouts started per event-loop turn; starting one takes up to 1 ms (prompt and request)."""
+
+
+class GroupPipeline:
+    """Draws tasks and plays their groups until the buffer is closed."""
+
+    def __init__(self, run: RunParts) -> None:
+        self.parts, self.cfg, self.buffer, self.ledger = run, run.cfg, run.buffer, run.ledger
+        self.interruption = Interruption(run.ledger)
+        self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
+        self._flags: Counter[str] = Counter()  # flagged rollouts by filter since the last batch
+        self._players = {name: self._build_player(name, env) for name, env in run.mix.envs.items()}
+
+    def _build_player(self, name: str, env: Environment) -> Player:
+        """Build the player of an environment's training rollouts."""
+        cfg, teachers = self.cfg, self.parts.teachers
+        player = trained_player(self.parts.player, cfg, name)
+        if (engine := teachers.playing_engine(name)) is not None:
+            player = replace(player, engine=engine)
+        elif cfg.partial_rollout:
+            player = replace(
+                player,
+                interruption=self.interruption,
+                saves_single_turns=teachers.has_teacher(name),
+                masks_older_versions=cfg.mask_offpolicy_in_partial_rollout,
+            )
+        if isinstance(algo := cfg.algo_of(name), EchoAlgo):
+            player = replace(player, echo=build_echo(algo, env, cfg.algo_path(name)))
+        return player
+
+    async def run(self, tasks: asyncio.TaskGroup, start: int) -> None:
+        """Draw and play until the buffer is closed; `start` is the last trained step."""
+        function = self.parts.rollout_function
+        await (self._draw_groups(tasks) if function is None else self._call_user_function(function, start))
+
+    def pop_filter_flags(self) -> Counter[str]:
+        """Flagged rollouts by filter since the last call."""
+        flags, self._flags = self._flags, Counter()
+        return flags
+
+    async def _draw_groups(self, tasks: asyncio.TaskGroup) -> None:
+        """Start a group for every slot that becomes free."""
+        while await self.buffer.admit():
+            with self.ledger.transaction():  # one commit for slots that became free together
+                slots = list(self._draw_slots())
+            for slot in slots:
+                slot.job = tasks.create_task(self._play_group(slot), name=f"group {slot.group_id}")
+            await asyncio.sleep(0)  # let them start and other tasks run before the next ones
+
+    async def _call_user_function(self, function: UserRolloutFunction, start: int) -> None:
+        """Call the user's rollout function whenever a batch has free slots.
+
+        Groups that it neither returns nor puts back are dropped.
+        """
+        source = DataSource(
+            lambda: self._draw(is_extra=True), self.cfg.group_size, asyncio.get_running_loop()
+        )
+        num_empty = 0  # calls in a row
+        for number in itertools.count(start):
+            num_put_back = sum(slot.state is SlotState.RUNNING for slot in source.slots.values())
+            if not await self.buffer.admit(self.buffer.bounds.groups_per_batch, num_put_back):
+                return
+            try:
+                played = await function.play(number, source, lambda: self.buffer.version)
+            except StrettoError as error:
+                source.put_back.clear()
+                played = [
+                    (slot, function.failed_group(slot, error, self.cfg.group_size))
+                    for slot in source.slots.values()
+                ]
+                source.slots.clear()
+                if not played:
+                    raise  # it had not taken a task yet
+            num_empty = 0 if played else num_empty + 1
+            if num_empty >= self.cfg.max_failed_groups:
+                times = f"{num_empty} times in a row (max_failed_groups)"
+                raise EnvError(
+                    f"{function.hook.where} returned no group {times}; it must return groups of data_source.get_samples"
+                )
+            for slot, group in played:
+                if slot.state is SlotState.RUNNING:  # not dropped meanwhile: too old, or the run ends
+                    self._hand_over(slot, group)
+            not_returned = [group_id for group_id in source.slots if group_id not in source.put_back]
+            for slot in map(source.slots.pop, not_returned):
+                if slot.state is SlotState.RUNNING:
+                    self.buffer.drop(slot, "not returned by rollout_function")
+            await asyncio.sleep(0)
+
+    def _draw_slots(self) -> Iterator[Slot]:
+        """Draw groups into free slots, up to MAX_STARTS_PER_TURN rollouts."""
+        num_rollouts = 0
+        while self.buffer.may_admit() and num_rollouts < MAX_STARTS_PER_TURN:
+            slot = self._draw()
+            num_rollouts += self.cfg.group_size_of(slot.task.env)
+            yield slot
+
+    def _draw(self, *, is_extra: bool = False) -> Slot:
+        """Draw the next task: write it to the ledger and put its group into a slot."""
+        group_id, task, is_new = self.parts.cursor.next(self.parts.mix)
+        if is_new:
+            self.ledger.task_drawn(group_id, task)
+        members = range(self.cfg.group_size_of(task.env))
+        partials = self._pop_partials(group_id, members)
+        self.ledger.rollouts_started(group_id, members, self.buffer.version)
+        is_frozen = self.parts.teachers.playing_engine(task.env) is not None
+        return self.buffer.start(group_id, task, is_frozen=is_frozen, partials=partials, is_extra=is_extra)
+
+    def _pop_partials(self, group_id: int, members: Sequence[int]) -> dict[int, PartialRollout]:
+        """The partial rollouts of a draw by member, except those that are too old by now."""
+        oldest = self.buffer.bounds.oldest_version(self.buffer.next_step)
+        partials = {}
+        for member in members:
+            partial = self.parts.cursor.partials.pop((group_id, member), None)
+            if partial is None:
+                continue
+            if partial.first_version >= oldest:
+                partials[member] = partial
+                continue
+            logger.info("rollout g%d.%d starts again: its saved tokens are too old now", group_id, member)
+            self.ledger.forget_turns(group_id, member)
+        return partials
+
+    async def _play_group(self, slot: Slot) -> None:
+        """Play one group, assess it and hand it to the buffer."""
+        env = slot.task.env
+        draw = Draw(slot.group_id, slot.task, self.cfg.group_size_of(env), slot.version, slot.partials)
+        group = await self._players[env].play(self.parts.mix.envs[env], draw)
+        if self.interruption.has_begun and not all(each.is_counted for each in group.rollouts):
+            # Members that failed because of the stop are continued after a resume.
+            await self.interruption.wait_for_cancellation()
+        group = await self.parts.teachers.annotate(group)
+        self._hand_over(slot, group)
+
+    def _hand_over(self, slot: Slot, group: Group) -> None:
+        """Assess a played group, write it to the ledger and hand it to the buffer."""
+        env = slot.task.env
+        verdict = assess_group(group, self.cfg, self.parts.vocab_size, self.parts.hooks)
+        self.ledger.group_finished(verdict.group)
+        self.parts.watch.progress(f"group {slot.group_id} finished")
+        if verdict.has_failed:
+            self._on_failed_group(verdict.group)
+            self.buffer.fail(slot)
+            return
+        self._failed_in_a_row[env] = 0
+        self._flags.update(verdict.flags)
+        self.buffer.complete(slot, verdict.group, has_signal=verdict.has_signal, rejected=verdict.rejected)
+        if verdict.rejected is not None:
+            self._on_rejected_group(env, verdict.rejected)
+
+    def _on_rejected_group(self, env: str, rejected: str) -> None:
+        """Raises: ConfigError if too many groups were rejected since the last batch."""
+        limit = self.cfg.max_rejected_batches * self.buffer.bounds.groups_per_batch
+        if self.buffer.num_rejected >= limit:
+            raise ConfigError(
+                f"{limit} groups were rejected without making a batch (max_rejected_batches = "
+                f"{self.cfg.max_rejected_batches}), the last one, of {env}, by {rejected}: tasks are too easy or too "
+                "hard for this policy, or its range is too wide."
+            )
+
+    def _on_failed_group(self, group: Group) -> None:
+        """Raises: StrettoError of the cause's class, if too many groups in a row have failed."""
+        env = group.task.env
+        self._failed_in_a_row[env] += 1
+        count = self._failed_in_a_row[env]
+        cause = group.rollouts[-1].error or "unknown"
+        logger.warning("group %d failed (%d of %s in a row): %s", group.group_id, count, env, cause)
+        if count >= self.cfg.max_failed_groups:
+            raise error_type_of(cause)(
+                f"{count} groups in a row failed (max_failed_groups); the last one, "
+                f"group {group.group_id} of {env}: {cause}"
+            )
+
+
+def trained_player(player: Player, cfg: OrchestratorSection, name: str) -> Player:
+    """The player with an environment's sampling and timeout, for training rollouts."""
+    section = cfg.env_of(name)
+    assert section is not None, f"no environment {name}"
+    timeout_s = section.rollout_timeout_s or player.timeout_s
+    replay = cfg.train.replay
+    return replace(
+        player,
+        sampling=cfg.sampling_of(name),
+        timeout_s=timeout_s,
+        is_learned=cfg.algo_of(name).type not in WITHOUT_BEHAVIOR,
+        max_support=None if replay is None else replay.max_tokens,
+    )

@@ -1,0 +1,110 @@
+"""Branches that grow turn by turn while an episode is played."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stretto.records.generate import Completion, VersionSpan
+from stretto.records.rollout import Branch
+from stretto.records.support import Support, concat_supports
+
+
+class OpenBranch:
+    """A token sequence that grows turn by turn and records which of its tokens were sampled."""
+
+    def __init__(self, temperature: float, agent: str = "policy", *, is_trained: bool = True) -> None:
+        self.temperature = temperature
+        self._agent, self._is_trained = agent, is_trained
+        self.token_ids = np.empty(0, dtype=np.int32)
+        self._logprobs: list[np.ndarray] = []
+        self._routes: np.ndarray | None = None
+        self._sampled: list[tuple[int, int]] = []
+        self._versions: list[VersionSpan] = []
+        self._supports: list[Support | None] = []  # one per entry of _logprobs
+        self._greedy: list[tuple[int, int]] = []
+        self._ce: list[tuple[int, np.ndarray]] = []  # echoed tokens: index of the first, and weights
+
+    @property
+    def num_known_routes(self) -> int:
+        """Number of tokens with final expert choices; the last is computed in the next turn."""
+        return 0 if self._routes is None else len(self._routes) - 1
+
+    def is_extended_by(self, prompt_ids: np.ndarray, temperature: float) -> bool:
+        """Does the prompt begin with this branch, at the same temperature?"""
+        length = len(self.token_ids)
+        return temperature == self.temperature and np.array_equal(prompt_ids[:length], self.token_ids)
+
+    def add_turn(
+        self,
+        prompt_ids: np.ndarray,
+        completion: Completion,
+        version: int,
+        ce_weights: np.ndarray | None = None,
+        *,
+        is_greedy: bool = False,
+    ) -> None:
+        """Append the new prompt tokens, then the sampled ones.
+
+        version: of the sampled tokens if the engine names none. ce_weights: of the prompt's tokens, float32.
+        is_greedy: the reply is no sample of the policy and is not trained.
+        """
+        start, known = len(prompt_ids), max(len(self.token_ids), 1)  # the first token is never predicted
+        if ce_weights is not None and ce_weights[known:].any():
+            self._ce.append((known, ce_weights[known:]))
+        self._routes = merge_expert_choices(
+            self._routes, completion.routed_experts, start + len(completion.token_ids)
+        )
+        self._logprobs.append(np.zeros(start - len(self.token_ids), dtype=np.float32))
+        self._logprobs.append(completion.logprobs)
+        self._supports += [None, completion.support]
+        self.token_ids = np.concatenate((prompt_ids, completion.token_ids), dtype=np.int32)
+        self._sampled.append((start, len(self.token_ids)))
+        if is_greedy:
+            self._greedy.append(self._sampled[-1])
+        spans = completion.versions or (VersionSpan(version, 0, len(completion.token_ids)),)
+        self._versions += [VersionSpan(s.version, start + s.start, start + s.end) for s in spans]
+
+    def close(self, *, trained_from: int | None = None) -> Branch:
+        """The branch with all turns so far; records/rollout.py explains trained_from."""
+        ce_weights = np.zeros(len(self.token_ids), dtype=np.float32) if self._ce else None
+        for start, weights in self._ce:
+            ce_weights[start : start + len(weights)] = weights
+        return Branch(
+            token_ids=self.token_ids,
+            is_sampled=self._mask_of(self._sampled),
+            logprobs=np.concatenate(self._logprobs, dtype=np.float32),
+            temperature=self.temperature,
+            versions=tuple(self._versions),
+            routed_experts=self._routes,
+            support=concat_supports(self._supports, list(map(len, self._logprobs))),
+            is_greedy=self._mask_of(self._greedy) if self._greedy else None,
+            agent=self._agent,
+            is_trained=self._is_trained,
+            trained_from=trained_from,
+            ce_weights=ce_weights,
+        )
+
+    def _mask_of(self, spans: list[tuple[int, int]]) -> np.ndarray:
+        """A mask of the branch's tokens, True in these spans; bool [tokens]."""
+        mask = np.zeros(len(self.token_ids), dtype=bool)
+        for start, end in spans:
+            mask[start:end] = True
+        return mask
+
+
+def merge_expert_choices(
+    known: np.ndarray | None, new: np.ndarray | None, num_tokens: int
+) -> np.ndarray | None:
+    """Expert choices of a branch of num_tokens after a turn.
+
+    known: those before the turn; new: those that the turn adds at the end. A token keeps its first choices,
+    because the tokens after it were sampled with them. Only the last known one is replaced: it had not been computed.
+    None if choices are missing in between, because the engine gave none in an earlier turn or gives none now.
+    """
+    if new is None:
+        return None
+    start = num_tokens - len(new)
+    if known is None:
+        return new if start == 0 else None
+    num_final = len(known) - 1
+    return np.concatenate((known[:-1], new[num_final - start :])) if start <= num_final else None

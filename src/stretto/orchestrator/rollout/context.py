@@ -1,0 +1,388 @@
+"""Records what an episode samples: every token, logprob and version, by agent and branch.
+
+A `Recorder` is the context that an environment gets (envs/base.py). A turn whose prompt extends the tokens so far
+continues their branch. Any other turn opens a new branch, in which all earlier tokens are prompt tokens, so that no
+token is trained twice. Each agent of an episode has a recorder; all share the episode's limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.base.errors import EngineError, EnvError
+from stretto.config.sections.orchestrator import SamplingSection
+from stretto.envs.base import EpisodeInfo, EpisodeLimits, LimitReached, Message, Reply, RolloutContext
+from stretto.orchestrator.rollout.branch import OpenBranch
+from stretto.orchestrator.rollout.continuation import (
+    continuation_request,
+    match_saved_turn,
+    merge_completions,
+)
+from stretto.orchestrator.rollout.echo import Echo
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings
+from stretto.orchestrator.tasks.order import seed_of
+from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.partial import ABORTED, PartialRollout, Turn
+from stretto.records.rollout import Branch
+
+
+@dataclass
+class Budget:
+    """Turns and tokens that an episode has used, all agents together.
+
+    Open turns reserve the tokens granted to them, so that agents with open turns share what is left.
+    """
+
+    limits: EpisodeLimits
+    started_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    num_turns: int = 0  # completed
+    num_tokens: int = 0
+    _num_open_turns: int = 0
+    _num_reserved_tokens: int = 0  # of open turns
+    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
+    _turn_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def age_s(self) -> float:
+        return asyncio.get_running_loop().time() - self.started_at
+
+    async def begin_turn(self, wanted: int) -> int:
+        """Open a turn and return how many tokens it may have; `end_turn` must follow.
+
+        If open turns may leave enough tokens, it waits for them, so that the grant does not depend on which agent is
+        faster.
+
+        Raises: LimitReached if the episode has no turn or token left.
+        """
+        granted = wanted
+        if self.limits.max_tokens is None:
+            self._check_limits()
+        else:
+            async with self._queue:
+                granted = await self._grant(wanted, self.limits.max_tokens)
+        self._num_open_turns += 1
+        self._num_reserved_tokens += granted
+        return granted
+
+    def end_turn(self, granted: int, num_tokens: int | None) -> None:
+        """Close a turn that used num_tokens; None if it failed."""
+        self._num_open_turns -= 1
+        self._num_reserved_tokens -= granted
+        if num_tokens is not None:
+            self.num_turns += 1
+            self.num_tokens += num_tokens
+        self._turn_ended.set()
+
+    async def _grant(self, wanted: int, max_tokens: int) -> int:
+        while True:
+            self._check_limits()
+            left = max_tokens - self.num_tokens
+            if left < 1:
+                raise LimitReached(f"the episode has had its {max_tokens} tokens (max_tokens)")
+            if wanted <= left - self._num_reserved_tokens or not self._num_open_turns:
+                return min(wanted, left)
+            self._turn_ended.clear()
+            await self._turn_ended.wait()
+
+    def _check_limits(self) -> None:
+        limits = self.limits
+        if limits.max_turns is not None and self.num_turns + self._num_open_turns >= limits.max_turns:
+            raise LimitReached(f"the episode has had its {limits.max_turns} turns (max_turns)")
+        if limits.timeout_s is not None and self.age_s >= limits.timeout_s:
+            raise LimitReached(f"the episode has had its {limits.timeout_s:g} s (timeout_s)")
+
+
+class Recorder(RolloutContext):
+    """The context of one agent in one episode; envs/base.py documents its public methods."""
+
+    def __init__(
+        self,
+        play: PlaySettings,
+        draw: Draw,
+        member: int,
+        attempt: int,
+        *,
+        budget: Budget | None = None,
+        name: str = POLICY,
+        is_trained: bool = True,
+        partial: PartialRollout | None = None,
+        first_seed: int | None = None,
+    ) -> None:
+        """partial: saved turns of an earlier incarnation, which answer the same requests again.
+
+        first_seed: of the first turn, if it is not derived from the rollout.
+        """
+        self.budget = budget or Budget(EpisodeLimits())
+        self.name, self.is_trained = name, is_trained
+        self.is_cut_off = False  # was the last reply?
+        self._num_turns = 0
+        self._play, self._draw, self._member, self._attempt = play, draw, member, attempt
+        self._agents: dict[str, Recorder] = {name: self}
+        self._branches: list[OpenBranch] = []
+        self._history: list[Message] = []  # a copy: environments edit their messages in place
+        self._tools: list[dict] | None = None  # with which the history was rendered
+        self._turn: tuple[np.ndarray, np.ndarray] | None = None  # prompt and completion of the last chat turn
+        self._is_busy = False
+        self._ce_weights: np.ndarray | None = None  # of the tokens of the next prompt
+        self._chosen: list[tuple[int, np.ndarray]] | None = None  # branch index, mask of trained tokens
+        self._partial, self._first_seed = partial, first_seed
+        self._replay = deque(t for t in (partial.turns if partial else ()) if t.agent == name)
+
+    @property
+    def sampling(self) -> SamplingSection:
+        return self._play.sampling
+
+    @property
+    def _is_learned(self) -> bool:
+        """Are this agent's samples trained by their log-probabilities?"""
+        return self._play.is_learned and self.is_trained
+
+    @property
+    def episode(self) -> EpisodeInfo:
+        return EpisodeInfo(self._draw.rollout_id(self._member), self._draw.group_id, self._member)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the episode, all agents together."""
+        return self.budget.num_turns
+
+    @property
+    def is_truncated(self) -> bool:
+        """Was the last reply of any agent cut off?"""
+        return any(agent.is_cut_off for agent in self._agents.values())
+
+    def agent(self, name: str, *, is_trained: bool = True) -> Recorder:
+        if name in self._agents:
+            return self._agents[name]
+        agent = Recorder(
+            self._play,
+            self._draw,
+            self._member,
+            self._attempt,
+            budget=self.budget,
+            name=name,
+            is_trained=is_trained,
+            partial=self._partial,
+        )
+        agent._agents = self._agents
+        self._agents[name] = agent
+        return agent
+
+    async def generate(
+        self, prompt_ids: np.ndarray, tools: list[dict] | None = None, **sampling: Any
+    ) -> Reply:
+        prompt_ids = np.asarray(prompt_ids, dtype=np.int32)
+        play, draw = self._play, self._draw
+        if self._is_busy:
+            raise EnvError("two turns of one agent at once: await a reply before you request the next")
+        turn = (self._attempt, self._member, self._num_turns)
+        who = () if self.name == POLICY else (self.name,)
+        seed = seed_of(play.seed, draw.name, draw.group_id, *turn, *who)
+        if self._first_seed is not None and self._num_turns == 0:
+            seed = self._first_seed
+        name = "-".join((play.run_id, draw.rollout_id(self._member), *who))
+        temperature = play.behavior_temperature(sampling.get("temperature"))
+        is_extended = self._extends(prompt_ids, temperature)
+        request = GenerateRequest(
+            request_id=f"{name}-{self._attempt}-{self._num_turns}",
+            prompt_ids=prompt_ids,
+            sampling=play.sampling_params(len(prompt_ids), seed, is_learned=self._is_learned, **sampling),
+            cache_salt=str(draw.version),
+            session_id=name,
+            routed_experts_start=self._branches[-1].num_known_routes if is_extended else 0,
+        )
+        self._is_busy = True
+        try:
+            completion = await self._within_limits(request, temperature)
+        finally:
+            self._is_busy = False
+        weights, self._ce_weights = self._ce_weights, None
+        if not is_extended:
+            self._branches.append(OpenBranch(temperature, self.name, is_trained=self.is_trained))
+        self._branches[-1].add_turn(
+            prompt_ids,
+            completion,
+            draw.version,
+            weights,
+            is_greedy=play.is_unlearnable(sampling.get("temperature")),
+        )
+        self._num_turns += 1
+        self.is_cut_off = completion.finish_reason == "length"
+        message = play.renderer.parse(completion.token_ids, prompt_ids, tools)
+        return Reply(
+            message=message,
+            text=message.get("content") or "",
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+            num_prompt_tokens=len(prompt_ids),
+            logprobs=completion.logprobs,
+        )
+
+    async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
+        prompt_ids, first_new = self._extend(messages, tools), len(self._history)
+        if prompt_ids is None:
+            prompt_ids, first_new = self._play.renderer.render_prompt(messages, tools), 0
+        if self._play.echo is not None and self._turn is not None:
+            self._ce_weights = self._echo_weights(self._play.echo, messages, first_new, tools)
+        # A copy of the messages as rendered; only the new ones have to be copied.
+        history = [*self._history[:first_new], *map(deep_copy, messages[first_new:])]
+        tools_now = list(tools) if tools else None
+        reply = await self.generate(prompt_ids, tools, **sampling)
+        self._history = [*history, deep_copy(reply.message)]
+        self._turn, self._tools = (prompt_ids, reply.token_ids), tools_now
+        return reply
+
+    def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._chosen = [self._locate(tokens, is_trained) for tokens, is_trained in sequences]
+
+    def _locate(self, tokens: np.ndarray, is_trained: np.ndarray) -> tuple[int, np.ndarray]:
+        """The index of the branch that begins with a sequence, and the mask of its trained tokens."""
+        longest = 0
+        for index, branch in enumerate(self._branches):
+            size = min(len(branch.token_ids), len(tokens))
+            differs = np.flatnonzero(branch.token_ids[:size] != tokens[:size])
+            if not len(differs) and not is_trained[size:].any():
+                mask = np.zeros(len(branch.token_ids), bool)
+                mask[:size] = is_trained[:size]
+                return index, mask
+            longest = max(longest, int(differs[0]) if len(differs) else size)
+        whose = f"rollout {self._draw.rollout_id(self._member)}: a sample of {len(tokens)} tokens"
+        raise EnvError(
+            f"{whose} differs from token {longest} on from what the policy was given and sampled. Pass token ids on "
+            "unchanged, never encode text again, and mask what the policy did not sample"
+        )
+
+    def close(self) -> tuple[Branch, ...]:
+        """The branches of the episode, agent by agent, or those that `keep` has chosen."""
+        is_masked = self._partial is not None and self._play.masks_older_versions
+        trained_from = self._draw.version if is_masked else None
+        if self._chosen is None:
+            return tuple(
+                branch.close(trained_from=trained_from)
+                for agent in self._agents.values()
+                for branch in agent._branches
+            )
+        chosen = [
+            (self._branches[index].close(trained_from=trained_from), mask) for index, mask in self._chosen
+        ]
+        return tuple(msgspec.structs.replace(b, is_sampled=b.is_sampled & mask) for b, mask in chosen)
+
+    # -- one turn --
+
+    async def _within_limits(self, request: GenerateRequest, temperature: float) -> Completion:
+        """The reply to a request, with at most the tokens that the episode has left.
+
+        Raises: EngineError; LimitReached if the episode has no turn or token left.
+        """
+        sampling, num_tokens = request.sampling, None
+        assert sampling.max_tokens is not None, "a player always sets max_tokens"
+        granted = await self.budget.begin_turn(sampling.max_tokens)
+        if granted < sampling.max_tokens:
+            sampling = msgspec.structs.replace(sampling, max_tokens=granted)
+            request = msgspec.structs.replace(request, sampling=sampling)
+        try:
+            completion = await self._replay_or_request(request, temperature)
+            num_tokens = len(completion.token_ids)
+            return completion
+        finally:
+            self.budget.end_turn(granted, num_tokens)
+
+    async def _replay_or_request(self, request: GenerateRequest, temperature: float) -> Completion:
+        """The reply to a request, from a saved turn, from the engine, or from both.
+
+        Raises: EngineError.
+        """
+        known = self._branches[-1].token_ids if self._branches else request.prompt_ids[:0]
+        begun = match_saved_turn(
+            self._replay, request, temperature, known, self._draw.rollout_id(self._member)
+        )
+        if begun is not None and begun.is_done:
+            return begun.completion
+        completion = await self._request_turn(request, begun, temperature)
+        if completion.finish_reason == ABORTED or not len(completion.token_ids):
+            raise EngineError(
+                f"the engine returned an incomplete reply of {len(completion.token_ids)} tokens"
+            )
+        return completion
+
+    async def _request_turn(
+        self, request: GenerateRequest, begun: Turn | None, temperature: float
+    ) -> Completion:
+        sent = request if begun is None else continuation_request(request, begun)
+        [completion] = await self._play.request_completions(
+            sent, self._draw.version, is_learned=self._is_learned
+        )
+        if begun is not None:
+            completion = merge_completions(begun.completion, completion, request)
+        if (interruption := self._play.interruption) is not None:
+            turn = self._build_turn(request, completion, temperature)
+            await interruption.save_turns(self._draw.group_id, {self._member: turn})
+        return completion
+
+    def _build_turn(self, request: GenerateRequest, completion: Completion, temperature: float) -> Turn:
+        is_extended = self._extends(request.prompt_ids, temperature)
+        num_shared = len(self._branches[-1].token_ids) if is_extended else 0
+        assert request.sampling.seed is not None
+        return Turn(
+            agent=self.name,
+            index=self._num_turns,
+            attempt=self._attempt,
+            seed=request.sampling.seed,
+            temperature=temperature,
+            num_shared=num_shared,
+            prompt_ids=request.prompt_ids[num_shared:],
+            completion=completion,
+        )
+
+    def _extend(self, messages: list[Message], tools: list[dict] | None) -> np.ndarray | None:
+        """The prompt as an extension of the tokens so far.
+
+        None if history or tools changed, or if the renderer cannot extend the history.
+        """
+        known = len(self._history)
+        if self._turn is None or len(messages) <= known or messages[:known] != self._history:
+            return None
+        if (tools or None) != self._tools:
+            return None
+        return self._play.renderer.extend(*self._turn, messages[known:], tools)
+
+    def _echo_weights(
+        self, echo: Echo, messages: list[Message], first_new: int, tools: list[dict] | None
+    ) -> np.ndarray:
+        """Weights of a prompt's tokens: those of the messages since the last reply are not 0.
+
+        first_new: index of the first message that extends the tokens so far; 0 if all are rendered again.
+        """
+        after = self._turn if first_new else None
+        owners = self._play.renderer.text_owners(messages[first_new:], tools, after=after)
+        weights = np.zeros(len(owners), np.float32)
+        last_reply = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+        for index in range(max(last_reply + 1, first_new), len(messages)):
+            if weight := echo.weight_of(messages[index]):
+                weights[owners == index - first_new] = weight
+        return weights
+
+    def _extends(self, prompt_ids: np.ndarray, temperature: float) -> bool:
+        """Does a prompt extend the tokens so far?"""
+        return bool(self._branches) and self._branches[-1].is_extended_by(prompt_ids, temperature)
+
+
+def deep_copy(value: Any) -> Any:
+    """Copy nested dictionaries, lists and tuples; other values are shared.
+
+    Called for every message of every turn; `copy.deepcopy` takes three times as long.
+    """
+    if isinstance(value, dict):
+        return {key: deep_copy(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [deep_copy(each) for each in value]
+    if isinstance(value, tuple):
+        return tuple(deep_copy(each) for each in value)
+    return value

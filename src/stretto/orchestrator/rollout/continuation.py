@@ -1,0 +1,147 @@
+"""Partial rollouts: interrupts running requests and continues them after a resume.
+
+A stop aborts all requests on the engines, which return the tokens sampled so far. Every turn is written to the ledger
+(`Interruption.save_turns`), and the episodes wait to be cancelled. A killed run keeps its completed turns.
+When the run is resumed, the episodes are played again. Their requests are answered from the saved turns as long as
+both are equal token for token (`match_saved_turn`). The interrupted reply is continued from its last token
+(`continuation_request`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+
+from stretto.base.errors import EngineError
+from stretto.ledger.writer import Ledger
+from stretto.orchestrator.rollout.branch import merge_expert_choices
+from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.partial import Turn, concat_completions
+
+logger = logging.getLogger(__name__)
+
+ABORT_TIMEOUT_S = 10.0
+"""Time for the engines to return what they have sampled."""
+ABORT_RETRY_S = 0.5
+"""Interval after which open requests are aborted again."""
+
+Generate = Callable[[GenerateRequest], Awaitable[list[Completion]]]
+"""Sends a request to an engine."""
+
+
+class Interruption:
+    """Tracks the open requests of a run's rollouts, saves their turns, and interrupts them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.has_begun = False
+        self._ledger = ledger
+        self._open_requests: dict[str, None] = {}
+        self._all_answered = asyncio.Event()
+
+    async def generate(self, generate: Generate, request: GenerateRequest) -> list[Completion]:
+        """Send a request; once the rollouts are interrupted, wait to be cancelled instead."""
+        if self.has_begun:
+            await self.wait_for_cancellation()
+        self._open_requests[request.request_id] = None
+        try:
+            return await generate(request)
+        finally:
+            self._open_requests.pop(request.request_id, None)
+            if not self._open_requests:
+                self._all_answered.set()
+
+    async def save_turns(self, group_id: int, turns: Mapping[int, Turn]) -> None:
+        """Write the turns of members to the ledger; if one was interrupted, wait to be cancelled."""
+        for member, turn in turns.items():
+            if len(turn.completion.token_ids):
+                self._ledger.turn_played(group_id, member, turn)
+        if self.has_begun and not all(turn.is_done for turn in turns.values()):
+            await self.wait_for_cancellation()
+
+    async def interrupt(self, abort: Callable[[list[str]], Awaitable[Any]]) -> None:
+        """Start no more requests, abort the open ones, and wait for them up to ABORT_TIMEOUT_S."""
+        self.has_begun = True
+        self._all_answered.clear()
+        if not self._open_requests:
+            return
+        num_requests = len(self._open_requests)
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                while self._open_requests:
+                    await abort(list(self._open_requests))
+                    with suppress(TimeoutError):  # an abort may reach the engine before its request
+                        async with asyncio.timeout(ABORT_RETRY_S):
+                            await self._all_answered.wait()
+        except (EngineError, TimeoutError) as error:
+            logger.warning("%d of %d replies are lost: %r", len(self._open_requests), num_requests, error)
+        await asyncio.sleep(0)  # let answered requests save their turns
+
+    async def wait_for_cancellation(self) -> NoReturn:
+        """Wait to be cancelled."""
+        while True:
+            await asyncio.Event().wait()
+
+
+# -- after a resume --
+
+
+def match_saved_turn(
+    turns: deque[Turn], request: GenerateRequest, temperature: float, known: np.ndarray, whose: str
+) -> Turn | None:
+    """An agent's next saved turn if its prompt equals the request's; None otherwise.
+
+    known: the agent's tokens so far. If the environment sends another prompt than before, the remaining saved turns
+    are discarded.
+    """
+    if not turns:
+        return None
+    turn = turns.popleft()
+    prompt_ids = np.concatenate((known[: turn.num_shared], turn.prompt_ids), dtype=np.int32)
+    is_same = temperature == turn.temperature and np.array_equal(prompt_ids, request.prompt_ids)
+    # A stop text may span both parts of a reply; the engine can find it in a whole reply only.
+    if is_same and (turn.is_done or not request.sampling.stop):
+        return turn
+    left = sum(len(each.completion.token_ids) for each in (turn, *turns))
+    turns.clear()
+    logger.warning(
+        "rollout %s, turn %d of %s: %s; %d saved tokens are discarded and the rest is sampled again",
+        whose,
+        turn.index,
+        turn.agent,
+        "its stop texts need a whole reply" if is_same else "the environment sends another prompt now",
+        left,
+    )
+    return None
+
+
+def continuation_request(request: GenerateRequest, begun: Turn) -> GenerateRequest:
+    """The request for the rest of an interrupted reply, with the seed of its first part."""
+    ids, sampling = begun.completion.token_ids, request.sampling
+    assert sampling.max_tokens is not None, "a recorder always sets max_tokens"
+    prompt_ids = np.concatenate((request.prompt_ids, ids), dtype=np.int32)
+    routes = begun.completion.routed_experts
+    return msgspec.structs.replace(
+        request,
+        prompt_ids=prompt_ids,
+        sampling=msgspec.structs.replace(
+            sampling, max_tokens=max(sampling.max_tokens - len(ids), 1), seed=begun.seed
+        ),
+        routed_experts_start=request.routed_experts_start if routes is None else len(prompt_ids) - 1,
+    )
+
+
+def merge_completions(first: Completion, rest: Completion, request: GenerateRequest) -> Completion:
+    """Both parts of a reply as one, with expert choices if both parts have them."""
+    whole = concat_completions(first, rest)
+    if first.routed_experts is None or rest.routed_experts is None:
+        return whole
+    num_tokens = len(request.prompt_ids) + len(whole.token_ids) - request.routed_experts_start
+    routes = merge_expert_choices(first.routed_experts, rest.routed_experts, num_tokens)
+    return msgspec.structs.replace(whole, routed_experts=routes)

@@ -1,0 +1,177 @@
+"""The draw that is played, the settings of its turns, and the function that sends requests.
+
+A turn of one member (context.py) and the one request of a single-turn group (player.py) both go through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from stretto.base.errors import DataError, EngineError, EnvError, boundary
+from stretto.chat.render import Renderer
+from stretto.config.sections.orchestrator import SamplingSection
+from stretto.envs.base import OutOfContext
+from stretto.orchestrator.rollout.continuation import Interruption
+from stretto.orchestrator.rollout.echo import Echo
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
+from stretto.records.partial import PartialRollout
+from stretto.records.rollout import Task
+
+POLICY = "policy"
+"""Name of the agent if an episode has only one."""
+UNRESTRICTED = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+
+
+class GenerationClient(Protocol):
+    """The client of an engine (transports/engine/client.py) or of any chat server (chat.py)."""
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]: ...
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A task to be played: its number, its number of members, and the version it starts with."""
+
+    group_id: int
+    task: Task
+    num_members: int
+    version: int
+    # By member, of an earlier incarnation.
+    partials: Mapping[int, PartialRollout] = field(default_factory=dict)
+    name: str = "g"  # prefix of its rollout ids, as in `g12.3`; evals have other prefixes
+    notes: dict[int, Any] = field(default_factory=dict)  # of results by member, for `score_group`
+
+    def rollout_id(self, member: int) -> str:
+        return f"{self.name}{self.group_id}.{member}"
+
+
+@dataclass(frozen=True)
+class PlaySettings:
+    """The settings that are the same for all turns of a player."""
+
+    engine: GenerationClient
+    renderer: Renderer
+    sampling: SamplingSection
+    seq_len: int
+    seed: int = 0
+    run_id: str = "run"
+    interruption: Interruption | None = None  # saves turns of unfinished rollouts, and interrupts them
+    echo: Echo | None = None  # weights of the environment's messages
+    masks_older_versions: bool = False  # of a partial rollout, do not train what older weights sampled
+    is_learned: bool = False  # its samples are trained by their log-probabilities
+    max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
+
+    async def request_completions(
+        self, request: GenerateRequest, version: int, *, is_learned: bool
+    ) -> list[Completion]:
+        """Send a request and check the completions; tokens without a version get `version`.
+
+        Once the rollouts of the run are interrupted, this waits to be cancelled.
+
+        Raises: EngineError, DataError.
+        """
+        with boundary(EngineError, f"generate {request.request_id}"):
+            if self.interruption is None:
+                completions = await self.engine.generate(request)
+            else:
+                completions = await self.interruption.generate(self.engine.generate, request)
+        check_completions(completions, request.n)
+        if is_learned and request.sampling.is_truncated:
+            check_supports(completions)
+        return [_with_version(completion, version) for completion in completions]
+
+    def sampling_params(
+        self, num_prompt_tokens: int, seed: int, *, is_learned: bool = False, **overrides: Any
+    ) -> SamplingParams:
+        """The run's sampling, with max_tokens limited to what fits in seq_len.
+
+        Raises: OutOfContext if nothing fits; EnvError if the reply is trained and its log-probabilities would be over
+        a part of the vocabulary that the trainer cannot replay.
+        """
+        room = self.seq_len - num_prompt_tokens
+        if room < 1:
+            raise OutOfContext(
+                f"{num_prompt_tokens} prompt tokens leave no room for a reply in seq_len = {self.seq_len}"
+            )
+        sampling = self.sampling
+        wanted = overrides.pop("max_tokens", None) or sampling.max_completion_tokens or room
+        if overrides.get("top_k") in (0, -1):  # the engines' spellings of no limit
+            overrides["top_k"] = None
+        settings = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": () if sampling.ignore_eos else self.renderer.stop_ids,
+            "ignore_eos": sampling.ignore_eos,
+        }
+        params = SamplingParams(**settings | overrides, max_tokens=min(wanted, room), seed=seed)
+        return limit_support(params, self.max_support) if is_learned else params
+
+    def is_unlearnable(self, temperature: float | None) -> bool:
+        """Is a reply at this temperature greedy, and so no sample that can be trained?"""
+        return self.is_learned and temperature == 0 and self.sampling.temperature > 0
+
+    def behavior_temperature(self, override: float | None = None) -> float:
+        """The temperature of the reported logprobs; greedy replies report those of temperature 1."""
+        temperature = self.sampling.temperature if override is None else override
+        return temperature or 1.0
+
+
+def limit_support(params: SamplingParams, max_support: int | None) -> SamplingParams:
+    """Sampling with a top_k of at most max_support, so that the trainer can replay it.
+
+    Raises: EnvError if the trainer cannot replay it.
+    """
+    if not params.is_truncated:
+        return params
+    if max_support is None:
+        limits = {"top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p}
+        given = ", ".join(f"{k} = {v:g}" for k, v in limits.items() if v is not None and v != UNRESTRICTED[k])
+        raise EnvError(
+            f"a reply that is trained is sampled with {given}: the engine's log-probabilities would be over the tokens "
+            "that are left, and the trainer's over the whole vocabulary; remove it, add [orchestrator.train.replay], "
+            "or let an agent with is_trained = false reply"
+        )
+    if params.top_k is not None and params.top_k > max_support:
+        raise EnvError(
+            f"a reply that is trained is sampled with top_k = {params.top_k}, more than orchestrator.train.replay."
+            f"max_tokens = {max_support}; lower it or raise that"
+        )
+    return msgspec.structs.replace(params, top_k=params.top_k or max_support)
+
+
+def check_completions(completions: Sequence[Completion], wanted: int) -> None:
+    """Check the number of completions and of their logprobs.
+
+    Raises: EngineError, DataError if one is wrong.
+    """
+    if len(completions) != wanted:
+        raise EngineError(f"the engine returned {len(completions)} samples, {wanted} were requested")
+    for completion in completions:
+        if len(completion.logprobs) != len(completion.token_ids):
+            raise DataError(
+                f"the engine gave {len(completion.logprobs)} logprobs for {len(completion.token_ids)} tokens"
+            )
+
+
+def check_supports(completions: Sequence[Completion]) -> None:
+    """Check that completions have the support their tokens were drawn from.
+
+    Raises: EngineError if one has none.
+    """
+    if any(completion.support is None and len(completion.token_ids) for completion in completions):
+        raise EngineError(
+            "the engine does not return which tokens top_p, top_k and min_p left, so nothing can be replayed; serve "
+            "it with inference.enable_return_sampling_mask = true"
+        )
+
+
+def _with_version(completion: Completion, version: int) -> Completion:
+    if completion.versions or not (num_tokens := len(completion.token_ids)):
+        return completion
+    return msgspec.structs.replace(completion, versions=(VersionSpan(version, 0, num_tokens),))

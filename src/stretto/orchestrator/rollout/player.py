@@ -1,0 +1,324 @@
+"""Plays one group: render, generate, score. Failures become data in the resulting Group.
+
+The n samples of a single-turn task are one request with one rendered prompt. Any other environment plays its
+members concurrently, each with a `Recorder` as its context, which records every token, logprob and version. A
+member that fails is tried again with a new request id and seed, at most max_retries times and before the group's
+timeout; then it is FAILED with its cause.
+
+What a member samples depends on (seed, group_id, member, attempt) only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, StrettoError, boundary
+from stretto.base.foreign import call_async
+from stretto.envs.base import (
+    Environment,
+    EpisodeLimits,
+    LimitReached,
+    OutOfContext,
+    RolloutResult,
+    SingleTurnEnv,
+    checked_prompt,
+    checked_score,
+    play_episode,
+)
+from stretto.envs.result import checked_rewards
+from stretto.orchestrator.batch.samples import sampled_tokens
+from stretto.orchestrator.rollout.branch import OpenBranch
+from stretto.orchestrator.rollout.context import Budget, Recorder
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings
+from stretto.orchestrator.tasks.order import seed_of
+from stretto.records.generate import Completion, GenerateRequest, member_seed
+from stretto.records.partial import Turn
+from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+
+
+@dataclass
+class MemberResults:
+    """Results so far of the members of a draw."""
+
+    draw: Draw
+    started_at: float = field(default_factory=time.time)
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    causes: dict[int, str] = field(default_factory=dict)  # of the latest failed attempt, by member
+
+    @property
+    def missing(self) -> list[int]:
+        """Members without a rollout."""
+        return [member for member in range(self.draw.num_members) if member not in self.rollouts]
+
+    def add_rollout(
+        self,
+        member: int,
+        branches: tuple[Branch, ...],
+        result: RolloutResult,
+        *,
+        is_truncated: bool,
+        num_turns: int,
+    ) -> None:
+        """Store the rollout of a member; its result has been checked."""
+        self.rollouts[member] = Rollout(
+            rollout_id=self.draw.rollout_id(member),
+            group_id=self.draw.group_id,
+            member=member,
+            task=self.draw.task,
+            status=RolloutStatus.TRUNCATED if is_truncated else RolloutStatus.FINISHED,
+            branches=branches,
+            reward=result.reward,
+            agent_rewards=result.agent_rewards,
+            metrics=result.metrics,
+            num_turns=num_turns,
+            started_at=self.started_at,
+            finished_at=time.time(),
+        )
+
+    def add_failure(self, members: Iterable[int], error: StrettoError) -> None:
+        """Store why an attempt of these members failed."""
+        self.causes.update(dict.fromkeys(members, describe(error)))
+
+    def build_group(self) -> Group:
+        """Build the group; members without a rollout have failed."""
+        rollouts = tuple(
+            self.rollouts.get(member)
+            or failed_rollout(self.draw, member, self.causes.get(member, "unknown"), self.started_at)
+            for member in range(self.draw.num_members)
+        )
+        return Group(group_id=self.draw.group_id, task=self.draw.task, rollouts=rollouts)
+
+
+@dataclass(frozen=True)
+class Player(PlaySettings):
+    """Plays groups: the settings of their turns, with timeout and number of retries."""
+
+    timeout_s: float | None = None
+    max_retries: int = 2
+    saves_single_turns: bool = False  # because a teacher scores them before the group is done
+
+    async def play(self, env: Environment, draw: Draw) -> Group:
+        """Play all members of a draw; errors of environments and engines become failed members."""
+        members = MemberResults(draw)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                if isinstance(env, SingleTurnEnv) and not draw.partials:
+                    await self._play_single_turn(env, members)
+                else:
+                    plays = (self._play_member(env, members, member) for member in members.missing)
+                    await asyncio.gather(*plays)
+        except TimeoutError:
+            for member in members.missing:
+                before = members.causes.get(member)
+                earlier = f" (before: {before})" if before else ""
+                members.causes[member] = f"EngineError: not done after {self.timeout_s:g} s{earlier}"
+        group = members.build_group()
+        return await self._score_group(env, draw, group) if hasattr(env, "score_group") else group
+
+    async def _score_group(self, env: Environment, draw: Draw, group: Group) -> Group:
+        """The group with the rewards that the environment gives all members at once."""
+        members = [m for m, r in enumerate(group.rollouts) if r.status is not RolloutStatus.FAILED]
+        if not members:
+            return group
+        scored_group = msgspec.structs.replace(group, rollouts=tuple(group.rollouts[m] for m in members))
+        rollouts = list(group.rollouts)
+        try:
+            where = f"environment {env.name}, group {group.group_id}, score_group"
+            notes = [draw.notes.get(m) for m in members]
+            rewards = await call_async(lambda: env.score_group(scored_group, notes), where)
+            if rewards is None:
+                return group
+            for member, reward in zip(members, checked_rewards(rewards, len(members), where)):
+                rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward)
+        except StrettoError as error:
+            for member in members:
+                rollouts[member] = msgspec.structs.replace(
+                    rollouts[member], status=RolloutStatus.FAILED, error=describe(error)
+                )
+        return msgspec.structs.replace(group, rollouts=tuple(rollouts))
+
+    # -- one turn: the group is one request --
+
+    async def _play_single_turn(self, env: SingleTurnEnv, members: MemberResults) -> None:
+        draw = members.draw
+        for attempt in range(self.max_retries + 1):
+            missing = members.missing
+            try:
+                where = f"environment {env.name}, task {draw.task.task_id}, prompt"
+                messages = checked_prompt(await call_async(lambda: env.prompt(draw.task), where), where)
+                with boundary(EnvError, where):
+                    prompt_ids = self.renderer.render_prompt(messages)
+                # Another seed per attempt: a retry must not sample the same replies again.
+                seed = seed_of(self.seed, draw.name, draw.group_id, attempt)
+                request = GenerateRequest(
+                    request_id=f"{self.run_id}-{draw.name}{draw.group_id}-{attempt}",
+                    prompt_ids=prompt_ids,
+                    n=len(missing),
+                    sampling=self.sampling_params(len(prompt_ids), seed, is_learned=self.is_learned),
+                    cache_salt=str(draw.version),
+                )
+                completions = await self.request_completions(
+                    request, draw.version, is_learned=self.is_learned
+                )
+                await self._save_replies(env, draw, attempt, request, dict(zip(missing, completions)))
+            except StrettoError as error:
+                members.add_failure(missing, error)
+                continue
+            scores = [
+                self._score_member(env, members, member, prompt_ids, completion)
+                for member, completion in zip(missing, completions)
+            ]
+            if inspect.iscoroutinefunction(env.score):
+                await asyncio.gather(*scores)  # all members are scored concurrently
+            else:
+                for scoring in scores:
+                    await scoring
+            if len(members.rollouts) == draw.num_members:
+                return
+
+    async def _save_replies(
+        self,
+        env: SingleTurnEnv,
+        draw: Draw,
+        attempt: int,
+        request: GenerateRequest,
+        replies: dict[int, Completion],
+    ) -> None:
+        """Save replies that may be lost before they are scored."""
+        is_slow = (
+            self.saves_single_turns or inspect.iscoroutinefunction(env.score) or hasattr(env, "score_group")
+        )
+        if self.interruption is None or not (self.interruption.has_begun or is_slow):
+            return
+        assert request.sampling.seed is not None
+        turns = {
+            member: Turn(
+                agent=POLICY,
+                index=0,
+                attempt=attempt,
+                seed=member_seed(request.sampling.seed, index),
+                temperature=self.behavior_temperature(),
+                num_shared=0,
+                prompt_ids=request.prompt_ids,
+                completion=completion,
+            )
+            for index, (member, completion) in enumerate(replies.items())
+        }
+        await self.interruption.save_turns(draw.group_id, turns)
+
+    async def _score_member(
+        self,
+        env: SingleTurnEnv,
+        members: MemberResults,
+        member: int,
+        prompt_ids: np.ndarray,
+        completion: Completion,
+    ) -> None:
+        draw = members.draw
+        try:
+            if completion.finish_reason == "abort" or not len(completion.token_ids):
+                raise EngineError(
+                    f"the engine returned an incomplete reply of {len(completion.token_ids)} tokens"
+                )
+            where = f"environment {env.name}, rollout {draw.rollout_id(member)}, score"
+            with boundary(EnvError, where):
+                text = self.renderer.parse(completion.token_ids).get("content") or ""
+            result = await checked_score(await call_async(lambda: env.score(draw.task, text), where), where)
+            branch = OpenBranch(self.behavior_temperature())
+            branch.add_turn(prompt_ids, completion, draw.version)
+            is_truncated = completion.finish_reason == "length" or result.is_truncated
+            members.add_rollout(member, (branch.close(),), result, is_truncated=is_truncated, num_turns=1)
+        except StrettoError as error:
+            members.add_failure([member], error)
+
+    # -- any number of turns: each member is played by itself --
+
+    async def _play_member(self, env: Environment, members: MemberResults, member: int) -> None:
+        draw = members.draw
+        partial = draw.partials.get(member)
+        first = partial.turns[0].attempt if partial else 0
+        for attempt in range(first, max(first, self.max_retries) + 1):
+            budget = Budget(getattr(env, "limits", None) or EpisodeLimits())
+            seed = None
+            if isinstance(env, SingleTurnEnv):  # the seed of this member in the group's one request
+                seed = member_seed(seed_of(self.seed, draw.name, draw.group_id, attempt), member)
+            recorder = Recorder(self, draw, member, attempt, budget=budget, partial=partial, first_seed=seed)
+            partial = None  # a retry starts from the beginning
+            try:
+                where = f"environment {env.name}, rollout {draw.rollout_id(member)}"
+                result = await self._play_episode(env, draw.task, recorder, where)
+                if not recorder.num_turns:
+                    raise EnvError(f"environment {env.name}: the episode ended before any reply")
+                with boundary(EnvError, where):
+                    branches = recorder.close()
+                    check_learnable(branches)
+                draw.notes[member] = result.note
+                members.add_rollout(
+                    member,
+                    branches,
+                    result,
+                    is_truncated=recorder.is_truncated or result.is_truncated,
+                    num_turns=recorder.num_turns,
+                )
+                return
+            except StrettoError as error:
+                members.add_failure([member], error)
+
+    async def _play_episode(
+        self, env: Environment, task: Task, recorder: Recorder, where: str
+    ) -> RolloutResult:
+        try:
+            return await play_episode(env, task, recorder, where)
+        except LimitReached:
+            if not recorder.num_turns:
+                raise
+            # The policy reached a limit: an unsuccessful episode, not a failed one.
+            return RolloutResult(reward=0.0, is_truncated=True)
+
+
+def check_learnable(branches: Sequence[Branch]) -> None:
+    """Check that a trained branch has a reply that was not sampled greedily.
+
+    Raises: EnvError if all of them are greedy.
+    """
+    trained = [branch for branch in branches if branch.is_trained]
+    is_greedy = any(branch.is_greedy is not None for branch in trained)
+    if is_greedy and not any(sampled_tokens(branch).any() for branch in trained):
+        raise EnvError(
+            "all its replies are greedy (temperature = 0): they are no samples of the policy, so nothing can be "
+            "trained; sample some of them, or let an agent with is_trained = false reply"
+        )
+
+
+def failed_rollout(draw: Draw, member: int, cause: str, started_at: float) -> Rollout:
+    """A failed rollout, with its cause instead of a reward."""
+    return Rollout(
+        rollout_id=draw.rollout_id(member),
+        group_id=draw.group_id,
+        member=member,
+        task=draw.task,
+        status=RolloutStatus.FAILED,
+        started_at=started_at,
+        finished_at=time.time(),
+        error=cause,
+    )
+
+
+def describe(error: StrettoError) -> str:
+    """An error as the ledger and a run's last message show it."""
+    return f"{type(error).__name__}: {error}"
+
+
+def error_type_of(cause: str) -> type[StrettoError]:
+    """The class of an error that `describe` wrote; EngineError if it is none of the known ones."""
+    name = cause.partition(":")[0]
+    if name in (LimitReached.__name__, OutOfContext.__name__):
+        return EnvError
+    return next((each for each in (EnvError, ConfigError, DataError) if each.__name__ == name), EngineError)

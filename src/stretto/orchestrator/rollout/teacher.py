@@ -1,0 +1,211 @@
+"""Teachers: models that score the policy's rollouts, or play them instead of the policy.
+
+    opd    a frozen teacher gives its log-probability of each token of the policy's rollouts
+    opsd   the policy itself does the same, with a demonstration as privileged context
+    sft    a frozen teacher plays; its tokens are learned by cross-entropy
+
+What a teacher gives is stored in the rollout (`Branch.ref_logprobs`, `Branch.is_frozen`) before it is in the ledger,
+so a resumed run requests nothing twice. The losses are in algorithms/losses.py (`ref_kl`, `ce`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+import numpy as np
+
+from stretto.base.errors import ConfigError, EngineError, EnvError, StrettoError
+from stretto.base.foreign import guarded
+from stretto.chat.render import Renderer
+from stretto.config.sections.distill import OpsdAlgo
+from stretto.envs.base import Environment, tasks_of
+from stretto.orchestrator.groups.filters import failed_group
+from stretto.orchestrator.rollout.play import GenerationClient
+from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.records.rollout import Branch, Group, Rollout, Task
+from stretto.transports.engine.client import EngineClient
+
+
+class Teachers:
+    """The teachers of a run by environment, and their engines."""
+
+    def __init__(
+        self,
+        by_env: Mapping[str, Teacher] | None = None,
+        engines: Mapping[str, EngineClient] | None = None,
+        players: Mapping[str, GenerationClient] | None = None,
+        *,
+        ready_timeout_s: float = 600.0,
+    ) -> None:
+        """engines: by the config key of their section. players: engines that play, by environment."""
+        self._by_env, self._engines, self._players = by_env or {}, engines or {}, players or {}
+        self._ready_timeout_s = ready_timeout_s
+
+    async def wait_ready(self) -> None:
+        """Wait until all teachers are healthy.
+
+        Raises: EngineError if one is not in time.
+        """
+        await asyncio.gather(*(self._wait_for(name, engine) for name, engine in self._engines.items()))
+
+    async def _wait_for(self, name: str, engine: EngineClient) -> None:
+        try:
+            await engine.wait_ready(self._ready_timeout_s)
+        except EngineError as error:
+            raise EngineError(f"[{name}] {error}") from error
+
+    def playing_engine(self, env: str) -> GenerationClient | None:
+        """The engine of the teacher that plays an environment; None if the policy plays it."""
+        return self._players.get(env)
+
+    def has_teacher(self, env: str) -> bool:
+        """Does an environment have a teacher?"""
+        return env in self._by_env
+
+    async def annotate(self, group: Group) -> Group:
+        """The group with what its teacher gives; unchanged if its environment has none."""
+        teacher = self._by_env.get(group.task.env)
+        return group if teacher is None else await teacher.annotate(group)
+
+
+class ScoringTeacher:
+    """A teacher that scores all samples of a group at once, and groups concurrently."""
+
+    def __init__(
+        self,
+        engine: GenerationClient,
+        *,
+        privileged_context: Callable[[Task], np.ndarray] | None = None,
+        max_failures: int = 32,
+    ) -> None:
+        """privileged_context: tokens before a task's rollouts that only the teacher sees, int32."""
+        self._engine, self._privileged_context = engine, privileged_context
+        self._max_failures, self._failed_in_a_row = max_failures, 0
+
+    async def annotate(self, group: Group) -> Group:
+        """The group with the teacher's logprobs in every trained branch of its counted members.
+
+        If the teacher fails, after its retries, the whole group fails with the cause.
+
+        Raises: EngineError after max_failures groups in a row, so that a run of several environments does not
+        continue without the distilled ones.
+        """
+        try:
+            context = (
+                np.empty(0, np.int32)
+                if self._privileged_context is None
+                else self._privileged_context(group.task)
+            )
+            rollouts = await asyncio.gather(*(self._score_rollout(r, context) for r in group.rollouts))
+        except StrettoError as error:
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= self._max_failures:
+                raise type(error)(
+                    f"{self._failed_in_a_row} groups in a row failed; teacher: {error}"
+                ) from error
+            return failed_group(group, f"{type(error).__name__}: teacher: {error}")
+        self._failed_in_a_row = 0
+        return msgspec.structs.replace(group, rollouts=tuple(rollouts))
+
+    async def _score_rollout(self, rollout: Rollout, context: np.ndarray) -> Rollout:
+        if not rollout.is_counted:
+            return rollout
+        names = [f"{rollout.rollout_id}/{index}/teacher" for index in range(len(rollout.branches))]
+        branches = await asyncio.gather(
+            *(self._score_branch(branch, name, context) for branch, name in zip(rollout.branches, names))
+        )
+        metrics = {**rollout.metrics, "teacher_kl": teacher_kl(branches)}
+        return msgspec.structs.replace(rollout, branches=tuple(branches), metrics=metrics)
+
+    async def _score_branch(self, branch: Branch, name: str, context: np.ndarray) -> Branch:
+        if not branch.is_trained:
+            return branch
+        request = GenerateRequest(
+            request_id=name,
+            prompt_ids=np.concatenate((context, branch.token_ids), dtype=np.int32),
+            sampling=SamplingParams(max_tokens=1),
+            cache_salt=name,  # the cache of another request must not be reused: it may be of older weights
+            prompt_logprobs=True,
+        )
+        [completion] = await self._engine.generate(request)
+        scores = completion.prompt_logprobs
+        if scores is None or len(scores) != len(request.prompt_ids):
+            raise EngineError(
+                f"{name}: the teacher did not give one log-probability for each of {len(request.prompt_ids)} tokens"
+            )
+        scores = scores[len(context) :].astype(np.float32)
+        if not np.isfinite(scores).all():
+            raise EngineError(f"{name}: the teacher gave log-probabilities that are not finite")
+        return msgspec.structs.replace(branch, ref_logprobs=scores)
+
+
+class PlayingTeacher:
+    """A teacher that plays: its replies are learned if their reward is at least min_reward."""
+
+    def __init__(self, min_reward: float | None = None) -> None:
+        self._min_reward = min_reward
+
+    async def annotate(self, group: Group) -> Group:
+        """The group with all branches marked as frozen, those of too small a reward as not trained."""
+        return msgspec.structs.replace(group, rollouts=tuple(map(self._mark_rollout, group.rollouts)))
+
+    def _mark_rollout(self, rollout: Rollout) -> Rollout:
+        is_good = self._min_reward is None or rollout.reward >= self._min_reward
+        branches = (
+            msgspec.structs.replace(
+                branch, is_frozen=True, versions=(), is_trained=branch.is_trained and is_good
+            )
+            for branch in rollout.branches
+        )
+        return msgspec.structs.replace(rollout, branches=tuple(branches))
+
+
+Teacher = ScoringTeacher | PlayingTeacher
+"""The teacher of a distilled environment."""
+
+
+def build_privileged_context(
+    env: Environment, algo: OpsdAlgo, renderer: Renderer, place: str = "orchestrator.algo"
+) -> Callable[[Task], np.ndarray]:
+    """Build the function that renders a task's demonstration as a system message, as tokens.
+
+    `place` is the config path of the algo, for messages.
+
+    Raises: ConfigError if the environment's first task has no demonstration.
+    """
+
+    def privileged_context(task: Task) -> np.ndarray:
+        text = algo.template.replace("{demonstration}", demonstration_of(env, task, algo.demo_key))
+        return renderer.render_leading([{"role": "system", "content": text}])
+
+    try:
+        privileged_context(tasks_of(env, "train").task(0))
+    except EnvError as error:
+        raise ConfigError(f'{place}.type = "opsd": {error}') from error
+    return privileged_context
+
+
+def demonstration_of(env: Environment, task: Task, key: str) -> str:
+    """A task's demonstration, from its data or else from the environment.
+
+    Raises: EnvError if neither has one.
+    """
+    found = task.data.get(key)
+    if found is None and (make := getattr(env, "demonstration", None)) is not None:
+        with guarded(EnvError, f"environment {env.name}, task {task.task_id}, demonstration"):
+            found = make(task)
+    if not isinstance(found, str) or not found:
+        raise EnvError(
+            f"environment {env.name}, task {task.task_id}: no demonstration; its data needs the key {key!r} "
+            "(demo_key), or the environment a method demonstration(task)"
+        )
+    return found
+
+
+def teacher_kl(branches: Iterable[Branch]) -> float:
+    """Estimate of the reverse KL divergence: mean log q - log teacher of sampled tokens, nats."""
+    gaps = [(b.logprobs - b.ref_logprobs)[b.is_sampled] for b in branches if b.ref_logprobs is not None]
+    values = np.concatenate(gaps) if gaps else np.zeros(0)
+    return float(values.mean()) if len(values) else 0.0

@@ -1,0 +1,39 @@
+"""Packing of samples into rows of limited length, used by the orchestrator and by trainers that repack."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+
+
+def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Generator[None, None, list[list[int]]]:
+    """Pack samples, longest first, into the first row with room; returns the indices per row.
+
+    A generator that yields after each sample, so that other tasks can run. Rows are in order of creation.
+    """
+    rows: list[list[int]] = []
+    free = np.zeros(len(lengths), dtype=np.int64)
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        size = int(lengths[index])
+        num_rows = len(rows)
+        fits = free[:num_rows] >= size
+        row = int(fits.argmax()) if num_rows else 0
+        if not num_rows or not fits[row]:
+            row = num_rows
+            rows.append([])
+            free[row] = capacity
+        rows[row].append(index)
+        free[row] -= size
+        yield
+    return rows
+
+
+def pack_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Run `first_fit_decreasing` to its end."""
+    work = first_fit_decreasing(lengths, capacity)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value

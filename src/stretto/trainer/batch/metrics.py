@@ -1,0 +1,110 @@
+"""Sums over the tokens of a step, collected on the device, and the means that are reported.
+
+Names that begin with `max/` are maxima; all others are summed over micro batches and ranks. The names of the
+metrics are those of prime-rl; if a batch has several environments there are also means per environment, such as
+`mismatch_kl/<env>/mean`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.algorithms import kl
+from stretto.records.sample import MicroBatch
+from stretto.trainer.batch.pass_inputs import PassInputs
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+Reduce = Callable[[dict[str, float]], dict[str, float]]
+"""Combines the sums of all ranks by name: the maximum for `max/`, else the sum. A rank may lack a name."""
+
+
+class StepSums:
+    """Collects sums of a step; tensors stay on their device, so that only `pop_*` waits for it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._numbers: dict[str, float] = {}
+
+    def add(self, sums: Mapping[str, Tensor | float]) -> None:
+        """Add to the sums; a name must always be a tensor, all on one device, or always a number."""
+        for name, value in sums.items():
+            is_max = name.startswith("max/")
+            if isinstance(value, Tensor):
+                before = self._sums.get(name)
+                if before is not None:
+                    value = torch.maximum(before, value) if is_max else before + value
+                self._sums[name] = value
+            else:
+                number = self._numbers.get(name, value if is_max else 0.0)
+                self._numbers[name] = max(number, value) if is_max else number + value
+
+    def pop_means(self, reduce: Reduce) -> dict[str, float]:
+        """The metrics of the step over all ranks; the sums start again from zero."""
+        return _means(self.pop_sums(reduce))
+
+    def pop_sums(self, reduce: Reduce) -> dict[str, float]:
+        """The sums over all ranks; they start again from zero."""
+        names = list(self._sums)
+        values = torch.stack([value.double() for value in self._sums.values()]).tolist() if names else []
+        sums = dict(zip(names, values)) | self._numbers
+        self._sums, self._numbers = {}, {}
+        return reduce(sums)
+
+
+@torch.no_grad()
+def sums_by_env(
+    mb: MicroBatch,
+    inputs: PassInputs,
+    logprobs: Float[Tensor, " trained"],
+    entropy: Float[Tensor, " trained"],
+) -> dict[str, Tensor]:
+    """Sampled tokens, and sums of their mismatch KL and entropy, per environment."""
+    names = sorted(set(mb.envs))
+    env_of_document = np.array([names.index(env) for env in mb.envs])
+    env_of_token = torch.from_numpy(env_of_document[inputs.documents]).to(logprobs.device)
+    streams = inputs.streams
+    mismatch = kl.k3((logprobs - streams.behavior_logprobs).masked_fill(~streams.is_sampled, 0.0))
+    sums: dict[str, Tensor] = {}
+    for i, name in enumerate(names):
+        is_here = streams.is_sampled & (env_of_token == i)
+        sums[f"env/{name}/tokens"] = is_here.sum()
+        sums[f"env/{name}/mismatch_kl"] = mismatch[is_here].sum()
+        sums[f"env/{name}/entropy"] = entropy[is_here].sum()
+    return sums
+
+
+def _means(sums: dict[str, float]) -> dict[str, float]:
+    total = defaultdict(float, sums)
+    sampled = max(total["sampled_tokens"], 1.0)
+    metrics = {
+        "loss/mean": total["loss"] / max(total["max/updates"], 1.0),
+        "entropy/mean": total["entropy"] / sampled,
+        "batch/sampled_tokens": total["sampled_tokens"],
+    }
+    if total["sampled_tokens"]:
+        metrics["mismatch_kl/mean"] = total["mismatch_kl"] / sampled
+        metrics["mismatch_kl/max"] = total["max/mismatch_kl"]
+    if total["rl_tokens"]:
+        low, high = (total[name] / total["rl_tokens"] for name in ("is_masked_low", "is_masked_high"))
+        metrics |= {"is_masked/mean": low + high, "is_masked_low/mean": low, "is_masked_high/mean": high}
+        for name in sums:
+            if name.startswith("rl/"):
+                metrics[f"{name.removeprefix('rl/')}/mean"] = sums[name] / total["rl_tokens"]
+    if total["ce_tokens"]:
+        metrics["nll/mean"] = total["nll"] / total["ce_tokens"]
+    if total["ref_kl_tokens"]:
+        metrics["teacher_kl/mean"] = total["teacher_kl"] / total["ref_kl_tokens"]
+    for name, tokens in sums.items():
+        if name.startswith("env/") and name.endswith("/tokens") and tokens:
+            env = name[len("env/") : -len("/tokens")]
+            metrics[f"mismatch_kl/{env}/mean"] = sums[f"env/{env}/mismatch_kl"] / tokens
+            metrics[f"entropy/{env}/mean"] = sums[f"env/{env}/entropy"] / tokens
+    return metrics

@@ -1,0 +1,308 @@
+"""Builds the tensors of one forward pass from a micro batch.
+
+Attention is causal and a loss is a sum over tokens, so some work can be saved without changing the result:
+documents are cut after their last trained token; documents that begin with the same prompt, as the samples of a group
+do, share it and continue it as segments; segments are sorted by length, so that equal ones share an attention call;
+log-probabilities and the last block are computed for trained tokens only. All of it is numpy, with one copy to the
+device per stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.algorithms.losses import TokenCounts, TokenStreams
+from stretto.algorithms.sample_index import SampleIndex
+from stretto.base.errors import DataError
+from stretto.models.attention import PackedLayout
+from stretto.records.sample import MicroBatch
+from stretto.records.support import Support
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """The inputs of one forward pass, and the data of its trained tokens."""
+
+    token_ids: Int[Tensor, " inputs"]
+    layout: PackedLayout
+    rows: Int[Tensor, " rows"]  # inputs that predict a trained token
+    predictors: Int[Tensor, " trained"]  # index in `rows` of the input that predicts the token
+    targets: Int[Tensor, " trained"]
+    temperatures: Float[Tensor, " trained"]
+    streams: TokenStreams
+    sources: Int[np.ndarray, " trained"]  # index of the token in the micro batch
+    documents: Int[np.ndarray, " trained"]  # index of its document in the micro batch
+    routes: Int[Tensor, "inputs layers top_k"] | None = None  # experts to replay (with_routes)
+    support: Support | None = None  # tokens that each one was sampled from; None: all
+
+
+IDLE_MICRO_BATCH = MicroBatch(
+    token_ids=np.zeros(2, np.int32),
+    cu_seqlens=np.array([0, 2], np.int32),
+    loss_mask=np.array([False, True]),
+    logprobs=np.zeros(2, np.float32),
+    advantages=np.zeros(2, np.float32),
+    temperatures=np.ones(2, np.float32),
+    sample_ids=("idle",),
+    envs=("idle",),
+)
+"""Two tokens, for a pass whose result is not used."""
+
+
+@dataclass(frozen=True)
+class ComponentWeights:
+    """The weight of every token in each loss component; None if all weights are 0."""
+
+    rl: Float[np.ndarray, " tokens"] | None
+    ce: Float[np.ndarray, " tokens"] | None
+    ref_kl: Float[np.ndarray, " tokens"] | None
+
+    @classmethod
+    def of(cls, mb: MicroBatch) -> ComponentWeights:
+        """The weights of a micro batch.
+
+        Without a stream, rl is 1 where loss_mask is set, ce and ref_kl are 0.
+        """
+        rl = mb.loss_mask.astype(np.float32) if mb.rl_weights is None else mb.rl_weights * mb.loss_mask
+        return cls(
+            *(w if w is not None and np.any(w) else None for w in (rl, mb.ce_weights, mb.ref_kl_weights))
+        )
+
+    @property
+    def is_trained(self) -> Bool[np.ndarray, " tokens"] | None:
+        """True for tokens with a weight in any component; None if there are none."""
+        present = [w != 0 for w in (self.rl, self.ce, self.ref_kl) if w is not None]
+        return np.logical_or.reduce(present) if present else None
+
+
+def has_trained_tokens(mb: MicroBatch) -> bool:
+    """True if a micro batch has a trained token, so that it needs a forward pass."""
+    is_trained = ComponentWeights.of(mb).is_trained
+    return is_trained is not None and bool(is_trained.any())
+
+
+def count_tokens(micro_batches: Sequence[MicroBatch], *, by_sample: bool = False) -> TokenCounts:
+    """The tokens of each component on this rank; samples are counted only if `by_sample`."""
+    counts = np.zeros(4)
+    for mb in micro_batches:
+        weights = ComponentWeights.of(mb)
+        streams = (weights.rl, weights.ce, weights.ref_kl)
+        samples = 0
+        if by_sample and weights.rl is not None:
+            samples = len(np.unique(_find_documents(np.flatnonzero(weights.rl), np.asarray(mb.cu_seqlens))))
+        counts += [*(0 if w is None else np.count_nonzero(w) for w in streams), samples]
+    return TokenCounts(*counts.tolist())
+
+
+def _find_documents(tokens: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    return np.searchsorted(bounds, tokens, side="right") - 1
+
+
+def build_pass_inputs(
+    mb: MicroBatch,
+    vocab_size: int,
+    device: torch.device,
+    *,
+    is_scored: Bool[np.ndarray, " tokens"] | None = None,
+    share_prefixes: bool = False,
+    with_samples: bool = False,
+    with_routes: bool = False,
+) -> PassInputs | None:
+    """The forward pass for a micro batch's trained tokens (or `is_scored`); None without any.
+
+    with_samples: also say which tokens belong to one sample. with_routes: include the expert choices; prompts are then
+    shared only if these are equal too.
+
+    Raises: DataError for a token outside the vocabulary, or for a trained token at the start of a document.
+    """
+    weights = ComponentWeights.of(mb)
+    wanted = weights.is_trained if is_scored is None else is_scored
+    if wanted is None or not wanted.any():
+        return None
+    bounds = np.asarray(mb.cu_seqlens, dtype=np.int64)
+    _check_micro_batch(mb, bounds, wanted, vocab_size)
+    tokens = np.flatnonzero(wanted)
+    documents = _find_documents(tokens, bounds)
+    routes = mb.routed_experts if with_routes else None
+    segments = _lay_out_segments(
+        mb.token_ids, bounds[:-1], tokens, documents, share_prefixes=share_prefixes, routes=routes
+    )
+    rows, predictors = np.unique(segments.row_before(tokens, documents), return_inverse=True)
+
+    def pick(stream: np.ndarray | None, dtype: type = np.float32) -> Tensor | None:
+        return None if stream is None else torch.from_numpy(stream[tokens].astype(dtype)).to(device)
+
+    def to_device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device)
+
+    return PassInputs(
+        token_ids=to_device(mb.token_ids[segments.inputs]),
+        layout=PackedLayout(segments.cu_seqlens, device, segments.parents),
+        rows=to_device(rows),
+        predictors=to_device(predictors),
+        targets=to_device(mb.token_ids[tokens]),
+        temperatures=pick(mb.temperatures),
+        streams=TokenStreams(
+            is_sampled=pick(mb.loss_mask, np.bool_),
+            behavior_logprobs=pick(mb.logprobs),
+            advantages=pick(mb.advantages),
+            rl_weights=pick(weights.rl),
+            ce_weights=pick(weights.ce),
+            ref_kl_weights=pick(weights.ref_kl),
+            ref_logprobs=pick(mb.ref_logprobs),
+            old_logprobs=pick(mb.old_logprobs),
+            sample_index=(
+                SampleIndex(
+                    to_device(np.bincount(documents, minlength=len(bounds) - 1)), to_device(documents)
+                )
+                if with_samples
+                else None
+            ),
+        ),
+        sources=tokens,
+        documents=documents,
+        support=None if mb.support is None else mb.support.at(tokens),
+        routes=None
+        if routes is None
+        else torch.from_numpy(routes[segments.inputs].astype(np.int32)).to(device),
+    )
+
+
+@dataclass(frozen=True)
+class _SegmentLayout:
+    """The order of tokens in a pass: roots sorted by length, then continuations by shape."""
+
+    inputs: np.ndarray  # index in the micro batch of every input
+    cu_seqlens: tuple[int, ...]
+    parents: tuple[int, ...] | None
+    starts: np.ndarray  # [documents] where the document begins in the micro batch
+    cuts: np.ndarray  # [documents] tokens of the document that lie in its root
+    root_starts: np.ndarray  # [documents] where its root begins in the new row
+    rest_starts: np.ndarray  # [documents] where its continuation begins there
+
+    def row_before(self, tokens: np.ndarray, documents: np.ndarray) -> np.ndarray:
+        """The input that is the token before each of these tokens."""
+        before = tokens - 1 - self.starts[documents]
+        cuts = self.cuts[documents]
+        return np.where(
+            before < cuts, self.root_starts[documents] + before, self.rest_starts[documents] + before - cuts
+        )
+
+
+def _lay_out_segments(
+    token_ids: np.ndarray,
+    starts: np.ndarray,
+    tokens: np.ndarray,
+    documents: np.ndarray,
+    *,
+    share_prefixes: bool,
+    routes: np.ndarray | None = None,
+) -> _SegmentLayout:
+    """Lay out the inputs for `tokens`: all tokens of a document before the last of them."""
+    lengths = np.zeros(len(starts), dtype=np.int64)
+    # Tokens are in order, so the last one of a document overwrites the others.
+    lengths[documents] = tokens - starts[documents]
+    roots = np.arange(len(starts))  # the document whose root this one uses
+    cuts = lengths.copy()
+    if share_prefixes:
+        first_wanted = np.zeros_like(lengths)
+        first_wanted[documents[::-1]] = (tokens - starts[documents])[::-1]
+        _share_prompts(token_ids, starts, first_wanted, roots, cuts, routes)
+    is_root = (roots == np.arange(len(starts))) & (cuts > 0)
+    root_order = np.flatnonzero(is_root)
+    root_order = root_order[np.argsort(cuts[root_order], kind="stable")]
+    rest = np.flatnonzero(lengths > cuts)
+    root_index = np.zeros(len(starts), dtype=np.int64)
+    root_index[root_order] = np.arange(len(root_order))
+    rest = rest[np.lexsort((root_index[roots[rest]], cuts[rest], lengths[rest] - cuts[rest]))]
+
+    begins = np.concatenate((starts[root_order], starts[rest] + cuts[rest]))
+    sizes = np.concatenate((cuts[root_order], lengths[rest] - cuts[rest]))
+    bounds = np.concatenate(([0], np.cumsum(sizes)))
+    inputs = np.arange(bounds[-1]) + np.repeat(begins - bounds[:-1], sizes)
+    rest_starts = np.zeros(len(starts), dtype=np.int64)
+    rest_starts[rest] = bounds[len(root_order) : -1]
+    parents = np.concatenate((np.full(len(root_order), -1), root_index[roots[rest]]))
+    return _SegmentLayout(
+        inputs=inputs,
+        cu_seqlens=tuple(bounds.tolist()),
+        parents=tuple(parents.tolist()) if len(rest) else None,
+        starts=starts,
+        cuts=cuts,
+        root_starts=bounds[root_index[roots]],
+        rest_starts=rest_starts,
+    )
+
+
+def _share_prompts(
+    token_ids: np.ndarray,
+    starts: np.ndarray,
+    first_wanted: np.ndarray,
+    roots: np.ndarray,
+    cuts: np.ndarray,
+    routes: np.ndarray | None,
+) -> None:
+    """Make documents with equal tokens before their first wanted one share a root.
+
+    Sets roots and cuts in place.
+    """
+    prompts: dict[tuple[bytes, ...], list[int]] = {}
+    for document in np.flatnonzero(first_wanted).tolist():
+        prompt = slice(starts[document], starts[document] + first_wanted[document])
+        key = tuple(a[prompt].tobytes() for a in (token_ids, routes) if a is not None)
+        prompts.setdefault(key, []).append(document)
+    for sharing in prompts.values():
+        if len(sharing) > 1:
+            roots[sharing] = sharing[0]
+            cuts[sharing] = first_wanted[sharing]
+
+
+def _check_micro_batch(mb: MicroBatch, bounds: np.ndarray, wanted: np.ndarray, vocab_size: int) -> None:
+    if bounds[0] != 0 or bounds[-1] != len(mb.token_ids) or np.any(np.diff(bounds) < 0):
+        raise DataError(
+            f"micro batch: cu_seqlens {bounds.tolist()} do not divide its {len(mb.token_ids)} tokens"
+        )
+    first_tokens = bounds[:-1][np.diff(bounds) > 0]
+    if wanted[first_tokens].any():
+        document = int(np.searchsorted(bounds, first_tokens[wanted[first_tokens]][0], side="right") - 1)
+        raise DataError(
+            f"micro batch: the first token of {_sample_name(mb, document)} is trained, but nothing predicts it"
+        )
+    if mb.support is not None:
+        _check_support(mb.support, len(mb.token_ids), vocab_size)
+    largest, smallest = int(mb.token_ids.max()), int(mb.token_ids.min())
+    if largest >= vocab_size or smallest < 0:
+        bad = largest if largest >= vocab_size else smallest
+        where = int(np.flatnonzero(mb.token_ids == bad)[0])
+        document = int(np.searchsorted(bounds, where, side="right") - 1)
+        raise DataError(
+            f"micro batch: token id {bad} in {_sample_name(mb, document)}, but the model knows "
+            f"0..{vocab_size - 1}; does the tokenizer belong to another model?"
+        )
+
+
+def _check_support(support: Support, num_tokens: int, vocab_size: int) -> None:
+    if len(support) != num_tokens or int(support.sizes.sum()) != len(support.ids):
+        raise DataError(
+            f"micro batch: the support has {len(support)} tokens and sizes that sum to {support.sizes.sum()}; "
+            f"there are {num_tokens} tokens and {len(support.ids)} ids"
+        )
+    if len(support.ids) and not 0 <= support.ids.min() <= support.ids.max() < vocab_size:
+        bad = next(i for i in support.ids.tolist() if not 0 <= i < vocab_size)
+        raise DataError(
+            f"micro batch: a token was drawn from a set with token id {bad}, but the model knows "
+            f"0..{vocab_size - 1}; does the engine serve the same model?"
+        )
+
+
+def _sample_name(mb: MicroBatch, document: int) -> str:
+    return f"sample {mb.sample_ids[document]}" if document < mb.num_samples else f"document {document}"

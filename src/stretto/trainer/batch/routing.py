@@ -1,0 +1,134 @@
+"""The routers of a mixture of experts in training: replay, statistics, balancing, freezing.
+
+Per step: every forward pass gets a `Routing` (models/moe.py); the tokens per expert are summed over passes and
+ranks; `end_step` turns the sums into metrics and, if the model has expert biases, moves them towards balance. A prompt
+that several documents share is computed once and counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.config.sections.model import ModelSection
+from stretto.models.moe import Routing, mixtures, update_expert_bias
+from stretto.records.sample import MicroBatch
+from stretto.trainer.batch.pass_inputs import PassInputs
+
+
+class Routers:
+    """The routers of one policy."""
+
+    def __init__(self, policy: nn.Module, rate: float | None) -> None:
+        """rate: step size of the expert biases; None if they do not move."""
+        self._policy, self._rate = policy, rate
+        self._names, self._mixtures = list(mixtures(policy)), list(mixtures(policy).values())
+        shape = policy.config.moe
+        self.num_experts, self.top_k, self.num_layers = (
+            shape.num_experts,
+            shape.top_k,
+            policy.config.num_layers,
+        )
+        self._loads: Tensor | None = None
+        self._confidence: Tensor | None = None
+
+    def routing(self, inputs: PassInputs, *, is_measured: bool) -> Routing:
+        """The Routing of one forward pass, which replays the expert choices in the inputs, if any."""
+        return Routing(replay=inputs.routes, is_measuring=is_measured)
+
+    def add(self, seen: Routing) -> None:
+        """Add the loads and confidence of one measured pass to the sums of the step."""
+        loads = torch.stack([seen.loads[layer] for layer in sorted(seen.loads)])
+        confidence = torch.stack([seen.confidence[layer] for layer in sorted(seen.loads)])
+        self._loads = loads if self._loads is None else self._loads + loads
+        self._confidence = confidence if self._confidence is None else self._confidence + confidence
+
+    def check(self, mb: MicroBatch) -> None:
+        """Raises: DataError when expert choices in a micro batch cannot come from this model."""
+        if mb.routed_experts is None:
+            return
+        want = (len(mb.token_ids), self.num_layers, self.top_k)
+        if mb.routed_experts.shape != want:
+            raise DataError(
+                f"micro batch: routed_experts has shape {list(mb.routed_experts.shape)}, the policy needs "
+                f"{list(want)} [tokens, layers, top_k]; does the engine serve the same model?"
+            )
+        # NO_EXPERT is allowed only if all entries of a token and layer have it.
+        wrong = (mb.routed_experts >= self.num_experts).any(axis=-1)
+        if (mb.routed_experts[wrong] != mb.routed_experts[wrong][:, :1]).any():
+            raise DataError(
+                f"micro batch: routed_experts names experts beyond {self.num_experts - 1}; does the engine "
+                "serve the same model?"
+            )
+
+    def end_step(self, reduce: Callable[[dict[str, float]], dict[str, float]]) -> dict[str, float]:
+        """Move the biases; the metrics of the step over all ranks.
+
+        max_vio of a layer is (tokens of its busiest expert - mean) / mean: 0 is perfect balance.
+        """
+        sums = {}
+        if self._loads is not None and self._confidence is not None:
+            sums = {f"{i}": float(load) for i, load in enumerate(self._loads.flatten().tolist())}
+            sums |= {f"confidence/{i}": value for i, value in enumerate(self._confidence.tolist())}
+        self._loads = self._confidence = None
+        sums = reduce(sums)
+        if not sums:
+            return {}
+        num = len(self._mixtures)
+        loads = torch.tensor([sums[f"{i}"] for i in range(num * self.num_experts)]).view(num, -1)
+        confidence = torch.tensor([sums[f"confidence/{i}"] for i in range(num)])
+        if self._rate is not None:
+            update_expert_bias(self._policy, loads.to(self._mixtures[0].gate.weight.device), self._rate)
+        max_vio = loads.max(dim=1).values / loads.mean(dim=1) - 1
+        tokens = loads.sum(dim=1) / self.top_k
+        return {
+            "max_vio/mean": float(max_vio.mean()),
+            "max_vio/max": float(max_vio.max()),
+            "routing_confidence/mean": float((confidence / tokens).mean()),
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """The expert biases, which are not in the optimizer's state."""
+        return {f"{name}.gate.expert_bias": bias for name, bias in self._biases()}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        for name, bias in self._biases():
+            bias.copy_(tensors[f"{name}.gate.expert_bias"])
+
+    def _biases(self) -> list[tuple[str, Tensor]]:
+        named = zip(self._names, self._mixtures)
+        return [(n, m.gate.expert_bias.data) for n, m in named if m.gate.shape.has_expert_bias]
+
+
+def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool) -> Routers | None:
+    """The routers of a policy with experts; None for a dense policy or impl = "hf".
+
+    Raises: ConfigError when a setting about experts is on and the policy does not support it.
+    """
+    moe = policy.config.moe
+    wanted = {
+        "[trainer] enable_router_replay = true": is_replaying,
+        "[model] freeze_moe_router = true": model.freeze_moe_router,
+        f"[model] moe_bias_update_rate = {model.moe_bias_update_rate}": model.moe_bias_update_rate
+        is not None,
+    }
+    if moe is None:
+        for setting, is_on in wanted.items():
+            if is_on:
+                raise ConfigError(
+                    f"{setting}, but the policy has no experts with impl = 'custom' (it is a {policy.config.family}); "
+                    "leave it out."
+                )
+        return None
+    if model.moe_bias_update_rate is not None and not moe.has_expert_bias:
+        raise ConfigError(
+            f"[model] moe_bias_update_rate = {model.moe_bias_update_rate}, but this {policy.config.family} has no "
+            "bias on the choice of experts, and its engine would not know one; leave it out."
+        )
+    for mixture in mixtures(policy).values():
+        mixture.gate.weight.requires_grad_(not model.freeze_moe_router)
+        mixture.experts.use_grouped_mm = model.moe_use_grouped_mm
+    return Routers(policy, model.moe_bias_update_rate)

@@ -1,0 +1,228 @@
+"""Examples for supervised fine-tuning: read, rendered to tokens, drawn in order, packed.
+
+Input are files (`messages`, or `prompt` and `completion`) or an environment's solutions, output are lists of
+`MicroBatch`. All rows are checked before training starts; errors name file and line. The order depends only on the
+seed and on the number of examples drawn so far, so that this number is all that a resumed run needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stretto.base.errors import ConfigError, DataError, EnvError, boundary
+from stretto.chat.render import Message, Renderer
+from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection
+from stretto.data.messages import parse_messages, parse_tools
+from stretto.data.records import read_records
+from stretto.envs.base import load_environment
+from stretto.records.rows import pack_rows
+from stretto.records.sample import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation, and where it comes from (`file:line`)."""
+
+    where: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation as tokens. The first token is never trained: no token predicts it."""
+
+    token_ids: np.ndarray  # int32 [tokens]
+    is_trained: np.ndarray  # bool [tokens]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """All examples to train on, and how many were truncated or dropped."""
+
+    examples: tuple[Example, ...]
+    num_truncated: int
+    num_dropped: int
+    """Rows without a trained token (no message of a trained role within seq_len)."""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(example.token_ids) for example in self.examples)
+
+    def fingerprint(self) -> int:
+        """A checksum of all tokens and masks, to check that a resumed run has the same data."""
+        crc = len(self.examples)
+        for example in self.examples:
+            crc = zlib.crc32(example.is_trained, zlib.crc32(example.token_ids, crc))
+        return crc
+
+
+def load_examples(
+    data: Data, renderer: Renderer, loss_mask: LossMaskSection, max_tokens: int, seed: int
+) -> Examples:
+    """Read, check and render all rows; examples are truncated to max_tokens.
+
+    Raises: DataError with file and line of a malformed row, or when no row has a trained token.
+    """
+    examples: list[Example] = []
+    num_truncated = num_dropped = 0
+    where = "the data"
+    for row in read_rows(data, seed):
+        where = row.where
+        try:
+            ids, mask = renderer.render_sft(row.messages, loss_mask, row.tools)
+        except (KeyError, TypeError, ValueError) as cause:
+            raise DataError(f"{row.where}: cannot be rendered: {type(cause).__name__}: {cause}") from cause
+        if is_truncated := len(ids) > max_tokens:
+            ids, mask = ids[:max_tokens], mask[:max_tokens]
+        mask[:1] = False
+        if not mask.any():
+            num_dropped += 1
+            continue
+        num_truncated += is_truncated
+        # Tokens after the last trained one cannot change the loss.
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        examples.append(Example(ids[:end].copy(), mask[:end].copy()))
+    if not examples:
+        raise DataError(
+            f"{where}: no row has a token to train on ({num_dropped} rows read); "
+            f"check [loss_mask] and seq_len = {max_tokens}."
+        )
+    if num_truncated or num_dropped:
+        logger.warning(
+            "%d of %d examples were truncated to %d tokens; %d rows were dropped because they have no trained token",
+            num_truncated,
+            len(examples),
+            max_tokens,
+            num_dropped,
+        )
+    return Examples(tuple(examples), num_truncated, num_dropped)
+
+
+def read_rows(data: Data, seed: int) -> Iterator[Row]:
+    """The conversations of a data section, in order."""
+    match data:
+        case FileData():
+            for where, record in read_records(data.name, "[data] name"):
+                yield parse_row(_renamed(record, data, where), where)
+        case EnvData():
+            env = load_environment(data.id, data.args)
+            if not hasattr(env, "sft_rows"):
+                raise ConfigError(
+                    f"[data] environment {data.id!r} has no sft_rows: it cannot solve its own tasks."
+                )
+            with boundary(EnvError, f"[data] environment {data.id!r}: sft_rows"):
+                rows = list(env.sft_rows(data.num_rows, seed))
+            for i, row in enumerate(rows):
+                yield parse_row(row, f"environment {data.id}, row {i}")
+
+
+def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, Any]:
+    """The record with its conversation and tools under the keys that `parse_row` reads."""
+    tools = record.get(data.tool_key)
+    if data.input_key is None:
+        return record | {"tools": tools}
+    if data.input_key not in record:
+        keys = ", ".join(sorted(map(str, record))) or "nothing"
+        raise DataError(f"{where}: no {data.input_key!r} (input_key); the row has {keys}.")
+    return {"messages": parse_messages(record[data.input_key], data.input_key, where), "tools": tools}
+
+
+def parse_row(row: Any, where: str) -> Row:
+    """Parse a row with `messages`, or with `prompt` and `completion`.
+
+    Raises: DataError if it is malformed.
+    """
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be an object, got {type(row).__name__}.")
+    if row.get("messages") is not None:
+        messages = parse_messages(row["messages"], "messages", where)
+    elif row.get("prompt") is not None and row.get("completion") is not None:
+        messages = [
+            *parse_messages(row["prompt"], "prompt", where, role_of_text="user"),
+            *parse_messages(row["completion"], "completion", where, role_of_text="assistant"),
+        ]
+    else:
+        keys = ", ".join(sorted(map(str, row))) or "nothing"
+        raise DataError(f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}.")
+    return Row(where, messages, parse_tools(row.get("tools"), "tools", where))
+
+
+class ExampleOrder:
+    """The order of examples: a new shuffle every epoch; batches may cross epochs.
+
+    `num_drawn` is the whole state.
+    """
+
+    def __init__(self, num_examples: int, seed: int, num_drawn: int = 0):
+        self.num_examples = num_examples
+        self.seed = seed
+        self.num_drawn = num_drawn
+        self._shuffled: tuple[int, np.ndarray] | None = None
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far, with a fraction."""
+        return self.num_drawn / self.num_examples
+
+    def draw(self, count: int) -> list[int]:
+        """Indices of the next examples."""
+        drawn = []
+        for number in range(self.num_drawn, self.num_drawn + count):
+            epoch, position = divmod(number, self.num_examples)
+            drawn.append(int(self._permutation(epoch)[position]))
+        self.num_drawn += count
+        return drawn
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
+            self._shuffled = (epoch, order)
+        return self._shuffled[1]
+
+
+def pack(examples: Sequence[Example], row_tokens: int) -> list[MicroBatch]:
+    """Pack examples into rows of at most row_tokens tokens, first-fit-decreasing.
+
+    No example is split.
+
+    The documents of a row are sorted by length, so that attention computes equal ones in one call.
+    """
+    lengths = np.array([len(example.token_ids) for example in examples], np.int64)
+    assert lengths.max(initial=0) <= row_tokens, f"example of {lengths.max()} tokens in rows of {row_tokens}"
+    rows = pack_rows(lengths, row_tokens)
+    return [_micro_batch([examples[i] for i in row], row) for row in rows]
+
+
+def _micro_batch(examples: list[Example], indices: list[int]) -> MicroBatch:
+    """A micro batch with the ce component only.
+
+    No token was sampled by a policy, so loss_mask is False.
+    """
+    token_ids = np.concatenate([example.token_ids for example in examples])
+    zeros = np.zeros(len(token_ids), np.float32)
+    return MicroBatch(
+        token_ids=token_ids,
+        cu_seqlens=np.cumsum([0, *(len(example.token_ids) for example in examples)]).astype(np.int32),
+        loss_mask=np.zeros(len(token_ids), bool),
+        logprobs=zeros,
+        advantages=zeros,
+        temperatures=np.ones(len(token_ids), np.float32),
+        sample_ids=tuple(str(i) for i in indices),
+        envs=("sft",) * len(examples),
+        ce_weights=np.concatenate([example.is_trained for example in examples]).astype(np.float32),
+    )

@@ -1,0 +1,57 @@
+"""Writes every trained token with its numbers as JSON lines (`enable_token_export`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from stretto.records.sample import MicroBatch
+from stretto.trainer.batch.pass_inputs import PassInputs
+
+
+def delete_after(directory: Path, step: int) -> None:
+    """Delete the files of later steps, which a resumed run trains again."""
+    for path in directory.rglob("step_*.jsonl"):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) > step:
+            path.unlink()
+
+
+class TokenExport:
+    """An observer of the learner that writes one line per sample to <directory>/step_N.jsonl.
+
+    Per trained token: its position in the sample, id, log-probability under trainer and sampler, entropy,
+    advantage.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __call__(
+        self, step: int, mb: MicroBatch, inputs: PassInputs, logprobs: Tensor, entropy: Tensor
+    ) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        trained = logprobs.detach().cpu().numpy(), entropy.cpu().numpy()
+        with (self._directory / f"step_{step}.jsonl").open("a") as file:
+            for document in np.unique(inputs.documents):
+                file.write(json.dumps(_line(mb, inputs, int(document), *trained)) + "\n")
+
+
+def _line(
+    mb: MicroBatch, inputs: PassInputs, document: int, logprobs: np.ndarray, entropy: np.ndarray
+) -> dict:
+    is_here = inputs.documents == document
+    tokens = inputs.sources[is_here]
+    return {
+        "sample_id": mb.sample_ids[document],
+        "env": mb.envs[document],
+        "position": (tokens - mb.cu_seqlens[document]).tolist(),
+        "token_id": mb.token_ids[tokens].tolist(),
+        "trainer_logprob": logprobs[is_here].tolist(),
+        "sampler_logprob": mb.logprobs[tokens].tolist(),
+        "entropy": entropy[is_here].tolist(),
+        "advantage": mb.advantages[tokens].tolist(),
+    }

@@ -1,0 +1,162 @@
+"""A trained module on a mesh, the weights that its optimizer updates, and the optimizer.
+
+The policy (learner.py) and the critic (critic.py) are networks. This file has what both need: preparing layers and
+blocks, the same number of passes on every rank, updates, and state. What a pass computes is in their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from stretto.base.errors import EngineError
+from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import Optim
+from stretto.models import hub
+from stretto.models.lora import attach_adapters
+from stretto.models.tensor_map import TensorSlice
+from stretto.records.sample import MicroBatch
+from stretto.trainer.batch.pass_inputs import (
+    IDLE_MICRO_BATCH,
+    PassInputs,
+    build_pass_inputs,
+    has_trained_tokens,
+)
+from stretto.trainer.optim.build import (
+    MasterWeights,
+    allocate_optimizer_slices,
+    build_optimizer,
+    optimizer_slices,
+)
+from stretto.trainer.parallel.memory import prepare_blocks
+from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.parallel.precision import apply_fp8
+from stretto.trainer.parallel.shard import ShardedWeights, parallelise
+from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
+
+
+class Network:
+    """A module, changed in place; `weights` are its trained weights as the optimizer sees them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        model: ModelSection,
+        optim: Optim,
+        mesh: Mesh | None = None,
+        error_prefix: str = "",
+        lr_key: str = "[optim] lr",
+    ) -> None:
+        """mesh: None for one rank. error_prefix ("the critic's ") and lr_key are for messages."""
+        self.module, self.optim = module, optim
+        self._prefix, self._lr_key = error_prefix, lr_key
+        self.mesh = mesh or Mesh.single_rank(module.output_weight.device)
+        apply_fp8(module, model)
+        if model.lora is not None:
+            attach_adapters(module, model.lora, seed=torch.initial_seed() % 2**63)
+        prepare_blocks(module, model)
+        self.weights: MasterWeights | ShardedWeights
+        if self.mesh.world_size == 1:
+            self.weights = MasterWeights(module, hub.DTYPES[model.optimization_dtype])
+        else:
+            self.weights = parallelise(module, self.mesh, model)
+        self.optimizer = build_optimizer(self.weights, optim, offloads_state=model.optim_cpu_offload)
+        self.is_cut_by_tokens = self.mesh.degrees.cp > 1
+        is_ring = self.is_cut_by_tokens and model.cp_style == "ring"
+        # On a GPU one flash kernel over whole documents is faster than a call per shape of segment.
+        self.shares_prefixes = self.mesh.device.type == "cpu" and module.shares_prefixes and not is_ring
+
+    # -- passes --
+
+    def build_inputs(self, mb: MicroBatch, **how: object) -> PassInputs | None:
+        """`build_pass_inputs` for this network."""
+        how = {"share_prefixes": self.shares_prefixes} | how
+        return build_pass_inputs(mb, self.module.config.vocab_size, self.mesh.device, **how)
+
+    def passes(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        num_passes: int | None = None,
+        *,
+        token_mask: Callable[[MicroBatch], np.ndarray] | None = None,
+        **how: object,
+    ) -> Iterator[tuple[int | None, PassInputs]]:
+        """(index, inputs) per micro batch to score, then (None, inputs) for passes without a result.
+
+        Ranks gather each other's shards in every pass, so all make the same number: num_passes, the most that any of
+        them needs (None: computed here). token_mask: gives bool [tokens] for a micro batch; None: its trained tokens.
+        """
+        if num_passes is None:
+            mine = sum(
+                has_trained_tokens(mb) if token_mask is None else bool(token_mask(mb).any())
+                for mb in micro_batches
+            )
+            num_passes = int(self.mesh.reduce({"max/passes": float(mine)})["max/passes"])
+        for i, mb in enumerate(micro_batches):
+            inputs = self.build_inputs(mb, is_scored=None if token_mask is None else token_mask(mb), **how)
+            if inputs is not None:
+                num_passes -= 1
+                yield i, inputs
+        for _ in range(num_passes):
+            inputs = self.build_inputs(IDLE_MICRO_BATCH)
+            assert inputs is not None
+            yield None, inputs
+
+    # -- updates --
+
+    def update(self, step: int, lr: float) -> float:
+        """Clip the gradient and update the weights; the norm of the gradient before clipping.
+
+        Raises: EngineError when the norm is not finite; the weights are then unchanged.
+        """
+        norm = float(self.weights.clip_gradients(self.optim.max_norm))
+        if not np.isfinite(norm):
+            self.weights.zero_grad()
+            raise EngineError(
+                f"step {step}: {self._prefix}gradient norm is {norm}; lower {self._lr_key} = {self.optim.lr:g}, "
+                "or train in float32. The weights are those of the previous step."
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.weights.zero_grad()
+        self.weights.copy_to_model()
+        return norm
+
+    @torch.no_grad()
+    def check_finite(self, version: int) -> None:
+        """Check every trained weight of this rank.
+
+        Raises: EngineError when one is NaN or infinite.
+        """
+        for name, part in zip(self.weights.names, self.weights.parameters):
+            if part.numel() and not torch.isfinite(torch.stack(torch.aminmax(part.detach()))).all():
+                raise EngineError(
+                    f"weights of version {version} are not finite ({self._prefix}{name}); they are neither saved nor "
+                    f"exported. Lower {self._lr_key} = {self.optim.lr:g}, and continue from the last checkpoint with "
+                    "--resume."
+                )
+
+    # -- state --
+
+    def state(self) -> dict[str, TensorSlice]:
+        """This rank's slices of weights and optimizer state, by name."""
+        return self._weight_slices() | add_prefix("optim", optimizer_slices(self.optimizer, self.weights))
+
+    def targets(self, saved: dict[str, TensorInfo]) -> dict[str, TensorSlice]:
+        """The slices for saved state; the caller fills them, then calls weights.copy_to_model.
+
+        Raises: DataError when the state belongs to another model.
+        """
+        check_same_model(self.weights.shapes(), select_prefix("model", saved))
+        optimizer = allocate_optimizer_slices(self.optimizer, self.weights, select_prefix("optim", saved))
+        return self._weight_slices() | add_prefix("optim", optimizer)
+
+    def _weight_slices(self) -> dict[str, TensorSlice]:
+        weights = self.weights
+        named = zip(weights.names, weights.parameters)
+        return add_prefix("model", {name: weights.slice_of(name, p.detach()) for name, p in named})

@@ -1,0 +1,204 @@
+"""The optimizer of a learner, its gradient clipping, and its state as named tensors.
+
+If the optimizer's dtype is finer than the model's (float32 for a bfloat16 model), `MasterWeights` has float32 copies of
+the weights: every gradient is added to the copy's gradient in float32 as soon as it exists, and every update is
+rounded into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim
+from stretto.models.tensor_map import TensorSlice
+from stretto.trainer.optim.muon import Muon, find_matrices
+from stretto.trainer.optim.offload import StreamedOptimizer
+from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.state.learner_state import TensorInfo
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from stretto.trainer.parallel.shard import ShardedWeights
+
+
+def build_optimizer(
+    weights: MasterWeights | ShardedWeights, cfg: Optim, *, offloads_state: bool = False
+) -> torch.optim.Optimizer | StreamedOptimizer:
+    """Build the optimizer of [optim]; its weight decay applies to every weight.
+
+    AdamW and SGD run fused (one pass over memory), on the CPU too. offloads_state: keep the state in CPU memory.
+
+    Raises: ConfigError if state is to be offloaded and there is no GPU.
+    """
+    named = dict(zip(weights.names, weights.parameters))
+
+    def make(some: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return _build_optimizer(some, cfg, weights)
+
+    if not offloads_state:
+        return make(named)
+    if weights.parameters[0].device.type != "cuda":
+        raise ConfigError("[model] optim_cpu_offload = true needs a GPU to offload from; remove it")
+    return StreamedOptimizer(named, make)
+
+
+def _build_optimizer(
+    named: dict[str, nn.Parameter], cfg: Optim, weights: MasterWeights | ShardedWeights
+) -> torch.optim.Optimizer:
+    parameters = list(named.values())
+    match cfg:
+        case MuonOptim():
+            return Muon(
+                named, cfg, matrices=find_matrices(weights.policy), apply_to_whole=weights.apply_to_whole
+            )
+        case AdamWOptim():
+            return torch.optim.AdamW(
+                parameters,
+                lr=cfg.lr,
+                betas=(cfg.betas1, cfg.betas2),
+                eps=cfg.eps,
+                weight_decay=cfg.weight_decay,
+                fused=True,
+            )
+        case SgdOptim():
+            return torch.optim.SGD(
+                parameters,
+                lr=cfg.lr,
+                momentum=cfg.momentum,
+                weight_decay=cfg.weight_decay,
+                nesterov=cfg.nesterov and cfg.momentum > 0,
+                fused=True,
+            )
+
+
+class MasterWeights:
+    """The weights that the optimizer updates: the model's own, or float32 copies of them.
+
+    On several ranks ShardedWeights (parallel/shard.py) takes its place, with the same methods.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.policy, self.export_dtype = model, next(model.parameters()).dtype
+        self.model_parameters = [p for p in model.parameters() if p.requires_grad]
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        model_dtype = self.model_parameters[0].dtype
+        self.mesh = Mesh.single_rank(self.model_parameters[0].device)
+        if torch.finfo(dtype).bits < torch.finfo(model_dtype).bits:
+            raise ConfigError(
+                f"[model] optimization_dtype = {_name(dtype)} is coarser than dtype = {_name(model_dtype)}; "
+                f"use optimization_dtype = {_name(model_dtype)} or a coarser dtype"
+            )
+        self.are_copies = dtype != model_dtype
+        if not self.are_copies:
+            self.parameters = self.model_parameters
+            return
+        self.parameters = [nn.Parameter(p.detach().to(dtype)) for p in self.model_parameters]
+        for parameter, master in zip(self.model_parameters, self.parameters):
+            parameter.register_post_accumulate_grad_hook(_add_into(master))
+
+    def collect_gradients(self) -> None:
+        """Call it after all backward passes; on one rank the gradients are complete already."""
+
+    def reshard(self) -> None:
+        """Call it after a pass without a backward pass; on one rank no weights were gathered."""
+
+    def clip_gradients(self, max_norm: float | None) -> Float[Tensor, ""]:
+        return clip_gradients(self.parameters, max_norm)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in zip(self.names, self.parameters)}
+
+    def slice_of(self, name: str, value: Tensor) -> TensorSlice:
+        """A weight, or its optimizer state, as a slice of the whole tensor; here the whole."""
+        return TensorSlice.whole(value)
+
+    def apply_to_whole(
+        self, parts: Mapping[str, Tensor], compute: Callable[[str, Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """Apply `compute` to whole matrices; here every part is a whole."""
+        return {name: compute(name, part) for name, part in parts.items()}
+
+    def copy_to_model(self) -> None:
+        """Round the weights into the model; call it after an update or a load."""
+        if self.are_copies:
+            with torch.no_grad():
+                for parameter, master in zip(self.model_parameters, self.parameters):
+                    parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Float[Tensor, ""]:
+    """Scale all gradients so that their joint norm is at most max_norm; returns the norm before."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    if max_norm is not None:
+        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def optimizer_slices(
+    optimizer: torch.optim.Optimizer | StreamedOptimizer, weights: MasterWeights | ShardedWeights
+) -> dict[str, TensorSlice]:
+    """Optimizer state as `<key>.<parameter name>` -> slice; tensors only."""
+    parameters, state = optimizer.param_groups[0]["params"], optimizer.state
+    return {
+        f"{key}.{name}": weights.slice_of(name, value)
+        for name, parameter in zip(weights.names, parameters)
+        for key, value in state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def allocate_optimizer_slices(
+    optimizer: torch.optim.Optimizer | StreamedOptimizer,
+    weights: MasterWeights | ShardedWeights,
+    saved: Mapping[str, TensorInfo],
+) -> dict[str, TensorSlice]:
+    """Allocate tensors for saved state in the optimizer, as slices for the caller to fill.
+
+    Raises: DataError for state of a parameter that this model does not have.
+    """
+    parameters = dict(zip(weights.names, optimizer.param_groups[0]["params"]))
+    parts = {}
+    for full_name, info in saved.items():
+        key, _, name = full_name.partition(".")
+        if name not in parameters:
+            raise DataError(f"optimizer state of {name!r}, which this model does not have")
+        parameter = parameters[name]
+        shape = parameter.shape if info.shape else ()
+        if isinstance(optimizer, StreamedOptimizer):
+            value = torch.empty(shape, dtype=info.dtype, pin_memory=parameter.is_cuda)
+        else:
+            value = torch.empty(shape, dtype=info.dtype, device=parameter.device)
+        optimizer.state[parameter][key] = value
+        parts[full_name] = weights.slice_of(name, value)
+        if parts[full_name].shape != info.shape:
+            raise DataError(
+                f"optimizer state of {name!r} has shape {info.shape}, not {parts[full_name].shape}"
+            )
+    return parts
+
+
+def _add_into(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.to(master.dtype)
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return hook
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

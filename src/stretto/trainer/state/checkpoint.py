@@ -1,0 +1,258 @@
+"""The learner's part of a checkpoint: RUN/checkpoints/step_N/trainer, complete or absent.
+
+    save: wait for the previous checkpoint -> copy this rank's slices to CPU memory -> training continues
+    in a thread: write them (state/slice_files.py) -> all ranks have written -> the lead renames the directory
+
+Files are written into a directory of another name, flushed to the disk, then the directory is renamed. The COMPLETE
+marker beside it is written by the orchestrator in `rl` and by the trainer in `sft`; a checkpoint without it does not
+count. File sizes are recorded, so that a file that was truncated later is reported by name instead of being read. Any
+number of ranks and any mesh can continue from it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.base.errors import DataError
+from stretto.base.files import flush_parents, put_in_place
+from stretto.base.paths import RunDir
+from stretto.base.rundir import recovery_advice
+from stretto.config.sections.trainer import CkptSection
+from stretto.models.tensor_map import TensorSlice
+from stretto.trainer.learner import Learner
+from stretto.trainer.parallel.mesh import Mesh, is_lead_process, num_ranks
+from stretto.trainer.state.learner_state import TensorInfo
+from stretto.trainer.state.slice_files import DamagedError, SliceFiles, write_slices
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 2
+_VALUES = "state.json"
+
+OnWritten = Callable[[int], None]
+"""Called with a step whose directory is complete."""
+
+
+class Saver:
+    """Writes checkpoints of a run, one at a time; all ranks have one and call it alike.
+
+    With is_async, `save` copies the state to CPU memory and a thread writes the copy; its buffers are reused for the
+    next checkpoint. Without it, `save` returns when everything is written, and there is no copy.
+    """
+
+    def __init__(self, run: RunDir, *, is_async: bool, on_written: OnWritten) -> None:
+        """on_written: called on the lead when a step is written; in another thread if is_async."""
+        self._run, self._is_async, self._on_written = run, is_async, on_written
+        # A group of its own, because training uses the others at the same time.
+        self._group = dist.new_group(backend="gloo") if num_ranks() > 1 else None
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.copy_s = 0.0
+        """How long training waited for the last `save`."""
+
+    def save(self, learner: Learner, cursor: dict[str, Any] | None = None) -> None:
+        """Write the learner's state after `learner.step`.
+
+        cursor: the caller's position in its data.
+
+        Raises: EngineError when the weights are not finite; then nothing is written or deleted.
+        """
+        self.wait()
+        learner.check_finite()
+        start, step, state = time.perf_counter(), learner.step, learner.state()
+        # A run that resumed from an earlier step overwrites this one: meanwhile it must not look complete.
+        if is_lead_process():
+            self._run.complete_marker(step).unlink(missing_ok=True)
+            shutil.rmtree(_directory(self._run, step), ignore_errors=True)
+        values = state.values | {"schema": SCHEMA, "cursor": cursor or {}}
+        if not self._is_async:
+            self._write(step, state.slices, values, start)
+            return
+        slices = {name: self._copy_to_host(name, part) for name, part in state.slices.items()}
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self.copy_s = time.perf_counter() - start
+        self._thread = threading.Thread(
+            target=self._write_in_thread,
+            args=(step, slices, values, start),
+            name=f"checkpoint-{step}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises: the error that stopped the writing; its directory then does not exist.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raises: the error that stopped a write since the last call."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _copy_to_host(self, name: str, part: TensorSlice) -> TensorSlice:
+        source, buffer = part.tensor, self._buffers.get(name)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
+            self._buffers[name] = buffer
+        return TensorSlice(buffer.copy_(source, non_blocking=True), part.start, part.shape)
+
+    def _write_in_thread(self, *job: Any) -> None:
+        try:
+            self._write(*job)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, step: int, slices: dict[str, TensorSlice], values: dict[str, Any], start: float) -> None:
+        directory = _directory(self._run, step)
+        part = directory.with_name("trainer.part")
+        if is_lead_process():
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        if self._group is not None:
+            dist.barrier(self._group)
+        write_slices(slices, part, self._group)
+        if not is_lead_process():
+            return
+        files = sorted(path for path in part.iterdir())
+        values = values | {"num_bytes": {path.name: path.stat().st_size for path in files}}
+        (part / _VALUES).write_text(json.dumps(values, indent=2) + "\n")
+        put_in_place(part, directory, is_durable=True)
+        flush_parents(directory, self._run.path.parent)
+        logger.info(
+            "saved checkpoint step=%d in %.2fs (%.2fs before training went on)",
+            step,
+            time.perf_counter() - start,
+            self.copy_s if self._is_async else time.perf_counter() - start,
+        )
+        self._on_written(step)
+
+
+class _SavedState:
+    """A checkpoint's files, as a StateSource."""
+
+    def __init__(self, run: RunDir, step: int) -> None:
+        self.values, directory = _read_values(run, step), _directory(run, step)
+        for name, size in self.values["num_bytes"].items():
+            path = directory / name
+            found = path.stat().st_size if path.is_file() else 0
+            if found != size:
+                raise DataError(
+                    f"{path}: has {found} of {size} bytes, it was cut off; {recovery_advice(run, step)}"
+                )
+        try:
+            self._files = SliceFiles(directory)
+        except DataError as cause:
+            raise DataError(f"{cause}; {recovery_advice(run, step)}") from cause
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return self._files.tensors
+
+    def read(self, targets: dict[str, TensorSlice]) -> None:
+        self._files.read(targets)
+
+
+def load(run: RunDir, learner: Learner, step: int) -> dict[str, Any]:
+    """Load the learner's state after `step`; the cursor. Every rank reads its slices only.
+
+    Raises: DataError when the checkpoint is missing, damaged, or of another model.
+    """
+    source = _SavedState(run, step)
+    try:
+        learner.load_state(source)
+    except DamagedError as cause:
+        raise DataError(f"{cause}; {recovery_advice(run, step)}") from cause
+    except DataError as cause:
+        raise DataError(
+            f"{_directory(run, step)}: {cause}; resume with the run's own [model] and [optim]"
+        ) from cause
+    return source.values["cursor"]
+
+
+def read_cursor(run: RunDir, step: int) -> dict[str, Any]:
+    """The cursor that `save` was given.
+
+    Raises: DataError when it cannot be read.
+    """
+    return _read_values(run, step)["cursor"]
+
+
+def is_interval_end(step: int, interval: int | None) -> bool:
+    """True if an interval ends with this step; None is an interval that ends with the run."""
+    return interval is not None and step % interval == 0
+
+
+class Due:
+    """When the next checkpoint is due: every so many steps, or by the clock of the lead."""
+
+    def __init__(self, ckpt: CkptSection | None, mesh: Mesh) -> None:
+        self._ckpt, self._mesh = ckpt, mesh
+        self._last_s = time.monotonic()
+
+    def __call__(self, step: int) -> bool:
+        """Whether one is due after this step; all ranks must ask."""
+        if self._ckpt is None:
+            return False
+        if self._ckpt.interval is not None or self._ckpt.minutes is None:
+            return is_interval_end(step, self._ckpt.interval)
+        now = time.monotonic()
+        is_due = self._mesh.broadcast(now - self._last_s >= 60 * self._ckpt.minutes)
+        self._last_s = now if is_due else self._last_s
+        return is_due
+
+
+def prune(run: RunDir, keep_last: int | None, keep_interval: int | None = None) -> list[int]:
+    """Delete complete checkpoints, marker first; the steps that were deleted.
+
+    The newest `keep_last` are kept (None: all), and those of every `keep_interval`-th step.
+    """
+    complete = run.complete_checkpoints()
+    deleted = [] if keep_last is None else complete[:-keep_last]
+    deleted = [step for step in deleted if keep_interval is None or step % keep_interval]
+    for step in deleted:
+        run.complete_marker(step).unlink(missing_ok=True)
+        shutil.rmtree(run.checkpoint(step), ignore_errors=True)
+    return deleted
+
+
+def _directory(run: RunDir, step: int) -> Path:
+    return run.checkpoint(step) / "trainer"
+
+
+def _read_values(run: RunDir, step: int) -> dict[str, Any]:
+    path = _directory(run, step) / _VALUES
+    try:
+        values = json.loads(path.read_text())
+        schema, sizes, _ = values["schema"], values["num_bytes"], values["cursor"]
+        if not isinstance(sizes, dict):
+            raise TypeError("num_bytes is not an object")
+    except (OSError, ValueError, KeyError, TypeError) as cause:
+        text = f"{path}: cannot be read ({type(cause).__name__}: {cause}); {recovery_advice(run, step)}"
+        raise DataError(text) from cause
+    if schema != SCHEMA:
+        text = f"schema {schema}, this version of stretto reads {SCHEMA}"
+        raise DataError(f"{path}: {text}; {recovery_advice(run, step)}")
+    return values

@@ -1,0 +1,105 @@
+"""Exports Hugging Face weights to RUN/weights/step_N, complete or absent; links `latest`."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from stretto.base.errors import EngineError
+from stretto.base.files import flush_parents, put_in_place
+from stretto.base.paths import RunDir
+from stretto.config.sections.model import ModelSection
+from stretto.models import hub
+from stretto.models.lora import save_adapter
+from stretto.trainer.critic import HEAD_NAME, SCORE_NAME, Critic
+from stretto.trainer.optim.build import MasterWeights
+from stretto.trainer.parallel.shard import ShardedWeights
+from stretto.trainer.parallel.weights import gather_peft_adapter, save_weights
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "lora_adapters"
+
+TrainedWeights = MasterWeights | ShardedWeights
+
+
+def export_weights(
+    run: RunDir, weights: TrainedWeights, step: int, tokenizer_dir: Path, adapted: ModelSection | None = None
+) -> Path:
+    """Write a directory that transformers and vLLM load, then point `latest` at it.
+
+    All ranks must call it; each writes some of the tensors into files of its own.
+
+    adapted: [model] of a policy with LoRA if its adapter is to be saved beside the merged weights.
+    """
+    start, target = time.perf_counter(), run.weights_step(step)
+    with _atomic_directory(target, weights) as directory:
+        _write(weights, directory, tokenizer_dir, weights.policy.config.hf)
+        if adapted is not None:
+            assert adapted.lora is not None
+            adapter = gather_peft_adapter(weights)
+            if weights.mesh.is_lead:
+                base = None if adapted.scratch is not None else adapted.name
+                save_adapter(adapter, directory / ADAPTER, adapted.lora, base)
+    if weights.mesh.is_lead:
+        run.link_latest_weights(step)
+        flush_parents(run.latest_weights, run.path.parent)
+        logger.info("exported weights step=%d to %s in %.2fs", step, target, time.perf_counter() - start)
+    return target
+
+
+def export_critic(critic: Critic, target: Path, tokenizer_dir: Path) -> None:
+    """Write the critic as a classification model with one label; all ranks must call it."""
+    start, weights = time.perf_counter(), critic.network.weights
+    with _atomic_directory(target, weights) as directory:
+        _write(weights, directory, tokenizer_dir, critic.hf_config(), {HEAD_NAME: SCORE_NAME})
+    if weights.mesh.is_lead:
+        logger.info("exported the critic to %s in %.2fs", target, time.perf_counter() - start)
+
+
+def export_model(weights: TrainedWeights, target: Path, tokenizer_dir: Path) -> None:
+    """Write the policy as a model directory; all ranks must call it."""
+    with _atomic_directory(target, weights) as directory:
+        _write(weights, directory, tokenizer_dir, weights.policy.config.hf)
+
+
+@contextmanager
+def _atomic_directory(target: Path, weights: TrainedWeights) -> Iterator[Path]:
+    """A temporary directory that is renamed to `target` once all ranks have written into it."""
+    directory, mesh = target.with_name(target.name + ".part"), weights.mesh
+    if mesh.is_lead:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    mesh.gather(None)
+    try:
+        yield directory
+    except (OSError, SafetensorError) as cause:
+        first = (str(cause).splitlines() or [""])[0]
+        raise EngineError(f"{directory}: cannot be written: {first}; is the disk full?") from cause
+    mesh.gather(None)
+    if mesh.is_lead:
+        put_in_place(directory, target, is_durable=True)
+
+
+def _write(
+    weights: TrainedWeights,
+    directory: Path,
+    tokenizer_dir: Path,
+    config: dict[str, Any],
+    names: dict[str, str] | None = None,
+) -> None:
+    """Write a model directory; names: new names of tensors that are to be renamed."""
+    names, tensors = names or {}, None
+    if isinstance(weights, ShardedWeights):
+        save_weights(weights, directory, names)
+    else:
+        tensors = ((names.get(name, name), tensor) for name, tensor in hub.export_tensors(weights.policy))
+    if weights.mesh.is_lead:
+        hub.save_model_directory(weights.export_dtype, directory, tokenizer_dir, config, tensors)

@@ -1,0 +1,98 @@
+"""Metrics of one run or several over their steps, as a matplotlib figure; one colour per run everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.monitors.file import moving_mean
+
+KEYS = {
+    "reward/mean": "mean reward of the training batch",
+    "completion/mean": "tokens per reply",
+    "entropy/mean": "entropy (nats per token)",
+    "mismatch_kl/mean": "mismatch KL (nats per token)",
+}
+SFT_KEYS = {"nll/mean": "loss (nats per token)", "optim/grad_norm": "gradient norm"}
+"""What is drawn of an `rl` run or an `sft` run where no key is named, and what its axis says."""
+_COLORS = ("#1f5fa8", "#d1495b", "#2a9d6f", "#c98a1b", "#7b4fa3", "#4f7c8a", "#8a5a44", "#666666")
+
+
+def plot(
+    runs: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = (), path: Path | str | None = None
+) -> Any:
+    """A panel per key with a line per run: light what was logged, dark its moving mean.
+
+    runs: by name, the rows of `Run.metrics`. The band around a reward is the standard error of its batch's mean.
+    path: where the picture is written too.
+
+    Raises: ConfigError when no run has one of the keys.
+    """
+    from matplotlib.figure import Figure
+
+    rows = {name: [row for row in own if row["step"] > 0] for name, own in runs.items()}
+    usual = KEYS if any("reward/mean" in row for own in rows.values() for row in own) else SFT_KEYS
+    names = list(keys) or [key for key in usual if any(key in row for own in rows.values() for row in own)]
+    _check(names, rows)
+    columns = min(2, len(names))
+    lines = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(5.2 * columns, 3.2 * lines), dpi=160, layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
+    for axes, key in zip(panels, names):
+        for color, (name, own) in zip(_COLORS * len(rows), rows.items()):
+            _draw(axes, own, key, color, name)
+        axes.set_xlabel("step")
+        axes.set_ylabel({**KEYS, **SFT_KEYS}.get(key, key))
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    if len(rows) > 1:
+        figure.axes[0].legend(frameon=False, fontsize=8, loc="best")
+    else:
+        figure.suptitle(next(iter(rows)), x=0.01, ha="left", fontweight="bold")
+    if path is not None:
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
+            raise ConfigError(f"plot: cannot write {path}: {error}") from error
+    return figure
+
+
+def _draw(axes: Any, rows: Sequence[dict[str, Any]], key: str, color: str, name: str) -> None:
+    rows = [row for row in rows if math.isfinite(row.get(key, math.nan))]
+    if not rows:
+        return
+    steps, values = [row["step"] for row in rows], [row[key] for row in rows]
+    mean = moving_mean(values)
+    axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, mean, color=color, linewidth=2, label=name)
+    if key == "reward/mean":
+        errors = [_standard_error(row) for row in rows]
+        low, high = ([m + sign * e for m, e in zip(mean, errors)] for sign in (-1, 1))
+        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _standard_error(row: dict[str, Any]) -> float:
+    """Of the batch's mean reward: its rollouts are those of the run so far per step."""
+    num_rollouts = max(1.0, row.get("progress/rollouts", 1.0) / row["step"])
+    return row.get("reward/std", 0.0) / math.sqrt(num_rollouts)
+
+
+def _check(keys: Sequence[str], rows: dict[str, list[dict[str, Any]]]) -> None:
+    known = sorted({key for own in rows.values() for row in own for key in row})
+    if not known:
+        raise ConfigError(f"plot: {', '.join(rows)}: no step is logged yet.")
+    for key in keys:
+        if key not in known:
+            import difflib
+
+            near = difflib.get_close_matches(key, known, n=3) or [name for name in known if key in name][:5]
+            raise ConfigError(
+                f"plot: no run has logged {key!r}" + (f"; did you mean {', '.join(near)}?" if near else ".")
+            )

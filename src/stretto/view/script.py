@@ -1,0 +1,85 @@
+"""`stretto.rl(...)`, `sft` and `evaluate` from a script or notebook: the verbs, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.base.errors import ConfigError, EngineError
+from stretto.view.run import Run
+
+if TYPE_CHECKING:
+    from stretto.config.section import Section
+
+    Config = Mapping[str, Any] | Section | Path | str
+
+
+def rl(config: Config, *flags: str) -> Run:
+    """Train by reinforcement learning until the run has ended; what `rl @ config flags` does.
+
+    config: a dict of the configuration's sections, a config object, or the path of a TOML file. Lines of the
+    run are printed as they come.
+
+    Raises: ConfigError when the configuration is wrong, EngineError when the run fails; the message is in the output.
+    """
+    return _run("rl", config, flags)
+
+
+def sft(config: Config, *flags: str) -> Run:
+    """Supervised fine-tuning; as `rl`."""
+    return _run("sft", config, flags)
+
+
+def evaluate(config: Config, *flags: str) -> None:
+    """Evaluate a model on environments; what `stretto eval @ config flags` does and prints."""
+    with _as_file(config) as file:
+        _start("eval", file, flags)
+
+
+def _run(verb: str, config: Config, flags: tuple[str, ...]) -> Run:
+    from stretto.config.load import load
+    from stretto.config.root import RLConfig, SFTConfig
+
+    with _as_file(config) as file:
+        root = load({"rl": RLConfig, "sft": SFTConfig}[verb], ["@", file, *flags], verb=verb)
+        _start(verb, file, flags)
+    return Run(root.run_dir.path)
+
+
+@contextmanager
+def _as_file(config: Config) -> Iterator[str]:
+    """The configuration as a file that a verb reads."""
+    if isinstance(config, str | Path):
+        yield str(config)
+        return
+    values = config if isinstance(config, Mapping) else config.model_dump(mode="json", exclude_unset=True)
+    with tempfile.TemporaryDirectory(prefix="stretto-script-") as directory:
+        file = Path(directory, "config.json")
+        file.write_text(json.dumps(values, default=str))
+        yield str(file)
+
+
+def _start(verb: str, file: str, flags: tuple[str, ...]) -> None:
+    """Run a verb to its end; its lines are printed here, where a notebook shows them."""
+    words = [sys.executable, "-m", "stretto", verb, "@", file, *flags]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+        except KeyboardInterrupt:  # the verb has had its own and ends in good order
+            for line in process.stdout:
+                print(line, end="", flush=True)
+        code = process.wait()
+    if code == 2:
+        raise ConfigError(f"{verb}: the configuration is wrong; what is said above names the place.")
+    if code:
+        raise EngineError(
+            f"{verb} ended with status {code}; what is said above names the reason and the log."
+        )

@@ -1,0 +1,73 @@
+"""Calls of hooks: they are loaded by import path at the start, and errors name file and line."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.base.errors import ConfigError, EnvError
+from stretto.base.foreign import error_location, error_text, guarded, load_object
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A user's function, and the setting that names it."""
+
+    function: Callable[..., Any]
+    where: str
+
+    @classmethod
+    def load(cls, path: str, setting: str, num_arguments: int) -> Hook:
+        """Load the function at `module:function` or `module.function`; it is called with num_arguments.
+
+        Raises: ConfigError if it does not exist, or does not take so many arguments.
+        """
+        function = load_object(path, setting)
+        where = f"{setting} = {path!r}"
+        if not callable(function):
+            raise ConfigError(f"{where} is a {type(function).__name__}, not a function")
+        try:
+            inspect.signature(function).bind(*[None] * num_arguments)
+        except TypeError as cause:
+            shape = f"{getattr(function, '__name__', 'it')}{inspect.signature(function)}"
+            raise ConfigError(
+                f"{where}: {cause}; it is defined as {shape} and called with {num_arguments}"
+            ) from None
+        return cls(function, where)
+
+    def takes(self, name: str) -> bool:
+        """Does the function have a parameter of this name, or `**kwargs`?"""
+        parameters = inspect.signature(self.function).parameters
+        return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    async def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and await the result if it is awaitable.
+
+        Raises: EnvError with file and line for whatever the function raises.
+        """
+        with guarded(EnvError, self.where, describe=self._describe):
+            returned = self.function(*args, **kwargs)
+            return await returned if inspect.isawaitable(returned) else returned
+
+    def call_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """Like `call`, for a function that is not asynchronous.
+
+        Raises: EnvError as `call`.
+        """
+        with guarded(EnvError, self.where, describe=self._describe):
+            return self.function(*args, **kwargs)
+
+    def _describe(self, cause: BaseException) -> str:
+        return f"{self._location(cause)}: {error_text(cause)}"
+
+    def _location(self, cause: BaseException) -> str:
+        """The line in the user's file, and the line outside of it that raised, if that is another."""
+        last, code = error_location(cause), getattr(inspect.unwrap(self.function), "__code__", None)
+        frames = traceback.extract_tb(cause.__traceback__)
+        in_user_file = [
+            f"{f.filename}:{f.lineno}" for f in frames if code is not None and f.filename == code.co_filename
+        ]
+        return last if not in_user_file or in_user_file[-1] == last else f"{in_user_file[-1]} (in {last})"

@@ -1,0 +1,233 @@
+"""`post`: HTTP for hooks. Requests to the policy's engines are recognised, so that their tokens can be trained.
+
+While a hook generates a sample, a request to `/inference/v1/generate` of the policy becomes a turn of the rollout: it
+has the rollout's session, seed, weights and limits, and its tokens, log-probabilities and versions are
+recorded. In a rollout or eval function such a request gets the loaded version as cache salt, so that no engine
+answers it from prompts that it read under other weights. Every other request, also one to another model's engine, is
+plain HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from stretto.base.errors import EngineError, EnvError
+from stretto.vime.arguments import address_of
+
+logger = logging.getLogger(__name__)
+
+GENERATE = "/inference/v1/generate"
+NAMES = {"max_new_tokens": "max_tokens"}
+SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}
+"""Sampling parameters that a request may set; all others are the run's."""
+FULL_VOCABULARY = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+"""Values with which a parameter does not restrict the vocabulary to draw from."""
+IGNORED = {
+    "logprobs",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+}
+"""Parameters that do not change what is sampled: log-probabilities are always recorded, and returned for `logprobs`."""
+
+
+CONNECT_TIMEOUT_S = 30.0
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
+class Turns(Protocol):
+    """The part of a rollout's context that a request needs."""
+
+    async def generate(self, prompt_ids: np.ndarray, **sampling: Any) -> Any: ...
+
+
+class _RolloutTurns:
+    """Where requests for tokens go while a hook generates a sample."""
+
+    def __init__(self, ctx: Turns, urls: Sequence[str]) -> None:
+        self.ctx, self.lock = ctx, asyncio.Lock()
+        self._addresses = {address_of(url) for url in urls}
+
+    def is_for_policy(self, url: str) -> bool:
+        """Is this a request for tokens of the policy?"""
+        return urlsplit(url).path.endswith(GENERATE) and address_of(url) in self._addresses
+
+
+class EngineRequests:
+    """Adds salt and key to the requests of a rollout or eval function, and records how they sampled."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        version: Callable[[], int],
+        *,
+        key: str | None,
+        is_truncated_sampling_refused: bool,
+    ) -> None:
+        self._addresses, self._version, self._key = {address_of(url) for url in urls}, version, key
+        self._is_truncated_sampling_refused = is_truncated_sampling_refused
+        self.has_truncated_sampling = False
+        """A request that was not greedy set top_p, top_k or min_p."""
+        self.temperatures: set[float] = set()
+        """Temperatures of all requests."""
+
+    def salt(self, url: str, payload: dict[str, Any]) -> dict[str, str]:
+        """Fields to add to a request: the cache salt, for requests for tokens of the policy.
+
+        Raises: EnvError for a request whose log-probabilities could not be trained.
+        """
+        if not (urlsplit(url).path.endswith(GENERATE) and address_of(url) in self._addresses):
+            return {}
+        given = payload.get("sampling_params") or {}
+        temperature = 1.0 if given.get("temperature") is None else given["temperature"]
+        if isinstance(temperature, int | float):  # otherwise the engine refuses it
+            self.temperatures.add(temperature)
+        truncating = {
+            key: given[key]
+            for key, full in FULL_VOCABULARY.items()
+            if given.get(key, None) not in (None, *full)
+        }
+        if not truncating or temperature == 0:
+            return {"cache_salt": str(self._version())}
+        self.has_truncated_sampling = True
+        if self._is_truncated_sampling_refused:
+            found = ", ".join(f"{key} = {value}" for key, value in truncating.items())
+            raise EnvError(
+                f"sampling_params has {found}: the engine's log-probabilities would be over the tokens that are left, "
+                "and the trainer's over the whole vocabulary; remove it, or add [orchestrator.train.replay]"
+            )
+        return {"cache_salt": str(self._version())}
+
+    def headers(self, url: str) -> dict[str, str]:
+        """The API key, for requests to the policy's engines only."""
+        is_for_policy = self._key is not None and address_of(url) in self._addresses
+        return {"Authorization": f"Bearer {self._key}"} if is_for_policy else {}
+
+
+_requests: ContextVar[EngineRequests | None] = ContextVar("requests", default=None)
+_turns: ContextVar[_RolloutTurns | None] = ContextVar("turns", default=None)
+
+
+@contextmanager
+def requests_as_turns(ctx: Turns, urls: Sequence[str]) -> Iterator[None]:
+    """Inside, requests for tokens to the policy at these addresses become turns of this rollout."""
+    token = _turns.set(_RolloutTurns(ctx, urls))
+    try:
+        yield
+    finally:
+        _turns.reset(token)
+
+
+@contextmanager
+def requests_to_engines(
+    urls: Sequence[str],
+    version: Callable[[], int],
+    *,
+    key: str | None = None,
+    is_truncated_sampling_refused: bool = False,
+) -> Iterator[EngineRequests]:
+    """Inside, requests for tokens to the policy at these addresses share cached prompts per version only.
+
+    key: API key of the policy's engines; it is sent to no other server.
+    is_truncated_sampling_refused: the samples are trained and top_p, top_k and min_p are not replayed.
+    """
+    requests = EngineRequests(
+        urls, version, key=key, is_truncated_sampling_refused=is_truncated_sampling_refused
+    )
+    token = _requests.set(requests)
+    try:
+        yield requests
+    finally:
+        _requests.reset(token)
+
+
+async def post(
+    url: str, payload: dict[str, Any], max_retries: int = 60, headers: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Send JSON, return JSON. Retries every second while the server is unreachable, is full or answers 5xx.
+
+    Raises: EngineError when the server answers an error or does not answer; EnvError for an invalid request.
+    """
+    turns = _turns.get()
+    if turns is not None and turns.is_for_policy(url):
+        async with turns.lock:  # one turn of a rollout at a time
+            return await _take_turn(turns.ctx, payload)
+    if (requests := _requests.get()) is not None:
+        payload, headers = requests.salt(url, payload) | payload, requests.headers(url) | (headers or {})
+    return await _send(url, payload, max_retries, headers)
+
+
+async def _take_turn(ctx: Turns, payload: dict[str, Any]) -> dict[str, Any]:
+    tokens = payload.get("token_ids")
+    if not tokens:
+        raise EnvError("a request to /inference/v1/generate needs `token_ids`: the tokens to continue")
+    given = {NAMES.get(key, key): value for key, value in (payload.get("sampling_params") or {}).items()}
+    if unknown := sorted(set(given) - SAMPLING - IGNORED - {"n", "seed"}):
+        known = ", ".join(sorted(SAMPLING))
+        raise EnvError(f"sampling_params has {', '.join(unknown)}; a turn of a rollout accepts {known}")
+    if payload.get("stream"):
+        raise EnvError("stream: a turn of a rollout is answered whole; remove it from the request")
+    if ours := sorted({"seed"} & set(given) | {"cache_salt", "seed"} & set(payload)):
+        _warn_once(
+            f"{', '.join(ours)} of a request inside `generate` has no effect: a turn has its rollout's own"
+        )
+    if given.get("n", 1) != 1:
+        raise EnvError(
+            "sampling_params.n: a turn has one reply; set group_size of the run to get several rollouts"
+        )
+    settings = {key: value for key, value in given.items() if key in SAMPLING and value is not None}
+    if "stop_token_ids" in settings:
+        settings["stop_token_ids"] = tuple(settings["stop_token_ids"])
+    if isinstance(stop := settings.get("stop"), str | list):
+        settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    reply = await ctx.generate(np.asarray(tokens, np.int32), **settings)
+    token_ids = reply.token_ids.tolist()
+    choice = {"index": 0, "token_ids": token_ids, "text": reply.text, "finish_reason": reply.finish_reason}
+    if given.get("logprobs") is not None and reply.logprobs is not None:
+        pairs = zip(token_ids, reply.logprobs.tolist())
+        choice["logprobs"] = {
+            "content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
+        }
+    return {"choices": [choice]}
+
+
+async def _send(
+    url: str, payload: dict[str, Any], max_retries: int, headers: dict[str, str] | None
+) -> dict[str, Any]:
+    import aiohttp
+
+    last = ""
+    # Without a limit on the answer: a long reply takes as long as it takes, and asking again would sample it again.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for attempt in range(max_retries + 1):
+            try:
+                async with session.post(url, json=payload, headers=headers) as response:
+                    if response.status < 500 and response.status != 429:
+                        if response.status >= 400:
+                            text = (await response.text())[:500]
+                            raise EngineError(f"POST {url}: {response.status}: {text}")
+                        return await response.json(content_type=None)
+                    last = f"{response.status}: {(await response.text())[:200]}"
+            except (
+                aiohttp.ClientConnectionError,
+                TimeoutError,
+            ) as cause:  # TimeoutError: no connection in time
+                last = f"{type(cause).__name__}: {cause}"
+            if attempt < max_retries:
+                await asyncio.sleep(1.0)
+    raise EngineError(f"POST {url}: no answer in {max_retries + 1} attempts; the last: {last}")

@@ -1,0 +1,148 @@
+"""Real runs that are interrupted in the middle of replies, and what becomes of the tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import Ended, merged, rl, start_rl, until, wait
+from test_kill import kill, wait_for_child
+
+from stretto.base.paths import RunDir
+from stretto.ledger.audit import audit
+from stretto.ledger.reader import LedgerReader
+from stretto.ledger.token_file import Place, load_turns
+
+NUM_STEPS = 4
+BATCH_SIZE = 8
+REPLY = 150  # tokens at most, three times per rollout
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A synchronous run on episodes of three turns, with a random network of a few thousand parameters."""
+    from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+    from stretto.config.sections.model import ScratchSection
+    from stretto.models.hub import random_model, save_hf
+
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = load_tokenizer(build_letters_tokenizer(directory / "tokenizer"))
+    scratch = ScratchSection(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
+    network = random_model(scratch, tokenizer.vocab_size, eos_token_id=list(tokenizer.eos_ids))
+    save_hf(network, directory / "model", directory / "tokenizer")
+    return {
+        "max_steps": NUM_STEPS,
+        "seq_len": 1024,
+        "model": {"name": directory / "model"},
+        "ckpt": {"interval": 1, "weights": {"interval": 1}},
+        "orchestrator": {
+            "batch_size": BATCH_SIZE,
+            "group_size": 4,
+            "max_async_level": 0,
+            "filter_zero_advantages": False,
+            "train": {"sampling": {"max_completion_tokens": REPLY, "ignore_eos": True}},
+            "env": [{"id": "envs:Dialogue", "args": {"max_tokens": REPLY}}],
+        },
+        "trainer": {"optim": {"lr": 1e-3}},
+    }
+
+
+@pytest.fixture(scope="module")
+def unbroken(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return rl(tmp_path_factory.mktemp("unbroken"), settings)
+
+
+def running(run: RunDir) -> list:
+    """The ledger's rows of rollouts that are not done."""
+    with LedgerReader(run) as ledger:
+        return ledger.rows("SELECT * FROM rollouts WHERE finished_at IS NULL")
+
+
+def turns_kept(run: RunDir) -> list:
+    """Every turn of every rollout that is not done."""
+    rows = [row for row in running(run) if row["segment"] is not None]
+    places = [Place(row["segment"], row["offset"], row["length"], row["crc"]) for row in rows]
+    return [turn for place in places for turn in load_turns(run, place, "test")]
+
+
+def interrupted(directory: Path, settings: dict[str, Any], how: str) -> RunDir:
+    """A run that was stopped by Ctrl-C, or whose orchestrator was killed, in the replies of its third step."""
+    run = RunDir(directory / "run")
+    popen = start_rl(directory, settings)
+    until(lambda: (run.latest_complete_checkpoint() or 0) >= 2, popen, "checkpoint of step 2")
+    if settings["orchestrator"].get("partial_rollout", True):
+        # One second turn was played: the others are being played, each as far as its length has let it come.
+        until(lambda: len(turns_kept(run)) > BATCH_SIZE, popen, "second turns of the third step")
+    else:
+        until(lambda: bool(running(run)), popen, "rollouts of the third step")
+    if how == "stopped":
+        # The engine stands still until the orchestrator has heard of it: no reply ends meanwhile.
+        engine = wait_for_child(popen, "inference")
+        os.kill(engine, signal.SIGSTOP)
+        popen.send_signal(signal.SIGINT)
+        until(lambda: "interrupted: " in run.log("orchestrator").read_text(), popen, "word of the signal")
+        os.kill(engine, signal.SIGCONT)
+    else:
+        kill(popen, wait_for_child(popen, "orchestrator"))
+    code, output = wait(popen)
+    assert code == (0 if how == "stopped" else 1), output
+    return run
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_an_interrupted_run_goes_on_from_its_tokens_and_ends_with_the_same_bits(
+    settings: dict[str, Any], unbroken: Ended, tmp_path: Path, how: str
+) -> None:
+    run = interrupted(tmp_path, settings, how)
+    turns = turns_kept(run)
+    cut = [turn for turn in turns if not turn.is_done]
+    if how == "stopped":
+        assert cut and all(0 < len(turn.completion.token_ids) < REPLY for turn in cut)
+    ended = rl(tmp_path, settings, "--resume")
+    assert "rollouts continue from" in ended.output, ended.output
+    assert audit(run) == []
+    for step in range(1, NUM_STEPS + 1):
+        assert ended.weights(step) == unbroken.weights(step), step
+    # What was kept is in the rollouts as it was, beside what was sampled since.
+    with ended.ledger() as ledger:
+        mine = [ledger.group(row["group_id"]) for row in ledger.trained_rollouts(3)]
+    whole = [branch for group in mine for rollout in group.rollouts for branch in rollout.branches]
+    for turn in turns:
+        ids, logprobs = turn.completion.token_ids, turn.completion.logprobs
+        long = [b for b in whole if len(b.token_ids) >= len(ids)]
+        windows = [np.lib.stride_tricks.sliding_window_view(b.token_ids, len(ids)) for b in long]
+        places = [(b, at) for b, view in zip(long, windows) for at in np.flatnonzero((view == ids).all(1))]
+        assert any(np.array_equal(b.logprobs[at : at + len(ids)], logprobs) for b, at in places)
+
+
+def test_older_tokens_of_an_asynchronous_run_are_masked_after_a_stop(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {"orchestrator": {"max_async_level": 1, "mask_offpolicy_in_partial_rollout": True}}
+    asynchronous = merged(settings, changes, {"max_steps": 6})
+    run = interrupted(tmp_path, asynchronous, "stopped")
+    ended = rl(tmp_path, asynchronous, "--resume")
+    assert ended.summary()["steps"] == 6 and audit(run) == []
+    with ended.ledger() as ledger:
+        life = ledger.incarnations()[-1]["incarnation"]
+        step = ledger.incarnations()[-1]["resumed_step"]
+        rows = ledger.rows("SELECT * FROM live_rollouts WHERE incarnation = ?", life)
+        branches = [b for row in rows for b in ledger.group(row["group_id"]).rollouts[row["member"]].branches]
+    continued = [branch for branch in branches if branch.trained_from is not None]
+    assert continued and {branch.trained_from for branch in continued} == {step}
+    assert all(span.version <= NUM_STEPS + 2 for branch in continued for span in branch.versions)
+
+
+def test_a_stop_without_partial_rollouts_plays_them_again(
+    settings: dict[str, Any], unbroken: Ended, tmp_path: Path
+) -> None:
+    off = merged(settings, {"orchestrator": {"partial_rollout": False}})
+    run = interrupted(tmp_path, off, "stopped")
+    assert turns_kept(run) == []
+    ended = rl(tmp_path, off, "--resume")
+    assert "rollouts continue from" not in ended.output
+    assert ended.weights(NUM_STEPS) == unbroken.weights(NUM_STEPS)

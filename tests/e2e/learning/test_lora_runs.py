@@ -1,0 +1,86 @@
+"""LoRA from `sft` to `rl`: only the adapter is trained, sent and kept; what comes out is a model as any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Ended, fine_tuned, free_ports, merged, rl
+from safetensors.numpy import load_file
+
+from stretto.trainer.state.slice_files import SliceFiles
+
+NUM_STEPS = 6
+LETTERS = {"num_letters": 4}
+LORA = {"rank": 4, "alpha": 16}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fine_tuned(tmp_path_factory.mktemp("warm-up"), max_steps=60, seq_len=1024)
+
+
+def run(directory: Path, model: Path, *words: str, **more: Any) -> Ended:
+    settings = {
+        "max_steps": NUM_STEPS,
+        "seq_len": 256,
+        "model": {"name": model, "lora": LORA},
+        "ckpt": {"interval": 3, "weights": {"save_adapter_separately": True}},
+        "orchestrator": {
+            "batch_size": 32,
+            "group_size": 4,
+            "max_async_level": 0,
+            "train": {"sampling": {"max_completion_tokens": 6}},
+            "env": [{"id": "sort-letters", "args": LETTERS}],
+        },
+        "trainer": {"optim": {"lr": 5e-3}},
+    }
+    return rl(directory, merged(settings, more), *words)
+
+
+def changed(before: Path, after: Path) -> set[str]:
+    old, new = (load_file(path / "model.safetensors") for path in (before, after))
+    assert old.keys() == new.keys()
+    return {name for name in old if (old[name] != new[name]).any()}
+
+
+@pytest.mark.parametrize("transport", ["shm", "filesystem", "collective", "changes"])
+def test_an_adapter_trains_over_every_transport(model: Path, tmp_path: Path, transport: str) -> None:
+    broadcast: dict[str, Any] = {"type": transport}
+    if transport == "changes":
+        broadcast = {"type": "filesystem", "delta": {}}
+    if transport == "collective":
+        broadcast["port"] = free_ports(1)[0]
+    ended = run(tmp_path, model, weight_broadcast=broadcast)
+    assert all(0 <= value < 1e-6 for value in ended.column("mismatch_kl/max"))
+    errors = ended.column("canary/error")
+    assert len(errors) >= NUM_STEPS - 1 and max(errors) < 1e-4
+    weights = ended.run.weights_step(NUM_STEPS)
+    names = changed(model, weights)
+    assert names and all(name.endswith("_proj.weight") for name in names)
+    adapter = load_file(weights / "lora_adapters" / "adapter_model.safetensors")
+    assert len(adapter) == 2 * len(names)
+    checkpoint = SliceFiles(ended.run.checkpoint(NUM_STEPS) / "trainer").tensors
+    assert any("lora_" in name for name in checkpoint)
+    assert not [name for name in checkpoint if name.startswith("model.") and "lora_" not in name]
+
+
+def test_a_resumed_run_ends_with_the_same_bits(model: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    through = run(tmp_path / "a", model)
+    run(tmp_path / "b", model, max_steps=3)
+    resumed = run(tmp_path / "b", model, "--resume")
+    assert through.weights(NUM_STEPS) == resumed.weights(NUM_STEPS)
+
+
+def test_sft_trains_an_adapter(model: Path, tmp_path: Path) -> None:
+    settings = {
+        "max_steps": 20,
+        "run": {"name": "run"},
+        "model": {"name": model, "lora": LORA | {"dropout": 0.1}},
+        "ckpt": {"weights": {"save_adapter_separately": True}},
+    }
+    weights = fine_tuned(tmp_path, **settings)
+    assert changed(model, weights) and (weights / "lora_adapters" / "adapter_config.json").is_file()

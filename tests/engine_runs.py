@@ -1,0 +1,105 @@
+"""Shared by the engine's tests: a tiny random model, requests, and running them to their end."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from stretto.config.sections.model import ScratchSection
+from stretto.inference.embedded.core import CoreSettings, EngineCore
+from stretto.inference.embedded.scheduler import EngineRequest
+from stretto.models.attention import PackedLayout
+from stretto.models.decoder import Decoder
+from stretto.models.hub import random_model
+from stretto.models.lm_head import head_logits
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams
+
+VOCAB = 40
+EOS = 1
+
+
+def build_model(seed: int = 0, **shape) -> Decoder:
+    """Weights larger than at initialisation, so that distributions are not flat."""
+    model = random_model(ScratchSection(seed=seed, max_position_embeddings=256, **shape), VOCAB)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(6)
+    return model
+
+
+def build_core(model: Decoder | None = None, **settings) -> EngineCore:
+    settings = {"kv_cache_tokens": 4096, "max_num_seqs": 64, "eos_ids": (EOS,)} | settings
+    return EngineCore(model or build_model(), CoreSettings(**settings))
+
+
+def prompt(rng: np.random.Generator, length: int) -> np.ndarray:
+    return rng.integers(2, VOCAB, length).astype(np.int32)
+
+
+def ask(
+    name: str,
+    prompt_ids: np.ndarray,
+    *,
+    n: int = 1,
+    salt: str | None = None,
+    scored: bool = False,
+    **sampling,
+):
+    sampling = {"max_tokens": 12, "seed": 7, "ignore_eos": True} | sampling
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=np.asarray(prompt_ids, np.int32),
+        n=n,
+        sampling=SamplingParams(**sampling),
+        cache_salt=salt,
+        prompt_logprobs=scored,
+    )
+
+
+def submit(core: EngineCore, *specs: GenerateRequest) -> list[EngineRequest]:
+    requests = []
+    for spec in specs:
+        assert core.refusal_reason(spec) is None, core.refusal_reason(spec)
+        requests.append(core.build_request(spec))
+        core.submit(requests[-1])
+    return requests
+
+
+def finish(core: EngineCore, *, audit: bool = True) -> None:
+    steps = 0
+    while core.has_work:
+        core.step()
+        steps += 1
+        assert steps < 5000, "the engine does not come to an end"
+        if audit:
+            assert core.audit() == []
+
+
+def run(core: EngineCore, *specs: GenerateRequest, audit: bool = True) -> list[list[Completion]]:
+    requests = submit(core, *specs)
+    finish(core, audit=audit)
+    return [request.completions for request in requests]
+
+
+def bits(completion: Completion) -> tuple[bytes, bytes]:
+    """The bytes of tokens and logprobs."""
+    return completion.token_ids.tobytes(), completion.logprobs.tobytes()
+
+
+def packed_logprobs(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    """Logprob of each token after the first, by the trainer's forward pass over the whole sequence."""
+    logprobs = _forward(model, tokens)[:-1]
+    return logprobs.gather(1, torch.from_numpy(tokens[1:, None].astype(np.int64))).squeeze(1).numpy()
+
+
+def packed_distribution(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    """Logprobs of all tokens that may come next."""
+    return _forward(model, tokens)[-1].numpy()
+
+
+def _forward(model: Decoder, tokens: np.ndarray) -> torch.Tensor:
+    with torch.no_grad():
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        hidden = model.hidden(ids, PackedLayout((0, len(ids)), ids.device))
+        return torch.log_softmax(head_logits(hidden, model.output_weight), -1)

@@ -1,0 +1,61 @@
+"""Complete orchestrator runs in this process, with a fake at the other end of every wire."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from fakes import CharRenderer, run_virtual
+
+from stretto.config.load import build
+from stretto.config.root import OrchestratorConfig
+from stretto.orchestrator.main import Wires, build_loop, starting_point
+
+ECHO = "fakes:EchoEnv"
+
+
+def config(path, **settings):
+    base = {
+        "env": [{"id": ECHO, "name": "echo"}],
+        "batch_size": 8,
+        "group_size": 4,
+        "seq_len": 64,
+        "max_steps": 5,
+        "max_rollout_retries": 1,
+        "output_dir": path,
+        "run": {"name": "test"},
+    }
+    return build(OrchestratorConfig, base | settings)
+
+
+def train(cfg, engine, trainer, *, meanwhile=None, hold=None):
+    """Run one incarnation and return its loop. `hold` receives the loop as soon as it is built."""
+
+    async def run():
+        async with AsyncExitStack() as stack:
+            progress = starting_point(cfg)
+            wires = Wires(engine, trainer, trainer)
+            loop = build_loop(cfg, wires, CharRenderer(), progress, stack)
+            if hold is not None:
+                hold.append(loop)
+            task = None
+            if meanwhile is not None:
+                task = asyncio.create_task(meanwhile(loop))
+            await loop.run()
+            if task is not None:
+                await task
+            return loop
+
+    return run_virtual(run())
+
+
+def sampled(trainer):
+    """All trained samples, step by step: sample ids, tokens and advantages."""
+    return [
+        [
+            (micro.sample_ids, micro.token_ids.tolist(), micro.advantages.tolist())
+            for batch in step
+            for micro in batch.micro_batches
+        ]
+        for step in trainer.batches
+    ]

@@ -1,0 +1,93 @@
+"""What the trainer's tests share: a tiny policy, batches of random documents, a learner."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from stretto.base.paths import RunDir
+from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
+from stretto.models.decoder import Decoder
+from stretto.models.hub import random_model
+from stretto.records.sample import MicroBatch
+from stretto.trainer.learner import Learner
+from stretto.trainer.state.checkpoint import Saver
+
+VOCAB = 40
+
+
+def build_policy(seed: int = 0, **shape) -> Decoder:
+    """Weights larger than at initialisation, so that distributions are not flat and errors show."""
+    policy = random_model(
+        ScratchSection(seed=seed, max_position_embeddings=256, **shape), VOCAB, eos_token_id=1
+    )
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(5)
+            else:
+                parameter.add_(torch.linspace(-0.2, 0.2, len(parameter)))
+    return policy
+
+
+def build_learner(policy: Decoder | None = None, *, optim=None, scheduler=None, **settings) -> Learner:
+    model = ModelSection(
+        dtype=settings.pop("dtype", "float32"),
+        optimization_dtype=settings.pop("optimization_dtype", "float32"),
+    )
+    return Learner(
+        policy or build_policy(),
+        model=model,
+        optim=optim or AdamWOptim(lr=1e-2),
+        scheduler=scheduler or ConstantScheduler(),
+        max_steps=settings.pop("max_steps", None),
+        **settings,
+    )
+
+
+def document(rng: np.random.Generator, prompt: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    """A prompt and `length` sampled tokens, in the alignment of records/sample.py."""
+    tokens = len(prompt) + length
+    is_sampled = np.arange(tokens) >= len(prompt)
+    return {
+        "token_ids": np.concatenate((prompt, rng.integers(0, VOCAB, length))).astype(np.int32),
+        "loss_mask": is_sampled,
+        "logprobs": np.where(is_sampled, -3 * rng.random(tokens), 0).astype(np.float32),
+        "advantages": np.where(is_sampled, rng.standard_normal(tokens), 0).astype(np.float32),
+        "temperatures": np.full(tokens, rng.choice([0.7, 1.0, 1.3]), dtype=np.float32),
+    }
+
+
+def documents(seed: int = 0, *, num_groups: int = 3, group_size: int = 4) -> list[dict[str, np.ndarray]]:
+    """Groups of documents that share a prompt each."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(num_groups):
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 9))
+        out += [document(rng, prompt, int(rng.integers(1, 7))) for _ in range(group_size)]
+    return out
+
+
+def pack(docs: list[dict[str, np.ndarray]], *, padding: int = 0, envs: list[str] | None = None) -> MicroBatch:
+    """One micro batch of these documents, in order, and a last document that trains nothing."""
+    streams = {name: [d[name] for d in docs] for name in docs[0]}
+    if padding:
+        for name, parts in streams.items():
+            parts.append(np.zeros(padding, dtype=parts[0].dtype) + (name == "temperatures"))
+    lengths = [len(ids) for ids in streams["token_ids"]]
+    return MicroBatch(
+        cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
+        sample_ids=tuple(f"g{i}.0/0" for i in range(len(docs))),
+        envs=tuple(envs or ["env"] * len(docs)),
+        **{name: np.concatenate(parts) for name, parts in streams.items()},
+    )
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in learner.policy.named_parameters()}
+
+
+def save_checkpoint(run: RunDir, learner: Learner, cursor: dict | None = None) -> None:
+    """Write the trainer's half of a checkpoint and wait for it; every rank must call it."""
+    Saver(run, is_async=False, on_written=lambda step: None).save(learner, cursor)

@@ -1,0 +1,45 @@
+"""base/files: what is whole or not there, and what is left after a failure."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from stretto.base.files import atomic_path, put_in_place, write_atomic
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path, is_durable: bool) -> None:
+    for content in (b"one", b"two"):
+        write_atomic(tmp_path / "file", content, is_durable=is_durable)
+        assert (tmp_path / "file").read_bytes() == content
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_that_could_not_be_finished_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "file", b"one")
+    with pytest.raises(ZeroDivisionError), atomic_path(tmp_path / "file") as part:
+        part.write_bytes(b"tw")
+        assert (tmp_path / "file").read_bytes() == b"one"
+        raise ZeroDivisionError
+    assert (tmp_path / "file").read_bytes() == b"one" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_never_has_a_wider_mode_than_asked_for(tmp_path: Path) -> None:
+    (tmp_path / f".file.{os.getpid()}").write_text("of a process of this number")  # readable to all
+    (tmp_path / "file").write_text("and so is this")
+    write_atomic(tmp_path / "file", b"secret", mode=0o600)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_a_directory_takes_the_place_of_a_full_one(tmp_path: Path, is_durable: bool) -> None:
+    for name in ("one", "two"):
+        (tmp_path / "part" / "below").mkdir(parents=True)
+        (tmp_path / "part" / "below" / name).touch()
+        put_in_place(tmp_path / "part", tmp_path / "model", is_durable=is_durable)
+        assert os.listdir(tmp_path / "model" / "below") == [name]
+    assert os.listdir(tmp_path) == ["model"]

@@ -1,0 +1,61 @@
+"""When a run directory may be used for a new run."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from stretto.base import rundir
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+
+NEW = {"resume": False, "step": None, "clean": False}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run that has failed before its first step."""
+    run = RunDir(tmp_path / "run")
+    run.configs.mkdir(parents=True)
+    run.config("rl").write_text("{}")
+    run.logs.mkdir()
+    run.log("trainer").write_text("it failed\n")
+    run.tokens.mkdir()
+    run.ledger.write_bytes(b"ledger")
+    run.metrics("trainer").parent.mkdir()
+    run.metrics("trainer").write_text('{"incarnation": 1}\n{"step": 0, "time/publish": 0.1}\n')
+    return run
+
+
+def test_a_run_that_trained_nothing_does_not_keep_its_name(run: RunDir) -> None:
+    rundir.check(run, **NEW)
+    assert run.ledger.exists(), "a check changes nothing"
+    with closing(rundir.claim(run, **NEW)) as claim:
+        assert claim.is_new and claim.resume_step is None
+        assert not run.ledger.exists() and not run.tokens.exists() and not run.metrics("trainer").exists()
+        assert run.log("trainer").read_text() == "it failed\n"
+
+
+@pytest.mark.parametrize("role", ["orchestrator", "trainer", "sft"])
+def test_one_step_is_kept(run: RunDir, role: str) -> None:
+    run.metrics(role).write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match="exists in"):
+        rundir.claim(run, **NEW)
+    assert run.ledger.exists()
+
+
+@pytest.mark.parametrize("name", ["weights", "checkpoints", "notes.txt"])
+def test_what_is_more_than_the_leavings_of_a_start_is_kept(run: RunDir, name: str) -> None:
+    (run.path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"exists in .*{name}"):
+        rundir.claim(run, **NEW)
+    assert run.ledger.exists()
+
+
+def test_a_directory_that_is_no_run_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    with pytest.raises(ConfigError, match="exists in"):
+        rundir.claim(RunDir(tmp_path), **NEW)
+    assert (tmp_path / "metrics").is_dir()

@@ -1,0 +1,178 @@
+"""Every text family of the renderers library: what a branch holds is what the engine saw, trained exactly once.
+
+The tokenizer is a byte tokenizer that has, as single tokens, whatever special tokens a family asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import re
+
+import msgspec
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from renderer_families import FAMILIES
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from stretto.chat.render import Renderer, build_renderer
+from stretto.chat.tokenizer import Tokenizer
+from stretto.config.sections.model import RendererSection
+from stretto.config.sections.orchestrator import SamplingSection
+from stretto.config.sections.sft import LossMaskSection
+from stretto.envs.base import RolloutResult, TaskSource
+from stretto.envs.tools import Toolset
+from stretto.orchestrator.batch.samples import to_samples
+from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.player import Player
+from stretto.records.generate import Completion, VersionSpan
+from stretto.records.rollout import RolloutStatus, Task
+
+
+class Asked(Tokenizer):
+    """A vocabulary that has every token it is asked for, and records them."""
+
+    def __init__(self, special: tuple[str, ...]) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        super().__init__(backend, name="bytes", eos_ids=(), unk_id=None)
+        self.asked: dict[str, None] = {}
+        for token in special:
+            self.convert_tokens_to_ids(token)
+
+    def convert_tokens_to_ids(self, tokens):
+        if isinstance(tokens, str) and self._backend.token_to_id(tokens) is None:
+            self._backend.add_special_tokens([AddedToken(tokens, special=True, normalized=False)])
+            self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        if isinstance(tokens, str):
+            self.asked[tokens] = None
+        return super().convert_tokens_to_ids(tokens)
+
+    def encode(self, text, *, add_special_tokens=False):
+        if re.fullmatch(r"<[^<>]+>|\uff5c\w+\uff5c", text):  # how some families ask for a token
+            self.convert_tokens_to_ids(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@functools.cache
+def renderer_of(family: str) -> Renderer:
+    first = Asked(())
+    build_renderer(first, RendererSection(name=family))
+    return build_renderer(Asked(tuple(first.asked)), RendererSection(name=family))
+
+
+def lookup(key: str, times: int = 1) -> str:
+    """Looks up a word.
+
+    Args:
+        key: the word
+    """
+    return f"{key}!" * times
+
+
+TEXTS = ["yes", "a b", "x=1\n\ny", "é", "ok.", "1"]
+THOUGHTS = [None, "hm", "so\nthen"]
+
+
+class Script:
+    """An engine whose replies are messages with thoughts and calls, written as the family would sample them."""
+
+    def __init__(self, renderer: Renderer, seed: int) -> None:
+        self.renderer, self.rng, self.seen = renderer, random.Random(seed), []
+
+    async def generate(self, request):
+        tokens = np.asarray(self._reply(), np.int32)
+        logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) - 1000 * len(self.seen)
+        self.seen.append((request.prompt_ids, tokens, logprobs))
+        spans = (VersionSpan(0, 0, len(tokens)),)
+        return [Completion(token_ids=tokens, logprobs=logprobs, finish_reason="stop", versions=spans)]
+
+    def _reply(self) -> list[int]:
+        message = {"role": "assistant", "content": self.rng.choice(TEXTS)}
+        if thought := self.rng.choice(THOUGHTS):
+            message["reasoning_content"] = thought
+        if self.rng.random() < 0.5:
+            arguments = {"key": self.rng.choice(TEXTS), "times": self.rng.randrange(3)}
+            call = {"name": "lookup", "arguments": arguments}
+            message["tool_calls"] = [{"type": "function", "id": "functions.lookup:0", "function": call}]
+        conversation = [{"role": "user", "content": "go"}, message]
+        ids, mask = self.renderer.render_sft(conversation, LossMaskSection(), Toolset([lookup]).schemas)
+        reply = ids[mask].tolist()
+        return reply if reply[-1] in self.renderer.stop_ids else [*reply, self.renderer.stop_ids[0]]
+
+
+class Chatter:
+    """Answers calls with results and the rest with questions; now and then it rewrites the history.
+
+    It does so with a new message or in the old one; `rewritten` is the number of the next turn, and the text.
+    """
+
+    name = "chatter"
+
+    def __init__(self, seed: int, num_turns: int) -> None:
+        self.seed, self.num_turns = seed, num_turns
+        self.rewritten = []
+
+    def tasks(self, split):
+        return TaskSource(lambda index: Task(env=self.name, task_id=str(index), data={}))
+
+    async def rollout(self, task, ctx):
+        rng, tools = random.Random(self.seed), Toolset([lookup])
+        messages = [{"role": "system", "content": "be brief"}] if rng.random() < 0.5 else []
+        messages.append({"role": "user", "content": "go"})
+        for turn in range(self.num_turns):
+            reply = await ctx.chat(messages, tools.schemas)
+            messages.append(reply.message)
+            answers = await tools.answer(reply)
+            for number, answer in enumerate(answers):
+                answer.setdefault("name", "lookup")
+                answer.setdefault("tool_call_id", f"functions.lookup:{number}")
+            messages += answers or [{"role": "user", "content": rng.choice(TEXTS)}]
+            if rng.random() < 0.2:
+                first = next(i for i, m in enumerate(messages) if m["role"] == "user")
+                text = f"go {rng.random()}"
+                if rng.random() < 0.5:
+                    messages[first] = {"role": "user", "content": text}
+                else:
+                    messages[first]["content"] = text
+                self.rewritten.append((turn + 1, text))
+        return RolloutResult(reward=1.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), num_turns=st.integers(1, 5))
+def test_branches_are_what_the_engine_saw_and_every_sampled_token_is_trained_once(family, seed, num_turns):
+    renderer = renderer_of(family)
+    engine, env = Script(renderer, seed), Chatter(seed, num_turns)
+    player = Player(engine, renderer, SamplingSection(), seq_len=10**6, max_retries=0)
+    group = asyncio.run(player.play(env, Draw(0, env.tasks("train").task(0), 1, version=0)))
+    (rollout,) = group.rollouts
+    assert rollout.status is RolloutStatus.FINISHED, rollout.error
+    assert rollout.num_turns == len(engine.seen) == num_turns
+    for turn, text in env.rewritten:
+        assert turn == num_turns or text in renderer.decode(engine.seen[turn][0])
+
+    turns = iter(engine.seen)
+    for branch in rollout.branches:  # each turn's prompt is all of its branch so far, and maybe more
+        known = 0
+        while known < len(branch.token_ids):
+            prompt, completion, logprobs = next(turns)
+            seen = np.concatenate((prompt, completion))
+            np.testing.assert_array_equal(branch.token_ids[: len(seen)], seen)
+            assert len(prompt) > known or known == 0
+            assert not branch.is_sampled[known : len(prompt)].any()
+            assert branch.is_sampled[len(prompt) : len(seen)].all()
+            np.testing.assert_array_equal(branch.logprobs[len(prompt) : len(seen)], logprobs)
+            known = len(seen)
+    assert next(turns, None) is None
+
+    samples = to_samples([msgspec.structs.replace(group, advantages=(1.0,))])
+    trained = np.concatenate([sample.logprobs[sample.loss_mask] for sample in samples])
+    np.testing.assert_array_equal(trained, np.concatenate([logprobs for *_, logprobs in engine.seen]))

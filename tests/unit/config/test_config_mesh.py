@@ -1,0 +1,126 @@
+"""Meshes in configs: how many ranks rl starts, and which degrees it refuses, each with the valid values."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.config.load import build
+from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.launch.plan.plan import plan
+from stretto.models import hub
+from stretto.trainer.parallel import mesh
+
+SCRATCH = {"num_heads": 4, "num_kv_heads": 2, "num_experts": 6}
+
+
+def rl(tmp_path, *, workers: int | None = None, impl: str = "auto", gpus=None, **model):
+    orchestrator = {"env": [{"id": "sort-letters"}], "batch_size": 16, "group_size": 4}
+    if workers is not None:
+        orchestrator["num_train_workers"] = workers
+    return build(
+        RLConfig,
+        {
+            "model": {"name": str(tmp_path), "impl": impl},
+            "trainer": {"model": model},
+            "orchestrator": orchestrator,
+            "output_dir": str(tmp_path),
+            "seq_len": 256,
+            "dry_run": True,
+        }
+        | ({} if gpus is None else {"deployment": {"num_train_gpus": gpus}}),
+    )
+
+
+def ranks_of(cfg: RLConfig) -> list[dict[str, str]]:
+    return [spec.env for spec in plan(cfg, cfg.run_dir).processes if spec.role == "trainer"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "model", "num_ranks"),
+    [
+        (1, {}, 1),
+        (2, {}, 2),
+        (1, {"tp": 2}, 2),
+        (2, {"cp": 2}, 4),
+        (2, {"cp": 2, "tp": 2}, 8),
+        (2, {"dp_replicate": 2}, 2),
+    ],
+)
+def test_rl_starts_every_rank_of_the_mesh(tmp_path, workers, model, num_ranks):
+    cfg = rl(tmp_path, workers=workers, **model)
+    found = ranks_of(cfg)
+    assert len(found) == num_ranks == cfg.num_train_ranks
+    assert plan(cfg, cfg.run_dir).batch.ranks == workers, "batches are packed for data-parallel ranks"
+    if num_ranks > 1:
+        assert [env["RANK"] for env in found] == [str(i) for i in range(num_ranks)]
+        assert {env["WORLD_SIZE"] for env in found} == {str(num_ranks)}
+
+
+def test_ranks_that_share_batches_are_counted_out_of_the_gpus(tmp_path):
+    assert rl(tmp_path, gpus=8, cp=2, tp=2).orchestrator.num_train_workers == 2
+    assert rl(tmp_path, gpus=2, tp=2).orchestrator.num_train_workers == 1
+    with pytest.raises(ConfigError, match=r"gives 3 trainer ranks, 2 \(model.cp x tp\).*multiple of 2 GPUs"):
+        rl(tmp_path, gpus=3, tp=2)
+
+
+REFUSED = {
+    "dp_replicate": ({"workers": 4, "dp_replicate": 3}, "dp_replicate = 3 does not divide .* = 4 .*; valid: 1, 2, 4"),
+    "hf beside tp": ({"tp": 2, "impl": "hf"}, 'model.tp = 2 with model.impl = "hf": tp is of modules'),
+    "hf beside cp": ({"cp": 2, "impl": "hf"}, 'model.cp = 2 with model.impl = "hf": cp is of modules'),
+    "hf beside ep": ({"ep": 2, "impl": "hf"}, "are sharded only, so leave ep out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mesh_that_cannot_be_is_refused_with_what_can(tmp_path, name):
+    settings, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        rl(tmp_path, **settings)
+
+
+AT_RUN_TIME = {
+    "cp x tp and ranks": (4, {"cp": 3}, r"cp x tp = 3 does not divide the 4 trainer ranks; valid: 1, 2, 4"),
+    "dp_replicate": (4, {"tp": 2, "dp_replicate": 4}, "dp_replicate = 4 does not divide the 2 ranks .*; valid: 1, 2"),
+    "tp and heads": (4, {"tp": 4}, "tp = 4 does not divide the 2 key and value heads of this model; valid: 1, 2"),
+    "ulysses": (3, {"cp": 3}, 'cp = 3 does not divide the 4 query heads of a rank .*; valid: 1, 2, 4'),
+    "ep without experts": (2, {"ep": 2}, "ep = 2, but the policy has no experts; leave ep out"),
+    "ep": (4, {"ep": 3, "family": "qwen3_moe"}, 'ep = 3 must divide both .* and the 6 experts; valid: 1, 2, or "auto"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AT_RUN_TIME)
+def test_torchrun_refuses_the_same_when_the_model_is_known(name):
+    world_size, model, words = AT_RUN_TIME[name]
+    model = dict(model)
+    family = model.pop("family", "qwen3")
+    shape = hub.random_model(ScratchSection(**SCRATCH, family=family, num_layers=1), 40).config
+    with pytest.raises(ConfigError, match=words):
+        mesh.find_degrees(ModelSection(**model), world_size, shape)
+
+
+@pytest.mark.parametrize("key", ["tp", "cp", "ep"])
+def test_transformers_modules_are_sharded_and_not_cut(key):
+    assert mesh.find_plain_degrees(ModelSection(), 4) == mesh.Degrees(dp_shard=4)
+    assert mesh.find_plain_degrees(ModelSection(dp_replicate=2), 4) == mesh.Degrees(
+        dp_replicate=2, dp_shard=2
+    )
+    with pytest.raises(ConfigError, match=rf"\[model\] {key} = 2 cuts .* only modules of our own can"):
+        mesh.find_plain_degrees(ModelSection(**{key: 2}), 4)
+    with pytest.raises(
+        ConfigError, match="dp_replicate = 3 does not divide the 4 trainer ranks; valid: 1, 2, 4"
+    ):
+        mesh.find_plain_degrees(ModelSection(dp_replicate=3), 4)
+
+
+def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
+    settings = {"output_dir": str(tmp_path), "ckpt": {"resume_step": 40, "interval": 20}}
+    sft = SFTConfig.model_validate(
+        settings | {"max_steps": 60, "data": {"type": "environment", "id": "sort-letters"}}
+    )
+    assert sft.resume.step == 40 and sft.ckpt.interval == 20
+    run = RLConfig.model_validate(
+        settings | {"model": {"name": str(tmp_path)}, "orchestrator": {"env": [{"id": "sort-letters"}]}}
+    )
+    assert run.resume.step == 40 and run.ckpt.interval == 20

@@ -1,0 +1,79 @@
+"""Every example loads, plans, and continues from what the one before it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.chat.render import build_renderer
+from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.config.load import load
+from stretto.config.root import RLConfig, SFTConfig
+from stretto.envs.base import load_environment
+from stretto.launch.plan.plan import plan
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+RL = sorted(EXAMPLES.glob("*/rl.toml"))
+SFT = sorted(EXAMPLES.glob("*/sft.toml"))
+FOLDERS = [path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "broken"]
+BROKEN = sorted((EXAMPLES / "broken").glob("*.toml"))
+
+
+def name(path):
+    return path.parent.name
+
+
+def test_every_example_has_both_stages_and_a_readme():
+    assert {name(path) for path in RL} == {name(path) for path in SFT} == set(FOLDERS)
+    for path in RL:
+        assert (path.parent / "README.md").is_file()
+
+
+@pytest.mark.parametrize("path", RL, ids=name)
+def test_rl_starts_from_the_weights_its_sft_leaves(path):
+    rl, sft = load(RLConfig, ["@", str(path)]), load(SFTConfig, ["@", str(path.parent / "sft.toml")])
+    assert Path(rl.model.name) == sft.run_dir.latest_weights
+    assert rl.run_path != sft.run_path
+    assert [env.id for env in rl.orchestrator.env] == [sft.data.id]
+    assert [env.args for env in rl.orchestrator.env] == [sft.data.args]
+
+
+@pytest.mark.parametrize("path", RL, ids=name)
+def test_rl_plans_three_processes(path):
+    cfg = load(RLConfig, ["@", str(path)])
+    assert [spec.role for spec in plan(cfg, cfg.run_dir).processes] == [
+        "inference",
+        "orchestrator",
+        "trainer",
+    ]
+    assert cfg.orchestrator.batch_size % cfg.orchestrator.group_size == 0
+    assert cfg.trainer.scheduler.type == "constant" or cfg.max_steps is not None
+
+
+@pytest.mark.parametrize("path", RL, ids=name)
+def test_longest_solution_fits_into_a_reply_and_the_context(path, tmp_path):
+    cfg, sft = load(RLConfig, ["@", str(path)]), load(SFTConfig, ["@", str(path.parent / "sft.toml")])
+    tokenizer = build_letters_tokenizer(tmp_path, phrases=sft.model.scratch.phrases)
+    renderer = build_renderer(tokenizer, model_type="qwen3")
+    env = load_environment(sft.data.id, sft.data.args)
+    rows = env.sft_rows(200, seed=0)
+    said = [message for row in rows for message in row["messages"] if message["role"] == "assistant"]
+    replies = [len(renderer.tokenizer.encode(message["content"])) + 1 for message in said]
+    prompts = [len(renderer.render_prompt(row["messages"][:-1], row.get("tools"))) for row in rows]
+    longest = cfg.orchestrator.train.sampling.max_completion_tokens
+    assert max(replies) <= longest
+    assert max(prompts) + longest <= min(cfg.seq_len, sft.model.scratch.max_position_embeddings)
+    used = {int(t) for row in rows for t in renderer.render_prompt(row["messages"], row.get("tools"))}
+    assert renderer.tokenizer.unk_token_id not in used
+
+
+@pytest.mark.parametrize("path", RL, ids=name)
+@pytest.mark.parametrize("num_steps", [1, 7, 50])
+def test_every_example_can_be_run_for_fewer_steps(path, num_steps):
+    assert load(RLConfig, ["@", str(path), "--max-steps", str(num_steps)]).max_steps == num_steps
+
+
+@pytest.mark.parametrize("path", BROKEN, ids=lambda path: path.stem)
+def test_a_broken_example_is_laid_over_the_demo(path):
+    load(RLConfig, ["@", str(EXAMPLES / "sort_letters" / "rl.toml"), "@", str(path)])

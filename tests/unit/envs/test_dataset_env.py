@@ -1,0 +1,813 @@
+"""The environment `dataset`, and the hooks about one sample."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import socket
+import textwrap
+from contextlib import AsyncExitStack
+
+import aiohttp
+import pyarrow
+import pyarrow.parquet
+import pytest
+from aiohttp import web
+from dataset_cases import RENDERER, RUN, play, sampled_text
+from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot, run_virtual
+from orchestrator_runs import config, train
+
+from stretto.base.errors import ConfigError, DataError, EngineError, EnvError
+from stretto.config.root import EvalConfig, OrchestratorConfig
+from stretto.config.sections.algorithm import GrpoAlgo
+from stretto.config.sections.orchestrator import SamplingSection
+from stretto.envs.base import SingleTurnEnv, load_environment
+from stretto.ledger.audit import audit
+from stretto.ledger.reader import LedgerReader
+from stretto.orchestrator.batch.samples import to_samples
+from stretto.orchestrator.build import build_env, run_info
+from stretto.orchestrator.eval.evaluator import eval_envs
+from stretto.orchestrator.eval.verb import with_server_address
+from stretto.orchestrator.groups.credit import assign_advantages
+from stretto.orchestrator.state.checkpoint import Progress
+from stretto.orchestrator.state.resume import check_fingerprints
+from stretto.orchestrator.tasks.order import TaskMix
+from stretto.records.rollout import RolloutStatus
+from stretto.vime import Arguments, Sample, get_model_url, post
+from stretto.vime.arguments import addresses_of
+from stretto.vime.engine import requests_as_turns, requests_to_engines
+
+
+@pytest.fixture
+def file(tmp_path):
+    rows = [{"prompt": f"word{i}", "label": f"word{i}", "metadata": {"n": i}} for i in range(5)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module of hooks; returns its name."""
+    names = iter(f"hooks_{tmp_path.name}_{i}".replace("-", "_") for i in range(9))
+
+    def write(code):
+        name = next(names)
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return name
+
+    return write
+
+
+def dataset(file, **args):
+    args = {"path": str(file)} | args
+    return load_environment("dataset", {k: v for k, v in args.items() if v is not None}, "mine", RUN)
+
+
+# -- without hooks --
+
+
+def test_prompt_and_label_make_an_environment_whose_groups_are_one_request(file):
+    env = dataset(file)
+    group, engine = play(env, members=8)
+    assert isinstance(env, SingleTurnEnv) and env.name == "mine" and engine.num_requests == 1
+    for rollout in group.rollouts:
+        assert rollout.reward == float(sampled_text(rollout.branches[0]) == "word0.")
+    assert {r.reward for r in group.rollouts} == {0.0, 1.0}
+    assert group.task.data == {
+        "prompt": [{"role": "user", "content": "word0"}],
+        "label": "word0",
+        "metadata": {"n": 0},
+        "tools": None,
+    }
+
+
+def test_math_rewards_compare_values(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"q": "half of 3", "a": "1.5"}\n')
+    env = dataset(path, input_key="q", label_key="a", reward="math")
+    (rollout,) = play(env, answer=lambda *_: r"\boxed{\frac{3}{2}}", members=1)[0].rollouts[:1]
+    assert rollout.status is RolloutStatus.TRUNCATED  # nine tokens are too few for it
+    env_score = run_virtual(env.score(env.tasks("train").task(0), r"it is \boxed{\frac{3}{2}}"))
+    assert env_score.reward == 1.0
+
+
+def test_a_plain_number_is_an_answer_without_its_box(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text('{"prompt": "2 + 3?", "label": "5"}\n{"prompt": "half?", "label": "\\\\boxed{1/2}"}\n')
+    env = dataset(path, reward="math", shuffle=False)
+    five, half = (env.tasks("train").task(i) for i in range(2))
+    scores = {"5": 1, " 5.0\n": 1, "6": 0, r"\boxed{5}": 1, "it is 5": 0, "": 0}
+    assert {text: run_virtual(env.score(five, text)).reward for text in scores} == scores
+    scores = {"0.5": 1, r"so \boxed{50\%}": 1, "2": 0}
+    assert {text: run_virtual(env.score(half, text)).reward for text in scores} == scores
+
+
+def test_every_epoch_has_each_record_once_in_its_own_order(file):
+    env = dataset(f"{file}@[1:5]")
+    mix = TaskMix([env], [1.0], seed=3)
+    epochs = [[mix.draw(4 * e + i).data["label"] for i in range(4)] for e in range(6)]
+    assert all(sorted(epoch) == ["word1", "word2", "word3", "word4"] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    again = TaskMix([dataset(f"{file}@[1:5]")], [1.0], seed=3)
+    assert [again.draw(k).data["label"] for k in range(9, 13)] == [label for e in epochs for label in e][9:13]
+
+
+def test_without_shuffle_records_come_in_the_order_of_the_files(file):
+    mix = TaskMix([dataset(file, shuffle=False)], [1.0], seed=3)
+    assert [mix.draw(k).data["metadata"]["n"] for k in range(12)] == [*range(5), *range(5), 0, 1]
+
+
+def test_a_resumed_run_continues_at_the_record_where_it_stopped(file, tmp_path):
+    """Two steps and two more after a resume draw the same records, in the same order, as four steps at once."""
+
+    def drawn(cfg):
+        with LedgerReader(cfg.run_dir) as ledger:
+            steps = [{row["group_id"] for row in ledger.trained_rollouts(step)} for step in range(1, 5)]
+            return [[ledger.group(k).task.data["label"] for k in sorted(groups)] for groups in steps]
+
+    env = [{"id": "dataset", "name": "words", "args": {"path": str(file)}}]
+    settings = {"env": env, "max_steps": 4, "max_async_level": 0}
+    whole = config(tmp_path / "whole", **settings)
+    train(whole, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=4))
+    first = config(tmp_path / "halves", **settings)
+    train(first, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=4, checkpoint_every=2))
+    second = OrchestratorConfig.model_validate(first.model_dump() | {"resume": {"step": 2}})
+    engine = FakeEngine(parrot(0.5))
+    engine.version = 2
+    train(second, engine, FakeTrainer(max_steps=4, start=2))
+    assert drawn(second) == drawn(whole)
+    assert audit(second.run_dir) == []
+    file.write_text(file.read_text().replace("word4", "word5"))
+    with pytest.raises(DataError, match="its records are not those that this run began with"):
+        train(second, engine, FakeTrainer(max_steps=4, start=2))
+
+
+def test_a_run_that_resumes_with_other_records_is_refused(file):
+    fingerprint = lambda *slices: dataset(f"{file}{''.join(slices)}").tasks("train").fingerprint
+    assert fingerprint() == fingerprint("@[0:5]") != fingerprint("@[0:4]")
+    progress = Progress()
+    check_fingerprints([dataset(file)], progress)
+    check_fingerprints([dataset(file)], progress)
+    before = file.read_text()
+    file.write_text(before.replace('"n": 3', '"n": 7'))
+    with pytest.raises(
+        DataError, match="environment mine: its records are not those that this run began with"
+    ):
+        check_fingerprints([dataset(file)], progress)
+    file.write_text(before)
+    check_fingerprints([dataset(file)], progress)
+
+
+def test_evals_need_eval_path_only(file):
+    env = dataset(file, path=None, eval_path=str(file))
+    assert env.tasks("eval").num_tasks == 5
+    with pytest.raises(ConfigError, match="training needs records; name them as path"):
+        env.tasks("train")
+    with pytest.raises(ConfigError, match="name a file as path, or for evals as eval_path"):
+        dataset(file, path=None)
+
+
+def test_settings_that_need_the_orchestrators_process_are_refused_in_workers(file, module):
+    name = module("def generate(args, sample, sampling_params): ...\ndef rm(args, samples): ...")
+    wrong = {
+        "generate needs the policy's tokenizer": {"generate": f"{name}:generate"},
+        "max_prompt_tokens and apply_chat_template = false needs": {
+            "max_prompt_tokens": 4,
+            "apply_chat_template": False,
+        },
+        "group_reward needs all samples of a group": {"reward": f"{name}:rm", "group_reward": True},
+    }
+    for message, args in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            load_environment("dataset", {"path": str(file)} | args, "mine")
+
+
+def test_dates_and_bytes_of_parquet_files_are_refused_when_they_are_read(tmp_path):
+    day = datetime.date(2026, 1, 2)
+    rows = [{"prompt": "a", "label": "b", "day": day}, {"prompt": "a", "label": "b", "day": day}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert dataset(tmp_path / "rows.parquet").tasks("train").num_tasks == 2
+    rows = [{"prompt": "a", "label": "b", "metadata": {"day": day}}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(
+        DataError, match=r"rows\.parquet, row 1: .*date is not JSON serializable; prompt, label"
+    ):
+        dataset(tmp_path / "rows.parquet")
+
+
+def test_held_out_records_are_those_of_eval_path(file):
+    with pytest.raises(ConfigError, match="eval_path"):
+        dataset(file).tasks("eval")
+    env = dataset(f"{file}@[0:3]", eval_path=f"{file}@[3:]")
+    source = env.tasks("eval")
+    assert [source.task(i).data["label"] for i in range(source.num_tasks)] == ["word3", "word4"]
+
+
+def test_without_a_template_the_prompt_is_the_text_only(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "?word0.A", "label": "word0"}\n')
+    env = dataset(path, apply_chat_template=False)
+    group, _ = play(env, answer=lambda prompt, rng, version: "word0", members=2)
+    (branch,) = group.rollouts[0].branches
+    assert "".join(map(chr, branch.token_ids)) == "?word0.Aword0." and group.rollouts[0].reward == 1.0
+
+
+def test_long_prompts_are_skipped_and_the_others_stay_in_order(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "x" * n, "label": "y"}) + "\n" for n in (3, 30, 4, 40)))
+    env = dataset(path, max_prompt_tokens=10)
+    source = env.tasks("train")
+    assert [len(source.task(i).data["prompt"][0]["content"]) for i in range(source.num_tasks)] == [3, 4]
+    with pytest.raises(DataError, match="all 4 prompts are longer than max_prompt_tokens = 2"):
+        dataset(path, max_prompt_tokens=2)
+
+
+def test_tools_of_a_record_reach_the_template(tmp_path, monkeypatch):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "label": "a", "tools": json.dumps(tools)}) + "\n")
+    seen = []
+    render = CharRenderer.render_prompt
+    monkeypatch.setattr(
+        CharRenderer, "render_prompt", lambda self, m, tools=None: seen.append(tools) or render(self, m)
+    )
+    play(dataset(path), members=1)
+    assert seen == [tools]
+
+
+WRONG_RECORDS = {
+    "no prompt": (
+        {"question": "a", "label": "b"},
+        {},
+        ":1: no 'prompt' (input_key); the record has label, question",
+    ),
+    "no label": ({"prompt": "a"}, {}, ":1: no 'label' (label_key); reward = \"exact\" compares"),
+    "metadata": (
+        {"prompt": "a", "label": "b", "metadata": [1]},
+        {},
+        ":1: 'metadata' must be an object, got list",
+    ),
+    "tools": (
+        {"prompt": "a", "label": "b", "tools": {"a": 1}},
+        {},
+        ":1: 'tools' must be a list of tools, got dict",
+    ),
+    "tools that are no JSON": ({"prompt": "a", "label": "b", "tools": "{"}, {}, ":1: tools: not JSON"),
+    "messages without a template": (
+        {"prompt": [{"role": "user", "content": "a"}], "label": "b"},
+        {"apply_chat_template": False},
+        ":1: with apply_chat_template = false 'prompt' must be text, got list",
+    ),
+    "a message without a role": (
+        {"prompt": [{"content": "a"}], "label": "b"},
+        {},
+        ":1: prompt[0].role must be one of system, user, assistant, tool, got None",
+    ),
+    "a message that is text": (
+        {"prompt": ["a"], "label": "b"},
+        {},
+        ":1: prompt[0] must be an object with role and content, got 'a'",
+    ),
+    "a role that nobody has": (
+        {"prompt": [{"role": "bot", "content": "a"}], "label": "b"},
+        {},
+        ":1: prompt[0].role must be one of system, user, assistant, tool, got 'bot'",
+    ),
+    "a message without content": (
+        {"prompt": [{"role": "user"}], "label": "b"},
+        {},
+        ":1: prompt[0].content must be text, got None",
+    ),
+    "content that is a number": (
+        {"prompt": [{"role": "user", "content": 5}], "label": "b"},
+        {},
+        ":1: prompt[0].content must be text, got 5",
+    ),
+    "a reply as the last message": (
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "label": "b"},
+        {},
+        ":1: prompt[1] is an assistant message; a prompt ends where the policy replies",
+    ),
+    "a tool that is a number": (
+        {"prompt": "a", "label": "b", "tools": [1]},
+        {},
+        ":1: tools[0] must be an object that describes a tool, got 1",
+    ),
+    "a label that is no number": (
+        {"prompt": "a", "label": float("nan")},
+        {},
+        ":1: 'label' must be text or a number, got nan; reward = \"exact\" compares",
+    ),
+    "a label that is a list": (
+        {"prompt": "a", "label": ["b"]},
+        {},
+        ":1: 'label' must be text or a number, got ['b']",
+    ),
+    "an empty prompt": ({"prompt": "", "label": "b"}, {}, ":1: 'prompt' must be text or a list of messages"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_RECORDS)
+def test_a_record_that_is_not_valid_is_refused_with_its_place(tmp_path, mistake):
+    record, args, message = WRONG_RECORDS[mistake]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError) as caught:
+        dataset(path, **args)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"reward": "exakt"}, 'use "exact", "math", or a function'),
+        ({"group_reward": True}, "group_reward does nothing"),
+        ({"reward_key": "a"}, "reward_key does nothing"),
+        ({"reward": "nowhere_at_all:rm"}, "no module 'nowhere_at_all'"),
+        ({"generate": "json:loads"}, "is defined as"),
+        ({"paths": "x"}, "got an unexpected keyword argument 'paths'"),
+        ({"path": 5}, "dataset: path = 5 must be a file, or a list of files; change `args`"),
+        ({"path": ["a.jsonl", 5]}, "must be a file, or a list of files"),
+        ({"path": []}, "name a file as path, or for evals as eval_path"),
+        ({"shuffle": "no"}, "dataset: shuffle = 'no' must be true or false"),
+        ({"max_prompt_tokens": "100"}, "dataset: max_prompt_tokens = '100' must be a whole number > 0"),
+        ({"max_prompt_tokens": 0}, "dataset: max_prompt_tokens = 0 must be a whole number > 0"),
+        ({"reward": 3}, "dataset: reward = 3 must be text"),
+        ({"generate": 3}, "dataset: generate = 3 must be text"),
+        ({"hook_args": "x"}, "dataset: hook_args = 'x' must be a table"),
+    ],
+)
+def test_wrong_arguments_are_refused(file, args, message):
+    with pytest.raises(ConfigError) as caught:
+        dataset(file, **args)
+    assert message in str(caught.value)
+
+
+# -- with hooks --
+
+SPEC_GENERATE = """
+    from stretto.vime import Sample, post
+
+    class Letters:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [ord(c) for c in text]}
+        def decode(self, ids):
+            return "".join(map(chr, ids))
+
+    async def generate(args, sample: Sample, sampling_params) -> Sample:
+        tokenizer = Letters()
+        prompt_token_ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+        output = await post(
+            f"http://{args.vllm_router_ip}:{args.vllm_router_port}/inference/v1/generate",
+            {
+                "model": args.hf_checkpoint,
+                "token_ids": prompt_token_ids,
+                "sampling_params": {"max_tokens": sampling_params["max_new_tokens"], "logprobs": 1},
+            },
+        )
+        choice = output["choices"][0]
+        content = choice["logprobs"]["content"]
+        assert [each["token_id"] for each in content] == choice["token_ids"]
+        sample.rollout_log_probs = [each["logprob"] for each in content]
+        response_token_ids = list(choice.get("token_ids") or [])
+        sample.tokens = prompt_token_ids + response_token_ids
+        sample.response_length = len(response_token_ids)
+        finish_reason = choice.get("finish_reason") or "stop"
+        if finish_reason == "length":
+            sample.status = Sample.Status.TRUNCATED
+        elif finish_reason in ("abort", "cancelled"):
+            sample.status = Sample.Status.ABORTED
+        else:
+            sample.status = Sample.Status.COMPLETED
+        sample.response = tokenizer.decode(response_token_ids).removesuffix(".")
+        return sample
+"""
+
+
+def test_a_generate_function_as_documented_plays_rollouts(file, module):
+    env = dataset(file, generate=f"{module(SPEC_GENERATE)}:generate")
+    group, engine = play(env, members=6)
+    assert engine.num_requests == 6
+    for rollout in group.rollouts:
+        (branch,) = rollout.branches
+        assert rollout.status is RolloutStatus.FINISHED
+        assert rollout.reward == float(sampled_text(branch) == "word0.")
+        assert branch.logprobs[branch.is_sampled].all() and branch.versions
+    assert {r.reward for r in group.rollouts} == {0.0, 1.0}
+
+
+def test_what_a_request_cannot_change_is_refused_or_warned_about(file, module, caplog):
+    def generating(more: str) -> str:
+        return module(f"""
+            from stretto.vime import post
+
+            async def generate(args, sample, sampling_params):
+                tokens = [ord(c) for c in sample.prompt]
+                url = "http://127.0.0.1:8000/inference/v1/generate"
+                output = await post(url, {{"token_ids": tokens, {more}}})
+                reply = output["choices"][0]["token_ids"]
+                assert "logprobs" not in output["choices"][0]
+                sample.tokens, sample.response_length = tokens + reply, len(reply)
+                sample.status, sample.reward = sample.Status.COMPLETED, 0.5
+                return sample
+        """)
+
+    name = generating('"stream": True')
+    group, _ = play(dataset(file, generate=f"{name}:generate", reward="exact"), members=1)
+    assert "stream: a turn of a rollout is answered whole" in group.rollouts[0].error
+    name = generating('"cache_salt": "mine", "sampling_params": {"seed": 3}')
+    group, _ = play(dataset(file, generate=f"{name}:generate", reward="exact"), members=2)
+    assert all(rollout.reward == 0.5 for rollout in group.rollouts), group.rollouts[0].error
+    assert caplog.text.count("cache_salt, seed of a request inside `generate` has no effect") == 1
+
+
+async def test_a_reply_may_take_longer_than_any_limit_of_the_http_library(monkeypatch):
+    """Its default, five minutes, is lowered: the request would be sent again and again."""
+    asked = []
+    monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
+
+    async def answer(request):
+        asked.append(await request.json())
+        await asyncio.sleep(0.5)
+        return web.json_response({"done": True})
+
+    app = web.Application()
+    app.router.add_post("/slow", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        assert await post(f"http://127.0.0.1:{runner.addresses[0][1]}/slow", {"a": 1}, max_retries=1) == {
+            "done": True
+        }
+        assert asked == [{"a": 1}]
+    finally:
+        await runner.cleanup()
+
+
+def test_masked_tokens_and_turns_in_no_returned_sample_are_not_trained(file, module):
+    name = module("""
+        from stretto.vime import post
+
+        async def ask(tokens):
+            url = "http://127.0.0.1:8000/inference/v1/generate"
+            output = await post(url, {"token_ids": tokens})
+            return output["choices"][0]["token_ids"]
+
+        async def generate(args, sample, sampling_params):
+            prompt = [ord(c) for c in sample.prompt]
+            await ask(prompt)                                    # thrown away
+            first = await ask(prompt)
+            tool = [ord(c) for c in "Tool.A"]
+            second = await ask(prompt + first + tool)
+            sample.tokens = prompt + first + tool + second
+            sample.response_length = len(first + tool + second)
+            sample.loss_mask = [1] * len(first) + [0] * len(tool + second[:1]) + [1] * len(second[1:])
+            sample.status, sample.reward = sample.Status.COMPLETED, 0.75
+            return sample
+    """)
+    group, engine = play(dataset(file, generate=f"{name}:generate", reward="exact"), members=1)
+    (rollout,) = group.rollouts
+    assert engine.num_requests == 3 and rollout.reward == 0.75
+    (branch,) = rollout.branches
+    text = "".join(map(chr, branch.token_ids))
+    first, second = text.removeprefix("Uword0.A").split("Tool.A")
+    assert sampled_text(branch) == first + second[1:]
+    scored, _ = assign_advantages(group, GrpoAlgo())
+    (sample,) = to_samples([scored])
+    assert sample.loss_mask.sum() == len(first + second) - 1
+
+
+def test_a_removed_sample_counts_in_its_group_and_is_not_trained(file, module):
+    name = module(SPEC_GENERATE + "\n    async def but_not_wrong_ones(args, sample, sampling_params):\n"
+                  "        sample = await generate(args, sample, sampling_params)\n"
+                  "        sample.remove_sample = sample.response != sample.label\n"
+                  "        return sample\n")  # fmt: skip
+    group, _ = play(dataset(file, generate=f"{name}:but_not_wrong_ones"), members=8)
+    group, _ = assign_advantages(group, GrpoAlgo())
+    assert {r.reward for r in group.rollouts} == {0.0, 1.0}
+    right = [r.rollout_id for r in group.rollouts if r.reward]
+    assert [s.sample_id.partition("/")[0] for s in to_samples([group])] == right
+    assert all(s.advantages.max() < 1 for s in to_samples([group]))
+
+
+def test_several_samples_of_one_call_are_one_rollout(file, module):
+    name = module(SPEC_GENERATE + "\n    async def twice(args, sample, sampling_params):\n"
+                  "        import copy\n"
+                  "        both = [copy.copy(sample) for _ in range(2)]\n"
+                  "        return [await generate(args, each, sampling_params) for each in both]\n")  # fmt: skip
+    group, _ = play(dataset(file, generate=f"{name}:twice"), members=6)
+    for rollout in group.rollouts:
+        assert len(rollout.branches) == 2
+        assert rollout.reward == sum(sampled_text(b) == "word0." for b in rollout.branches) / 2
+
+
+def test_tokens_that_were_not_sampled_are_refused_with_their_position(file, module):
+    name = module(SPEC_GENERATE + "\n    async def anew(args, sample, sampling_params):\n"
+                  "        sample = await generate(args, sample, sampling_params)\n"
+                  "        sample.tokens[-1] = 7\n"
+                  "        return sample\n")  # fmt: skip
+    group, _ = play(dataset(file, generate=f"{name}:anew"), members=1, answer=lambda *_: "word0")
+    (rollout,) = group.rollouts
+    assert rollout.status is RolloutStatus.FAILED
+    assert "differs from token 13 on from what the policy was given and sampled" in rollout.error
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 3", "generate returned int; return the sample"),
+        ("sample.response_length = 5; return sample", "response_length = 5, but the sample has 0 tokens"),
+        ("raise KeyError('x')", ":3: KeyError: 'x'"),
+        ("return sample.nothing", ":3: AttributeError: 'Sample' object has no attribute 'nothing'"),
+        ("import json; json.loads('{')", ".py:3 (in "),
+        ("return args.nothing", "args has no 'nothing'; it has apply_chat_template"),
+        ("sample.status = Sample.Status.FAILED; return sample", "the sample's status is FAILED"),
+        ("await post('http://127.0.0.1:8000/inference/v1/generate', {}); return sample", "needs `token_ids`"),
+        (
+            "await post(f'http://{args.vllm_router_ip}:{args.vllm_router_port}/inference/v1/generate', "
+            "{'token_ids': [65], 'sampling_params': {'beam': 1}})",
+            "sampling_params has beam; a turn of a rollout accepts",
+        ),
+    ],
+)
+def test_an_error_of_a_hook_fails_its_rollout_with_file_and_line(file, module, body, message):
+    name = module(f"""from stretto.vime import Sample, post
+async def generate(args, sample, sampling_params):
+    {body}
+""")
+    group, _ = play(dataset(file, generate=f"{name}:generate"), members=2)
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.FAILED and message in rollout.error, rollout.error
+        assert "Traceback" not in rollout.error
+
+
+def test_requests_to_other_servers_are_plain_http_even_with_the_path_of_the_policy():
+    class Policy:
+        async def generate(self, prompt_ids, **sampling):
+            raise AssertionError("this was not for the policy")
+
+    answers = iter([500, 200, 404])
+
+    async def answer(request):
+        status = next(answers)
+        return web.json_response({"said": await request.json()} if status == 200 else {}, status=status)
+
+    async def main():
+        nonlocal answers
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            others = {"teacher": f"http://127.0.0.1:{runner.addresses[0][1]}/v1"}
+            args = Arguments(**addresses_of(RUN.engine_urls, others))
+            assert args.vllm_model_routers["actor"] == ("127.0.0.1", 8000)
+            url = get_model_url(args, "teacher")
+            with requests_as_turns(Policy(), RUN.engine_urls):
+                assert await post(url, {"token_ids": [1]}) == {"said": {"token_ids": [1]}}  # after a 500
+                with pytest.raises(EngineError, match=r"generate: 404"):
+                    await post(url, {})
+                with pytest.raises(AssertionError, match="not for the policy"):
+                    await post(get_model_url(args), {"token_ids": [1]})
+            answers = iter([200, 200, 200])
+            versions = iter([7, 8, 9])
+            with requests_to_engines([others["teacher"]], lambda: next(versions)):
+                assert (await post(url, {"a": 1}))["said"] == {"a": 1, "cache_salt": "7"}
+                assert (await post(url, {"a": 1}))["said"] == {"a": 1, "cache_salt": "8"}
+                assert (await post(url, {"cache_salt": "mine"}))["said"] == {"cache_salt": "mine"}
+            with pytest.raises(EnvError, match="no model 'ref' in this run; it has actor, teacher"):
+                get_model_url(args, "ref")
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+def test_the_address_of_a_model_is_the_configured_one():
+    policy = ("https://engines.example/pool/v1", "https://other.example/v1")
+    args = Arguments(**addresses_of(policy, {"teacher": "http://127.0.0.1:9000"}))
+    assert get_model_url(args) == "https://engines.example/pool/inference/v1/generate"
+    assert get_model_url(args, "teacher", "/v1/models") == "http://127.0.0.1:9000/v1/models"
+    assert (args.vllm_router_ip, args.vllm_router_port) == ("engines.example", 443)
+    args.vllm_model_routers["judge"] = ("10.0.0.1", 8001)
+    assert get_model_url(args, "judge") == "http://10.0.0.1:8001/inference/v1/generate"
+    nowhere = Arguments(**addresses_of((), {}))
+    with pytest.raises(EnvError, match="no model 'actor' in this run; worker processes know no addresses"):
+        get_model_url(nowhere)
+
+
+def test_rewards_by_function_may_be_dictionaries_and_know_the_metadata(file, module):
+    name = module("""
+        async def rm(args, sample):
+            assert sample.label == "word0" and sample.metadata == {"n": 0} and args.bonus == 2
+            return {"right": float(sample.response == sample.label), "score": args.bonus * len(sample.response)}
+    """)
+    args = {"reward": f"{name}:rm", "reward_key": "score", "hook_args": {"bonus": 2}}
+    group, _ = play(dataset(file, **args), members=2)
+    assert [r.reward for r in group.rollouts] == [
+        2.0 * (len(sampled_text(r.branches[0])) - 1) for r in group.rollouts
+    ]
+    group, _ = play(dataset(file, **args | {"reward_key": None}), members=1)
+    assert (
+        "the reward has the keys ['right', 'score']; name one of them as reward_key"
+        in group.rollouts[0].error
+    )
+
+
+def test_a_reward_function_gets_the_whole_sample(file, module):
+    name = module("""
+        def rm(args, sample):
+            text = "".join(map(chr, sample.tokens))
+            assert text == "Uword0.A" + sample.response + "." * (sample.status is sample.Status.COMPLETED)
+            assert sample.response_length == len(text) - len("Uword0.A")
+            return float(sample.status is sample.Status.TRUNCATED)
+    """)
+    says = lambda prompt, rng, version: rng.choice(["short", "much too long"])
+    group, _ = play(dataset(file, reward=f"{name}:rm"), answer=says, members=8)
+    assert {r.reward for r in group.rollouts} == {0.0, 1.0}, group.rollouts[0].error
+    assert all((r.status is RolloutStatus.TRUNCATED) == r.reward for r in group.rollouts)
+
+
+def test_a_generate_function_gets_the_sampling_of_its_rollout(file, module):
+    name = module("""
+        from stretto.vime import post
+
+        async def generate(args, sample, sampling_params):
+            assert sampling_params == {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_new_tokens": 3}
+            tokens = [ord(c) for c in sample.prompt]
+            payload = {"token_ids": tokens, "sampling_params": sampling_params}
+            output = await post("http://127.0.0.1:8000/inference/v1/generate", payload)
+            reply = output["choices"][0]["token_ids"]
+            sample.tokens, sample.response_length, sample.reward = tokens + reply, len(reply), 1.0
+            sample.status = sample.Status.COMPLETED
+            return sample
+    """)
+    sampling = SamplingSection(max_completion_tokens=3, temperature=0.5)
+    group, _ = play(dataset(file, generate=f"{name}:generate"), members=2, sampling=sampling)
+    for rollout in group.rollouts:
+        assert rollout.reward == 1.0 and rollout.branches[0].temperature == 0.5, rollout.error
+        assert rollout.num_sampled_tokens == 3
+
+
+def test_a_function_may_reward_a_whole_group(file, module):
+    name = module("""
+        def rm(args, samples):
+            lengths = [len(s.response) for s in samples]
+            assert all(s.response_length == len(s.rollout_log_probs) == sum(s.loss_mask) > 0 for s in samples)
+            assert all(len(s.tokens) == len("Uword0.A") + s.response_length for s in samples)
+            assert all(s.weight_versions and s.metadata == {"n": 0} for s in samples)
+            return [float(n == min(lengths)) for n in lengths]
+    """)
+    env = dataset(file, reward=f"{name}:rm", group_reward=True)
+    group, _ = play(env, members=8)
+    lengths = [len(sampled_text(r.branches[0])) for r in group.rollouts]
+    assert [r.reward for r in group.rollouts] == [float(n == min(lengths)) for n in lengths]
+    wrong = module("def rm(args, samples):\n    return [1.0]\n")
+    group, _ = play(dataset(file, reward=f"{wrong}:rm", group_reward=True), members=2)
+    assert all("return a reward for each of 2 samples" in r.error for r in group.rollouts)
+
+
+def test_group_reward_gets_the_samples_that_generate_returned(file, module):
+    """The function gets all samples of each call as `generate` left them; rewards that it set are not changed."""
+    name = module(
+        SPEC_GENERATE
+        + """
+    async def twice(args, sample, sampling_params):
+        import copy
+        both = []
+        for number in range(2):
+            each = await generate(args, copy.deepcopy(sample), sampling_params)
+            each.metadata["number"], each.response = number, f"mine {number}"
+            both.append(each)
+        both[0].reward = 0.75
+        return both
+
+    def rm(args, samples):
+        assert [s.response for s in samples] == ["mine 0", "mine 1"] * 3
+        assert [s.metadata for s in samples] == [{**s.metadata, "n": 0, "number": i % 2} for i, s in enumerate(samples)]
+        assert all(s.tokens and "messages" in s.metadata and isinstance(s.prompt, str) for s in samples)
+        assert [(s.index, s.group_index, s.rollout_id) for s in samples[::2]] == [(i, 0, f"g0.{i}") for i in range(3)]
+        return [0.25] * len(samples)
+    """
+    )
+    env = dataset(file, generate=f"{name}:twice", reward=f"{name}:rm", group_reward=True)
+    group, _ = play(env, members=3)
+    assert [r.reward for r in group.rollouts] == [0.5] * 3, group.rollouts[0].error
+    unasked = module(
+        SPEC_GENERATE
+        + """
+    async def paid(args, sample, sampling_params):
+        sample = await generate(args, sample, sampling_params)
+        sample.reward = 0.75
+        return sample
+
+    def rm(args, samples):
+        raise AssertionError("they have their rewards")
+    """
+    )
+    env = dataset(file, generate=f"{unasked}:paid", reward=f"{unasked}:rm", group_reward=True)
+    assert [r.reward for r in play(env, members=2)[0].rollouts] == [0.75] * 2
+
+
+def test_functions_about_one_sample_get_its_ids(file, module):
+    name = module(
+        SPEC_GENERATE
+        + """
+    def expect(sample):
+        assert sample.rollout_id == f"g{sample.group_index}.{sample.index}", sample.rollout_id
+
+    async def knowing(args, sample, sampling_params):
+        expect(sample)
+        return await generate(args, sample, sampling_params)
+
+    def rm(args, sample):
+        expect(sample)
+        return float(sample.index + 10 * sample.group_index)
+    """
+    )
+    for more in ({}, {"generate": f"{name}:knowing"}):
+        group, _ = play(dataset(file, reward=f"{name}:rm", **more), members=3, index=2)
+        assert [r.reward for r in group.rollouts] == [20.0, 21.0, 22.0], group.rollouts[0].error
+
+
+def test_args_have_the_sampling_and_the_group_size_of_the_section(file, tmp_path):
+    """The environment's, else the eval's, else the run's."""
+    named = {"id": "dataset", "args": {"path": str(file), "eval_path": str(file)}}
+    cfg = config(
+        tmp_path,
+        env=[named | {"name": "plain"}, named | {"name": "own", "group_size": 2, "sampling": {"top_k": 5}}],
+        train={"sampling": {"temperature": 0.9, "max_completion_tokens": 7}, "replay": {}},
+        eval={
+            "env": [named | {"name": "held"}, named | {"name": "cold", "sampling": {"temperature": 0.1}}],
+            "group_size": 3,
+            "sampling": {"temperature": 0.6, "max_completion_tokens": 30},
+        },
+    )
+    seen = lambda env: (
+        env.args.n_samples_per_prompt,
+        env.args.rollout_temperature,
+        env.args.rollout_top_k,
+        env.args.rollout_max_response_len,
+    )
+    run = run_info(cfg, RENDERER, cfg.train.sampling, None)
+
+    async def main():
+        async with AsyncExitStack() as stack:
+            train = [build_env(section, run=run) for section in cfg.env]
+            assert list(map(seen, train)) == [(cfg.group_size, 0.9, None, 7), (2, 0.9, 5, 7)]
+            evals = eval_envs(cfg.eval, train, cfg.run_dir, stack, run)
+            assert list(map(seen, evals)) == [(3, 0.6, None, 30), (3, 0.1, None, 30)]
+
+    asyncio.run(main())
+
+
+def test_in_an_eval_hooks_get_the_address_of_the_engine_that_it_starts(tmp_path):
+    cfg = EvalConfig.model_validate(
+        {
+            "model": str(tmp_path),
+            "output_dir": tmp_path,
+            "run": {"name": "e"},
+            "eval": {"env": [{"id": "dataset"}]},
+        }
+    )
+    free = with_server_address(cfg)
+    url = f"http://127.0.0.1:{free.inference.server.port}/v1"
+    assert run_info(free, RENDERER, cfg.eval.sampling, None).engine_urls == (free.client.base_url,) == (url,)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = {"port": taken.getsockname()[1]}
+        with pytest.raises(ConfigError, match="is taken by another process"):
+            with_server_address(
+                EvalConfig.model_validate(cfg.model_dump() | {"inference": {"server": server}})
+            )
+    assert with_server_address(cfg.model_copy(update={"model": None})).client == cfg.client
+
+
+# -- the sample itself --
+
+
+def test_a_sample_grows_shrinks_and_round_trips_through_a_dictionary():
+    sample = Sample(prompt="a", tokens=[1, 2])
+    sample.append_response_tokens([3, 4], [-0.5, -0.25], text="bc")
+    sample.append_response_tokens([9, 9], trainable=False, text="!!")
+    sample.append_response_tokens([5], [-1.0])
+    assert (sample.loss_mask, sample.effective_response_length) == ([1, 1, 0, 0, 1], 3)
+    assert sample.rollout_log_probs == [-0.5, -0.25, 0.0, 0.0, -1.0]
+    sample.strip_last_output_tokens(2)
+    assert (sample.tokens, sample.loss_mask, sample.response_length) == ([1, 2, 3, 4, 9], [1, 1, 0], 3)
+    sample.check()
+    again = Sample.from_dict(sample.to_dict() | {"mine": 4})
+    assert again.mine == 4 and again.to_dict() == sample.to_dict() | {"mine": 4}
+    with pytest.raises(EnvError, match="give one per token"):
+        sample.append_response_tokens([1, 2], [-0.5])
+    sample.loss_mask = [1]
+    with pytest.raises(EnvError, match="loss_mask has 1 entries for a response of 3 tokens"):
+        sample.check()

@@ -1,0 +1,208 @@
+"""The command line: verbs, help, exit statuses, and which libraries are not imported."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from stretto import cli
+from stretto.base import keeper
+from stretto.config.describe import COMMON_KEYS, ROOTS, help_text, markdown
+from stretto.config.load import load
+from stretto.config.section import all_paths
+from stretto.config.synonyms import SYNONYMS
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    """`python -m stretto ...` in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", *words], capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_stretto_alone_lists_the_verbs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {verb} " in out for verb in ROOTS)
+
+
+def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["orchestrate"]) == 2
+    assert "did you mean `orchestrator`?" in capsys.readouterr().err
+    assert cli.main(["x"]) == 2
+    assert "the verbs are rl, sft" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0 and cli.run_verb("rl", ["--version"]) == 0
+    assert capsys.readouterr().out == "stretto 0.1.0\n" * 2
+
+
+def test_every_console_script_exists() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"stretto", *ROOTS}
+    for target in scripts.values():
+        module, _, name = target.partition(":")
+        assert module == "stretto.cli" and callable(getattr(cli, name))
+
+
+@pytest.mark.parametrize("verb", ROOTS)
+def test_help_shows_every_key_with_meaning_and_default(verb: str) -> None:
+    words = help_text(verb, ROOTS[verb], "all", width=10_000)
+    for path, _, key in all_paths(ROOTS[verb]):
+        flag = f"--{path.replace('_', '-')}"
+        if key.item_sections:
+            assert f"[[{path}]]" in words
+        elif len(key.sections) != 1:
+            rows = [part.split("\n  --", 1)[0] for part in words.split(f"\n  {flag}")[1:]]
+            assert any(key.doc in row and ("default: " in row or "required" in row) for row in rows), flag
+
+
+def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rl", "--help", "normalize-std"]) == 0
+    flags = [line.split()[0] for line in capsys.readouterr().out.split("\n") if line.startswith("  --")]
+    assert flags and all(flag.endswith("normalize-std") for flag in flags)
+    assert cli.main(["rl", "--help", "group-size"]) == 0
+    flags = {line.split()[0] for line in capsys.readouterr().out.split("\n") if line.startswith("  --")}
+    assert {"--orchestrator.group-size", "--orchestrator.eval.rollouts-per-example"} <= flags
+    assert cli.main(["rl", "--help", "nonsense"]) == 0
+    assert "no key of `stretto rl` contains `nonsense`" in capsys.readouterr().out
+
+
+def test_the_config_page_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "config.md").read_text()
+    assert written == markdown(), "run: python -m stretto.config.describe > docs/config.md"
+
+
+def test_a_wrong_config_is_one_message_and_status_2() -> None:
+    status, out, err = run("rl", "--max-stepz", "3", "@", "nothing.toml")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: 2 problems in the configuration of `stretto rl`\n")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("sft", "--data.type environment --data.id sort-letters --max-steps 3"),
+        ("trainer", "--max-steps 3"),
+        ("orchestrator", "--env.0.id sort-letters"),
+        ("inference", "--model m"),
+        ("eval", "--model m --env.0.id sort-letters"),
+    ],
+)
+def test_a_dry_run_prints_the_resolved_config(
+    verb: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, *words.split(), "--dry-run"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert ROOTS[verb].model_validate(printed).run_name
+
+
+def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
+    words = f"rl --orchestrator.env.0.id sort-letters --max-steps 3 --output-dir {tmp_path} --dry-run".split()
+    code = (
+        f"import sys; from stretto.cli import main; status = main({words!r});"
+        "heavy = {'torch', 'transformers', 'renderers', 'aiohttp', 'pyarrow', 'matplotlib'};"
+        "print(status, sorted(heavy"
+        " & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "0 []\n"
+
+
+def test_a_second_signal_at_once_writes_no_second_line() -> None:
+    code = (
+        "import os, signal\n"
+        "from stretto import cli\n"
+        "write = os.write\n"
+        "def write_and_signal(*args): write(*args); os.kill(os.getpid(), signal.SIGINT)\n"
+        "os.write = write_and_signal\n"
+        "cli._start_command()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n"), done
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_python_exits_does_not_change_the_status(number: signal.Signals) -> None:
+    code = (
+        "import os, sys\n"
+        "from stretto import cli\n"
+        "class Last:\n"
+        f"    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, {number:d})\n"
+        "last = Last()  # deleted with this module, when Python has taken its signal handlers away\n"
+        "sys.argv = ['rl', '--version']\n"
+        "sys.exit(cli.main_rl() + 3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, ""), done
+
+
+def test_an_unexpected_error_is_one_line_and_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(words: list[str], called: str) -> int:
+        return {}["absent"]
+
+    monkeypatch.setitem(cli._VERBS, "rl", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv(keeper.VARIABLE, raising=False)
+    assert cli.main(["rl"]) == 1
+    out, err = capsys.readouterr()
+    [file] = tmp_path.iterdir()
+    assert (
+        err.count("\n") == 1
+        and f"error: KeyError: 'absent' ({__file__}:" in err
+        and str(file) in err
+        and not out
+    )
+    assert file.read_text().startswith("Traceback") and "in fail" in file.read_text()
+    # In a process of a run the log has all of it.
+    monkeypatch.setenv(keeper.VARIABLE, "1.1;")
+    with pytest.raises(KeyError):
+        cli.main(["rl"])
+
+
+def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description() -> None:
+    assert "--trainer.optim.lr" in help_text("rl", ROOTS["rl"], "learning_rate")
+    assert "--monitors.tensorboard" in help_text("rl", ROOTS["rl"], "tensorboard")
+    assert "--orchestrator.max-async-level" in help_text("rl", ROOTS["rl"], "synchronous")
+    assert "no key of `rl` contains `xyzzy`" in help_text("rl", ROOTS["rl"], "xyzzy")
+
+
+def test_every_key_that_another_name_points_at_exists() -> None:
+    known = {path for root in ROOTS.values() for path, _, _ in all_paths(root)}
+    assert {path for paths in SYNONYMS.values() for path in paths} <= known
+
+
+@pytest.mark.parametrize("verb", ["rl", "sft"])
+def test_help_alone_is_one_screen_of_what_people_set(verb: str) -> None:
+    lines = help_text(verb, ROOTS[verb], width=120).splitlines()
+    assert len(lines) < 50 and f"`{verb} --help all` shows all" in lines[-1]
+    known = {path for path, _, _ in all_paths(ROOTS[verb])}
+    assert set(COMMON_KEYS[ROOTS[verb]].split()) <= known
+
+
+def test_init_writes_a_project_whose_files_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "mine"
+    assert cli.main(["init", str(directory)]) == 0
+    monkeypatch.chdir(directory)
+    assert {path.name for path in directory.iterdir()} == {"envs.py", "sft.toml", "rl.toml", "README.md"}
+    for verb in ("sft", "rl"):
+        load(ROOTS[verb], ["@", f"{verb}.toml"])
+    before = (directory / "rl.toml").read_text()
+    assert cli.main(["init", str(directory)]) == 2 and (directory / "rl.toml").read_text() == before
+    (tmp_path / "file").write_text("")
+    assert cli.main(["init", str(tmp_path / "file" / "below")]) == 2

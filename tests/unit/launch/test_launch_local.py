@@ -1,0 +1,241 @@
+"""launch/run/supervisor.py with small scripts in place of the three processes: how a run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from waiting import is_running, until
+
+# A stand-in for one process of a run: it does what `plan` says, and leaves files in its directory.
+STAND_IN = """
+import json, os, signal, sys, time
+from pathlib import Path
+from stretto.base.status import report
+role, plan, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+stop = []
+signal.signal(signal.SIGINT, lambda *_: stop.append(1))
+if "deaf" in plan:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(f"{role} is up", flush=True)
+(directory / f"{role}.pid").write_text(str(os.getpid()))
+if "meets" in plan:
+    report("phase", text="waiting for the engine", is_early=True)
+if "talks" in plan:
+    report("step", step=1, max_steps=3, reward=0.5)
+if "says" in plan:
+    print("error: it says why", flush=True)
+if "exits" in plan:
+    sys.exit(int(plan.split("exits")[1]))
+while True:
+    time.sleep(0.01)
+    if stop and "finishes" in plan:
+        (directory / "finished").touch()
+        sys.exit(0)
+    if "follows" in plan and (directory / "finished").exists():
+        sys.exit(0)
+"""
+
+LAUNCHER = """
+import asyncio, os, sys
+from pathlib import Path
+from stretto.base.paths import RunDir
+from stretto.launch.run.console import Console
+from stretto.launch.run.supervisor import STOP_SIGNALS, Supervisor, Timeouts
+from stretto.launch.plan.plan import ProcessSpec
+directory, stand_in = Path(sys.argv[1]), sys.argv[2]
+timeouts = Timeouts(**eval(sys.argv[3]))
+specs = [
+    ProcessSpec(role, 0, 1, (sys.executable, "-c", stand_in, role, plan, str(directory)), {}, (), 1, {})
+    for role, plan in (pair.split("=") for pair in sys.argv[4:])
+]
+causes = {"orchestrator": "LIKELY CAUSE"}
+supervisor = Supervisor(specs, RunDir(directory), Console(sys.stdout), timeouts=timeouts, likely_causes=causes)
+code = asyncio.run(supervisor.run())
+for number in STOP_SIGNALS:
+    os.kill(os.getpid(), number)  # too late to change the exit status
+sys.exit(code)
+"""
+
+
+class Launcher:
+    """A launcher with stand-ins, in a separate process."""
+
+    def __init__(self, directory: Path, timeouts: dict | None = None, **plans: str) -> None:
+        self.directory = directory
+        self.roles = list(plans)
+        timeouts = {"stall_s": 600.0, "finish_s": 600.0, "grace_s": 1.0} | (timeouts or {})
+        pairs = [f"{role}={plan}" for role, plan in plans.items()]
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(directory), STAND_IN, repr(timeouts), *pairs],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    async def pid(self, role: str) -> int:
+        path = self.directory / f"{role}.pid"
+        await until(lambda: path.exists() and path.read_text())
+        return int(path.read_text())
+
+    async def is_up(self) -> None:
+        for role in self.roles:
+            await self.pid(role)
+
+    async def says(self, text: str) -> None:
+        """Read output until a line holds the text."""
+        assert self.popen.stdout is not None
+        async with asyncio.timeout(30):
+            while text not in (line := await asyncio.to_thread(self.popen.stdout.readline)):
+                assert line, f"the launcher ended without saying {text!r}"
+
+    async def end(self) -> tuple[int, str]:
+        output, _ = await asyncio.to_thread(self.popen.communicate, timeout=30)
+        return self.popen.returncode, output
+
+    async def all_have_ended(self) -> None:
+        for role in self.roles:
+            # A process that was stopped at once has written no pid.
+            if (self.directory / f"{role}.pid").exists():
+                pid = await self.pid(role)
+                await until(lambda pid=pid: not is_running(pid))
+
+
+ALL = {"inference": "waits", "orchestrator": "talks finishes", "trainer": "follows"}
+
+
+@pytest.mark.parametrize("victim", ["inference", "orchestrator", "trainer"])
+async def test_any_killed_process_ends_the_run_with_its_name_its_signal_and_its_last_lines(
+    tmp_path: Path, victim: str
+) -> None:
+    launcher = Launcher(tmp_path, **ALL)
+    await launcher.is_up()
+    os.kill(await launcher.pid(victim), signal.SIGKILL)
+    killed_at = time.monotonic()
+    code, output = await launcher.end()
+    assert code == 1
+    assert f"FAILED: {victim} (pid" in output and "killed by SIGKILL (9)" in output
+    assert f"    {victim} is up" in output
+    assert time.monotonic() - killed_at < 10, "the rest must be stopped within 10 s"
+    await launcher.all_have_ended()
+
+
+async def test_processes_that_ignore_sigterm_are_killed(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, inference="deaf", orchestrator="deaf talks", trainer="deaf")
+    await launcher.is_up()
+    os.kill(await launcher.pid("trainer"), signal.SIGKILL)
+    assert (await launcher.end())[0] == 1
+    await launcher.all_have_ended()
+
+
+async def test_a_run_succeeds_when_orchestrator_and_trainer_do_and_inference_is_stopped(
+    tmp_path: Path,
+) -> None:
+    launcher = Launcher(tmp_path, inference="waits", orchestrator="talks exits0", trainer="exits0")
+    code, output = await launcher.end()
+    assert code == 0 and "step 1/3 | reward 0.500" in output and "FAILED" not in output
+    await launcher.all_have_ended()
+
+
+async def test_an_exit_code_of_the_trainer_is_reported(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, inference="waits", orchestrator="talks finishes", trainer="exits3")
+    code, output = await launcher.end()
+    assert code == 1 and "FAILED: trainer" in output and "exit code 3" in output
+
+
+@pytest.mark.parametrize(
+    ("end", "is_explained"), [("exits3", True), ("exits1", True), ("says exits1", False)]
+)
+async def test_an_unexplained_end_is_reported_with_its_likely_cause(
+    tmp_path: Path, end: str, is_explained: bool
+) -> None:
+    launcher = Launcher(tmp_path, inference="waits", orchestrator=end, trainer="waits")
+    code, output = await launcher.end()
+    assert code == 1 and "FAILED: orchestrator" in output and ("LIKELY CAUSE" in output) == is_explained
+
+
+async def test_inference_that_ends_by_itself_is_a_failure(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, **(ALL | {"inference": "exits0"}))
+    code, output = await launcher.end()
+    assert code == 1 and "FAILED: inference" in output and "not asked to end" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_one_signal_lets_the_orchestrator_finish_its_step(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    launcher = Launcher(tmp_path, **ALL)
+    await launcher.is_up()
+    await launcher.says("step 1/3")
+    launcher.popen.send_signal(number)
+    code, output = await launcher.end()
+    assert code == 0 and "finishing this step" in output
+    assert (tmp_path / "finished").exists()
+    await launcher.all_have_ended()
+
+
+async def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, **(ALL | {"orchestrator": "talks"}))
+    await launcher.is_up()
+    await launcher.says("step 1/3")
+    launcher.popen.send_signal(signal.SIGINT)
+    await launcher.says("finishing this step")
+    launcher.popen.send_signal(signal.SIGINT)
+    code, output = await launcher.end()
+    assert code == 130 and "stopped at once" in output
+    await launcher.all_have_ended()
+
+
+async def test_a_signal_before_the_first_report_has_nothing_to_save(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, **(ALL | {"orchestrator": "waits"}))
+    await launcher.is_up()
+    launcher.popen.send_signal(signal.SIGINT)
+    code, output = await launcher.end()
+    assert code == 0 and "nothing to save" in output
+    await launcher.all_have_ended()
+
+
+async def test_a_signal_while_processes_wait_for_each_other_stops_at_once(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, **(ALL | {"orchestrator": "meets finishes"}))
+    await launcher.is_up()
+    await launcher.says("waiting for the engine")
+    launcher.popen.send_signal(signal.SIGINT)
+    code, output = await launcher.end()
+    assert code == 0 and "nothing to save" in output and not (tmp_path / "finished").exists()
+    await launcher.all_have_ended()
+
+
+async def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, inference="deaf", orchestrator="talks", trainer="deaf")
+    await launcher.is_up()
+    launcher.popen.kill()
+    await launcher.end()
+    await launcher.all_have_ended()
+
+
+async def test_a_stalled_run_is_stopped(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, {"stall_s": 1.0}, **ALL)
+    code, output = await launcher.end()
+    assert code == 70 and "nothing moved for 1s" in output and "from orchestrator, trainer" in output
+
+
+async def test_a_trainer_that_does_not_end_after_the_orchestrator_is_named(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, {"end_s": 0.3}, inference="waits", orchestrator="exits0", trainer="waits")
+    code, output = await launcher.end()
+    assert code == 70 and "orchestrator ended 0.3s ago and trainer did not" in output
+
+
+async def test_a_resumed_process_appends_to_its_log_and_only_its_own_lines_are_shown(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "trainer.log"
+    log.parent.mkdir()
+    log.write_text("of the run before\n")
+    launcher = Launcher(tmp_path, **(ALL | {"trainer": "exits3"}))
+    _, output = await launcher.end()
+    assert "of the run before" not in output
+    assert log.read_text() == "of the run before\ntrainer is up\n"

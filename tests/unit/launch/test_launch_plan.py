@@ -1,0 +1,616 @@
+"""launch/plan/plan.py and base/rundir.py: the processes of a run, their devices, and the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto.base import ports, process, rundir
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.config.load import dump_text, load, shown_text
+from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
+from stretto.launch.plan import plan as planning
+
+TOML = """
+max_steps = 30
+seq_len = 64
+[model]
+name = "models/tiny"
+[orchestrator]
+batch_size = 32
+group_size = 8
+[[orchestrator.env]]
+id = "sort-letters"
+"""
+
+
+@pytest.fixture(autouse=True)
+def isolated_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, and no ports claimed by other runs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
+
+
+@pytest.fixture
+def config(tmp_path: Path):
+    file = tmp_path / "rl.toml"
+    file.write_text(TOML)
+
+    def build(*words: str) -> RLConfig:
+        return load(RLConfig, ["@", str(file), "--output-dir", str(tmp_path / "out"), *words])
+
+    return build
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """A port that another process (this one) listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield sock.getsockname()[1]
+
+
+def planned(cfg: RLConfig) -> planning.LaunchPlan:
+    return planning.plan(cfg, cfg.run_dir)
+
+
+# -- processes --
+
+
+def test_every_process_is_started_from_the_config_the_plan_writes(config) -> None:
+    plan = planned(config())
+    planning.write(plan, plan.run.path)
+    roots = {"trainer": TrainerConfig, "orchestrator": OrchestratorConfig, "inference": InferenceConfig}
+    assert [spec.role for spec in plan.processes] == ["inference", "orchestrator", "trainer"]
+    for spec in plan.processes:
+        _, _, _, verb, at, path = spec.argv
+        assert (verb, at) == (spec.role, "@")
+        assert load(roots[verb], ["@", path]) == plan.configs()[verb]
+    assert load(RLConfig, ["@", str(plan.run.config("rl"))]).trainer_config() == plan.trainer
+    evaluation = load(EvalConfig, ["@", str(plan.run.config("eval"))])
+    assert evaluation == plan.evaluation
+    # The run's port is not written: another process may use it when the eval is run.
+    assert "port" not in evaluation.inference.server.model_fields_set
+    assert json.loads(plan.run.plan.read_text())["batch"]["rollouts"] == 32
+
+
+def test_the_eval_config_of_a_run_has_the_settings_of_its_evals_without_their_intervals(
+    tmp_path: Path,
+) -> None:
+    own = {"id": "sort-letters", "interval": 5, "num_examples": 7, "sampling": {"temperature": 0.5}}
+    section = {
+        "env": [own],
+        "interval": 10,
+        "skip_first_step": True,
+        "group_size": 3,
+        "retrigger_on_resume": True,
+    }
+    cfg = RLConfig.model_validate(
+        {
+            "orchestrator": {"env": [{"id": "sort-letters", "ratio": 2.0}], "eval": section},
+            "output_dir": tmp_path,
+        }
+    )
+    evaluation = planned(cfg).evaluation.eval
+    assert evaluation.interval is None and evaluation.group_size == 3 and not evaluation.skip_first_step
+    (env,) = evaluation.env
+    assert (env.interval, env.num_examples, env.sampling.temperature) == (None, 7, 0.5)
+    without = RLConfig.model_validate(
+        {"orchestrator": {"env": [{"id": "sort-letters", "ratio": 2.0}]}, "output_dir": tmp_path}
+    )
+    assert [env.id for env in planned(without).evaluation.eval.env] == ["sort-letters"]
+
+
+def test_the_batch_shape_names_prompts_times_group_and_ranks_times_micro_batches(config) -> None:
+    batch = planned(config("--orchestrator.num-train-workers", "2")).batch
+    assert (batch.prompts, batch.group_size, batch.rollouts, batch.ranks) == (4, 8, 32, 2)
+    assert str(batch).startswith("4 prompts x group of 8 = 32 rollouts = 2 ranks x 1 to 16 micro batches")
+
+
+def test_without_inference_no_engine_is_started(config) -> None:
+    plan = planned(config("--no-inference"))
+    assert [spec.role for spec in plan.processes] == ["orchestrator", "trainer"]
+    assert "already running at" in planning.table(plan)
+
+
+def test_an_api_key_reaches_the_orchestrator_and_no_readable_file(config) -> None:
+    plan = planned(config("--inference.api-key", "s3cret"))
+    planning.write(plan, plan.run.path)
+    [orchestrator] = [spec for spec in plan.processes if spec.role == "orchestrator"]
+    assert orchestrator.env["VLLM_API_KEY"] == "s3cret"
+    for path in [plan.run.plan, *plan.run.configs.iterdir()]:
+        assert "s3cret" not in path.read_text() or path.stat().st_mode & 0o077 == 0
+
+
+def test_an_existing_file_becomes_unreadable_to_others_when_a_key_is_written(config) -> None:
+    plan = planned(config())
+    planning.write(plan, plan.run.path)
+    open_before = plan.run.config("rl").stat().st_mode
+    with_key = planned(config("--inference.api-key", "s3cret"))
+    planning.write(with_key, plan.run.path)
+    assert open_before & 0o044
+    for path in plan.run.configs.iterdir():
+        assert "s3cret" not in path.read_text() or path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_key_is_not_shown(config) -> None:
+    cfg = config("--inference.api-key", "s3cret", "--inference.vllm-extra.hf-token", "s3cret")
+    assert "s3cret" in dump_text(cfg) and "s3cret" not in shown_text(cfg)
+
+
+# -- cores and GPUs --
+
+
+@pytest.mark.parametrize(
+    ("cores", "engine", "trainer"), [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 2), (8, 3, 4), (64, 16, 16)]
+)
+def test_each_core_is_assigned_once(
+    config, monkeypatch: pytest.MonkeyPatch, cores: int, engine: int, trainer: int
+) -> None:
+    monkeypatch.setattr(process, "num_cores", lambda: cores)
+    plan = planned(config())
+    threads = {spec.role: spec.threads for spec in plan.processes}
+    assert threads == {"inference": engine, "orchestrator": 1, "trainer": trainer}
+    assert plan.trainer.num_threads == trainer and plan.inference is not None
+    assert plan.inference.num_threads == engine
+    for spec in plan.processes:
+        assert spec.env["OMP_NUM_THREADS"] == str(spec.threads)
+        assert spec.env["OMP_WAIT_POLICY"] == "PASSIVE" and spec.env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_users_threads_are_kept_and_too_many_are_noted(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "num_cores", lambda: 2)
+    plan = planned(config("--trainer.num-threads", "3"))
+    assert plan.trainer.num_threads == 3
+    assert any("4 threads on 2 cores" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("visible", "words", "inference", "trainer"),
+    [
+        ("0,1", [], ("0",), ("1",)),
+        ("6,7", [], ("6",), ("7",)),
+        ("0,1,2", ["--trainer-gpu-ids", "0", "--inference-gpu-ids", "2"], ("2",), ("0",)),
+        ("0,1", ["--inference.device", "cpu"], (), ("0",)),
+        ("0,1", ["--deployment.num-train-gpus", "0"], ("0",), ()),
+        ("GPU-ab", [], ("GPU-ab",), ("GPU-ab",)),
+    ],
+)
+def test_inference_gets_the_first_gpu_and_the_trainer_the_next(
+    config, monkeypatch: pytest.MonkeyPatch, visible: str, words: list[str], inference: tuple, trainer: tuple
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    plan = planned(config(*words))
+    devices = {spec.role: spec.devices for spec in plan.processes}
+    assert devices == {"inference": inference, "orchestrator": (), "trainer": trainer}
+    [spec] = [spec for spec in plan.processes if spec.role == "trainer"]
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == ",".join(trainer)
+
+
+@pytest.mark.parametrize(
+    ("visible", "words", "tolerance"),
+    [
+        ("", [], None),
+        ("0,1", [], 0.1),
+        ("0,1", ["--inference.device", "cpu"], 0.1),
+        ("0,1", ["--model.dtype", "float32"], None),
+        ("", ["--model.dtype", "bfloat16"], 0.1),
+        ("", ["--dry-run", "--deployment.num-train-gpus", "1", "--deployment.num-infer-gpus", "1"], 0.1),
+    ],
+)
+def test_a_plan_keeps_dtype_auto_and_sets_the_canary_tolerance_of_its_devices(
+    config, monkeypatch: pytest.MonkeyPatch, visible: str, words: list[str], tolerance: float | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    plan = planned(config(*words))
+    assert plan.trainer.weight_broadcast.canary_tolerance == tolerance
+    expected = words[1] if words[:1] == ["--model.dtype"] else "auto"
+    assert plan.trainer.model.dtype == plan.inference.dtype == expected
+
+
+def test_an_engine_on_the_trainers_gpu_takes_half_of_its_memory(
+    config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    plan = planned(config())
+    assert plan.inference is not None and plan.inference.gpu_memory_utilization == 0.5
+    assert any("share GPU 0" in note for note in plan.notes)
+    plan = planned(config("--inference.gpu-memory-utilization", "0.3"))
+    assert plan.inference is not None and plan.inference.gpu_memory_utilization == 0.3
+
+
+def test_each_trainer_rank_has_its_gpu(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    plan = planned(config("--trainer-gpu-ids", "1,2"))
+    ranks = [spec for spec in plan.processes if spec.role == "trainer"]
+    assert [(spec.name, spec.devices, spec.env["RANK"], spec.env["WORLD_SIZE"]) for spec in ranks] == [
+        ("trainer_0", ("1",), "0", "2"),
+        ("trainer_1", ("2",), "1", "2"),
+    ]
+
+
+def test_a_missing_gpu_is_refused_except_in_a_dry_run(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match=r"ask for GPU 6, but this machine shows 1"):
+        planned(config("--trainer-gpu-ids", "6"))
+    assert any("GPU 6" in note for note in planned(config("--trainer-gpu-ids", "6", "--dry-run")).notes)
+
+
+# -- ports --
+
+
+@pytest.mark.parametrize(
+    ("key", "flag"),
+    [
+        ("inference.server.port", "--inference.server.port"),
+        ("control.port", "--control.port"),
+        ("rollout_transport.port", "--rollout-transport.port"),
+    ],
+)
+def test_a_given_port_that_is_taken_is_refused(config, listener: int, key: str, flag: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        planned(config(flag, str(listener)))
+    assert f"{key} = {listener} is taken" in str(error.value) and flag in str(error.value)
+
+
+def test_a_port_in_the_given_address_of_the_engine_is_kept(config, listener: int) -> None:
+    words = ("--inference.server.port", str(listener))
+    address = ("--orchestrator.client.base-url", f"http://127.0.0.1:{listener}/v1")
+    with pytest.raises(ConfigError, match="is taken"):
+        planned(config(*words, *address))
+
+
+def test_default_ports_that_are_taken_move_in_every_config(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {8000, 8001, 5555, 5556}
+    monkeypatch.setattr(ports, "is_free", lambda host, port: port not in taken)
+    plan = planned(config())
+    assert plan.inference is not None and plan.inference.server.port == 8002
+    assert plan.orchestrator.client.base_url == "http://127.0.0.1:8002/v1"
+    assert plan.orchestrator.control == plan.trainer.control
+    assert plan.orchestrator.rollout_transport == plan.trainer.rollout_transport
+    # 5555 and 5556 are both taken: the two wires must not end up on one port.
+    assert plan.trainer.control.port == 5557 and plan.trainer.rollout_transport.port == 5558
+    assert len(plan.notes) == 3
+
+
+def test_a_port_is_free_when_no_process_listens(listener: int) -> None:
+    assert not ports.is_free("127.0.0.1", listener)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    assert ports.is_free("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on '192\.0\.2\.1'"):
+        ports.is_free("192.0.2.1", 8000)
+
+
+def test_two_launchers_do_not_choose_the_same_port_before_either_listens(config) -> None:
+    first, second = ports.PortClaims(), ports.PortClaims()
+    plans = [planning.plan(cfg, cfg.run_dir, ports=p) for cfg, p in ((config(), first), (config(), second))]
+    chosen = [port for plan in plans for spec in plan.processes for port in spec.ports.values()]
+    assert len(chosen) == len(set(chosen)) == 6
+    first.close()
+    again = ports.PortClaims()
+    assert again.claim("127.0.0.1", chosen[0])
+    again.close()
+    second.close()
+
+
+# -- run directory --
+
+
+def fresh(run: RunDir) -> rundir.Claim:
+    return rundir.claim(run, resume=False, step=None, clean=False)
+
+
+def with_checkpoint(run: RunDir, step: int) -> None:
+    run.checkpoint(step).mkdir(parents=True)
+    run.complete_marker(step).touch()
+
+
+def test_a_name_given_twice_is_refused_with_both_ways_out(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with_checkpoint(run, 20)
+    with pytest.raises(ConfigError, match=r"(?s)--resume from step 20.*--clean.*--run.name"):
+        fresh(run)
+
+
+def test_the_files_of_a_dry_run_are_not_a_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.configs.mkdir(parents=True)
+    run.plan.touch()
+    fresh(run).close()
+    with pytest.raises(ConfigError, match="there is no run 'run'"):
+        rundir.claim(run, resume=True, step=None, clean=False)
+
+
+def test_resume_of_a_run_that_does_not_exist_names_those_that_do(tmp_path: Path) -> None:
+    RunDir(tmp_path / "other").configs.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"there is no run 'run' .* runs there: other"):
+        rundir.claim(RunDir(tmp_path / "run"), resume=True, step=None, clean=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_without_a_complete_checkpoint_lists_what_there_is(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.checkpoint(5).mkdir(parents=True)
+    run.ledger.write_bytes(b"x" * 200_000)
+    with pytest.raises(ConfigError) as error:
+        rundir.claim(run, resume=True, step=None, clean=False)
+    message = str(error.value)
+    assert "a ledger of 0.2 MB" in message and "step_5" in message
+    assert "Nothing was changed" in message and "--clean" in message and "ckpt.interval" in message
+    assert run.checkpoint(5).exists()
+
+
+def test_resume_takes_the_newest_complete_checkpoint_or_the_one_asked_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    for step in (10, 20):
+        with_checkpoint(run, step)
+    run.checkpoint(30).mkdir()
+    for asked, got in ((None, 20), (10, 10)):
+        claim = rundir.claim(run, resume=True, step=asked, clean=False)
+        assert claim.resume_step == got
+        claim.close()
+    with pytest.raises(ConfigError, match="complete: 10, 20"):
+        rundir.claim(run, resume=True, step=30, clean=False)
+
+
+def test_resume_deletes_what_was_being_written_and_nothing_else(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    for step in (10, 20):
+        with_checkpoint(run, step)
+        run.weights_step(step).mkdir(parents=True)
+    run.link_latest_weights(20)
+    (run.checkpoint(30) / "trainer.part").mkdir(parents=True)
+    (run.checkpoint(40) / "trainer").mkdir(parents=True)
+    for name in ("step_30.part", ".step_20.old"):
+        (run.weights / name).mkdir()
+    with pytest.raises(ConfigError, match="no complete checkpoint of that step"):
+        rundir.claim(run, resume=True, step=30, clean=False)
+    assert run.checkpoint(30).exists()
+    rundir.claim(run, resume=True, step=10, clean=False).close()
+    assert sorted(os.listdir(run.checkpoints)) == ["step_10", "step_20"]
+    assert sorted(os.listdir(run.weights)) == ["latest", "step_10", "step_20"]
+
+    run.checkpoint(50).mkdir()
+    with rundir.claim_part(run, "orchestrator", is_new=False, clean=False):
+        assert run.checkpoint(50).exists()
+    with rundir.claim_part(run, "trainer", is_new=False, clean=False):
+        assert not run.checkpoint(50).exists()
+
+
+def test_clean_deletes_a_run_and_nothing_else(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with_checkpoint(run, 10)
+    run.configs.mkdir()
+    claim = rundir.claim(run, resume=False, step=None, clean=True)
+    assert os.listdir(run.path) == ["run.lock"]
+    claim.close()
+
+    precious = RunDir(tmp_path / "precious")
+    precious.path.mkdir()
+    (precious.path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="does not look like a run directory"):
+        rundir.claim(precious, resume=False, step=None, clean=True)
+    assert (precious.path / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("last", ["checkpoints", "weights", "logs", "tokens"])
+def test_an_interrupted_clean_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    run, delete = RunDir(tmp_path / "run"), shutil.rmtree
+    with_checkpoint(run, 10)
+    for each in (run.configs, run.weights, run.logs, run.tokens):
+        each.mkdir()
+
+    def delete_until_stopped(path: Path) -> None:
+        if path.name == last:
+            raise KeyboardInterrupt
+        delete(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", delete_until_stopped)
+        rundir.claim(run, resume=False, step=None, clean=True)
+    rundir.claim(run, resume=False, step=None, clean=True).close()
+    assert os.listdir(run.path) == ["run.lock"]
+
+
+def test_a_run_without_a_trained_step_frees_its_name_and_keeps_its_logs(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    claim = fresh(run)
+    assert claim.is_new
+    for each in (run.configs, run.logs, run.tokens, run.broadcasts):
+        each.mkdir()
+    run.ledger.touch()
+    rundir.discard(run)
+    claim.close()
+    assert sorted(os.listdir(run.path)) == ["configs", "logs", "run.lock"]
+    fresh(run).close()
+
+
+def test_a_live_run_has_one_launcher(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with_checkpoint(run, 10)
+    run.configs.mkdir()
+    held = rundir.claim(run, resume=True, step=None, clean=False)
+    for resume, clean in ((True, False), (False, True)):
+        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()}"):
+            rundir.claim(run, resume=resume, step=None, clean=clean)
+    assert run.complete_checkpoints() == [10], "a run in use was cleaned"
+    held.close()
+    rundir.claim(run, resume=True, step=None, clean=False).close()
+
+
+def test_children_that_outlive_their_launcher_keep_the_claim_until_they_end(tmp_path: Path) -> None:
+    code = f"""
+import os, subprocess, sys
+from stretto.base import rundir
+from stretto.base.paths import RunDir
+claim = rundir.claim(RunDir({str(tmp_path / "run")!r}), resume=False, step=None, clean=False)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"], pass_fds=(claim.lock_fd,))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    # The launcher is gone and its child ends a moment later: claim waits for it instead of refusing.
+    fresh(RunDir(tmp_path / "run")).close()
+
+
+# -- the command --
+
+
+def dry_run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "rl.toml"
+    file.write_text(TOML)
+    command = [sys.executable, "-X", "importtime", "-m", "stretto", "rl", "@", str(file), "--dry-run", *words]
+    return subprocess.run(
+        [*command, "--output-dir", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_dry_run_prints_and_writes_the_plan_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    result = dry_run(tmp_path, "--run.name", "first")
+    assert result.returncode == 0, result.stderr
+    for text in ("4 prompts x group of 8 = 32 rollouts", "inference", "trainer", "control:", "threads"):
+        assert text in result.stdout
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
+    assert "pydantic" in imported
+    assert not imported & {"torch", "transformers", "renderers", "zmq", "matplotlib", "aiohttp"}
+    run = RunDir(tmp_path / "first")
+    assert sorted(p.name for p in run.configs.iterdir()) == [
+        f"{verb}.json" for verb in ("eval", "inference", "orchestrator", "rl", "trainer")
+    ]
+    assert json.loads(run.plan.read_text())["processes"][0]["role"] == "inference"
+    assert dry_run(tmp_path, "--run.name", "first").returncode == 0
+
+
+def test_a_dry_run_does_not_change_the_configs_of_an_existing_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "first")
+    with_checkpoint(run, 10)
+    run.configs.mkdir()
+    run.config("rl").write_text("the record")
+    assert dry_run(tmp_path, "--run.name", "first").returncode == 2
+    result = dry_run(tmp_path, "--run.name", "first", "--resume")
+    assert result.returncode == 0 and "resumed from step 10" in result.stdout
+    assert run.config("rl").read_text() == "the record" and (run.path / "dry_run" / "plan.json").exists()
+    assert dry_run(tmp_path, "--run.name", "first", "--clean").returncode == 0
+    assert run.complete_checkpoints() == [10], "a dry run deleted something"
+
+
+def test_commands_in_the_table_can_be_pasted(config) -> None:
+    plan = planned(config("--run.name", "a@b"))
+    [line] = [line for line in planning.table(plan).splitlines() if line.startswith("trainer ")]
+    assert shlex.split(line)[-1] == str(plan.run.config("trainer"))
+
+
+def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    file, empty = tmp_path / "rl.toml", tmp_path / "empty"
+    empty.mkdir()
+    file.write_text(TOML.replace("models/tiny", str(empty)))
+    command = [sys.executable, "-m", "stretto", "rl", "@", str(file), "--output-dir", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and f"name = {str(empty)!r}: there is no config.json" in result.stderr
+
+
+def test_a_missing_model_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
+    file = tmp_path / "rl.toml"
+    file.write_text(TOML.replace("models/tiny", "models/of/nobody"))
+    run = RunDir(tmp_path / "first")
+    with_checkpoint(run, 10)
+    run.configs.mkdir()
+    words = ["--output-dir", str(tmp_path), "--run.name", "first", "--clean"]
+    command = [sys.executable, "-m", "stretto", "rl", "@", str(file), *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "there is no such directory" in result.stderr and "sft" in result.stderr
+    assert run.complete_checkpoints() == [10]
+
+
+# -- GPUs that this machine does not have --
+
+
+def placed(plan: planning.LaunchPlan) -> dict[str, tuple[str, ...]]:
+    return {spec.name: spec.devices for spec in plan.processes if spec.role != "orchestrator"}
+
+
+def test_a_dry_run_on_a_machine_without_gpus_plans_for_those_of_the_deployment(config, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ("--deployment.num-train-gpus", "2", "--deployment.num-infer-gpus", "4")
+    words += (
+        "--inference.parallel.tp",
+        "2",
+        "--inference.parallel.dp",
+        "2",
+        "--orchestrator.batch-size",
+        "32",
+    )
+    plan = planned(config(*words, "--dry-run"))
+    assert placed(plan) == {"inference": ("0", "1", "2", "3"), "trainer_0": ("4",), "trainer_1": ("5",)}
+    assert plan.inference.gpu_memory_utilization == 0.9
+    assert any("this machine shows 0: the plan is for one with 6 GPUs" in note for note in plan.notes)
+    assert placed(planned(config("--dry-run"))) == {"inference": (), "trainer": ()}, "nothing asks for a GPU"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--inference.parallel.tp", "4"),
+            r"inference takes 4 GPUs \(tp 4 in each of 1 engines\), and this machine shows 2",
+        ),
+        (
+            (
+                "--deployment.num-train-gpus",
+                "1",
+                "--deployment.num-infer-gpus",
+                "2",
+                "--inference.parallel.tp",
+                "2",
+            ),
+            r"num_train_gpus = 1 and num_infer_gpus = 2 need 3 GPUs, and this machine shows 2",
+        ),
+    ],
+)
+def test_engines_that_need_more_gpus_than_there_are_are_refused(config, monkeypatch, words, message) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ConfigError, match=message):
+        planned(config(*words))
+
+
+def test_one_engine_has_a_router_if_one_is_configured(config) -> None:
+    plan = planned(config("--inference.router.policy", "round_robin"))
+    assert [spec.name for spec in plan.processes] == ["inference", "router", "orchestrator", "trainer"]
+    [router] = plan.engines.routers
+    assert "round_robin" in router.argv
+    http = {spec.name: spec.ports.get("http") for spec in plan.processes}
+    assert plan.orchestrator.client.base_url == f"http://127.0.0.1:{http['router']}/v1"
+    assert plan.orchestrator.client.admin_base_url == [f"http://127.0.0.1:{http['inference']}/v1"]
+    own = plan.configs()["inference"]
+    assert own.server.port == http["inference"] and not own.router.is_needed
+    assert [spec.name for spec in planned(config()).processes] == ["inference", "orchestrator", "trainer"]
+
+
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_a_remote_router_works_with_local_engines(config, replicas) -> None:
+    words = (
+        "--inference.router.address",
+        "http://10.0.0.9:3000",
+        "--inference.deployment.num-replicas",
+        replicas,
+    )
+    plan = planned(config(*words))
+    assert plan.orchestrator.client.base_url == "http://10.0.0.9:3000/v1"
+    assert len(plan.orchestrator.client.admin_base_url) == int(replicas)
+    assert not plan.engines.routers and plan.config.weight_broadcast.type == "shm"

@@ -1,0 +1,392 @@
+"""The message after a user's mistake: one message with the place, the rule and what to do.
+
+Every case is a real command: files in a directory, a verb, and the output on the console. No traceback,
+no second message, and a status that is not 0. Config sections have more such cases in test_config_errors.py,
+test_config_mesh.py and test_inference_messages.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto import cli
+from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.models.hub import save_hf
+
+ENV = '[[orchestrator.env]]\nid = "sort-letters"\n'
+SFT = '[model.scratch]\n[data]\ntype = "file"\nname = "rows.jsonl"\n'
+RUN = 'max_steps = 1\nseq_len = 64\n[model]\nname = "model"\n'
+
+
+def dataset(**args):
+    given = ", ".join(
+        f"{key} = {json.dumps(value)}" for key, value in ({"path": "rows.jsonl"} | args).items()
+    )
+    return RUN + f'[[env]]\nid = "dataset"\nargs = {{ {given} }}\n'
+
+
+def environment(name, args="", more=""):
+    return RUN + more + f'[[env]]\nid = "{name}"\nargs = {{ {args} }}\n'
+
+
+def hook(key):
+    return RUN + f'[hooks]\n{key} = "own:function"\n[[env]]\nid = "sort-letters"\n'
+
+
+def mine(init, tasks="TaskSource(lambda i: i)"):
+    """A module with an environment `Mine`."""
+    return (
+        "from stretto.envs.base import SingleTurnEnv, TaskSource\n"
+        "class Mine(SingleTurnEnv):\n"
+        "    def __init__(self):\n"
+        f"        self.name = 'mine'\n        {init}\n"
+        f"    def tasks(self, split):\n        return {tasks}\n"
+        "    def prompt(self, task):\n        return []\n"
+        "    def score(self, task, text):\n        return 0.0\n"
+    )
+
+
+ROWS = '{"prompt": "a", "label": "b"}\n'
+
+# name: (verb, config file, other files, parts of the message)
+CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
+    # -- configs --
+    "a key that is misspelt": (
+        "rl", "max_step = 3\n" + ENV, {}, ["c.toml:1: max_step: unknown key", "did you mean `max_steps`?"],
+    ),
+    "a value of another kind": (
+        "rl", "max_steps = \"many\"\n" + ENV, {}, ["c.toml:1: max_steps", "many"],
+    ),
+    "no TOML": ("rl", "max_steps = = 3\n", {}, ["c.toml:1", "TOML"]),
+    "a file that is not there": ("rl", "", {"c.toml": None}, ["c.toml", "no such file"]),
+    "two mistakes are both reported": (
+        "rl", "max_steps = 0\nseq_len = 0\n" + ENV, {}, ["2 problems", "c.toml:1: max_steps", "c.toml:2: seq_len"],
+    ),
+    "no environment": ("rl", "max_steps = 3\n", {}, ["orchestrator.env: no environment to train on; add one"]),
+    "a group that a batch does not hold": (
+        "rl", "[orchestrator]\nbatch_size = 12\n" + ENV, {}, ["c.toml:2: orchestrator.batch_size = 12", "group_size"],
+    ),
+    "a reward that nothing is compared with": (
+        "rl", "[orchestrator]\ngroup_size = 1\nbatch_size = 4\n" + ENV, {},
+        ["orchestrator.group_size = 1: every advantage would be zero"],
+    ),
+    "importance weights twice": (
+        "rl", '[trainer.loss]\ntype = "ppo"\n[trainer.loss.correction.weights]\n' + ENV, {},
+        ["trainer.loss.correction.weights", "already contains the ratio", "use"],
+    ),
+    "PPO without a critic": (
+        "rl", '[orchestrator.algo]\ntype = "ppo"\n' + ENV, {},
+        ['"ppo" sends scores as they are; add [trainer.advantages]'],
+    ),
+    "a critic for another implementation": (
+        "rl",
+        '[model]\nimpl = "hf"\n[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n'
+        "[trainer.critic]\nlr = 1e-5\n" + ENV,
+        {},
+        ["trainer.critic needs a network of our own", 'use impl = "custom"'],
+    ),
+    "an end that never comes": ("sft", SFT, {}, ["the run would never end; give max_steps or max_epochs"]),
+    "a schedule that does not fit": (
+        "sft", "max_steps = 5\n[scheduler]\ntype = \"linear\"\nwarmup_steps = 9\n" + SFT, {},
+        ["scheduler", "must fit into max_steps = 5"],
+    ),
+    "a mask that masks everything": (
+        "sft", "max_steps = 5\n[loss_mask]\nassistant = false\n" + SFT, {}, ["loss_mask trains no role"],
+    ),
+    "an eval without an environment": ("eval", "", {}, ["eval.env", "add"]),
+    "an interval of one eval": (
+        "eval", '[eval]\ninterval = 5\nskip_first_step = true\n[[eval.env]]\nid = "sort-letters"\ninterval = 2\n', {},
+        ["c.toml:2, ", "eval.interval = 5", "eval.skip_first_step = true", "eval.env.0.interval = 2",
+         "do nothing with eval (`eval` evaluates once)"],
+    ),
+    "a share of draws for an eval": (
+        "eval", '[[eval.env]]\nid = "sort-letters"\nratio = 2.0\n', {}, ["eval.env.0.ratio: unknown key"],
+    ),
+    "an eval of sft that is never repeated": (
+        "sft", 'max_steps = 1\n[eval]\nretrigger_on_resume = true\n[[eval.env]]\nid = "sort-letters"\n' + SFT, {},
+        ["c.toml:3: eval.retrigger_on_resume = true is for `rl`"],
+    ),
+    "no model to serve": (
+        "inference", 'model = "None"\n', {}, ["c.toml:1: model: no model to serve; give its directory"],
+    ),
+    "continuing what was never begun": (
+        "rl", "[resume]\nstep = 4\n" + ENV, {}, ["resume", "run"],
+    ),
+    # -- data files of sft --
+    "data that is not there": ("sft", "max_steps = 1\n" + SFT, {}, ["[data] name = 'rows.jsonl': no such file"]),
+    "data of another format": (
+        "sft", "max_steps = 1\n" + SFT.replace("rows.jsonl", "rows.csv"), {"rows.csv": "a\n"},
+        ["must end in .jsonl or .parquet"],
+    ),
+    "a comma too many": (
+        "sft", "max_steps = 1\n" + SFT, {"rows.jsonl": '{"messages": [{"role": "user", "content": "a",}]}\n'},
+        ["rows.jsonl:1: not JSON: a comma before '}'", "remove it"],
+    ),
+    "a pretty-printed object": (
+        "sft", "max_steps = 1\n" + SFT, {"rows.jsonl": '{\n"messages": []}\n'},
+        ["rows.jsonl:1: not JSON", "on every line"],
+    ),
+    "a row without messages": (
+        "sft", "max_steps = 1\n" + SFT, {"rows.jsonl": '{"text": "a"}\n'},
+        ["rows.jsonl:1: a row needs `messages`, or `prompt` and `completion`; it has text"],
+    ),
+    "an unknown role": (
+        "sft", "max_steps = 1\n" + SFT, {"rows.jsonl": '{"messages": [{"role": "bot", "content": "a"}]}\n'},
+        ["rows.jsonl:1: messages[0].role must be one of system, user, assistant, tool", "'bot'"],
+    ),
+    "a step_loss_mask of two": (
+        "sft", "max_steps = 1\n" + SFT,
+        {"rows.jsonl": '{"messages": [{"role": "user", "content": "a", "step_loss_mask": 2}]}\n'},
+        ["rows.jsonl:1: messages[0].step_loss_mask must be 1", "got 2"],
+    ),
+    "nothing to train on": (
+        "sft", "max_steps = 1\n" + SFT, {"rows.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n'},
+        ["no row has a token to train on (1 rows read)"],
+    ),
+    "an environment that cannot solve its tasks": (
+        "sft",
+        'max_steps = 1\n[model.scratch]\n[data]\ntype = "environment"\nid = "dataset"\n'
+        'args = { path = "rows.jsonl" }\n',
+        {"rows.jsonl": ROWS}, ["environment 'dataset' has no sft_rows"],
+    ),
+    # -- data files of runs --
+    "prompts that are not there": ("orchestrator", dataset(), {}, ["dataset: path = 'rows.jsonl': no such file"]),
+    "prompts in a malformed file": (
+        "orchestrator", dataset(), {"rows.jsonl": ROWS + '{"prompt": "a", "label": "b",}\n'},
+        ["rows.jsonl:2: not JSON: a comma before '}'"],
+    ),
+    "another key": (
+        "orchestrator", dataset(input_key="question"), {"rows.jsonl": ROWS},
+        ["rows.jsonl:1: no 'question' (input_key); the record has label, prompt"],
+    ),
+    "a label that is missing": (
+        "orchestrator", dataset(reward="math"), {"rows.jsonl": '{"prompt": "a"}\n'},
+        ["rows.jsonl:1: no 'label' (label_key)", 'reward = "math"'],
+    ),
+    "a slice of nothing": (
+        "orchestrator", dataset(path="rows.jsonl@[5:9]"), {"rows.jsonl": ROWS},
+        ["'rows.jsonl@[5:9]' is an empty slice"],
+    ),
+    "a slice that is none": (
+        "orchestrator", dataset(path="rows.jsonl@[5]"), {"rows.jsonl": ROWS}, ["write a slice as `file@[a:b]`"],
+    ),
+    "prompts that are all too long": (
+        "orchestrator", dataset(max_prompt_tokens=1), {"rows.jsonl": ROWS},
+        ["all 1 prompts are longer than max_prompt_tokens = 1; raise it"],
+    ),
+    "an argument that is misspelt": (
+        "orchestrator", dataset(lable_key="label"), {"rows.jsonl": ROWS},
+        ["environment 'dataset'", "unexpected keyword argument 'lable_key'", "its arguments are"],
+    ),
+    "a role that no prompt has": (
+        "orchestrator", dataset(), {"rows.jsonl": '{"prompt": [{"role": "bot", "content": "a"}], "label": "b"}\n'},
+        ["rows.jsonl:1: prompt[0].role must be one of system, user, assistant, tool", "'bot'"],
+    ),
+    "text where true or false belongs": (
+        "orchestrator", dataset(shuffle="no"), {"rows.jsonl": ROWS},
+        ["dataset: shuffle = 'no' must be true or false; change `args`"],
+    ),
+    "a number where files belong": (
+        "orchestrator", dataset(path=5), {}, ["dataset: path = 5 must be a file, or a list of files"],
+    ),
+    "no files at all": (
+        "orchestrator", dataset(path=[]), {}, ["dataset: name a file as path, or for evals as eval_path"],
+    ),
+    "text where a number belongs": (
+        "orchestrator", dataset(max_prompt_tokens="100"), {"rows.jsonl": ROWS},
+        ["dataset: max_prompt_tokens = '100' must be a whole number > 0"],
+    ),
+    "text where a table belongs": (
+        "orchestrator", dataset(hook_args="x"), {"rows.jsonl": ROWS}, ["dataset: hook_args = 'x' must be a table"],
+    ),
+    # -- environments --
+    "an unknown environment": (
+        "orchestrator", environment("sort-leters"), {},
+        ["no environment 'sort-leters'", "did you mean 'sort-letters'?"],
+    ),
+    "a module that is not there": (
+        "orchestrator", environment("my_env:Mine"), {}, ["environment 'my_env:Mine': no module 'my_env'"],
+    ),
+    "a class that is not in the module": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": "class Mien:\n    pass\n"},
+        ["module 'my_env' has no 'Mine'; did you mean my_env:Mien?"],
+    ),
+    "a class that is no environment": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": "class Mine:\n    pass\n"},
+        ["made a Mine, which lacks name, tasks or rollout"],
+    ),
+    "an argument out of range": (
+        "orchestrator", environment("arithmetic", "num_terms = 99"), {}, ["arithmetic", "num_terms = 99", "<= 16"],
+    ),
+    "two environments of one name": (
+        "orchestrator", RUN + '[[env]]\nid = "sort-letters"\n[[env]]\nid = "sort-letters"\n', {},
+        ["2 environments", "its own `name`"],
+    ),
+    "an environment whose constructor fails": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("self.rows = {}['a']")},
+        ["environment 'my_env:Mine': ", "my_env.py:5 in __init__: KeyError: 'a'"],
+    ),
+    "an environment with a method too few": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass").replace("def score", "def scored")},
+        ["environment 'my_env:Mine': TypeError: Can't instantiate abstract class Mine", "score"],
+    ),
+    "an environment that cannot be called": (
+        "orchestrator", environment("math:pi"), {}, ["environment 'math:pi' is a float; name a class"],
+    ),
+    "tasks that fail": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass", "open('no-such-file')")},
+        ["environment 'my_env:Mine', tasks('train'): ", "my_env.py:7 in tasks: FileNotFoundError"],
+    ),
+    "tasks that are a list": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass", "[1, 2]")},
+        ["tasks('train') returned a list; return a TaskSource(make, num_tasks)"],
+    ),
+    "tasks that fail in an eval": (
+        "eval", 'client = { api = "chat" }\n[[env]]\nid = "my_env:Mine"\n',
+        {"my_env.py": mine("pass", "open('no-such-file')")},
+        ["environment 'my_env:Mine', tasks('eval'): ", "my_env.py:7 in tasks: FileNotFoundError"],
+    ),
+    "no tasks at all": (
+        "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass", "TaskSource(lambda i: i, 0)")},
+        ["tasks('train'): num_tasks = 0; give at least 1, or None"],
+    ),
+    "an argument of another kind": (
+        "orchestrator", environment("arithmetic", 'num_terms = "3"'), {},
+        ["environment 'arithmetic': num_terms = '3' must be int, got str. Change `args`."],
+    ),
+    "a seed of another kind": (
+        "orchestrator", environment("reasoning-gym", 'dataset = "chain_sum", seed = "a"'), {},
+        ["environment 'reasoning-gym': seed = 'a' must be int, got str"],
+    ),
+    "a code environment without its sandbox": (
+        "orchestrator", environment("python-code", 'backend = "jail"'), {}, ["jail"],
+    ),
+    # -- hooks --
+    "a hook in no module": (
+        "orchestrator", hook("sample_filter"), {},
+        ["orchestrator.hooks.sample_filter = 'own:function': no module 'own'"],
+    ),
+    "a hook that is not in its module": (
+        "orchestrator", hook("sample_filter"), {"own.py": "def functoin(args, groups):\n    pass\n"},
+        ["own.py has no 'function'; did you mean 'functoin'?"],
+    ),
+    "a hook whose module fails": (
+        "orchestrator", hook("sample_filter"), {"own.py": "import json\nx = 1 / 0\n"}, ["own.py:2: ZeroDivisionError"],
+    ),
+    "a hook of another shape": (
+        "orchestrator", hook("buffer_filter"), {"own.py": "def function(args):\n    pass\n"},
+        ["orchestrator.hooks.buffer_filter", "it is defined as function(args) and called with 4"],
+    ),
+    "a hook that is no function": (
+        "orchestrator", hook("rollout_function"), {"own.py": "function = 3\n"}, ["is a int, not a function"],
+    ),
+    "a reward by a name that is none": (
+        "orchestrator", dataset(reward="exakt"), {"rows.jsonl": ROWS}, ['reward = "exakt": use "exact", "math"'],
+    ),
+    "a generate of another shape": (
+        "orchestrator", dataset(generate="own:function"),
+        {"rows.jsonl": ROWS, "own.py": "def function(sample):\n    pass\n"},
+        ["dataset: generate = 'own:function'", "called with 3"],
+    ),
+    "credit in no module": (
+        "orchestrator", RUN + '[algo]\ntype = "custom"\nimport_path = "own:credit"\n[[env]]\nid = "sort-letters"\n', {},
+        ["orchestrator.algo.import_path = 'own:credit': no module 'own'"],
+    ),
+    "credit of one environment in no module": (
+        "orchestrator",
+        RUN + '[[env]]\nid = "sort-letters"\nalgo = { type = "custom", import_path = "own:credit" }\n',
+        {},
+        ["orchestrator.env.0.algo.import_path = 'own:credit': no module 'own'"],
+    ),
+    "a penalty that no reply is long enough for": (
+        "orchestrator",
+        RUN + '[train.sampling]\nmax_completion_tokens = 6\n[[env]]\nid = "sort-letters"\n'
+        'algo = { type = "grpo", overlong = { max_tokens = 40, buffer_tokens = 10 } }\n',
+        {},
+        ["orchestrator.env.0.algo.overlong.max_tokens = 40: the penalty would begin after 30 tokens",
+         "sort-letters has one reply, of at most max_completion_tokens = 6; lower"],
+    ),
+}  # fmt: skip
+
+assert len(CASES) >= 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small but complete model directory."""
+    from tiny import build_policy
+
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = build_letters_tokenizer(directory / "tokenizer")
+    save_hf(build_policy(), directory / "model", tokenizer)
+    return directory / "model"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, model):
+    """A user's working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("own", "my_env"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from stretto.base.foreign import load_object
+
+    load_object.cache_clear()
+    (tmp_path / "model").symlink_to(model)
+    return tmp_path
+
+
+def prepare(place: Path, toml: str, files: dict[str, str | None]) -> None:
+    (place / "c.toml").write_text(toml)
+    for name, text in files.items():
+        if text is None:
+            (place / name).unlink()
+        else:
+            (place / name).write_text(text)
+
+
+def check(output: str, parts: list[str]) -> None:
+    for part in parts:
+        assert part in output, output
+    assert "Traceback" not in output and "pydantic" not in output
+    assert len(re.findall(r"^error: ", output, re.M)) == 1, output
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_mistake_is_one_message_and_no_traceback(place, capsys, case):
+    verb, toml, files, parts = CASES[case]
+    prepare(place, toml, files)
+    code = cli.main([verb, "@", "c.toml"])
+    said = capsys.readouterr()
+    assert code not in (0, None)
+    check(said.err + said.out, parts)
+    assert not list(place.glob("outputs/*/checkpoints")) and not list(place.glob("outputs/*/weights"))
+
+
+@pytest.mark.parametrize("case", ["a comma too many", "a hook whose module fails", "a key that is misspelt"])
+def test_the_installed_command_says_the_same(place, case):
+    verb, toml, files, parts = CASES[case]
+    prepare(place, toml, files)
+    source = str(Path(cli.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", verb, "@", "c.toml"],
+        cwd=place,
+        env=os.environ | {"PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode not in (0, None)
+    check(done.stderr + done.stdout, parts)
+
+
+def test_a_misspelt_verb_is_reported(capsys):
+    assert cli.main(["evla"]) == 2
+    assert "error: stretto has no verb `evla`; did you mean `eval" in capsys.readouterr().err

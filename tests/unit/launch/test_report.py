@@ -1,0 +1,298 @@
+"""launch/run/console.py and launch/run/report.py: the output during and after a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.base.paths import RunDir
+from stretto.config.load import load
+from stretto.config.root import RLConfig
+from stretto.config.sections.deployment import ResumeSection
+from stretto.launch.plan.plan import LaunchPlan, plan, write
+from stretto.launch.run import report
+from stretto.launch.run.console import Console, duration, quantity, step_line, time_left
+from stretto.monitors.file import MetricsFile
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        """The lines on the screen, without what was erased."""
+        lines = []
+        for line in self.getvalue().split("\n"):
+            shown = line.rpartition("\r\x1b[2K")[2]
+            lines.append(re.sub(r"\x1b\[\d*m", "", shown))
+        return lines
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(number: int, **fields) -> dict:
+    return {"kind": "step", "step": number, "max_steps": 300, "reward": 0.41, **fields}
+
+
+# -- console --
+
+
+def test_a_step_is_one_line_with_all_its_values() -> None:
+    line = step_line(
+        step(
+            12,
+            loss=0.0123,
+            mismatch_kl=1.2e-7,
+            staleness=1.0,
+            staleness_max=2.0,
+            entropy=0.918,
+            length=128.4,
+            truncated=0.05,
+            tokens_per_s=21_300,
+            waits={"trainer": 0.12, "inference": 0.0},
+        ),
+        300,
+    )
+    assert line == (
+        "step  12/300 | reward 0.410 | entropy 0.92 | length 128 | cut 5% | mismatch kl 1.2e-07 | "
+        "staleness 1.0 (max 2) | 21k tok/s | loss  0.01230 | waits: trainer 12% inference 0%"
+    )
+
+
+def test_a_narrow_terminal_gets_a_shorter_line() -> None:
+    line = step_line(step(12, loss=0.0123, waits={"trainer": 0.12}), 300, left_s=130.0, is_wide=False)
+    assert line == "step  12/300 | reward 0.410 | 2m10s left"
+
+
+def test_a_warning_says_whose_it_is() -> None:
+    stream = io.StringIO()
+    Console(stream).show({"kind": "warning", "role": "trainer", "text": "look out"})
+    assert stream.getvalue() == "warning (trainer): look out\n"
+
+
+def test_a_step_line_omits_missing_values() -> None:
+    assert step_line({"kind": "step", "step": 3, "loss": None}, None) == "step 3"
+
+
+def test_a_pipe_gets_no_bar_and_at_most_one_step_line_in_half_a_second_and_the_last_one_always() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, max_steps=300, clock=clock)
+    for number in range(1, 301):
+        clock.now += 0.05
+        console.show(step(number))
+    console.close()
+    lines = stream.getvalue().splitlines()
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+    assert lines[0].startswith("step   1/300") and lines[-1].startswith("step 300/300")
+    assert 25 <= len(lines) <= 35
+
+
+def test_a_delayed_line_is_written_before_the_next_text() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream, max_steps=300, clock=clock)
+    for number in (1, 2, 3):
+        clock.now += 0.01
+        console.show(step(number))
+    console.show({"kind": "eval", "step": 3, "sampled": 0.5, "greedy": 0.75})
+    lines = stream.getvalue().splitlines()
+    assert [line[:10] for line in lines] == ["step   1/3", "step   3/3", "eval at st"]
+    assert lines[2] == "eval at step 3 | sampled 0.500 | greedy 0.750"
+
+
+def test_a_terminal_shows_every_step_and_one_bar_below_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    terminal, clock = Terminal(), Clock()
+    console = Console(terminal, max_steps=300, clock=clock)
+    console.show({"kind": "phase", "text": "waiting for the engine"})
+    assert terminal.screen() == ["... waiting for the engine"]
+    for number in range(1, 151):
+        clock.now += 1.0
+        console.show(step(number))
+    screen = terminal.screen()
+    assert len(screen) == 151 and all(line.startswith("step") for line in screen[:-1])
+    assert screen[-1].startswith("━" * 15 + "╌" * 15) and screen[-1].endswith("50%  step 150/300  2m30s left")
+    console.close()
+    assert terminal.screen()[-1] == ""
+
+
+def test_time_left_follows_the_latest_pace() -> None:
+    assert time_left([(1, 0.0)], 10) is None
+    assert time_left([(1, 0.0), (5, 8.0)], 10) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (873, "873"), (4_210, "4.2k"), (21_000, "21k"), (1_300_000, "1.3M")]
+)
+def test_quantities_are_short(value: float, text: str) -> None:
+    assert quantity(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(42.4, "42s"), (185, "3m05s"), (7800, "2h10m")])
+def test_durations_are_short(value: float, text: str) -> None:
+    assert duration(value) == text
+
+
+def test_unknown_kinds_of_status_lines_are_ignored() -> None:
+    stream = io.StringIO()
+    Console(stream).show({"kind": "weather", "text": "rain"})
+    assert stream.getvalue() == ""
+
+
+# -- report --
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchPlan:
+    """A run of 40 steps as its processes leave it."""
+    file = tmp_path / "rl.toml"
+    file.write_text('max_steps = 40\n[model]\nname = "m"\n[[orchestrator.env]]\nid = "sort-letters"\n')
+    monkeypatch.setattr("sys.argv", ["rl", "@", str(file), "--clean", "--max-steps", "40", "--seed", "3"])
+    cfg = load(RLConfig, ["@", str(file), "--output-dir", str(tmp_path), "--run.name", "r"])
+    a_plan = plan(cfg, cfg.run_dir)
+    write(a_plan, cfg.run_path)
+    metrics = MetricsFile(cfg.run_dir.metrics("orchestrator"))
+    for number in range(41):
+        row = {} if number == 0 else {"reward/mean": number / 40}
+        if number % 20 == 0:
+            row |= {
+                "eval/a/sampled/mean": number / 80,
+                "eval/b/sampled/mean": number / 40,
+                "eval/a/greedy/mean": 1.0,
+            }
+        metrics.log(number, row)
+    metrics.close()
+    cfg.run_dir.checkpoint(40).mkdir(parents=True)
+    cfg.run_dir.complete_marker(40).touch()
+    cfg.run_dir.weights_step(40).mkdir(parents=True)
+    cfg.run_dir.link_latest_weights(40)
+    summary = {"reward_before": 0.1, "reward_after": 0.97, "steps": 40, "wall_s": 61.0, "resumed": False}
+    cfg.run_dir.summary.write_text(json.dumps(summary))
+    return a_plan
+
+
+def test_the_curve_has_every_step_once_and_the_mean_over_environments_of_every_eval(
+    finished: LaunchPlan,
+) -> None:
+    curve = report.Curve.read(finished.run)
+    assert curve.steps == list(range(1, 41)) and curve.rewards[-1] == 1.0
+    assert curve.sampled == [(0, 0.0), (20, 0.375), (40, 0.75)]
+    assert curve.greedy == [(0, 1.0), (20, 1.0), (40, 1.0)]
+
+
+def test_smoothing_keeps_the_mean_of_a_straight_line() -> None:
+    rewards = [i / 400 for i in range(400)]
+    curve = report.Curve(list(range(400)), rewards, [], [])
+    slow = [
+        sum(rewards[max(0, i - 10) : i + 11]) / len(rewards[max(0, i - 10) : i + 11])
+        for i in range(len(rewards))
+    ]
+    assert curve.smoothed() == pytest.approx(slow)
+
+
+def test_the_text_curve_rises_from_the_lower_left_to_the_upper_right() -> None:
+    curve = report.Curve([1, 2, 3, 4], [0.0, 1 / 3, 2 / 3, 1.0], [], [])
+    lines = curve.as_text((20, 5)).splitlines()
+    assert len(lines) == 1 + 5 + 2 and "held-out" not in lines[0]
+    marks = [[i for i, cell in enumerate(line.partition("│")[2]) if cell.strip()] for line in lines[1:6]]
+    assert all(marks) and marks[0][-1] == 19 and marks[-1][0] == 0
+    assert [row[0] for row in marks] == sorted((row[0] for row in marks), reverse=True)
+    assert lines[-1].split() == ["1", "step", "4"]
+
+
+@pytest.mark.parametrize("rewards", [[0.5, 0.5], [-2.0, 3.0], [0.0, 0.0]])
+def test_any_rewards_can_be_drawn(tmp_path: Path, rewards: list[float]) -> None:
+    curve = report.Curve([1, 2], rewards, [(2, rewards[0])], [])
+    assert "o" in curve.as_text()
+    curve.save(tmp_path / "curve.png", "title")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_ends_with_result_curve_directory_and_three_commands(finished: LaunchPlan) -> None:
+    text = report.ending(finished, is_complete=True, stopped_early=False)
+    assert "held-out reward, sampled  0.100 -> 0.970" in text and "time                      1m01s" in text
+    assert "greedy  " not in text.partition("next:")[0], "a figure that is not in the summary was shown"
+    assert finished.run.curve.exists() and str(finished.run.curve) in text
+    commands = text.partition("next:\n")[2].splitlines()
+    assert len(commands) == 3
+    assert f"eval @ {finished.run.config('eval')}" in commands[0]
+    assert f"inference --model {finished.run.latest_weights}" in commands[1]
+    assert commands[2].endswith("--seed 3 --resume --max-steps 60") and "--clean" not in commands[2]
+
+
+def test_a_run_stopped_early_suggests_to_continue_to_max_steps(finished: LaunchPlan) -> None:
+    os.rename(finished.run.checkpoint(40), finished.run.checkpoint(12))
+    text = report.ending(finished, is_complete=True, stopped_early=True)
+    assert "saved as checkpoint 12" in text and text.rstrip().endswith("--resume --max-steps 40")
+
+
+def test_a_failed_run_says_how_to_continue(finished: LaunchPlan) -> None:
+    assert "continue from step 40" in report.ending(finished, is_complete=False, stopped_early=False)
+    finished.run.complete_marker(40).unlink()
+    text = report.ending(finished, is_complete=False, stopped_early=False)
+    assert "no checkpoint was complete" in text and text.endswith("--clean")
+
+
+def test_a_run_that_fails_at_its_checkpoint_names_the_one_before_it(finished: LaunchPlan) -> None:
+    run = finished.run
+    for step in (20, 30):
+        run.checkpoint(step).mkdir()
+        run.complete_marker(step).touch()
+    resumed = finished.config.model_copy(update={"resume": ResumeSection(step=40)})
+    text = report.ending(replace(finished, config=resumed), is_complete=False, stopped_early=False)
+    assert "continue from step 40" in text and text.endswith("--resume.step 30 --max-steps 40")
+    text = report.ending(finished, is_complete=False, stopped_early=False)
+    assert "--resume.step" not in text, "that life did not begin at the newest checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("argv", "again"),
+    [
+        (["@", "a.toml", "--clean", "--max-steps=7", "--seed", "1"], "@ a.toml --seed 1"),
+        (["rl", "@", "a b.toml", "--resume", "--resume.step", "4", "--max_steps", "9"], "@ 'a b.toml'"),
+        (["--clean", "@", "a.toml"], "@ a.toml"),
+        (["@", "a.toml", "--resume", '{"step": 3}'], "@ a.toml"),
+    ],
+)
+def test_the_restart_command_omits_options_of_one_start(argv: list[str], again: str) -> None:
+    assert report.restart_command(argv).endswith(f"rl {again}")
+
+
+def test_a_run_with_an_origin_continues_alone_and_restarts_from_the_origin() -> None:
+    argv = ["rl", "@", "a.toml", "--resume.dir", "first", "--resume.step=4", "--clean", "--seed", "1"]
+    assert report.restart_command(argv).endswith("rl @ a.toml --seed 1")
+    over = report.restart_command(argv, keeps_resume=True)
+    assert over.endswith("rl @ a.toml --resume.dir first --resume.step=4 --seed 1")
+
+
+def test_a_verb_is_typed_by_name_where_the_shell_finds_it_and_never_as_the_shells_own_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for verb in ("rl", "eval"):
+        (tmp_path / verb).write_text("#!/bin/sh\n")
+        (tmp_path / verb).chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert report.program("rl") == str(tmp_path / "rl")
+    monkeypatch.chdir(tmp_path.parent)
+    assert report.program("rl") == f"{tmp_path.name}/rl"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (report.program("rl"), report.program("eval")) == ("rl", "stretto eval")
+    assert report.program("sft").endswith("python -m stretto sft")
+
+
+def test_a_run_without_metrics_ends_without_a_curve(tmp_path: Path, finished: LaunchPlan) -> None:
+    finished.run.metrics("orchestrator").unlink()
+    text = report.ending(finished, is_complete=True, stopped_early=False)
+    assert "next:" in text and not finished.run.curve.exists()
+    assert report.read_summary(RunDir(tmp_path / "nowhere")) == {}

@@ -1,0 +1,138 @@
+"""The engine of a frozen teacher, as `rl` plans it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from stretto.base import ports, process
+from stretto.base.errors import ConfigError
+from stretto.config.load import load
+from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig
+from stretto.launch.plan import placement
+from stretto.launch.plan import plan as planning
+
+TOML = """
+seq_len = 64
+[model]
+name = "models/student"
+[orchestrator.teacher]
+model = "models/teacher"
+[[orchestrator.env]]
+id = "sort-letters"
+algo = { type = "opd" }
+"""
+
+
+@pytest.fixture(autouse=True)
+def isolated_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
+
+
+def planned(folder: Path, *words: str) -> planning.LaunchPlan:
+    file = folder / "rl.toml"
+    file.write_text(TOML)
+    cfg = load(RLConfig, ["@", str(file), "--output-dir", str(folder / "out"), *words])
+    return planning.plan(cfg, cfg.run_dir)
+
+
+def test_the_teacher_is_a_process_of_its_own_that_the_orchestrator_knows(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    planning.write(plan, plan.run.path)
+    assert [spec.role for spec in plan.processes] == ["teacher", "inference", "orchestrator", "trainer"]
+    teacher = plan.processes[0]
+    assert teacher.argv[3:] == ("inference", "@", str(plan.run.config("teacher")))
+    served = load(InferenceConfig, ["@", str(plan.run.config("teacher"))])
+    assert served.model == "models/teacher" and served.server.port == teacher.ports["http"]
+    orchestrator = load(OrchestratorConfig, ["@", str(plan.run.config("orchestrator"))])
+    assert orchestrator.teacher.base_url == f"http://127.0.0.1:{served.server.port}/v1"
+    assert orchestrator.teacher.model == "models/teacher"
+    # A router or engine waits for the run's weights; the teacher gets none.
+    assert planning.HOLD_VAR in plan.processes[1].env and planning.HOLD_VAR not in teacher.env
+    assert load(RLConfig, ["@", str(plan.run.config("rl"))]).orchestrator_config() == plan.orchestrator
+
+
+def test_two_runs_have_teachers_on_ports_of_their_own(tmp_path: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", placement.TEACHER_PORT))
+        sock.listen()
+        plan = planned(tmp_path)
+    assert plan.processes[0].ports["http"] > placement.TEACHER_PORT
+    assert any("teacher_inference.server.port is" in note for note in plan.notes)
+
+
+def test_a_port_that_was_given_and_is_taken_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"teacher_inference\.server\.port"):
+            planned(tmp_path, "--teacher-inference.server.port", str(port))
+
+
+@pytest.mark.parametrize(
+    ("visible", "words", "expected"),
+    [
+        ("0,1,2", [], ("2",)),
+        ("4,5,6,7", ["--teacher-gpu-ids", "0"], ("4",)),
+        ("0,1", [], ("0",)),
+        ("0,1,2", ["--teacher-inference.device", "cpu"], ()),
+    ],
+)
+def test_the_teacher_gets_a_free_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, words: list[str], expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(process, "visible_gpus", lambda: visible.split(","))
+    plan = planned(tmp_path, "--inference.engine", "embedded", *words)
+    assert plan.processes[0].devices == expected
+    others = {gpu for spec in plan.processes[1:] for gpu in spec.devices}
+    is_shared = bool(set(expected) & others)
+    share = plan.config.teacher_inference.gpu_memory_utilization
+    assert share == (0.25 if is_shared else 0.9)
+    assert plan.config.inference.gpu_memory_utilization == (0.5 if is_shared else 0.9)
+
+
+def test_its_key_reaches_the_orchestrator_and_no_readable_file(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "--teacher-inference.api-key", "s3cret")
+    planning.write(plan, plan.run.path)
+    [orchestrator] = [spec for spec in plan.processes if spec.role == "orchestrator"]
+    assert orchestrator.env["TEACHER_API_KEY"] == "s3cret"
+    for path in [plan.run.plan, *plan.run.configs.iterdir()]:
+        assert "s3cret" not in path.read_text() or path.stat().st_mode & 0o077 == 0
+    assert json.loads(plan.run.plan.read_text())["processes"][0]["name"] == "teacher"
+
+
+def test_a_key_from_the_environment_reaches_every_process_that_needs_it_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OURS", "s3cret")
+    monkeypatch.setenv("TEACHER_API_KEY", "t3acher")
+    plan = planned(tmp_path, "--orchestrator.client.api-key-var", "OURS")
+    env = {spec.role: spec.env for spec in plan.processes}
+    assert env["inference"]["VLLM_API_KEY"] == "s3cret" and env["teacher"]["VLLM_API_KEY"] == "t3acher"
+    assert (env["orchestrator"]["OURS"], env["orchestrator"]["TEACHER_API_KEY"]) == ("s3cret", "t3acher")
+    planning.write(plan, plan.run.path)
+    for path in [plan.run.plan, *plan.run.configs.iterdir()]:
+        assert "s3cret" not in path.read_text() and "t3acher" not in path.read_text(), path
+
+
+def test_the_policys_key_is_not_the_teachers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    env = {spec.role: spec.env for spec in planned(tmp_path).processes}
+    assert env["teacher"]["VLLM_API_KEY"] == "" and "TEACHER_API_KEY" not in env["orchestrator"]
+
+
+def test_an_engine_asks_for_no_key_that_its_clients_do_not_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of-another-server")
+    env = {
+        spec.role: spec.env
+        for spec in planned(tmp_path, "--orchestrator.client.api-key-var", "OURS").processes
+    }
+    assert env["inference"]["VLLM_API_KEY"] == "" and "OURS" not in env["orchestrator"]

@@ -1,0 +1,81 @@
+"""A ledger whose writer is killed at any moment is consistent when it is opened again."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from stretto.base.paths import RunDir
+from stretto.ledger import Ledger, LedgerReader, audit
+
+WRITER = """
+import sys
+from pathlib import Path
+import numpy as np
+from stretto.base.paths import RunDir
+from stretto.ledger import Ledger
+from stretto.records.generate import VersionSpan
+from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+
+run_dir = RunDir(Path(sys.argv[1]))
+ledger = Ledger.open(run_dir, keep_steps=3, segment_bytes=20_000)
+step = run_dir.latest_complete_checkpoint() or 0
+ledger.rewind(step)
+reused = [group.group_id for group in ledger.resumable(step, step - 2)]
+redraws = ledger.unfinished_draws()
+ledger.run_started({"max_off_policy_steps": 2}, resumed_step=step)
+print("open", flush=True)
+ledger.version_published(step)
+ready = reused
+while True:
+    while len(ready) < 3:
+        group_id, task = redraws.pop(0) if redraws else (ledger.next_draw(), None)
+        if task is None:
+            task = Task(env="e", task_id=str(group_id), data={})
+            ledger.task_drawn(group_id, task)
+        ledger.rollouts_started(group_id, range(4), step)
+        tokens = np.full(50, group_id, np.int32)
+        branch = Branch(token_ids=tokens, is_sampled=tokens > -1, logprobs=tokens.astype(np.float32),
+                        temperature=1.0, versions=(VersionSpan(step, 0, 50),))
+        rollouts = tuple(Rollout(rollout_id=f"g{group_id}.{m}", group_id=group_id, member=m, task=task,
+                                 status=RolloutStatus.FINISHED, branches=(branch,)) for m in range(4))
+        ledger.group_finished(Group(group_id=group_id, task=task, rollouts=rollouts, advantages=(0.0,) * 4))
+        ready.append(group_id)
+    step += 1
+    ledger.batch_shipped(step, ready[:2])
+    ready = ready[2:]
+    ledger.step_trained(step, {"loss": 1.0})
+    ledger.version_published(step)
+    if step % 5 == 0:
+        marker = run_dir.complete_marker(step)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        ledger.checkpoint_saved(step)
+"""
+
+
+def test_twenty_kills_leave_a_clean_ledger_with_readable_payloads(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    rng = random.Random(0)
+    for _ in range(20):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(run_dir)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout.readline().strip() == "open"
+        time.sleep(rng.uniform(0.0, 0.1))
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        assert audit(run_dir) == []
+    Ledger.open(run_dir).close()
+    assert audit(run_dir) == []
+    with LedgerReader(run_dir) as reader:
+        assert len(reader.incarnations()) == 20
+        batches = reader.batches()
+        assert batches and all(len(reader.trained_rollouts(batch["step"])) == 8 for batch in batches)
+        for row in reader.rows("SELECT DISTINCT group_id FROM draws WHERE state = 'finished'"):
+            (tokens,) = {tuple(r.branches[0].token_ids) for r in reader.group(row["group_id"]).rollouts}
+            assert set(tokens) == {row["group_id"]}

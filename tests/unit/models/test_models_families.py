@@ -1,0 +1,249 @@
+"""Every family against transformers: logits, loss, gradients, packing, and weights bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from stretto.models import hub
+from stretto.models.attention import PackedLayout
+from stretto.models.families import FAMILIES
+from stretto.models.tensor_map import as_whole_slices
+
+VOCAB = 40
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+CASES = {
+    "llama": ("llama", {}),
+    "llama-llama3-rope-biases": (
+        "llama",
+        {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-bias-linear-rope": (
+        "qwen3",
+        {
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", MOE),
+    "qwen3_moe-normed-mixed": (
+        "qwen3_moe",
+        MOE | {"norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "qwen3_moe-every-second-yarn": (
+        "qwen3_moe",
+        MOE
+        | {
+            "decoder_sparse_step": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+}
+
+
+def build_theirs(case: str, seed: int = 0):
+    family, settings = CASES[case]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **SHAPE | {"tie_word_embeddings": False} | settings)
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # so that distributions are not flat and errors show; biases are not 0
+        for parameter in theirs.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(4)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return theirs
+
+
+@pytest.fixture(params=CASES)
+def pair(request, tmp_path):
+    """The same network twice: transformers', and ours loaded from its files."""
+    theirs = build_theirs(request.param)
+    theirs.save_pretrained(tmp_path / "theirs")
+    return theirs, hub.load_model(tmp_path / "theirs", dtype=torch.float32), tmp_path
+
+
+def our_logits(model, ids, bounds):
+    return model.hidden(ids, PackedLayout(tuple(bounds), ids.device)) @ model.output_weight.T
+
+
+def test_logits_loss_and_every_gradient_equal_transformers(pair):
+    theirs, ours, _ = pair
+    ids = torch.randint(0, VOCAB, (30,), generator=torch.Generator().manual_seed(1))
+    their_logits = theirs(input_ids=ids[None], use_cache=False).logits[0]
+    logits = our_logits(ours, ids, (0, 30))
+    torch.testing.assert_close(logits, their_logits, atol=2e-5, rtol=1e-4)
+    their_loss, loss = (F.cross_entropy(x[:-1], ids[1:]) for x in (their_logits, logits))
+    torch.testing.assert_close(loss, their_loss, atol=1e-6, rtol=1e-6)
+    their_loss.backward()
+    loss.backward()
+    # Their gradients under checkpoint names come the way their weights do.
+    for parameter in theirs.parameters():
+        parameter.data, parameter.grad = parameter.grad, None
+    from stretto.models.hf import HFDecoder
+
+    expected = dict(HFDecoder(theirs).export_tensors())
+    got = dict(ours.tensor_map.export({name: p.grad for name, p in ours.named_parameters()}))
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], atol=2e-6, rtol=2e-4, msg=name)
+
+
+@torch.no_grad()
+def test_packed_documents_equal_each_alone_and_positions_matter(pair):
+    _, ours, _ = pair
+    ids = torch.randint(0, VOCAB, (33,), generator=torch.Generator().manual_seed(2))
+    bounds = (0, 11, 12, 33)
+    packed = our_logits(ours, ids, bounds)
+    alone = [our_logits(ours, ids[a:b], (0, b - a)) for a, b in pairwise(bounds)]
+    torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=1e-4)
+    leaky = our_logits(ours, ids, (0, 33))
+    assert (leaky[12:] - packed[12:]).abs().max() > 0.05, "the control must fail"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path):
+    theirs = build_theirs(case).to(dtype)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = hub.load_model(tmp_path / "theirs", dtype=dtype)
+    hub.save_hf(ours, tmp_path / "ours")
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    again, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype=dtype, output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for (name, a), b in zip(theirs.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_builds_the_same_network_from_our_config(family, tmp_path):
+    from stretto.config.sections.model import ScratchSection
+
+    ours = hub.random_model(
+        ScratchSection(family=family, hidden_size=32, tie_word_embeddings=False, num_experts=4), VOCAB
+    )
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.mul_(3)
+    hub.save_hf(ours, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        theirs, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.float32, output_loading_info=True
+        )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = torch.arange(VOCAB)
+    with torch.no_grad():
+        their_logits = theirs(input_ids=ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(our_logits(ours, ids, (0, VOCAB)), their_logits, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe-normed-mixed"])
+def test_the_tensor_parallel_plan_names_modules_that_exist(case, tmp_path):
+    build_theirs(case).save_pretrained(tmp_path)
+    ours = hub.load_model(tmp_path, dtype=torch.float32)
+    modules = {name for name, _ in ours.named_modules()}
+    for template, style in FAMILIES[ours.config.family].tp_plan.items():
+        names = {template.format(layer=layer) for layer in range(3)}
+        assert style in ("column", "row", "vocab")
+        assert names & modules or template == "lm_head"
+
+
+def test_loading_is_complete_checked_by_expert(tmp_path):
+    build_theirs("qwen3_moe").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.2.mlp.experts.4.up_proj.weight"
+    del tensors[name]
+    hub.save_file(tensors, path)
+    with pytest.raises(hub.DataError, match=rf"1 of \d+ tensors are missing: {name}"):
+        hub.load_model(tmp_path, dtype=torch.float32)
+    tensors[name] = torch.zeros(3, 32)
+    hub.save_file(tensors, path)
+    with pytest.raises(hub.DataError, match=r"experts.4.up_proj.weight' has shape \(3, 32\).* \(16, 32\)"):
+        hub.load_model(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 must be 1 to num_experts = 6"),
+        ({"num_experts": None}, "no value for num_experts"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types sliding_attention"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor = 1 must be less"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            r"rope_type = 'longrope' .*llama3, yarn",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(change, words, tmp_path):
+    build_theirs("qwen3_moe").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(hub.DataError, match=words):
+        hub.load_config(tmp_path)
+
+
+def test_a_model_loads_in_place_without_new_memory(tmp_path):
+    theirs = build_theirs("qwen3_moe")
+    theirs.save_pretrained(tmp_path)
+    ours = hub.load_model(tmp_path, dtype=torch.float32)
+    before = {name: p.data_ptr() for name, p in ours.named_parameters()}
+    hub.load_tensors(ours, [(name, tensor.clone()) for name, tensor in hub.export_tensors(ours)])
+    assert before == {name: p.data_ptr() for name, p in ours.named_parameters()}
+    views = [t for _, t in hub.export_tensors(ours)]
+    owned = {p.untyped_storage().data_ptr() for p in ours.parameters()}
+    assert all(view.untyped_storage().data_ptr() in owned for view in views), "export copies nothing"
+    assert as_whole_slices(ours.named_parameters()).keys() == ours.tensor_map.shapes.keys()
+
+
+def test_the_template_of_the_guide_is_a_working_family(tmp_path, monkeypatch):
+    """phi3 as in docs/add_a_model.md; its checkpoints fuse weights that are separate here."""
+    page = (Path(__file__).parents[3] / "docs" / "add_a_model.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict = {}
+    exec(source, names)
+    monkeypatch.setitem(FAMILIES, "phi3", names["PHI3"])
+    monkeypatch.setitem(CASES, "phi3", ("phi3", {"pad_token_id": 0}))
+    theirs = build_theirs("phi3")
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = hub.load_model(tmp_path / "theirs", dtype=torch.float32)
+    assert "model.layers.2.self_attn.k_proj.weight" in ours.tensor_map.shapes
+    ids = torch.arange(VOCAB)
+    with torch.no_grad():
+        expected = theirs(input_ids=ids[None], use_cache=False).logits[0]
+        torch.testing.assert_close(our_logits(ours, ids, (0, VOCAB)), expected, atol=2e-5, rtol=1e-4)
+    hub.save_hf(ours, tmp_path / "ours")
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])

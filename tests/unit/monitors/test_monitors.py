@@ -1,0 +1,266 @@
+"""Metrics reach their file and the trackers, and no monitor can stop or delay a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.config.sections.monitors import MonitorsSection, TensorboardSection, TrackioSection, WandbSection
+from stretto.monitors import Monitors, build_monitors, read_metrics
+from stretto.monitors.base import BackgroundMonitor
+
+
+def is_missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def open_file(run_dir: RunDir, **more: int) -> Monitors:
+    return build_monitors(MonitorsSection(), run_dir, "trainer", "run", **more)
+
+
+def numbers(run_dir: RunDir, name: str) -> dict[int, float]:
+    return {row["step"]: row[name] for row in read_metrics(run_dir.metrics("trainer")) if name in row}
+
+
+def test_calls_of_one_step_make_one_row(run_dir: RunDir) -> None:
+    monitors = open_file(run_dir)
+    monitors.log(1, {"loss": np.float32(0.5), "n": np.int64(3)})
+    monitors.log(2, {"loss": 0.25})
+    monitors.log(1, {"eval": 1.0})
+    rows = read_metrics(run_dir.metrics("trainer"))
+    assert [row["step"] for row in rows] == [1, 2]
+    assert (rows[0]["loss"], rows[0]["n"], rows[0]["eval"], rows[0]["incarnation"]) == (0.5, 3, 1.0, 1)
+    monitors.close()
+
+
+def test_rows_are_on_disk_before_close(run_dir: RunDir) -> None:
+    monitors = open_file(run_dir)
+    monitors.log(1, {"loss": 1.0})
+    assert numbers(run_dir, "loss") == {1: 1.0}
+    monitors.close()
+
+
+def test_numbers_that_are_not_finite_are_valid_json_and_read_as_nan(run_dir: RunDir) -> None:
+    monitors = open_file(run_dir)
+    monitors.log(1, {"loss": math.nan, "norm": math.inf})
+    monitors.close()
+    assert all(orjson.loads(line) for line in run_dir.metrics("trainer").read_bytes().splitlines())
+    (row,) = read_metrics(run_dir.metrics("trainer"))
+    assert math.isnan(row["loss"]) and math.isnan(row["norm"])
+
+
+def test_a_resumed_run_supersedes_the_steps_it_takes_back(run_dir: RunDir) -> None:
+    first = open_file(run_dir)
+    for step in range(1, 8):
+        first.log(step, {"loss": 1.0, "old": 1.0})
+    first.close()
+    second = open_file(run_dir, resumed_step=4)
+    assert numbers(run_dir, "loss") == dict.fromkeys(range(1, 5), 1.0)
+    second.log(4, {"eval": 9.0})
+    second.log(5, {"loss": 2.0})
+    second.close()
+    assert numbers(run_dir, "loss") == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 5: 2.0}
+    assert numbers(run_dir, "eval") == {4: 9.0}
+    assert numbers(run_dir, "old") == dict.fromkeys(range(1, 5), 1.0)
+
+
+def test_without_a_resumed_step_the_first_new_row_says_where(run_dir: RunDir) -> None:
+    first = open_file(run_dir)
+    for step in range(1, 6):
+        first.log(step, {"loss": 1.0})
+    first.close()
+    second = open_file(run_dir)
+    second.log(3, {"loss": 2.0})
+    second.log(4, {"loss": 2.0})
+    second.close()
+    assert numbers(run_dir, "loss") == {1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_line_cut_by_a_crash_loses_that_line_only(run_dir: RunDir, cut: int) -> None:
+    first = open_file(run_dir)
+    for step in range(1, 4):
+        first.log(step, {"loss": 1.0})
+    first.close()
+    path = run_dir.metrics("trainer")
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert set(numbers(run_dir, "loss")) >= {1, 2}
+    second = open_file(run_dir, resumed_step=2)
+    second.log(3, {"loss": 2.0})
+    second.close()
+    assert numbers(run_dir, "loss") == {1: 1.0, 2: 1.0, 3: 2.0}
+    assert read_metrics(path)[-1]["incarnation"] == 2
+
+
+def test_incarnations_count_on_after_long_rows(run_dir: RunDir) -> None:
+    for expected in range(1, 4):
+        monitors = open_file(run_dir)
+        monitors.log(expected, {"text": "x" * 100_000})
+        monitors.close()
+        assert read_metrics(run_dir.metrics("trainer"))[-1]["incarnation"] == expected
+
+
+def test_no_file_reads_as_no_rows(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+class Broken:
+    """A monitor that fails at the second row."""
+
+    rows = 0
+
+    def log(self, step: int, metrics: dict) -> None:
+        self.rows += 1
+        if self.rows == 2:
+            raise OSError("no space left")
+
+    def close(self) -> None:
+        raise AssertionError("a dropped monitor is not touched again")
+
+
+def test_a_monitor_that_fails_is_dropped_with_one_error(caplog: pytest.LogCaptureFixture) -> None:
+    broken = Broken()
+    monitors = Monitors({"broken": broken})
+    for step in range(5):
+        monitors.log(step, {})
+    monitors.close()
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert errors == ["monitor broken failed and is off from now on: OSError: no space left"]
+    assert broken.rows == 2
+
+
+def test_a_tracker_that_cannot_start_is_dropped_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> Broken:
+        raise RuntimeError("not logged in")
+
+    monitors = Monitors({"tracker": BackgroundMonitor("tracker", build)})
+    while monitors.names:
+        monitors.log(1, {})
+    monitors.close()
+    assert "not logged in" in caplog.text
+
+
+class Gate:
+    """A monitor that blocks until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.opened, self.rows, self.is_closed = threading.Event(), [], False
+
+    def log(self, step: int, metrics: dict) -> None:
+        self.opened.wait()
+        self.rows.append(step)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_slow_tracker_does_not_hold_up_the_caller_and_is_drained_on_close() -> None:
+    gate = Gate()
+    monitors = Monitors({"gate": BackgroundMonitor("gate", lambda: gate)})
+    for step in range(100):
+        monitors.log(step, {})
+    assert gate.rows == []
+    gate.opened.set()
+    monitors.close()
+    assert gate.rows == list(range(100)) and gate.is_closed
+
+
+def test_close_gives_up_on_a_stuck_tracker_at_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate()
+    monitors = Monitors({"gate": BackgroundMonitor("gate", lambda: gate)})
+    monitors.log(1, {})
+    monitors.close(timeout_s=0.2)
+    assert "last rows are lost" in caplog.text
+    gate.opened.set()
+
+
+def test_metrics_are_copied_when_they_are_logged() -> None:
+    logged = []
+
+    class Keep(Gate):
+        def log(self, step: int, metrics: dict) -> None:
+            self.opened.wait()
+            logged.append(metrics["a"])
+
+    keep = Keep()
+    monitors = Monitors({"keep": BackgroundMonitor("keep", lambda: keep)})
+    metrics = {"a": 1.0}
+    monitors.log(1, metrics)
+    metrics["a"] = 2.0
+    keep.opened.set()
+    monitors.close()
+    assert logged == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [("wandb", WandbSection()), ("tensorboard", TensorboardSection()), ("trackio", TrackioSection())],
+)
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    run_dir: RunDir, name: str, section: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == name else found(n))
+    with pytest.raises(ConfigError, match=rf"\[monitors.{name}\].*pip install 'stretto\[{name}\]'"):
+        build_monitors(MonitorsSection(**{name: section}), run_dir, "trainer", "run")
+
+
+@pytest.mark.skipif(is_missing("tensorboard"), reason="extra `tensorboard` is not installed")
+@pytest.mark.filterwarnings("default")
+def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
+    section = MonitorsSection(tensorboard=TensorboardSection())
+    for resumed_step, steps in ((None, range(1, 6)), (3, range(4, 7))):
+        monitors = build_monitors(section, run_dir, "trainer", "run", resumed_step=resumed_step)
+        for step in steps:
+            monitors.log(step, {"loss": step / 2 + 10 * (resumed_step is not None), "note": "text"})
+        assert monitors.names == ["file", "tensorboard"]
+        monitors.close()
+        time.sleep(1.1)  # files are named by the second
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir.path / "tensorboard" / "trainer"))
+    events.Reload()
+    found = {event.step: event.value for event in events.Scalars("loss")}
+    assert found == {1: 0.5, 2: 1.0, 3: 1.5, 4: 12.0, 5: 12.5, 6: 13.0}
+
+
+@pytest.mark.skipif(is_missing("wandb"), reason="extra `wandb` is not installed")
+@pytest.mark.filterwarnings("default")
+def test_wandb_offline_writes_a_run_without_a_network(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = MonitorsSection(wandb=WandbSection(project="tests", offline=True))
+    monitors = build_monitors(section, run_dir, "trainer", "run")
+    for step in range(1, 4):
+        monitors.log(step, {"loss": 1.0 / step})
+    monitors.close(timeout_s=60)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+    (file,) = run_dir.path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"loss" in file.read_bytes()
+
+
+@pytest.mark.skipif(is_missing("trackio"), reason="extra `trackio` is not installed")
+@pytest.mark.filterwarnings("default")
+def test_trackio_takes_rows(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(run_dir.path / "trackio"))
+    monitors = build_monitors(MonitorsSection(trackio=TrackioSection(project="t")), run_dir, "trainer", "run")
+    monitors.log(1, {"loss": 0.5})
+    monitors.close(timeout_s=60)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]

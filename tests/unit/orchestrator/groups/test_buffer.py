@@ -1,0 +1,335 @@
+import asyncio
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from fakes import run_virtual
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.orchestrator.groups.buffer import MOVES, Bounds, Buffer, Slot, SlotState
+from stretto.records.generate import VersionSpan
+from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+
+TASK = Task(env="echo", task_id="t", data={})
+
+
+class Drops:
+    """A ledger that records drops."""
+
+    def __init__(self):
+        self.reasons = {}
+        self.num_transactions = 0
+
+    @contextmanager
+    def transaction(self):
+        self.num_transactions += 1
+        yield
+
+    def group_dropped(self, group_id, reason):
+        assert group_id not in self.reasons, f"group {group_id} was dropped twice"
+        self.reasons[group_id] = str(reason)
+
+
+def build(**bounds):
+    bounds = {"groups_per_batch": 4, "max_async_level": 1, "max_off_policy_steps": 8} | bounds
+    return Buffer(Bounds(**bounds), Drops())
+
+
+def group_of(group_id, version):
+    branch = Branch(
+        token_ids=np.zeros(2, np.int32),
+        is_sampled=np.array([False, True]),
+        logprobs=np.zeros(2, np.float32),
+        temperature=1.0,
+        versions=(VersionSpan(version, 1, 2),),
+    )
+    rollout = Rollout(
+        rollout_id=f"g{group_id}.0",
+        group_id=group_id,
+        member=0,
+        task=TASK,
+        status=RolloutStatus.FINISHED,
+        branches=(branch,),
+    )
+    return Group(group_id=group_id, task=TASK, rollouts=(rollout,))
+
+
+def finish(buffer, slot, has_signal=True, version=None):
+    group = group_of(slot.group_id, slot.version if version is None else version)
+    buffer.complete(slot, group, has_signal=has_signal)
+
+
+def start_all(buffer, first=0):
+    """Start groups until there is no slot."""
+    slots = []
+    while buffer.may_admit():
+        slots.append(buffer.start(first + len(slots), TASK))
+    return slots
+
+
+def num_held(buffer):
+    held = (SlotState.RUNNING, SlotState.READY, SlotState.SHIPPED)
+    return sum(slot.state in held for slot in buffer.slots.values())
+
+
+def test_synchronous_runs_draw_one_batch_and_wait_for_its_weights():
+    buffer = build(max_async_level=0)
+    slots = start_all(buffer)
+    assert len(slots) == 4
+    for slot in reversed(slots):
+        finish(buffer, slot)
+    chosen = run_virtual(buffer.next_batch())
+    assert [slot.group_id for slot in chosen] == [0, 1, 2, 3]
+    buffer.ship(chosen, buffer.discarded(chosen))
+    assert not buffer.may_admit()
+    buffer.on_loaded(1)
+    assert len(start_all(buffer, first=4)) == 4
+
+
+def test_slot_is_not_freed_before_the_weights_of_its_step_are_loaded():
+    buffer = build(max_async_level=1)
+    slots = start_all(buffer)
+    assert len(slots) == 8
+    for slot in slots[:4]:
+        finish(buffer, slot)
+    chosen = run_virtual(buffer.next_batch())
+    buffer.ship(chosen, buffer.discarded(chosen))
+    assert start_all(buffer, first=8) == []
+    buffer.on_loaded(1)
+    assert len(start_all(buffer, first=8)) == 4
+
+
+def test_a_group_without_signal_frees_exactly_one_slot():
+    buffer = build(max_async_level=0)
+    slots = start_all(buffer)
+    finish(buffer, slots[1], has_signal=False)
+    (replacement,) = start_all(buffer, first=4)
+    for slot in (slots[0], slots[2], slots[3], replacement):
+        finish(buffer, slot)
+    chosen = run_virtual(buffer.next_batch())
+    assert [slot.group_id for slot in chosen] == [0, 2, 3, 4]
+    assert buffer.ledger.reasons == {}
+    buffer.ship(chosen, buffer.discarded(chosen))
+    assert buffer.ledger.reasons == {1: "zero_signal"}
+    assert num_held(buffer) == 4
+
+
+def test_beyond_max_oversampling_groups_without_signal_fill_the_batch():
+    buffer = build(max_async_level=0, max_oversampling=1.5)
+    slots, first = start_all(buffer), 4
+    for _ in range(2):  # 1.5 x 4 groups: two may be replaced
+        finish(buffer, slots.pop(), has_signal=False)
+        slots += start_all(buffer, first=first)
+        first += 1
+    assert first == 6 and start_all(buffer, first=6) == []
+    for slot in slots:
+        finish(buffer, slot, has_signal=slot.group_id == 5)
+    chosen = run_virtual(buffer.next_batch())
+    assert [slot.group_id for slot in chosen] == [0, 1, 2, 5]
+    buffer.ship(chosen, buffer.discarded(chosen))
+    assert buffer.ledger.reasons == {3: "zero_signal", 4: "zero_signal"}
+
+
+def test_without_the_filter_every_finished_group_counts():
+    buffer = build(max_async_level=0, filter_zero_signal=False)
+    for slot in start_all(buffer):
+        finish(buffer, slot, has_signal=False)
+    assert len(run_virtual(buffer.next_batch())) == 4
+
+
+def test_a_failed_group_is_replaced():
+    buffer = build(max_async_level=0)
+    slots = start_all(buffer)
+    buffer.fail(slots[0])
+    assert slots[0].state is SlotState.FAILED
+    assert len(start_all(buffer, first=4)) == 1
+
+
+def test_no_more_groups_are_drawn_than_the_last_batches_need():
+    buffer = build(max_async_level=3, max_steps=2)
+    assert len(start_all(buffer)) == 8
+
+
+def test_running_groups_can_have_a_lower_limit():
+    buffer = build(max_running_groups=3)
+    slots = start_all(buffer)
+    assert len(slots) == 3
+    finish(buffer, slots[0])
+    assert len(start_all(buffer, first=3)) == 1
+
+
+def test_groups_that_become_too_old_are_dropped_whole_and_their_jobs_cancelled():
+    async def scenario():
+        buffer = build(
+            groups_per_batch=1, max_async_level=1, max_off_policy_steps=1, is_in_dispatch_order=False
+        )
+        buffer.on_loaded(0)
+        straggler = buffer.start(0, TASK)
+        straggler.job = asyncio.create_task(asyncio.sleep(3600))
+        for step in (1, 2, 3):
+            slot = buffer.start(step, TASK)
+            finish(buffer, slot)
+            (chosen,) = await buffer.next_batch()
+            assert chosen is slot
+            buffer.ship([chosen], buffer.discarded([chosen]))
+            if step < 2:  # it may still make batch 2
+                assert straggler.state is SlotState.RUNNING
+            buffer.on_loaded(step)
+        await asyncio.sleep(0)
+        assert straggler.state is SlotState.DROPPED and straggler.job.cancelled()
+        assert buffer.ledger.reasons == {0: "stale"}
+        assert buffer.counts.stale == 1
+
+    run_virtual(scenario())
+
+
+def test_close_ends_all_waits_and_keeps_finished_groups():
+    async def scenario():
+        buffer = build()
+        slots = start_all(buffer)
+        finish(buffer, slots[0])
+        waiting = asyncio.gather(buffer.admit(), buffer.next_batch())
+        await asyncio.sleep(0)
+        buffer.close()
+        assert await waiting == [False, None]
+        assert slots[0].state is SlotState.READY
+        assert all(slot.state is SlotState.DROPPED for slot in slots[1:])
+        assert buffer.ledger.reasons == {}
+
+    run_virtual(scenario())
+
+
+def test_a_slot_makes_only_the_moves_in_the_table():
+    for state in SlotState:
+        for to in SlotState:
+            slot = Slot(0, TASK, 0, state=state)
+            if to in MOVES[state]:
+                slot.move(to)
+                assert slot.state is to
+            else:
+                with pytest.raises(AssertionError, match="cannot go"):
+                    slot.move(to)
+
+
+class Unscanned(dict):
+    """Slots that may be looked up but not iterated."""
+
+    def values(self):
+        raise AssertionError("all slots were gone through")
+
+    items = __iter__ = values
+
+
+class UnscannedSet(set):
+    """Draw numbers that may be looked up but not iterated."""
+
+    def __iter__(self):
+        raise AssertionError("all draws were gone through")
+
+
+def test_a_group_that_finishes_while_others_wait_for_a_straggler_scans_none_of_them():
+    buffer = build(groups_per_batch=50, max_oversampling=1.2)
+    slots = start_all(buffer)
+    buffer.slots = Unscanned(buffer.slots)
+    waiting = asyncio.new_event_loop()
+    next_batch = waiting.create_task(buffer.next_batch())
+    for number, slot in enumerate(slots[1:], start=1):
+        finish(buffer, slot, has_signal=number % 3 == 0)
+        waiting.run_until_complete(asyncio.sleep(0))
+    assert not next_batch.done()
+    finish(buffer, slots[0])
+    chosen = waiting.run_until_complete(next_batch)
+    waiting.close()
+    assert chosen[0] is slots[0] and len(chosen) == 50
+    assert sum(not slot.has_signal for slot in chosen) > 0
+
+
+def test_pending_redraws_are_not_scanned_at_every_wake():
+    buffer = build(groups_per_batch=2)
+    buffer.pending_redraws = UnscannedSet()
+    buffer.expect_redraws([3, 7, 1])
+    assert buffer._first_unfinished() == 1
+    slots = [buffer.start(1, TASK), buffer.start(2, TASK)]
+    for slot in slots:
+        finish(buffer, slot)
+    assert buffer._first_unfinished() == 3 and buffer._may_ship()
+    finish(buffer, buffer.start(7, TASK))
+    assert buffer._first_unfinished() == 3
+    running = buffer.start(4, TASK)
+    assert not buffer.may_admit() and buffer._first_unfinished() == 4, "no slot is free for pending redraws"
+    finish(buffer, running)
+    buffer.ship(chosen := buffer._choose(), buffer.discarded(chosen))
+    buffer.on_loaded(1)
+    finish(buffer, buffer.start(3, TASK))
+    assert buffer._first_unfinished() == np.inf and not buffer.pending_redraws
+
+
+def slow_choice(buffer):
+    """The groups that a batch must take, computed from the states of all slots."""
+    ready = [s for s in buffer.slots.values() if s.state is SlotState.READY]
+    usable = [s for s in ready if s.has_signal or not buffer.bounds.filter_zero_signal]
+    spare = [s for s in buffer.slots.values() if s.state is SlotState.REPLACED and s.rejected is None]
+    by_number = lambda slots: sorted(slots, key=lambda slot: slot.group_id)
+    fillers = [slot for slot in ready if slot not in usable] + spare
+    return by_number((by_number(usable) + by_number(fillers))[: buffer.bounds.groups_per_batch])
+
+
+bounds = st.fixed_dictionaries(
+    {
+        "groups_per_batch": st.integers(1, 4),
+        "max_async_level": st.integers(0, 3),
+        "max_off_policy_steps": st.integers(0, 4),
+        "max_running_groups": st.none() | st.integers(1, 5),
+        "max_oversampling": st.floats(1, 3),
+        "filter_zero_signal": st.booleans(),
+        "is_in_dispatch_order": st.booleans(),
+    }
+)
+fates = st.lists(
+    st.sampled_from(["signal"] * 5 + ["none", "none", "fail", "load"]), min_size=60, max_size=200
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(bounds, fates, st.randoms(use_true_random=False))
+def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, rng):
+    buffer = build(**bounds)
+    group_id, shipped_ids = 0, set()
+    for fate in fates:
+        for slot in start_all(buffer, first=group_id):
+            group_id = slot.group_id + 1
+            assert slot.version == buffer.version
+        running = [s for s in buffer.slots.values() if s.state is SlotState.RUNNING]
+        if fate == "load" or not running:
+            if buffer.version < buffer.next_step - 1:
+                buffer.on_loaded(buffer.version + 1)
+        else:
+            slot = rng.choice(running)
+            if fate == "fail":
+                buffer.fail(slot)
+            else:
+                finish(buffer, slot, has_signal=fate == "signal")
+        assert num_held(buffer) <= buffer.bounds.num_slots
+        if buffer._may_ship():
+            step, chosen = buffer.next_step, buffer._choose()
+            assert chosen == slow_choice(buffer) and buffer._last_of_batch() == chosen[-1].group_id
+            assert len(chosen) == buffer.bounds.groups_per_batch
+            ids = [slot.group_id for slot in chosen]
+            assert ids == sorted(ids) and not set(ids) & shipped_ids
+            shipped_ids |= set(ids)
+            assert buffer.version >= step - 1 - buffer.bounds.max_async_level
+            assert all(slot.first_version >= step - 1 - buffer.bounds.max_off_policy_steps for slot in chosen)
+            buffer.ship(chosen, buffer.discarded(chosen))
+    # Everybody left finishes: the run must be able to go on for ever.
+    for _ in range(200):
+        for slot in [s for s in buffer.slots.values() if s.state is SlotState.RUNNING]:
+            finish(buffer, slot)
+        if buffer._may_ship():
+            chosen = buffer._choose()
+            buffer.ship(chosen, buffer.discarded(chosen))
+        while buffer.version < buffer.next_step - 1:
+            buffer.on_loaded(buffer.version + 1)
+        for slot in start_all(buffer, first=group_id):
+            group_id = slot.group_id + 1
+    assert buffer.next_step > 50

@@ -1,0 +1,106 @@
+"""Warnings about learning that goes wrong: each once, none for a run that learns."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from stretto.orchestrator.diagnosis import WINDOW, Diagnosis
+
+GOOD = {
+    "loss/mean": 0.1,
+    "reward/mean": 0.2,
+    "optim/grad_norm": 1.0,
+    "groups/zero_signal_share": 0.4,
+    "mismatch_kl/mean": 0.01,
+    "completion/truncated_share": 0.05,
+    "entropy/mean": 1.0,
+    "tokens_per_s": 1000.0,
+}
+
+
+def warnings_of(rows) -> list[str]:
+    diagnosis = Diagnosis(max_completion_tokens=2)
+    return [text for row in rows for text in diagnosis.add(GOOD | row)]
+
+
+def noisy(mean: float, rng: random.Random) -> dict[str, float]:
+    return {"reward/mean": mean + rng.gauss(0, 0.03)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_learns_gets_no_warning(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = [
+        noisy(0.2 + 0.7 * i / 300, rng)
+        | {"entropy/mean": 1.0 / (1 + i / 20), "tokens_per_s": rng.uniform(700, 1300)}
+        for i in range(300)
+    ]
+    assert warnings_of(rows) == []
+    diagnosis = Diagnosis()
+    for row in rows:
+        diagnosis.add(GOOD | row)
+    assert diagnosis.verdict().endswith("improved")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"groups/zero_signal_share": 1.0}, "100% of the groups have equal rewards"),
+        ({"mismatch_kl/mean": 2.0}, "mismatch KL is 2 nats per token"),
+        (
+            {"completion/truncated_share": 0.9},
+            "90% of the replies are truncated at max_completion_tokens = 2",
+        ),
+        ({"loss/mean": math.nan}, "loss/mean is nan"),
+        ({"reward/mean": math.inf}, "reward/mean is inf"),
+    ],
+)
+def test_each_kind_gives_one_warning(bad: dict[str, float], words: str) -> None:
+    [text] = [text for text in warnings_of([bad] * 50) if words in text]
+    assert text
+
+
+def test_a_reward_that_does_not_change_gives_a_warning_after_a_while() -> None:
+    rng = random.Random(3)
+    rows = [noisy(0.2, rng) for _ in range(150)]
+    assert not warnings_of(rows[:90])
+    [text] = warnings_of(rows)
+    assert "has not risen beyond its noise" in text
+
+
+def test_a_reward_that_falls_gives_a_warning_and_the_verdict_names_the_likely_reason() -> None:
+    rng = random.Random(4)
+    rows = [noisy(0.5, rng) for _ in range(20)] + [
+        noisy(0.05, rng) | {"mismatch_kl/mean": 9.0} for _ in range(40)
+    ]
+    texts = warnings_of(rows)
+    assert any("the reward has fallen from 0.5" in text for text in texts), texts
+    diagnosis = Diagnosis()
+    for row in rows:
+        diagnosis.add(GOOD | row)
+    assert ": fell; likely: engine and trainer disagree" in diagnosis.verdict()
+
+
+def test_entropy_that_collapses_gives_a_warning_only_if_the_reward_has_not_risen() -> None:
+    rng = random.Random(5)
+    flat = [noisy(0.2, rng) | {"entropy/mean": max(1.0 - i / 20, 0.001)} for i in range(60)]
+    assert any("entropy has fallen from 1 to 0.001" in text for text in warnings_of(flat))
+    rising = [row | noisy(0.2 + i / 100, rng) for i, row in enumerate(flat)]
+    assert not any("entropy" in text for text in warnings_of(rising))
+
+
+def test_a_run_that_becomes_slow_gives_a_warning() -> None:
+    rows = [noisy(0.2 + i / 100, random.Random(i)) for i in range(40)] + [
+        noisy(0.6 + i / 100, random.Random(i)) | {"tokens_per_s": 100.0} for i in range(20)
+    ]
+    assert any("100 tokens/s, while this run usually has 1000" in text for text in warnings_of(rows))
+
+
+def test_few_steps_have_no_verdict() -> None:
+    diagnosis = Diagnosis()
+    for _ in range(3):
+        diagnosis.add(GOOD)
+    assert diagnosis.verdict() is None and WINDOW > 3

@@ -1,0 +1,185 @@
+"""What a dry run checks: the user's functions and files, and meshes that a model cannot have."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import ConfigError, EnvError
+from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.config.load import load
+from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.rules.mesh_degrees import OWN_FAMILIES
+from stretto.config.sections.model import ModelSection
+from stretto.launch.plan.model_check import check_model
+from stretto.models.families import FAMILIES
+from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 64,
+    "num_experts": 6,
+}
+DENSE = {key: value for key, value in MOE.items() if key != "num_experts"} | {"model_type": "qwen3"}
+
+
+def dry_run(verb: str, directory: Path, *words: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", verb, *words, "--output-dir", str(directory), "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=directory,
+    )
+    return done.returncode, done.stderr
+
+
+def of(tmp_path: Path, **args) -> RLConfig:
+    return load(RLConfig, ["--orchestrator.env", json.dumps([{"id": "dataset", "args": args}])])
+
+
+def test_a_dry_run_reads_the_first_record_and_imports_functions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good = tmp_path / "rows.jsonl"
+    good.write_text('{"prompt": "2 + 2", "label": "4"}\nnot JSON, which only a run would meet\n')
+    (tmp_path / "mine_checked.py").write_text("def reward(args, sample):\n    return 1.0\n")
+    check_user_code(of(tmp_path, path=f"{good}@[0:1]", reward="mine_checked:reward").orchestrator)
+    with pytest.raises(ConfigError, match=r"dataset: path = .*nowhere.jsonl"):
+        check_user_code(of(tmp_path, path=str(tmp_path / "nowhere.jsonl")).orchestrator)
+    with pytest.raises(ConfigError, match=r"dataset: reward = 'mine_checked:rewrd'.*did you mean 'reward'"):
+        check_user_code(of(tmp_path, path=f"{good}@[0:1]", reward="mine_checked:rewrd").orchestrator)
+    with pytest.raises(ConfigError, match=r"dataset: generate = 'mine_checked:reward'.*called with 3"):
+        check_user_code(of(tmp_path, path=f"{good}@[0:1]", generate="mine_checked:reward").orchestrator)
+    cfg = load(SFTConfig, ["--data.name", str(tmp_path / "none.parquet"), "--max-steps", "1"])
+    with pytest.raises(ConfigError, match=r"data.name = .*none.parquet"):
+        check_sft_records(cfg)
+
+
+ENVS = """
+from stretto.envs.base import SingleTurnEnv, TaskSource
+from stretto.records.rollout import Task
+
+
+class Ask(SingleTurnEnv):
+    def __init__(self, prompt="say a", count=7):
+        self.name, self.said, self.count = "ask", prompt, count
+
+    def tasks(self, split):
+        return TaskSource(lambda i: Task(env="ask", task_id=f"{split}-{i}", data={}), self.count)
+
+    def prompt(self, task):
+        return self.said if self.said != "raise" else {}["absent"]
+
+    def score(self, task, text):
+        raise AssertionError("no reward is asked for")
+"""
+
+
+def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "previewed.py").write_text(ENVS)
+    build_letters_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+
+    def shown(**args) -> str:
+        words = ["--orchestrator.env", json.dumps([{"id": "previewed:Ask", "name": "mine", "args": args}])]
+        return preview(load(RLConfig, [*words, "--model.name", "model"]).orchestrator_config())
+
+    assert shown() == (
+        "environment mine: tasks 7 to train on; the first is train-0, 17 tokens:\n"
+        "  | <|im_start|>user\n  | say a<|im_end|>\n  | <|im_start|>assistant\n  | <think>\n  | \n  | </think>\n  | \n"
+    )
+    with pytest.raises(EnvError, match="environment mine, task train-0, prompt is 3; return a text"):
+        shown(prompt=3)
+    with pytest.raises(EnvError, match=r"prompt: .*previewed.py:14 in prompt: KeyError: 'absent'"):
+        shown(prompt="raise")
+    with pytest.raises(ConfigError, match="num_tasks = 0"):
+        shown(count=0)
+    with pytest.raises(ConfigError, match="did you mean 'sort-letters'"):
+        preview(of_env("sort-leters"))
+    assert "worker processes" in preview(of_env("sort-letters", num_workers=2))
+    assert "not rendered: no directory 'Qwen" in preview(of_env("sort-letters"))
+
+
+def of_env(env_id: str, **more):
+    return load(RLConfig, ["--orchestrator.env", json.dumps([{"id": env_id, **more}])]).orchestrator_config()
+
+
+def test_the_command_line_says_so_with_status_2(tmp_path):
+    env = json.dumps([{"id": "sort-letters"}])
+    words = ("--orchestrator.env", env, "--orchestrator.hooks.sample-filter", "no_such_module:mark")
+    code, message = dry_run("rl", tmp_path, *words)
+    assert (
+        code == 2
+        and "orchestrator.hooks.sample_filter" in message
+        and "no module 'no_such_module'" in message
+    )
+    code, message = dry_run("sft", tmp_path, "--data.name", "none.jsonl", "--max-steps", "1")
+    assert code == 2 and "data.name = 'none.jsonl'" in message
+
+
+def test_our_own_families_are_known_without_torch():
+    assert set(OWN_FAMILIES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("shape", "model", "message"),
+    [
+        (DENSE, {"ep": 8, "cp": 2}, r"\[trainer.model\] ep = 8, but the policy has no experts"),
+        (DENSE, {"tp": 8}, "tp = 8 does not divide the 4 key and value heads of this model; valid: 1, 2, 4"),
+        (DENSE, {"ep_comm_backend": "deepep"}, "this model has no experts"),
+        (MOE, {"ep": 4}, r"ep = 4 must divide both dp_shard x cp = 8 ranks and the 6 experts; valid: 1, 2"),
+        (
+            {"model_type": "glm4_moe"},
+            {"cp": 2},
+            "cp = 2 cuts the tokens of a row, which only modules of our own",
+        ),
+        (
+            {"model_type": "glm4_moe"},
+            {"moe_use_grouped_mm": False},
+            "transformers computes this model family",
+        ),
+    ],
+)
+def test_meshes_and_keys_that_a_model_cannot_have(tmp_path, shape, model, message):
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    section = ModelSection(name=str(tmp_path), **model)
+    with pytest.raises(ConfigError, match=message):
+        check_model(section, 8, "trainer.model")
+    check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
+    check_model(ModelSection(name="not/here", **model), 8, "trainer.model")
+
+
+def test_a_mixture_that_is_not_ours_has_no_replay(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe"}))
+    with pytest.raises(ConfigError, match="enable_router_replay = true has no effect"):
+        check_model(ModelSection(name=str(tmp_path)), 2, "trainer.model", has_replay=True)
+
+
+def test_an_import_that_hangs_is_named_and_ctrl_c_ends_it(tmp_path):
+    (tmp_path / "hanging_hooks.py").write_text("import time\ntime.sleep(1000)\n")
+    words = ["--output-dir", str(tmp_path), "--orchestrator.env", json.dumps([{"id": "sort-letters"}])]
+    words += ["--orchestrator.hooks.sample-filter", "hanging_hooks:mark", "--dry-run"]
+    command = [sys.executable, "-m", "stretto", "rl", *words]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as rl:
+        too_late = threading.Timer(60, rl.kill)
+        too_late.start()
+        message = rl.stderr.readline()
+        rl.send_signal(signal.SIGINT)
+        too_late.cancel()
+        output, rest = rl.communicate(timeout=60)
+    assert (
+        "orchestrator.hooks.sample_filter = 'hanging_hooks:mark': the import of hanging_hooks: not" in message
+    )
+    assert f"{tmp_path / 'hanging_hooks.py'}:2" in message
+    assert (rl.returncode, output, rest) == (130, "", "interrupted\n")

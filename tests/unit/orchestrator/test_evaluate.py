@@ -1,0 +1,268 @@
+import asyncio
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+from aiohttp import web
+from fakes import CharRenderer, EchoEnv, FakeEngine, FakeTrainer, GuessEnv, parrot, run_virtual
+from hypothesis import given
+from hypothesis import strategies as st
+from orchestrator_runs import ECHO, config, train
+
+from stretto.base.errors import ConfigError, DataError, EngineError, EnvError
+from stretto.base.paths import RunDir
+from stretto.config.root import EvalConfig
+from stretto.config.sections.orchestrator import EvalSection, SamplingSection
+from stretto.ledger.reader import LedgerReader
+from stretto.orchestrator.eval.evaluator import Evaluator
+from stretto.orchestrator.eval.results import build_eval_score, format_table, pass_all_k, pass_at_k
+from stretto.orchestrator.eval.verb import evaluate_engine
+from stretto.orchestrator.rollout.player import Player
+from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
+from stretto.transports.engine.chat import ChatClient
+
+# -- estimators --
+
+
+@given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_the_estimators_are_means_over_all_choices_of_k(numbers):
+    n, solved, k = numbers
+    choices = list(itertools.combinations([1] * solved + [0] * (n - solved), k))
+    assert pass_at_k(n, solved, k) == pytest.approx(np.mean([any(c) for c in choices]))
+    assert pass_all_k(n, solved, k) == pytest.approx(np.mean([all(c) for c in choices]))
+
+
+def test_by_hand():
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert pass_at_k(4, 3, 2) == 1.0
+    assert pass_all_k(4, 3, 2) == pytest.approx(0.5)
+
+
+# -- an eval --
+
+
+def evaluator(envs, engine, run_dir=None, **section):
+    section = EvalSection.model_validate({"num_examples": 6, "greedy": False} | section)
+    player = Player(engine, CharRenderer(), SamplingSection(), seq_len=64)
+    return Evaluator(envs, section, player, run_dir=run_dir)
+
+
+def test_avg_and_pass_at_k_come_from_the_samples_that_are_kept(tmp_path):
+    run_dir = RunDir(tmp_path)
+    engine = FakeEngine(parrot(0.5))
+    (score,) = run_virtual(evaluator([EchoEnv()], engine, run_dir, group_size=5).evaluate(0))
+    lines = [json.loads(line) for line in (run_dir.eval(0) / "echo-sampled.jsonl").read_text().splitlines()]
+    assert len(lines) == 30 and score.mean == pytest.approx(np.mean([line["reward"] for line in lines]))
+    assert set(score.pass_at_k) == {1, 2, 4} and score.pass_at_k[1] == pytest.approx(score.mean)
+    solved = [sum(line["reward"] for line in lines if line["task_id"] == f"eval-{i}") for i in range(6)]
+    assert score.pass_at_k[4] == pytest.approx(np.mean([pass_at_k(5, int(c), 4) for c in solved]))
+    first = lines[0]
+    assert first["branches"] == [{"prompt": "Ueval0.A", "reply": first["branches"][0]["reply"]}]
+    assert (first["branches"][0]["reply"] == "eval0.") == (first["reward"] == 1.0)
+    assert score.version == 0 and score.versions == (0, 0)
+    (row,) = json.loads((run_dir.eval(0) / "results.json").read_text())
+    assert row["mean"] == score.mean and row["version"] == 0
+
+
+def test_failed_rollouts_are_left_out_of_pass_at_k():
+    """A task with only one counted rollout does not count towards pass@2."""
+    failing = lambda request: "no" if request.n == 4 and request.prompt_ids[5] == ord("3") else None
+    engine = FakeEngine(parrot(1.0), fail=failing)
+    (score,) = run_virtual(evaluator([EchoEnv()], engine, group_size=4).evaluate(0))
+    assert score.num_failed == 4 and score.pass_at_k[4] == 1.0
+
+
+def test_rewards_between_zero_and_one_have_no_pass_at_k():
+    (score,) = run_virtual(evaluator([GuessEnv()], FakeEngine(parrot(0.5)), group_size=4).evaluate(0))
+    assert score.pass_at_k == {} and 0 < score.mean < 1
+
+
+def test_environments_of_an_eval_have_their_own_sampling_size_and_interval():
+    requests = []
+
+    def delay(request):
+        requests.append((request.n, request.sampling.temperature))
+        return 0.0
+
+    envs = [EchoEnv(), EchoEnv()]
+    envs[1].name = "other"
+    own = {
+        "id": ECHO,
+        "name": "other",
+        "sampling": {"temperature": 0.3},
+        "group_size": 2,
+        "interval": 3,
+        "num_examples": 2,
+    }
+    mine = evaluator(
+        envs, FakeEngine(parrot(0.5), delay=delay), env=[{"id": ECHO, "name": "echo"}, own], interval=2
+    )
+    scores = run_virtual(mine.evaluate(6, end=None))
+    assert [(s.env, s.k, s.num_tasks) for s in scores] == [("echo", 1, 6), ("other", 2, 2)]
+    assert set(requests) == {(1, 1.0), (2, 0.3)}
+    assert [s.env for s in run_virtual(mine.evaluate(4, end=None))] == ["echo"]
+    assert [s.env for s in run_virtual(mine.evaluate(3, end=None))] == ["other"]
+    assert [v for v in range(8) if mine.section.is_due(v, end=7)] == [0, 2, 3, 4, 6, 7]
+
+
+def test_an_eval_waits_with_the_next_version_whatever_the_trainer_does(tmp_path):
+    cfg = config(tmp_path, eval={"num_examples": 10, "interval": 1}, max_async_level=2, max_steps=6)
+    rng = random.Random(0)
+    engine = FakeEngine(parrot(0.5), delay=lambda request: rng.random() * 3)
+    train(cfg, engine, FakeTrainer(max_steps=6, step_delay=lambda step: 0.1))
+    for version in range(7):
+        for row in json.loads((cfg.run_dir.eval(version) / "results.json").read_text()):
+            assert row["versions"] == [version, version] and row["num_failed"] == 0
+
+
+def test_a_resumed_run_does_not_repeat_an_eval_unless_it_is_told_to(tmp_path):
+    settings = {"eval": {"num_examples": 10, "interval": 2}, "max_async_level": 0}
+    cfg = config(tmp_path, **settings)
+    with pytest.raises(EngineError, match="killed"):
+        train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=5, checkpoint_every=2, die_after=4))
+    step = cfg.run_dir.latest_complete_checkpoint()
+    result = cfg.run_dir.eval(step) / "results.json"
+    assert result.exists()
+    rows = json.loads(result.read_text())
+    for row in rows:
+        row["mean"] = 0.125  # not what another eval would give
+    for again, expected in ((False, True), (True, False)):
+        result.write_text(json.dumps(rows))
+        own = settings | {"eval": settings["eval"] | {"retrigger_on_resume": again}, "resume": {"step": step}}
+        engine = FakeEngine(parrot(0.5))
+        engine.version = step
+        loop = train(config(tmp_path, **own), engine, FakeTrainer(max_steps=5, start=step))
+        assert (json.loads(result.read_text()) == rows) is expected
+        if not again:
+            assert sorted(loop.progress.sampled) == [0, 2, 4, 5]
+
+
+# -- evals that fail --
+
+
+def test_an_environment_that_fails_all_of_an_eval_costs_the_eval_and_not_the_run(tmp_path):
+    broken = {"id": ECHO, "name": "judged", "args": {"broken": True}}
+    cfg = config(tmp_path, eval={"env": [broken], "num_examples": 3, "interval": 2}, max_steps=4)
+    loop = train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=4))
+    assert loop.progress.step == 4 and loop.progress.sampled == {}
+    with LedgerReader(cfg.run_dir) as ledger:
+        rows = ledger.rows("SELECT data FROM events WHERE kind = 'eval_lost'")
+    lost = [row["data"] for row in rows]
+    assert sorted(each["version"] for each in lost) == [0, 2, 4]
+    assert all("judged: none of 3 rollouts succeeded" in each["error"] for each in lost)
+    lines = (cfg.run_dir.eval(2) / "judged-sampled.jsonl").read_text().splitlines()
+    assert all("the scorer is on strike" in json.loads(line)["error"] for line in lines) and len(lines) == 3
+    assert not cfg.run_dir.eval_results(2).exists()
+
+
+def test_an_engine_that_fails_all_of_an_eval_ends_the_run(tmp_path):
+    cfg = config(tmp_path, eval={"num_examples": 3}, max_steps=2)
+    engine = FakeEngine(
+        parrot(0.5), fail=lambda request: "out of memory" if "eval" in request.request_id else None
+    )
+    with pytest.raises(EngineError, match=r"eval of echo: none of 3 rollouts succeeded.*out of memory"):
+        train(cfg, engine, FakeTrainer(max_steps=2))
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        ("EnvError: no", EnvError),
+        ("OutOfContext: a prompt of 90 tokens", EnvError),
+        ("ConfigError: no", ConfigError),
+        ("DataError: no", DataError),
+        ("EngineError: not done after 3 s", EngineError),
+        ("unknown", EngineError),
+    ],
+)
+def test_who_must_act_is_told_by_the_cause_of_the_last_rollout(cause, kind):
+    task = Task(env="echo", task_id="t", data={})
+    failed = Rollout(
+        rollout_id="g0.0", group_id=0, member=0, task=task, status=RolloutStatus.FAILED, error=cause
+    )
+    with pytest.raises(kind, match="eval of echo: none of 1 rollouts succeeded"):
+        build_eval_score("echo", "greedy", 1, [Group(group_id=0, task=task, rollouts=(failed,))], 1.0)
+
+
+# -- any server with /chat/completions --
+
+
+class TextServer:
+    """A real HTTP server that has only /models and /chat/completions; the first answers are 503."""
+
+    def __init__(self, refusals=0):
+        self.refusals, self.bodies = refusals, []
+
+    async def chat(self, request):
+        if self.refusals:
+            self.refusals -= 1
+            return web.json_response({"error": {"message": "busy"}}, status=503)
+        body = await request.json()
+        self.bodies.append(body)
+        text = body["messages"][-1]["content"]
+        message = {"role": "assistant", "content": text if body["seed"] % 2 else "no", "tool_calls": None}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {"completion_tokens": 7}})
+
+    async def models(self, request):
+        return web.json_response({"data": [{"id": "some-model"}]})
+
+    async def start(self):
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_get("/v1/models", self.models)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
+
+
+def test_the_verb_evaluates_any_server_that_speaks_text(tmp_path):
+    async def scenario():
+        server = TextServer(refusals=2)
+        url = await server.start()
+        envs = [{"id": ECHO, "name": "echo"}, {"id": "fakes:GuessEnv", "name": "guess"}]
+        cfg = EvalConfig.model_validate(
+            {"client": {"base_url": url, "api": "chat"}, "output_dir": tmp_path, "run": {"name": "e"}}
+            | {"eval": {"env": envs, "num_examples": 4, "group_size": 4, "sampling": {"max_tokens": 32}}}
+        )
+        scores = await evaluate_engine(cfg)
+        await server.runner.cleanup()
+        return server, cfg, scores
+
+    server, cfg, scores = asyncio.run(scenario())
+    assert [(s.env, s.mode, s.num_failed) for s in scores] == [
+        ("echo", "sampled", 0), ("echo", "greedy", 0), ("guess", "sampled", 0), ("guess", "greedy", 0),
+    ]  # fmt: skip
+    assert scores[0].mean == 0.5 and scores[0].completion_tokens == 7.0 and scores[0].pass_at_k[4] == 1.0
+    assert {body["model"] for body in server.bodies} == {"some-model"}
+    assert {body["max_tokens"] for body in server.bodies} == {32}
+    assert max(len(body["messages"]) for body in server.bodies) == 5  # three turns and two replies
+    lines = (cfg.run_dir.eval(0) / "guess-sampled.jsonl").read_text().splitlines()
+    sample = json.loads(lines[0])
+    assert len(sample["branches"]) == 3 and sample["branches"][0]["prompt"] == "user: w00"
+    assert "avg@k" in format_table(scores) and "pass@4" in format_table(scores)
+
+
+def test_a_server_that_refuses_says_so_and_an_environment_of_tokens_is_told():
+    async def scenario():
+        server = TextServer(refusals=100)
+        url = await server.start()
+        async with ChatClient(url, max_retries=1) as client:
+            await client.wait_ready(5.0)
+            player = Player(client, client, SamplingSection(), seq_len=64, max_retries=0)
+            with pytest.raises(EngineError, match=r"none of 6 rollouts succeeded.*HTTP 503.*busy"):
+                await Evaluator([EchoEnv()], EvalSection(num_examples=6, greedy=False), player).evaluate(0)
+
+            class Raw(GuessEnv):
+                async def rollout(self, task, ctx):
+                    await ctx.generate(np.array([1, 2, 3]))
+
+            with pytest.raises(EngineError, match="its own token ids"):
+                await Evaluator([Raw()], EvalSection(num_examples=2, greedy=False), player).evaluate(0)
+        await server.runner.cleanup()
+
+    asyncio.run(scenario())

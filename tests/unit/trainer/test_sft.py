@@ -1,0 +1,180 @@
+"""`sft` end to end on a tiny model: it learns, resumes with the same bits, stops when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.config.load import dump_text
+from stretto.monitors.file import read_metrics
+from stretto.trainer import sft
+
+
+def test_loss_falls_and_metrics_and_summary_say_so(tmp_path):
+    cfg = config(tmp_path, max_steps=40)
+    assert sft.main(cfg) == 0
+    rows = read_metrics(cfg.run_dir.metrics("sft"))
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert rows[-1]["nll/mean"] < rows[0]["nll/mean"] - 1
+    assert [row["step"] for row in rows if "val/loss" in row] == list(range(4, 41, 4))
+    summary = json.loads(cfg.run_dir.summary.read_text())
+    assert summary["steps"] == 40
+    assert summary["val_loss"] == pytest.approx(rows[-1]["val/loss"])
+    assert summary["epochs"] == 40 * 16 / 40
+
+
+def test_memory_settings_leave_the_weights_as_they_are_without(tmp_path):
+    kinds = {"plain": {}, "again": {"ac": {}}, "parts": {"ac": {"mode": "selective", "targets": ["mlp"]}}}
+    found = {}
+    for name, settings in kinds.items():
+        cfg = config(tmp_path, run={"name": name}, model={"scratch": SCRATCH} | settings)
+        assert sft.main(cfg) == 0
+        found[name] = weights(cfg, 8)
+    assert same_weights(found["plain"], found["again"]) and same_weights(found["plain"], found["parts"])
+
+
+@pytest.mark.parametrize("changes", [{"optim": {"type": "muon", "lr": 3e-3}}, {"fp8": "reference"}], ids=str)
+def test_loss_falls_under_muon_and_in_8_bits(tmp_path, changes):
+    if "fp8" in changes:
+        changes = {"model": {"scratch": SCRATCH} | changes}
+    cfg = config(tmp_path, max_steps=40, val=None, **changes)
+    assert sft.main(cfg) == 0
+    rows = read_metrics(cfg.run_dir.metrics("sft"))
+    assert rows[-1]["nll/mean"] < rows[0]["nll/mean"] - 1
+    assert all(tensor.dtype == torch.float32 for tensor in weights(cfg, 40).values())
+
+
+def test_exported_model_is_what_transformers_computes(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    cfg = config(tmp_path, max_steps=2)
+    sft.main(cfg)
+    latest = cfg.run_dir.latest_weights
+    assert latest.resolve() == cfg.run_dir.weights_step(2).resolve()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(latest), AutoTokenizer.from_pretrained(latest)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in np.atleast_1d(
+        model.generation_config.eos_token_id
+    )
+    session = sft.build_session(config(tmp_path, val=None), (cfg.run_dir, 2))
+    example = session.examples[0]
+    ids = torch.tensor(example.token_ids[None], dtype=torch.long)
+    logprobs = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    mine, _ = session.learner.logprobs(sft.pack([example], 128)[0])
+    assert np.allclose(mine[1:], logprobs.detach().numpy(), atol=1e-5)
+
+
+def test_resumed_run_ends_with_the_same_bits(tmp_path):
+    whole = config(tmp_path / "whole")
+    sft.main(whole)
+    first = config(tmp_path / "parts", max_steps=8, ckpt={"interval": 3})
+    sft.main(first)
+    assert first.run_dir.complete_checkpoints() == [3, 6, 8]
+    for step in (6, 8):
+        first.run_dir.complete_marker(step).unlink()  # as if it had died while writing step 6
+    resumed = config(tmp_path / "parts", max_steps=8, resume={})
+    sft.main(resumed)
+    assert same_weights(weights(whole, 8), weights(resumed, 8))
+    straight, parts = (read_metrics(cfg.run_dir.metrics("sft")) for cfg in (whole, resumed))
+    assert [row["nll/mean"] for row in straight] == [row["nll/mean"] for row in parts]
+    assert json.loads(resumed.run_dir.summary.read_text())["resumed"] is True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_interrupt_finishes_the_step_and_saves_and_resume_goes_on(tmp_path, number):
+    cfg = config(tmp_path, max_steps=100_000)
+    path = tmp_path / "sft.json"
+    path.write_text(dump_text(cfg))
+    with subprocess.Popen(
+        [sys.executable, "-m", "stretto", "sft", "@", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:
+        while "step " not in (line := process.stderr.readline()):
+            assert line, process.wait()
+        process.send_signal(number)
+        rest = process.stderr.read()
+    assert process.returncode == 0, rest
+    step = cfg.run_dir.latest_complete_checkpoint()
+    assert step is not None
+    assert f"stopped at step {step} of 100000" in rest
+    assert read_metrics(cfg.run_dir.metrics("sft"))[-1]["step"] == step
+    resumed = config(tmp_path, max_steps=step + 2, resume={})
+    sft.main(resumed)
+    assert resumed.run_dir.latest_complete_checkpoint() == step + 2
+
+
+def test_second_interrupt_ends_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    with sft.stop_on_signal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_run_directories_are_guarded(tmp_path):
+    with pytest.raises(ConfigError, match="there is no run 'run'"):
+        sft.main(config(tmp_path, resume={}))
+    sft.main(config(tmp_path, max_steps=1))
+    with pytest.raises(ConfigError, match=r"--resume.*--clean"):
+        sft.main(config(tmp_path, max_steps=1))
+    sft.main(config(tmp_path, max_steps=2, clean=True))
+    assert config(tmp_path).run_dir.complete_checkpoints() == [2]
+
+
+def test_resume_with_other_data_is_refused(tmp_path):
+    sft.main(config(tmp_path, max_steps=1))
+    other = {"type": "environment", "id": "sort-letters", "num_rows": 41}
+    with pytest.raises(DataError, match="other data"):
+        sft.main(config(tmp_path, resume={}, data=other))
+
+
+def test_damaged_checkpoint_is_named(tmp_path):
+    cfg = config(tmp_path, max_steps=1)
+    sft.main(cfg)
+    next(cfg.run_dir.checkpoint(1).glob("trainer/*.distcp")).write_bytes(b"half")
+    with pytest.raises(DataError, match="step_1/trainer"):
+        sft.main(config(tmp_path, resume={}))
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    cfg = config(tmp_path, max_steps=7, ckpt={"interval": 2, "keep_last": 2, "weights": {"interval": 4}})
+    sft.main(cfg)
+    assert cfg.run_dir.complete_checkpoints() == [6, 7]
+    assert sorted(p.name for p in cfg.run_dir.checkpoints.iterdir()) == ["step_6", "step_7"]
+    assert sorted(p.name for p in cfg.run_dir.weights.iterdir()) == ["latest", "step_4", "step_7"]
+
+
+def test_two_checkpoints_are_kept_of_those_that_the_clock_makes(tmp_path):
+    cfg = config(tmp_path, max_steps=5, ckpt={"interval": None, "minutes": 1e-9})
+    sft.main(cfg)
+    assert cfg.run_dir.complete_checkpoints() == [4, 5]
+    assert sorted(p.name for p in cfg.run_dir.weights.iterdir()) == ["latest", "step_5"]
+
+
+def test_epochs_end_the_run_and_the_last_batch_is_smaller(tmp_path):
+    cfg = config(tmp_path, max_steps=None, max_epochs=2, batch_size=32, ckpt=None)
+    sft.main(cfg)
+    rows = read_metrics(cfg.run_dir.metrics("sft"))
+    assert [row["progress/total_samples"] for row in rows] == [32, 64, 80]
+    assert rows[-1]["progress/epoch"] == 2
+    assert not cfg.run_dir.checkpoints.exists()
+
+
+def test_second_stage_starts_from_the_first_ones_weights(tmp_path):
+    first = config(tmp_path, max_steps=3)
+    sft.main(first)
+    model = {"name": str(first.run_dir.latest_weights)}
+    session = sft.build_session(config(tmp_path, run={"name": "next"}, model=model), None)
+    assert same_weights(dict(session.learner.export_tensors()), weights(first, 3))

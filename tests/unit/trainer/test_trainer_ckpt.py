@@ -1,0 +1,329 @@
+"""A checkpoint is whole or absent, continues bit for bit, and damage is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import build_learner, build_policy, documents, pack, save_checkpoint
+
+from stretto.base import files
+from stretto.base.errors import DataError
+from stretto.base.paths import RunDir
+from stretto.config.sections.trainer import CkptSection, SgdOptim, num_kept
+from stretto.models.hub import load_model
+from stretto.models.tensor_map import TensorSlice
+from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.state import checkpoint
+from stretto.trainer.state.export import export_weights
+from stretto.trainer.state.learner_state import LearnerState
+from stretto.trainer.state.slice_files import INDEX
+
+
+def train(learner, steps):
+    for _ in range(steps):
+        learner.forward_backward([pack(documents(learner.step))])
+        learner.optim_step()
+    return learner
+
+
+def weights(learner):
+    return dict(learner.export_tensors())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"optim": SgdOptim()}, {"dtype": "bfloat16"}],
+    ids=["adamw", "sgd", "bfloat16"],
+)
+def test_resumed_steps_are_the_same_bits(tmp_path, settings):
+    def fresh(seed):
+        policy = build_policy(seed)
+        return build_learner(policy.bfloat16() if "dtype" in settings else policy, **settings)
+
+    run = RunDir(tmp_path)
+    learner = train(fresh(0), 3)
+    save_checkpoint(run, learner, {"num_drawn": 17})
+    straight = weights(train(learner, 3))
+    random_after = torch.rand(2)
+    resumed = fresh(1)
+    assert checkpoint.load(run, resumed, 3) == {"num_drawn": 17}
+    assert resumed.step == 3
+    continued = weights(train(resumed, 3))
+    assert all(torch.equal(straight[name], continued[name]) for name in straight)
+    checkpoint.load(run, resumed, 3)
+    assert torch.equal(torch.rand(2), random_after)
+
+
+def test_without_optimizer_state_the_next_steps_differ(tmp_path):
+    """The control of the test above."""
+    learner = train(build_learner(), 3)
+    state = learner.state()
+    kept = {
+        n: TensorSlice.whole(p.tensor.clone()) for n, p in state.slices.items() if not n.startswith("optim.")
+    }
+    straight = weights(train(learner, 3))
+    other = build_learner()
+    other.load_state(LearnerState(kept, state.values))
+    continued = weights(train(other, 3))
+    assert not all(torch.equal(straight[name], continued[name]) for name in straight)
+
+
+def test_a_checkpoint_does_not_exist_before_it_is_whole(tmp_path, monkeypatch):
+    run, learner = RunDir(tmp_path), train(build_learner(), 1)
+
+    def disk_full(*_):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "flush", disk_full)
+        with pytest.raises(OSError, match="no space"):
+            save_checkpoint(run, learner)
+    assert not (run.checkpoint(1) / "trainer").exists()
+    with pytest.raises(DataError, match=r"step_1/trainer/state.json: cannot be read"):
+        checkpoint.load(run, build_learner(), 1)
+    save_checkpoint(run, learner)
+    assert sorted(p.name for p in run.checkpoint(1).iterdir()) == ["trainer"]
+
+
+def test_writing_a_step_again_takes_its_marker_away(tmp_path):
+    run, learner = RunDir(tmp_path), train(build_learner(), 1)
+    save_checkpoint(run, learner)
+    run.complete_marker(1).touch()
+    save_checkpoint(run, learner)
+    assert run.latest_complete_checkpoint() is None
+
+
+@pytest.fixture
+def saved(tmp_path):
+    run = RunDir(tmp_path)
+    save_checkpoint(run, train(build_learner(), 1))
+    return run
+
+
+def test_a_cut_off_file_is_named(saved):
+    path = saved.checkpoint(1) / "trainer" / "__0_0.distcp"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(
+        DataError, match=f"__0_0.distcp: has {size - 100} of {size} bytes.*start over with --clean"
+    ):
+        checkpoint.load(saved, build_learner(), 1)
+
+
+def test_what_is_wrong_names_the_checkpoint_before_it(saved):
+    for step in (2, 3):
+        shutil.copytree(saved.checkpoint(1), saved.checkpoint(step))
+    for step in (1, 2):
+        saved.complete_marker(step).touch()
+    state = saved.checkpoint(3) / "trainer" / "state.json"
+    whole = json.loads(state.read_text())
+    for damaged in ("{", "[]", "{}", json.dumps({**whole, "num_bytes": 3}),
+                    *(json.dumps({k: v for k, v in whole.items() if k != key}) for key in whole
+                      if key in ("num_bytes", "cursor", "schema"))):  # fmt: skip
+        state.write_text(damaged)
+        with pytest.raises(DataError, match=r"state.json: cannot be read .*--resume.step 2"):
+            checkpoint.load(saved, build_learner(), 3)
+    state.write_text(json.dumps(whole))
+    data = saved.checkpoint(3) / "trainer" / "__0_0.distcp"
+    data.write_bytes(b"\xff" * data.stat().st_size)
+    with pytest.raises(DataError, match=r"its bytes are damaged.*--resume.step 2") as raised:
+        checkpoint.load(saved, build_learner(), 3)
+    assert "weights_only" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+from tiny import build_policy
+import torch
+from stretto.base.paths import RunDir
+from stretto.trainer.optim.build import MasterWeights
+from stretto.trainer.state.export import export_weights
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+export_weights(RunDir(Path(sys.argv[3])), MasterWeights(build_policy(), torch.float32), 1, Path(sys.argv[4]))
+"""
+
+
+def test_an_export_that_does_not_fit_names_its_directory(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    tests = Path(__file__).parents[2]
+    words = [tests, tests.parent / "src", tmp_path / "run", tmp_path / "tokenizer"]
+    done = subprocess.run([sys.executable, "-c", FULL, *map(str, words)], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "EngineError" in last and f"{tmp_path}/run/weights/step_1.part: cannot be written: " in last
+    assert not (tmp_path / "run" / "weights" / "step_1").exists()
+
+
+def test_a_garbled_file_of_the_right_size_is_named(saved):
+    for name, words in (
+        ("__0_0.distcp", "step_1/trainer: its tensors cannot be read"),
+        (INDEX, "cannot be read"),
+    ):
+        path = saved.checkpoint(1) / "trainer" / name
+        before = path.read_bytes()
+        path.write_bytes(b"\xff" * len(before))
+        with pytest.raises(DataError, match=words):
+            checkpoint.load(saved, build_learner(), 1)
+        path.write_bytes(before)
+    checkpoint.load(saved, build_learner(), 1)
+
+
+def test_another_models_checkpoint_is_refused(saved):
+    for shape, words in (
+        ({"hidden_size": 32}, r"have shape \(40, 64\), this model's have \(40, 32\)"),
+        ({"num_layers": 3}, "no weights for 'model.layers.2"),
+        ({"num_layers": 1}, "'model.layers.1.* not in this model"),
+    ):
+        with pytest.raises(DataError, match=words):
+            checkpoint.load(saved, build_learner(build_policy(**shape)), 1)
+
+
+def test_another_optimizers_checkpoint_is_refused(saved):
+    with pytest.raises(DataError, match="state of optimizer 'adamw'"):
+        checkpoint.load(saved, build_learner(optim=SgdOptim()), 1)
+
+
+def test_another_schema_is_refused(saved):
+    path = saved.checkpoint(1) / "trainer" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 99}))
+    with pytest.raises(DataError, match="schema 99"):
+        checkpoint.load(saved, build_learner(), 1)
+
+
+def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
+    run, learner = RunDir(tmp_path), build_learner()
+    for _ in range(4):
+        save_checkpoint(run, train(learner, 1))
+    for step in (1, 2, 3):
+        run.complete_marker(step).touch()
+    assert checkpoint.prune(run, None) == []
+    assert checkpoint.prune(run, 2) == [1]
+    assert run.complete_checkpoints() == [2, 3]
+    assert run.checkpoint(4).exists(), "what is not complete yet is not ours to delete"
+
+
+def test_an_export_is_whole_and_latest_points_to_it(tmp_path):
+    run, learner = RunDir(tmp_path / "run"), build_learner()
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    for _ in range(2):
+        train(learner, 1)
+        export_weights(run, learner.network.weights, learner.step, tmp_path / "tokenizer")
+    assert run.latest_weights.is_symlink() and run.latest_weights.resolve() == run.weights_step(2).resolve()
+    assert sorted(path.name for path in run.weights.iterdir()) == ["latest", "step_1", "step_2"]
+    loaded = load_model(run.latest_weights, dtype=torch.float32)
+    assert all(torch.equal(t, weights(learner)[name]) for name, t in loaded.named_parameters())
+    assert (run.latest_weights / "tokenizer.json").is_file()
+
+
+def test_what_is_written_beside_training_is_the_step_at_which_it_began(tmp_path, monkeypatch):
+    run, learner = RunDir(tmp_path), train(build_learner(), 2)
+    may_write, written, write = threading.Event(), [], checkpoint.write_slices
+
+    def held_up(*arguments):
+        assert may_write.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_slices", held_up)
+    saver = checkpoint.Saver(run, is_async=True, on_written=written.append)
+    at_save = {name: tensor.clone() for name, tensor in weights(learner).items()}
+    saver.save(learner, {"num_drawn": 2})
+    straight = weights(train(learner, 2))
+    assert saver.is_writing and not (run.checkpoint(2) / "trainer").exists() and written == []
+    may_write.set()
+    saver.wait()
+    assert written == [2] and not saver.is_writing
+    resumed = build_learner(build_policy(1))
+    assert checkpoint.load(run, resumed, 2) == {"num_drawn": 2}
+    assert all(torch.equal(tensor, at_save[name]) for name, tensor in weights(resumed).items())
+    continued = weights(train(resumed, 2))
+    assert all(torch.equal(straight[name], continued[name]) for name in straight)
+
+
+def test_a_write_that_fails_beside_training_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    run, learner = RunDir(tmp_path), train(build_learner(), 1)
+
+    def disk_full(*_):
+        raise OSError("no space left on device")
+
+    saver = checkpoint.Saver(run, is_async=True, on_written=lambda step: pytest.fail("it was not written"))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_slices", disk_full)
+        saver.save(learner)
+        with pytest.raises(OSError, match="no space"):
+            saver.wait()
+    assert not (run.checkpoint(1) / "trainer").exists()
+
+
+def test_every_so_many_steps_a_checkpoint_stays(tmp_path):
+    run = RunDir(tmp_path)
+    for step in range(1, 8):
+        run.checkpoint(step).mkdir(parents=True)
+        run.complete_marker(step).touch()
+    assert checkpoint.prune(run, 2, 3) == [1, 2, 4, 5]
+    assert run.complete_checkpoints() == [3, 6, 7]
+
+
+def test_a_refused_checkpoint_is_left_as_it_was(saved):
+    directory = saved.checkpoint(1) / "trainer"
+    (directory / "__0_0.distcp").write_bytes(b"half")
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(DataError):
+        checkpoint.load(saved, build_learner(), 1)
+    with pytest.raises(DataError):
+        checkpoint.load(saved, build_learner(build_policy(num_layers=3)), 1)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_without_an_interval_checkpoints_are_due_by_the_clock(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
+    mesh = Mesh.single_rank(torch.device("cpu"))
+    by_clock, by_steps = (
+        checkpoint.Due(CkptSection(minutes=2), mesh),
+        checkpoint.Due(CkptSection(interval=3), mesh),
+    )
+    at_the_end = checkpoint.Due(CkptSection(minutes=None), mesh)
+    found = []
+    for step in range(1, 10):
+        now += 50
+        found.append((by_clock(step), by_steps(step), at_the_end(step)))
+    assert [step for step, (is_due, _, _) in enumerate(found, 1) if is_due] == [3, 6, 9]
+    assert [step for step, (_, is_due, _) in enumerate(found, 1) if is_due] == [3, 6, 9]
+    assert not any(is_due for *_, is_due in found)
+
+
+def test_two_checkpoints_are_kept_where_they_are_made_by_the_clock():
+    kept = [
+        num_kept(CkptSection(**values))
+        for values in ({}, {"interval": 3}, {"keep_last": 5}, {"minutes": None})
+    ]
+    assert kept == [2, None, 5, None]
+
+
+def test_names_of_checkpoints_and_exports_are_on_the_disk_when_they_are_complete(tmp_path, monkeypatch):
+    """Not their files alone: a directory whose name is not flushed is gone after a power cut."""
+    flushed: set[Path] = set()
+    real = files.os.fsync
+
+    def fsync(fd: int) -> None:
+        flushed.add(Path(f"/proc/self/fd/{fd}").resolve())
+        real(fd)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    run, learner = RunDir(tmp_path / "run"), train(build_learner(), 1)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    save_checkpoint(run, learner)
+    export_weights(run, learner.network.weights, 1, tmp_path / "tokenizer")
+    assert {run.checkpoint(1), run.checkpoints, run.weights} <= flushed

@@ -1,0 +1,316 @@
+"""The trainer's loop on real transports: versions, checkpoints, stopping, resuming, failing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from tiny import documents, pack
+
+from stretto.base.errors import ConfigError, DataError, EngineError, StrettoError, WireError
+from stretto.base.secret import load_secret
+from stretto.config.root import TrainerConfig
+from stretto.records.control import (
+    Bye,
+    CheckpointComplete,
+    CheckpointSaved,
+    Failed,
+    Register,
+    StepDone,
+    Stop,
+    VersionLoaded,
+    VersionReady,
+)
+from stretto.records.sample import TrainBatch
+from stretto.trainer.batch.token_export import delete_after
+from stretto.trainer.interrupt import StopFlag
+from stretto.trainer.rl import Trainer
+from stretto.transports.control import ControlClient, ControlServer
+from stretto.transports.rollouts import build_sender
+from stretto.transports.weights import receive
+
+TIMEOUT_S = 60
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def build_config(directory, **settings) -> TrainerConfig:
+    return TrainerConfig.model_validate(
+        {
+            "output_dir": str(directory),
+            "run": {"name": "run"},
+            "model": {"scratch": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1}},
+            "seq_len": 128,
+            "max_steps": 4,
+            "num_threads": 1,
+            "optim": {"type": "adamw", "lr": 1e-2},
+            "ckpt": {"interval": 2},
+            "control": {"port": free_port()},
+            "rollout_transport": {"type": "zmq", "port": free_port(), "timeout_s": TIMEOUT_S},
+            "weight_broadcast": {"type": "filesystem"},
+        }
+        | settings
+    )
+
+
+@dataclass
+class Seen:
+    """The messages and versions that a fake orchestrator received from a trainer."""
+
+    error: StrettoError | None = None
+    versions: dict[int, dict[str, list]] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+
+
+def batch_of(step: int) -> TrainBatch:
+    return TrainBatch(step=step, rank=0, world_size=1, micro_batches=(pack(documents(step)),))
+
+
+def run_trainer(cfg, interrupt) -> None:
+    with ExitStack() as stack:
+        Trainer(cfg, interrupt, stack).run()
+
+
+async def orchestrate(
+    cfg, *, resume_step=None, batches=batch_of, stop_after=None, interrupt_after=None
+) -> Seen:
+    """Play the orchestrator until the trainer, in a thread, ends."""
+    run, seen, interrupt = cfg.run_dir, Seen(), StopFlag()
+    server = ControlServer(cfg.control, "run", load_secret(cfg.run_dir), resume_step=resume_step)
+    sender = build_sender(cfg.rollout_transport, run, 1, server.sessions)
+    await server.open()
+    await sender.open()
+    training = asyncio.create_task(asyncio.to_thread(run_trainer, cfg, interrupt))
+    last = stop_after or interrupt_after or cfg.max_steps
+
+    async def ship():
+        await server.wait_registered(TIMEOUT_S)
+        for step in range((resume_step or 0) + 1, last + 1):
+            if (batch := batches(step)) is not None:
+                await sender.send([batch])
+
+    async def hear():
+        async for event in server.events():
+            message = event.message
+            seen.messages.append(type(message).__name__)
+            match message:
+                case VersionReady(manifest=manifest):
+                    with receive(manifest) as tensors:
+                        seen.versions[manifest.version] = {name: t.tolist() for name, t in tensors}
+                    await server.send(VersionLoaded(version=manifest.version))
+                    if manifest.version == stop_after:
+                        await server.send(Stop(reason="test"))
+                    interrupt.is_set |= manifest.version == interrupt_after
+                case CheckpointSaved(step=step):
+                    run.complete_marker(step).touch()
+                    await server.send(CheckpointComplete(step=step))
+                case StepDone(step=step, metrics=metrics):
+                    seen.metrics[step] = metrics
+                case Bye() | Failed():
+                    return
+
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            shipping, hearing = asyncio.create_task(ship()), asyncio.create_task(hear())
+            await asyncio.wait({hearing, training}, return_when=asyncio.FIRST_COMPLETED)
+            await training
+            await hearing
+    except StrettoError as error:
+        await hearing
+        seen.error = error
+    finally:
+        shipping.cancel()
+        await sender.close()
+        await server.close()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Four steps without interruption."""
+    cfg = build_config(tmp_path_factory.mktemp("straight"))
+    return cfg, asyncio.run(orchestrate(cfg))
+
+
+def test_every_version_is_published_in_order_after_its_step(straight):
+    _, seen = straight
+    assert seen.error is None
+    assert list(seen.versions) == [0, 1, 2, 3, 4]
+    expected = ["VersionReady", "StepDone", "VersionReady", "StepDone", "VersionReady", "CheckpointBegun"]
+    assert seen.messages[:6] == expected and seen.messages[-1] == "Bye"
+    assert seen.messages.count("CheckpointSaved") == 2
+    assert seen.versions[0] != seen.versions[1]
+
+
+def test_every_step_is_reported_under_the_known_names(straight):
+    cfg, seen = straight
+    names = {
+        "loss/mean", "mismatch_kl/mean", "mismatch_kl/max", "entropy/mean", "is_masked/mean", "optim/lr",
+        "optim/grad_norm", "perf/throughput", "time/step", "time/wait_for_batch",
+    }  # fmt: skip
+    assert list(seen.metrics) == [1, 2, 3, 4]
+    assert all(names <= metrics.keys() for metrics in seen.metrics.values())
+    lines = cfg.run_dir.metrics("trainer").read_text().splitlines()
+    assert sum('"loss/mean"' in line for line in lines) == 4
+
+
+def test_checkpoints_and_weights_lie_where_they_belong(straight):
+    run = straight[0].run_dir
+    assert run.complete_checkpoints() == [2, 4]
+    assert run.latest_weights.resolve().name == "step_4"
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
+        p.name for p in run.latest_weights.iterdir()
+    }
+
+
+async def test_a_resumed_run_publishes_the_same_bits(straight):
+    cfg, seen = straight
+    again = TrainerConfig.model_validate(cfg.model_dump() | {"resume": {"step": 2}})
+    resumed = await orchestrate(again, resume_step=2)
+    assert resumed.error is None
+    assert resumed.versions == {version: seen.versions[version] for version in (2, 3, 4)}
+    assert "CheckpointSaved" in resumed.messages
+
+
+@pytest.mark.parametrize("how", ["stop_after", "interrupt_after"])
+async def test_stop_and_ctrl_c_finish_the_step_and_save(tmp_path, how):
+    cfg = build_config(tmp_path, ckpt={"interval": None}, max_steps=9)
+    seen = await orchestrate(cfg, **{how: 1})
+    assert seen.error is None
+    assert cfg.run_dir.complete_checkpoints() == [1] and seen.messages[-1] == "Bye"
+
+
+async def test_a_bad_batch_ends_the_trainer_with_its_reason(tmp_path):
+    cfg = build_config(tmp_path)
+
+    def bad(step):
+        good = batch_of(step)
+        mb = good.micro_batches[0]
+        return replace(good, micro_batches=(replace(mb, token_ids=mb.token_ids + 10_000),))
+
+    seen = await orchestrate(cfg, batches=bad)
+    assert isinstance(seen.error, DataError) and "but the model knows 0.." in str(seen.error)
+    assert seen.messages[-1] == "Failed"
+
+
+@pytest.mark.parametrize("interval", [None, 1])
+async def test_weights_that_are_not_finite_stop_the_run_and_replace_no_checkpoint(tmp_path, interval):
+    broadcast = {"type": "filesystem", "canary_interval": interval}
+    ckpt = {"interval": 1, "keep_last": 1}
+    cfg = build_config(
+        tmp_path, ckpt=ckpt, weight_broadcast=broadcast, max_steps=2, optim={"type": "adamw", "lr": 1e-9}
+    )
+    assert (await orchestrate(cfg)).error is None
+    assert cfg.run_dir.complete_checkpoints() == [2]
+    changed = {"optim": {"type": "adamw", "lr": 1e39}, "max_steps": 5, "resume": {"step": 2}}
+    cfg = build_config(tmp_path, ckpt=ckpt, weight_broadcast=broadcast, **changed)
+    seen = await orchestrate(cfg, resume_step=2)
+    assert isinstance(seen.error, EngineError)
+    assert "weights of version 3" in str(seen.error) and "not finite" in str(seen.error)
+    assert cfg.run_dir.complete_checkpoints() == [2] and not cfg.run_dir.checkpoint(3).exists()
+
+
+async def test_a_wait_for_a_batch_ends_and_says_for_what(tmp_path):
+    cfg = build_config(tmp_path, batch_timeout_s=0.3)
+    seen = await orchestrate(cfg, batches=lambda step: None)
+    assert isinstance(seen.error, EngineError) and seen.messages[-1] == "Failed"
+    assert "no batch for step 1 within batch_timeout_s = 0.3" in str(seen.error)
+
+
+async def test_trainer_and_orchestrator_must_continue_from_the_same_step(tmp_path):
+    cfg = build_config(tmp_path, batch_timeout_s=0.3)
+    with pytest.raises(
+        ConfigError, match="the orchestrator continues after step 7, this trainer after step 0"
+    ):
+        await asyncio.wait_for(meet_only(cfg, resume_step=7), TIMEOUT_S)
+
+
+async def meet_only(cfg, resume_step):
+    server = ControlServer(cfg.control, "run", load_secret(cfg.run_dir), resume_step=resume_step)
+    await server.open()
+    try:
+        await asyncio.to_thread(run_trainer, cfg, StopFlag())
+    finally:
+        await server.close()
+
+
+async def test_a_trainer_that_is_refused_has_written_nothing_into_the_run(tmp_path):
+    """Nor does it delete or append files at its start: the live trainer may be writing them."""
+    cfg = build_config(tmp_path)
+    secret, run = load_secret(cfg.run_dir), cfg.run_dir
+    half_written = run.broadcasts / ".version_3.0.1" / "rank_0_shard_00000.safetensors"
+    for path in (half_written, run.metrics("trainer")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("of the live trainer\n")
+    server = ControlServer(cfg.control, "run", secret)
+    await server.open()
+    live = ControlClient(cfg.control, "run", secret)
+    try:
+        await asyncio.to_thread(live.register, Register())
+        with pytest.raises(WireError, match="rank 0 is taken"):
+            await asyncio.wait_for(asyncio.to_thread(run_trainer, cfg, StopFlag()), TIMEOUT_S)
+        assert half_written.read_text() == run.metrics("trainer").read_text() == "of the live trainer\n"
+        await asyncio.to_thread(live.send, Bye())
+    finally:
+        await asyncio.to_thread(live.close)
+        await server.close()
+
+
+def test_resuming_what_is_not_there_is_refused(tmp_path):
+    cfg = build_config(tmp_path, resume={"step": 3})
+    with pytest.raises(ConfigError, match="--resume: there is no run 'run'"):
+        run_trainer(cfg, StopFlag())
+
+
+async def test_every_trained_token_can_be_written_down(tmp_path):
+    cfg = build_config(tmp_path, enable_token_export=True, max_steps=1)
+    await orchestrate(cfg)
+    lines = [
+        json.loads(line) for line in (cfg.run_dir.trained_tokens / "step_1.jsonl").read_text().splitlines()
+    ]
+    mb = batch_of(1).micro_batches[0]
+    assert [line["sample_id"] for line in lines] == list(mb.sample_ids)
+    assert [i for line in lines for i in line["token_id"]] == mb.token_ids[mb.loss_mask].tolist()
+    assert np.concatenate([line["sampler_logprob"] for line in lines]) == pytest.approx(
+        mb.logprobs[mb.loss_mask]
+    )
+    assert all(len(line["trainer_logprob"]) == len(line["position"]) for line in lines)
+
+
+def test_tokens_of_steps_that_are_undone_are_forgotten(tmp_path):
+    for folder in (tmp_path, tmp_path / "rank_1"):
+        folder.mkdir(exist_ok=True)
+        for step in (1, 2, 10, 11):
+            (folder / f"step_{step}.jsonl").touch()
+    (tmp_path / "step_notes.jsonl").touch()
+    delete_after(tmp_path, 2)
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jsonl"))
+    assert left == [
+        "rank_1/step_1.jsonl",
+        "rank_1/step_2.jsonl",
+        "step_1.jsonl",
+        "step_2.jsonl",
+        "step_notes.jsonl",
+    ]
+
+
+async def test_a_step_that_is_trained_again_is_written_down_once(tmp_path):
+    cfg = build_config(tmp_path, enable_token_export=True, max_steps=4)
+    await orchestrate(cfg, stop_after=3)
+    cfg.run_dir.complete_marker(2).touch()
+    path = cfg.run_dir.trained_tokens / "step_3.jsonl"
+    once = path.read_text().count("\n")
+    settings = cfg.model_dump() | {"resume": {"step": 2}}
+    await orchestrate(TrainerConfig.model_validate(settings), resume_step=2)
+    assert once > 0 and path.read_text().count("\n") == once

@@ -1,0 +1,335 @@
+"""Engines that go down and come back: who gets work, what is cut, who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+from fakes import run_virtual
+
+from stretto.base.errors import EngineError
+from stretto.records.generate import GenerateRequest
+from stretto.records.weights import WeightManifest
+from stretto.transports.engine import api
+from stretto.transports.engine.client import EngineClient
+from stretto.transports.engine.fleet import EngineState, Fleet
+
+
+class World:
+    """Engines by address; those in `dead` do not answer, those in `stubborn` take no weights."""
+
+    def __init__(self, *urls: str, **settings) -> None:
+        self.dead: set[str] = set()
+        self.stubborn: set[str] = set()
+        self.restored: list[str] = []
+        self.went_down: list[str] = []
+        self.fleet = Fleet(
+            urls,
+            check=self.check,
+            restore=self.restore,
+            interval_s=1.0,
+            recovery_timeout_s=settings.get("recovery_timeout_s", 60.0),
+            on_down=lambda url, reason: self.went_down.append(url),
+        )
+
+    async def check(self, url: str) -> None:
+        if url in self.dead:
+            raise EngineError(f"{url} does not answer")
+
+    async def restore(self, url: str) -> None:
+        if url in self.stubborn:
+            raise EngineError(f"{url} takes no weights")
+        self.restored.append(url)
+
+    @contextlib.asynccontextmanager
+    async def watched(self):
+        watching = asyncio.ensure_future(self.fleet.watch())
+        yield
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+def test_an_engine_that_does_not_answer_is_down_and_comes_back_with_weights():
+    async def scenario():
+        world = World("a", "b")
+        async with world.watched():
+            world.dead.add("a")
+            await asyncio.sleep(1.5)
+            assert world.fleet.ready() == ["b"] and world.went_down == ["a"]
+            world.dead.clear()
+            world.stubborn.add("a")
+            await asyncio.sleep(3)
+            assert world.fleet.ready() == ["b"]
+            world.stubborn.clear()
+            await asyncio.sleep(1.5)
+            assert world.fleet.ready() == ["a", "b"] and world.restored == ["a"]
+
+    run_virtual(scenario())
+
+
+def test_what_an_engine_was_doing_is_cut_when_it_goes_down():
+    async def scenario():
+        world = World("a", "b")
+        task = asyncio.ensure_future(asyncio.sleep(100))
+        world.fleet.nodes["a"].requests.add(task)
+        before = world.fleet.generation
+        await world.fleet.mark_down("a", "why")
+        await asyncio.sleep(0)
+        assert task.cancelled() and world.fleet.generation > before
+        assert world.fleet.nodes["a"].state is EngineState.DOWN
+        await world.fleet.mark_down("a", "again")
+        assert world.went_down == ["a"]
+
+    run_virtual(scenario())
+
+
+def test_with_none_left_one_is_waited_for_and_named_when_none_comes():
+    async def scenario():
+        world = World("a", recovery_timeout_s=30.0)
+        async with world.watched():
+            world.dead.add("a")
+            await asyncio.sleep(1.5)
+            waiting = asyncio.ensure_future(world.fleet.wait_for_any())
+            await asyncio.sleep(10)
+            assert not waiting.done()
+            world.dead.clear()
+            assert await waiting == ["a"]
+            world.dead.add("a")
+            await asyncio.sleep(1.5)
+            with pytest.raises(EngineError, match=r"no engine came back in 30 s .*a does not answer"):
+                await world.fleet.wait_for_any()
+
+    run_virtual(scenario())
+
+
+def test_an_engine_comes_back_between_two_updates_and_never_in_one():
+    async def scenario():
+        world = World("a", "b")
+        async with world.watched():
+            await world.fleet.mark_down("a", "why")
+            async with world.fleet.updating:
+                await asyncio.sleep(5)
+                assert world.restored == []
+            await asyncio.sleep(1.5)
+            assert world.restored == ["a"]
+
+    run_virtual(scenario())
+
+
+# -- the client, over real sockets --
+
+
+class Server:
+    """A fake engine for updates: it records calls, and has switches for failures."""
+
+    def __init__(self, together: set[Server] | None = None) -> None:
+        """together: one engine on all servers with the same set; it pauses when all were asked to."""
+        self.together = together
+        self.paused: set[Server] = set() if together is None else together
+        self.versions: list[int] = []
+        self.is_alive = True
+        self.refusals = 0  # updates that are still to fail
+        self.generated = 0
+        self.answer = b"{}"  # to what is asked around an update
+        self.asked: list[str] = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+
+    async def start(self) -> str:
+        async def fine(request):
+            self.asked.append(request.path)
+            return web.Response(body=self.answer)
+
+        async def live(request):
+            return web.Response(status=200 if self.is_alive else 500)
+
+        async def pause(request):
+            self.paused.add(self)
+            while self.together is not None and len(self.together) < 2:
+                await asyncio.sleep(0.01)
+            return await fine(request)
+
+        async def resume(request):
+            if self.together is not None:
+                await asyncio.sleep(0.05)  # the other has been asked to pause by now
+            self.paused.discard(self)
+            return await fine(request)
+
+        async def receivers(request):
+            engine = None if self.together is None else "10.0.0.1:29550"
+            return web.json_response({"world_size": 1, "engine": engine})
+
+        async def update(request):
+            self.asked.append(request.path)
+            if not self.is_alive or self.refusals:
+                self.refusals = max(self.refusals - 1, 0)
+                return web.Response(status=500, body=api.Refusal("no", 500).body())
+            version = api.decode_update(await request.read()).manifest.version
+            await self.may_load.wait()
+            self.versions.append(version)
+            return web.Response(body=b"{}")
+
+        async def generate(request):
+            self.generated += 1
+            if not self.is_alive:
+                await asyncio.sleep(60)
+            return web.Response(body=ANSWER)
+
+        app = web.Application()
+        app.add_routes([web.post(path, fine) for path in (api.START_UPDATE, api.FINISH_UPDATE)])
+        app.add_routes([web.post(api.PAUSE, pause), web.post(api.RESUME, resume)])
+        app.add_routes([web.get(api.WORLD_SIZE, receivers)])
+        app.add_routes([web.post(api.UPDATE_WEIGHTS, update), web.post(api.GENERATE, generate)])
+        app.add_routes([web.get(api.LIVENESS, live), web.get(api.HEALTH, fine)])
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+
+ANSWER = msgspec.json.encode(
+    {
+        "choices": [
+            {
+                "index": 0,
+                "token_ids": [1],
+                "finish_reason": "stop",
+                "logprobs": {"content": [{"logprob": 0.0}]},
+            }
+        ]
+    }
+)
+
+
+def version(number: int) -> WeightManifest:
+    return WeightManifest(version=number, transport="shm", location="x", shards=(), tensors=(), checksum=0)
+
+
+@contextlib.asynccontextmanager
+async def two_engines(*, together: set[Server] | None = None, **settings):
+    servers = [Server(together), Server(together)]
+    urls = [await server.start() for server in servers]
+    settings = {"liveness_interval_s": 0.05, "liveness_timeout_s": 1.0, "timeout_s": 20.0} | settings
+    async with EngineClient(urls, **settings) as client:
+        watching = asyncio.ensure_future(client.watch())
+        yield client, servers
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+    for server in servers:
+        await server.runner.cleanup()
+
+
+async def eventually(is_so) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def test_an_engine_that_fails_an_update_once_is_asked_again_and_stays():
+    async with two_engines() as (client, servers):
+        servers[0].refusals = 1
+        await client.update_weights(version(1))
+        assert [server.versions for server in servers] == [[1], [1]] and client.num_ready == 2
+
+
+async def test_an_engine_that_loads_between_steps_is_asked_one_thing_and_everything_after_a_failure():
+    whole = [api.PAUSE, api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.RESUME]
+    async with two_engines(liveness_interval_s=60.0) as (client, servers):
+        servers[0].answer = api.encode_started(loads_between_steps=True)
+        for number in (1, 2):
+            await client.update_weights(version(number))
+        assert servers[0].asked == [*whole, api.UPDATE_WEIGHTS] and servers[1].asked == 2 * whole
+        servers[0].asked.clear()
+        servers[0].refusals = 1
+        await client.update_weights(version(3))
+        await client.update_weights(version(4))
+        assert servers[0].asked == [api.UPDATE_WEIGHTS, *whole, api.UPDATE_WEIGHTS]
+        assert [server.versions for server in servers] == [[1, 2, 3, 4], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"ok", b"[]", b'{"message": "started"}', b'{"loads_between_steps": 1}']
+)
+def test_an_engine_that_does_not_say_so_is_asked_everything(answer):
+    assert not api.decode_started(answer)
+
+
+async def test_a_dead_engine_does_not_hold_up_an_update_and_gets_the_newest_when_it_is_back():
+    async with two_engines() as (client, servers):
+        servers[0].is_alive = False
+        await client.update_weights(version(1))
+        await client.update_weights(version(2))
+        assert servers[1].versions == [1, 2] and client.num_ready == 1
+        servers[0].is_alive = True
+        await eventually(lambda: client.num_ready == 2)
+        assert servers[0].versions == [2]
+
+
+async def test_an_engine_that_comes_back_while_a_version_is_published_ends_with_that_version():
+    async with two_engines() as (client, servers):
+        await client.update_weights(version(1))
+        servers[0].is_alive = False
+        await eventually(lambda: client.num_ready == 1)
+        servers[0].may_load.clear()
+        servers[0].is_alive = True
+        await eventually(lambda: client.fleet.updating.locked())  # it is being given version 1 again
+        updating = asyncio.ensure_future(client.update_weights(version(2)))
+        await asyncio.sleep(0.1)
+        servers[0].may_load.set()
+        async with asyncio.timeout(10):
+            await updating
+        assert client.num_ready == 2
+        assert [server.versions[-1] for server in servers] == [2, 2] and servers[0].versions[:2] == [1, 1]
+
+
+async def test_with_all_engines_down_an_update_waits_for_one():
+    async with two_engines() as (client, servers):
+        for server in servers:
+            server.is_alive = False
+        await eventually(lambda: client.num_ready == 0)
+        updating = asyncio.ensure_future(client.update_weights(version(1)))
+        await asyncio.sleep(0.3)
+        assert not updating.done()
+        servers[1].is_alive = True
+        await asyncio.wait_for(updating, 10)
+        assert 1 in servers[1].versions and servers[0].versions == []
+
+
+async def test_a_request_on_an_engine_that_goes_down_is_answered_by_another():
+    async with two_engines() as (client, servers):
+        for server in servers:
+            server.is_alive = False
+        request = GenerateRequest(request_id="r", prompt_ids=np.array([1], np.int32), session_id="s")
+        asking = asyncio.ensure_future(client.generate(request))
+        await eventually(lambda: any(server.generated for server in servers))
+        stuck = 0 if servers[0].generated else 1
+        servers[1 - stuck].is_alive = True
+        await eventually(lambda: client.num_ready == 1)
+        [completion] = await asyncio.wait_for(asking, 10)
+        assert completion.token_ids.tolist() == [1] and servers[1 - stuck].generated == 1
+
+
+async def test_nodes_of_one_engine_go_down_and_come_back_together():
+    """Neither stops for an update alone: weights for one of them would wait for the other for ever."""
+    async with two_engines(together=set(), timeout_s=5.0) as (client, servers):
+        await client.update_weights(version(1))
+        servers[0].is_alive = False
+        await eventually(lambda: client.num_ready == 0)
+        assert "another node of its engine" in client.fleet.nodes[client.urls[1]].reason
+        updating = asyncio.ensure_future(client.update_weights(version(2)))
+        await asyncio.sleep(0.3)
+        assert not updating.done() and servers[1].versions == [1]
+        servers[0].is_alive = True
+        await asyncio.wait_for(updating, 10)
+        assert client.num_ready == 2
+        assert [server.versions[-1] for server in servers] == [2, 2]
+        servers[1].refusals = 1
+        await client.update_weights(version(3))
+        assert [server.versions[-1] for server in servers] == [3, 3] and client.num_ready == 2
