@@ -3,9 +3,10 @@
 What may be slow without being stuck, like the import of a user's module, is only logged (`warn_when_slow`).
 
 States: WATCHING -> CLOSED (by its owner) or STALLED (no progress for stall_timeout_s; the process ends with exit
-code 70). Code that completes something calls `progress(what)`; a thread checks how long ago that was. Native code
-that never releases the interpreter lock is caught too: faulthandler's own thread ends the process with exit code 1
-if the watching thread cannot run.
+code 70). Code that completes something calls `progress(what)`; a thread checks how long ago that was. The first call
+begins the count: waiting for other processes to start has deadlines of its own. Native code that never releases the
+interpreter lock is caught too, from the beginning: faulthandler's own thread ends the process with exit code 1 if the
+watching thread cannot run.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Watch:
         self.state = WatchState.WATCHING
         self._gauges = gauges
         self._on_stall = on_stall
-        self._last = ("start", time.monotonic())
+        self._last: tuple[str, float] | None = None  # what was completed, when
         self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -79,7 +80,6 @@ class Watch:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
             self._loop = None
-        self.progress("start")
         self._thread.start()
         return self
 
@@ -100,6 +100,8 @@ class Watch:
             while not self._closing.wait(tick_s):
                 # Restarted at every tick: it fires only if this thread itself cannot run for that long.
                 faulthandler.dump_traceback_later(self.stall_timeout_s + 2 * tick_s, file=2, exit=True)
+                if self._last is None:
+                    continue
                 what, at = self._last
                 silent_s = time.monotonic() - at
                 if silent_s >= self.stall_timeout_s:

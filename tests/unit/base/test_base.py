@@ -258,6 +258,16 @@ def test_progress_keeps_a_process_alive(tmp_path: Path) -> None:
     assert watch.state is WatchState.CLOSED and exits == [] and list(tmp_path.iterdir()) == []
 
 
+def test_what_has_not_begun_does_not_stall(tmp_path: Path) -> None:
+    exits: list[int] = []
+    with Watch(0.1, tmp_path, on_stall=exits.append) as watch:
+        time.sleep(0.5)
+        assert watch.state is WatchState.WATCHING and exits == []
+        watch.progress("engines and trainer are ready")
+        watch._thread.join(timeout=60)
+    assert watch.state is WatchState.STALLED and len(exits) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
 # -- status --
 
 
