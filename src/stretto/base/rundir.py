@@ -25,11 +25,11 @@ from stretto.base.paths import RunDir
 # step; they are no reason to refuse a new run.
 _HARMLESS = frozenset(
     {"configs", "plan.json", "run.lock", "run.orchestrator.lock", "run.trainer.lock", "dry_run", "secret"}
-    | {"logs", "tokenizer"}
+    | {"logs", "dumps", "tokenizer"}
 )
 # What else a run that trained no step may have left: it is deleted when a new run takes its name.
 _UNTRAINED = frozenset(
-    {"ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "metrics", "tokens", "evals", "dumps"}
+    {"ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "metrics", "tokens", "evals"}
     | {"broadcasts", "rollouts", "summary.json"}
 )
 CHECKPOINT = re.compile(r"/checkpoints/step_(\d+)$")
@@ -124,7 +124,7 @@ def drop_unfinished(run: RunDir) -> None:
 
 
 def discard(run: RunDir) -> None:
-    """Delete a new run that trained no step, except its logs; its name can then be used again."""
+    """Delete a new run that trained no step, except its logs and dumps; its name can then be used again."""
     _delete(entry for entry in run.path.iterdir() if entry.name not in _HARMLESS)
 
 

@@ -7,6 +7,7 @@ not changed. The bounds are wide, so that a run that learns gets no warning.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,40 +21,39 @@ MISMATCH_BOUND = 0.3  # nats per token; asynchronous runs that learn stay below 
 SOLVED = 0.9
 """Share of zero-signal groups above which hardly anything is learned."""
 
-METRICS = (
-    "loss/mean",
-    "reward/mean",
-    "optim/grad_norm",
-    "groups/zero_signal_share",
-    "mismatch_kl/mean",
-    "completion/truncated_share",
-    "entropy/mean",
-    "tokens_per_s",
-)
-"""The metrics of a row that are used."""
-
 Row = Mapping[str, float]
 
 
 @dataclass
 class Diagnosis:
-    """The rows of a run so far, and the kinds of warnings it had."""
+    """What is remembered of a run so far, and the kinds of warnings it had."""
 
     max_completion_tokens: int | None = None  # named in the warning about truncated replies
-    rows: list[Row] = field(default_factory=list)
+    num_rows: int = 0
+    last: deque[Row] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    rewards: list[float] = field(default_factory=list)  # finite ones of all steps
+    speeds: list[float] = field(default_factory=list)  # tokens per second of all steps
+    first_entropy: float = 0.0
     warned: set[str] = field(default_factory=set)
-    _next_full_check: int = 0  # number of rows; a check of all rows at every step would cost more and more
+    _next_full_check: int = 0  # number of rows; a check of all steps at every step would cost more and more
 
     def add(self, row: Row) -> list[str]:
         """Add the row of a step; the new warnings."""
-        self.rows.append({name: row[name] for name in METRICS if name in row})
+        if self.num_rows == 0:
+            self.first_entropy = row.get("entropy/mean", 0.0)
+        self.num_rows += 1
+        self.last.append(row)
+        if math.isfinite(reward := row.get("reward/mean", math.nan)):
+            self.rewards.append(reward)
+        if "tokens_per_s" in row:
+            self.speeds.append(row["tokens_per_s"])
         found = [(kind, text) for kind, text in self._problems() if kind not in self.warned]
         self.warned.update(kind for kind, _ in found)
         return [text for _, text in found]
 
     def verdict(self) -> str | None:
         """One line about whether the reward rose beyond its noise; None after too few steps."""
-        if len(self.rows) < 4:
+        if self.num_rows < 4:
             return None
         first, last, noise = self._first_and_last()
         change = f"training reward {first:.3f} -> {last:.3f} (noise {noise:.3f})"
@@ -73,7 +73,7 @@ class Diagnosis:
         return f"{change}: {word}; likely: {'; '.join(likely) or usual}"
 
     def _problems(self) -> Iterator[tuple[str, str]]:
-        row = self.rows[-1]
+        row = self.last[-1]
         for name in ("loss/mean", "reward/mean", "optim/grad_norm"):
             if not math.isfinite(row.get(name, 0.0)):
                 yield (
@@ -81,7 +81,7 @@ class Diagnosis:
                     f"{name} is {row[name]}: the weights are unusable or will be soon. Lower trainer.optim.lr or "
                     "trainer.optim.max_norm, and continue from the last checkpoint.",
                 )
-        if len(self.rows) < WINDOW:
+        if self.num_rows < WINDOW:
             return
         if (share := self._mean("groups/zero_signal_share")) >= SOLVED:
             yield "signal", self._about_signal(share)
@@ -98,14 +98,14 @@ class Diagnosis:
                 f"{truncated:.0%} of the replies are truncated at max_completion_tokens{limit} (or seq_len). Raise "
                 "it, unless the task needs replies of that length.",
             )
-        if len(self.rows) >= self._next_full_check:
-            self._next_full_check = len(self.rows) * 11 // 10 + 1
+        if self.num_rows >= self._next_full_check:
+            self._next_full_check = self.num_rows * 11 // 10 + 1
             yield from self._about_entropy()
             yield from self._about_reward()
             yield from self._about_speed()
 
     def _about_signal(self, share: float) -> str:
-        rewards = [row["reward/mean"] for row in self.rows[-WINDOW:] if "reward/mean" in row]
+        rewards = [row["reward/mean"] for row in self.last if "reward/mean" in row]
         mean = fmean(rewards) if rewards else math.nan
         return (
             f"{share:.0%} of the groups have equal rewards (mean {mean:.3f}, {WINDOW} steps): they give no signal. "
@@ -114,7 +114,7 @@ class Diagnosis:
         )
 
     def _about_entropy(self) -> Iterator[tuple[str, str]]:
-        first, last = self.rows[0].get("entropy/mean", 0.0), self._mean("entropy/mean")
+        first, last = self.first_entropy, self._mean("entropy/mean")
         if first > 0.05 and last < 0.02 * first and not self._has_improved():
             yield (
                 "entropy",
@@ -124,24 +124,23 @@ class Diagnosis:
 
     def _about_reward(self) -> Iterator[tuple[str, str]]:
         first, last, noise = self._first_and_last()
-        if len(self.rows) >= 4 * WINDOW and first - last > max(4 * noise, 0.25 * abs(first)):
+        if self.num_rows >= 4 * WINDOW and first - last > max(4 * noise, 0.25 * abs(first)):
             yield (
                 "fell",
                 f"the reward has fallen from {first:.3f} to {last:.3f}. Lower trainer.optim.lr, or continue from an "
                 "earlier checkpoint.",
             )
-        elif len(self.rows) >= FLAT_STEPS and not self._has_improved() and "fell" not in self.warned:
+        elif self.num_rows >= FLAT_STEPS and not self._has_improved() and "fell" not in self.warned:
             yield (
                 "flat",
-                f"the reward has not risen beyond its noise in {len(self.rows)} steps ({first:.3f} -> {last:.3f}, "
+                f"the reward has not risen beyond its noise in {self.num_rows} steps ({first:.3f} -> {last:.3f}, "
                 f"noise {noise:.3f}). Try another trainer.optim.lr, larger batches, or easier tasks.",
             )
 
     def _about_speed(self) -> Iterator[tuple[str, str]]:
-        speeds = [row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row]
-        if len(speeds) < 4 * WINDOW:
+        if len(self.speeds) < 4 * WINDOW:
             return
-        usual, now = median(speeds), median(speeds[-WINDOW:])
+        usual, now = median(self.speeds), median(self.speeds[-WINDOW:])
         if now < 0.4 * usual:
             yield (
                 "speed",
@@ -151,7 +150,7 @@ class Diagnosis:
 
     def _mean(self, name: str) -> float:
         """Mean over the last steps; 0 if a value is not finite."""
-        values = [row.get(name, 0.0) for row in self.rows[-WINDOW:]]
+        values = [row.get(name, 0.0) for row in self.last]
         return fmean(values) if all(map(math.isfinite, values)) else 0.0
 
     def _has_improved(self) -> bool:
@@ -160,11 +159,10 @@ class Diagnosis:
 
     def _first_and_last(self) -> tuple[float, float, float]:
         """Mean reward of the first and last fifth of the steps; standard error of the difference."""
-        rewards = [row["reward/mean"] for row in self.rows if math.isfinite(row.get("reward/mean", math.nan))]
-        if len(rewards) < 4:
+        if len(self.rewards) < 4:
             return 0.0, 0.0, math.inf
-        size = max(2, len(rewards) // 5)
-        parts = rewards[:size], rewards[-size:]
+        size = max(2, len(self.rewards) // 5)
+        parts = self.rewards[:size], self.rewards[-size:]
         # The reward has a trend, so the noise is estimated from differences between successive steps.
         errors = [_noise(part) for part in parts]
         return fmean(parts[0]), fmean(parts[1]), math.hypot(*errors)
