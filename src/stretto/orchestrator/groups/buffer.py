@@ -221,10 +221,10 @@ class Buffer:
     ) -> Slot:
         """Put a drawn group into a free slot, stamped with the loaded version.
 
-        is_extra: it needs no free slot.
+        is_extra: it needs no free slot, and is dropped as stale if the loaded version is too old by now.
         """
         assert is_extra or self.may_admit(), f"group {group_id} started without a free slot"
-        assert self.version >= self.bounds.oldest_version(self.next_step), (
+        assert is_extra or self.version >= self.bounds.oldest_version(self.next_step), (
             f"group {group_id} would be too old from the start"
         )
         slot = Slot(group_id, task, self.version, is_frozen, partials or {})

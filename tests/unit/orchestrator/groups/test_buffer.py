@@ -291,6 +291,24 @@ fates = st.lists(
 )
 
 
+def test_a_group_that_a_user_draws_before_the_next_version_is_loaded_is_dropped_and_the_run_goes_on():
+    async def scenario():
+        buffer = build(groups_per_batch=1, max_async_level=1, max_off_policy_steps=1)
+        buffer.on_loaded(0)
+        for step in (1, 2):  # both start from version 0
+            finish(buffer, buffer.start(step, TASK))
+            chosen = await buffer.next_batch()
+            buffer.ship(chosen, buffer.discarded(chosen))
+        extra = buffer.start(3, TASK, is_extra=True)  # batch 3 starts from version 2 and may have tokens of 1
+        finish(buffer, extra)
+        assert extra.state is SlotState.DROPPED and buffer.ledger.reasons == {3: "stale"}
+        buffer.on_loaded(1)
+        finish(buffer, buffer.start(4, TASK))
+        assert [slot.group_id for slot in await buffer.next_batch()] == [4]
+
+    run_virtual(scenario())
+
+
 @settings(max_examples=150, deadline=None)
 @given(bounds, fates, st.randoms(use_true_random=False))
 def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, rng):
