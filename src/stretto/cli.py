@@ -22,8 +22,18 @@ TYPE_CHECKING = False  # typing is not imported: `_start_command` must run early
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
+    from typing import Any
 
-    from stretto.config.root import RunRoot
+    from stretto.config.root import (
+        EvalConfig,
+        EvalsConfig,
+        InferenceConfig,
+        OrchestratorConfig,
+        RLConfig,
+        RunRoot,
+        SFTConfig,
+        TrainerConfig,
+    )
 
 SUMMARIES = {
     "rl": "reinforcement learning: inference, orchestrator and trainer together",
@@ -110,7 +120,7 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
             return _PLAIN_VERBS[verb](words)
         if wanted := [index for index, word in enumerate(words) if word in ("-h", "--help")]:
             return _print_help(verb, command, " ".join(words[wanted[0] + 1 : wanted[0] + 2]).lstrip("-"))
-        code = _VERBS[verb](words, command)
+        code = _run_config_verb(verb, words, command)
         sys.stdout.flush()
         return code
     except ConfigError as error:
@@ -148,35 +158,14 @@ def _unexpected(error: Exception) -> str:
     )
 
 
-def _rl(words: list[str], command: str) -> int:
-    from stretto.config.flags.router import take_router_flags
-    from stretto.config.load import load
-    from stretto.config.root import RLConfig
-
-    cfg = load(RLConfig, take_router_flags(words, "inference."), verb=command)
+def _rl(cfg: RLConfig, words: list[str]) -> int:
     from stretto.launch.run.rl import main as run
 
-    if not cfg.dry_run:
-        return run(cfg)
-    from stretto.orchestrator.dry_run import check_user_code, preview
-
-    check_user_code(cfg.orchestrator)
-    code, first_tasks = run(cfg), preview(cfg.orchestrator_config())
-    print(f"\n{first_tasks}")
-    return code
+    return run(cfg)
 
 
-def _sft(words: list[str], command: str) -> int:
+def _sft(cfg: SFTConfig, words: list[str]) -> int:
     _let_waiting_threads_sleep()
-    from stretto.config.load import load
-    from stretto.config.root import SFTConfig
-
-    cfg = load(SFTConfig, words, verb=command)
-    if cfg.dry_run:
-        from stretto.orchestrator.dry_run import check_sft_records
-
-        check_sft_records(cfg)
-        return _print_config(cfg)
     from stretto.launch.run.ranks import start_ranks
 
     if (code := start_ranks(cfg, words)) is not None:
@@ -186,51 +175,23 @@ def _sft(words: list[str], command: str) -> int:
     return run(cfg)
 
 
-def _trainer(words: list[str], command: str) -> int:
+def _trainer(cfg: TrainerConfig, words: list[str]) -> int:
     _let_waiting_threads_sleep()
-    from stretto.config.load import load
-    from stretto.config.root import TrainerConfig
-
-    cfg = load(TrainerConfig, words, verb=command)
-    if cfg.dry_run:
-        return _print_config(cfg)
     from stretto.trainer.rl import main as run
 
     _restore_python_signals()
     return run(cfg)
 
 
-def _orchestrator(words: list[str], command: str) -> int:
-    from stretto.config.load import load
-    from stretto.config.root import OrchestratorConfig
-
-    cfg = load(OrchestratorConfig, words, verb=command)
-    if cfg.dry_run:
-        from stretto.orchestrator.dry_run import check_user_code, preview
-
-        check_user_code(cfg)
-        preview(cfg)  # as a check: what is printed is a config that can be read again
-        return _print_config(cfg)
+def _orchestrator(cfg: OrchestratorConfig, words: list[str]) -> int:
     from stretto.orchestrator.main import main as run
 
     _restore_python_signals()
     return run(cfg)
 
 
-def _inference(words: list[str], command: str) -> int:
+def _inference(cfg: InferenceConfig, words: list[str]) -> int:
     _let_waiting_threads_sleep()
-    from stretto.config.flags.router import take_router_flags
-    from stretto.config.flags.vllm import take_flags
-    from stretto.config.load import load
-    from stretto.config.root import InferenceConfig
-    from stretto.config.section import has_key
-
-    words, extra = take_flags(take_router_flags(words, ""), lambda option: has_key(InferenceConfig, option))
-    if extra:
-        import json
-
-        words = [*words, "--vllm-extra", json.dumps(extra)]
-    cfg = load(InferenceConfig, words, verb=command)
     from stretto.launch.plan.engines import has_router
 
     if cfg.deployment.num_processes > 1 or cfg.kv_cache_offload is not None or has_router(cfg):
@@ -241,7 +202,7 @@ def _inference(words: list[str], command: str) -> int:
             return served
         cfg = served
     if cfg.dry_run:
-        return _print_config(cfg)
+        return _dry_run("inference", cfg)
     from stretto.inference.server import main as run
 
     _restore_python_signals()
@@ -254,31 +215,21 @@ def _let_waiting_threads_sleep() -> None:
     os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 
-def _eval(words: list[str], command: str) -> int:
-    from stretto.config.load import load
-    from stretto.config.root import EvalConfig
-
-    cfg = load(EvalConfig, words, verb=command)
-    if cfg.dry_run:
-        return _print_config(cfg)
+def _eval(cfg: EvalConfig, words: list[str]) -> int:
     from stretto.orchestrator.eval.verb import main as run
 
     _restore_python_signals()
     return run(cfg)
 
 
-def _evals(words: list[str], command: str) -> int:
-    from stretto.config.load import load
-    from stretto.config.root import EvalsConfig
-
-    cfg = load(EvalsConfig, words, verb=command)
+def _evals(cfg: EvalsConfig, words: list[str]) -> int:
     from stretto.orchestrator.eval.follow import main as run
 
     _restore_python_signals()
     return run(cfg)
 
 
-_VERBS: dict[str, Callable[[list[str], str], int]] = {
+_VERBS: dict[str, Callable[[Any, list[str]], int]] = {
     "rl": _rl,
     "sft": _sft,
     "trainer": _trainer,
@@ -287,6 +238,49 @@ _VERBS: dict[str, Callable[[list[str], str], int]] = {
     "eval": _eval,
     "evals": _evals,
 }
+"""What runs a verb with its config; words: the command line after the verb."""
+
+
+def _run_config_verb(verb: str, words: list[str], command: str) -> int:
+    """Load the config of a verb, and run it, print it or look at what it would do."""
+    from stretto.config import root
+    from stretto.config.load import load
+
+    roots: dict[str, type[RunRoot]] = {
+        "rl": root.RLConfig,
+        "sft": root.SFTConfig,
+        "trainer": root.TrainerConfig,
+        "orchestrator": root.OrchestratorConfig,
+        "inference": root.InferenceConfig,
+        "eval": root.EvalConfig,
+        "evals": root.EvalsConfig,
+    }
+    cfg = load(roots[verb], _own_flags(verb, words), verb=command)
+    if cfg.print_config:
+        return _print_config(cfg)
+    if cfg.dry_run and verb != "inference":  # which may be a plan of several processes
+        return _dry_run(verb, cfg)
+    return _VERBS[verb](cfg, words)
+
+
+def _own_flags(verb: str, words: list[str]) -> list[str]:
+    """The words with vLLM's and its router's flags as keys of ours."""
+    from stretto.config.flags.router import take_router_flags
+
+    if verb == "rl":
+        return take_router_flags(words, "inference.")
+    if verb != "inference":
+        return words
+    from stretto.config.flags.vllm import take_flags
+    from stretto.config.root import InferenceConfig
+    from stretto.config.section import has_key
+
+    words, extra = take_flags(take_router_flags(words, ""), lambda option: has_key(InferenceConfig, option))
+    if extra:
+        import json
+
+        words = [*words, "--vllm-extra", json.dumps(extra)]
+    return words
 
 
 def _show(words: list[str]) -> int:
@@ -318,6 +312,13 @@ def _print_config(cfg: RunRoot) -> int:
     return 0
 
 
+def _dry_run(verb: str, cfg: RunRoot) -> int:
+    from stretto.dry_run import SCREENS
+
+    print(SCREENS[verb](cfg))
+    return 0
+
+
 def _print_help(verb: str, command: str, wanted: str) -> int:
     from stretto.config.describe import ROOTS, help_text
 
@@ -339,7 +340,7 @@ def _overview() -> str:
         "Asynchronous reinforcement learning of language models.\n\n"
         f"{verbs}\n\n"
         "Each verb is also a command of its own: `rl @ rl.toml`. `stretto VERB --help` lists every key; "
-        "`--dry-run` starts nothing."
+        "`--dry-run` checks and shows what would run, `--print-config` prints the configuration; both start nothing."
     )
 
 

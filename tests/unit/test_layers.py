@@ -50,7 +50,8 @@ BELOW = {
     "inference": {"base", "records", "config", "monitors", "chat", "models", "transports"},
     "launch": {"base", "records", "config", "ledger", "monitors"},
     "view": {"base", "records", "config", "ledger", "monitors", "chat"},
-    "cli": {"base", "config", "launch", "orchestrator", "trainer", "inference", "view"},
+    "dry_run": {"base", "config", "launch", "monitors", "orchestrator", "trainer"},
+    "cli": {"base", "config", "dry_run", "launch", "orchestrator", "trainer", "inference", "view"},
     "__main__": {"cli"},
     "__init__": set(),
 }

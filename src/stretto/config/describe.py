@@ -61,7 +61,7 @@ def _about(section: type[Section]) -> str:
 
 COMMON_KEYS: dict[type[Section], str] = {
     RLConfig: """
-        max_steps seq_len seed output_dir run.name resume clean dry_run model.name model.lora.rank
+        max_steps seq_len seed output_dir run.name resume clean dry_run print_config model.name model.lora.rank
         orchestrator.env orchestrator.batch_size orchestrator.group_size orchestrator.max_async_level
         orchestrator.train.sampling.max_completion_tokens orchestrator.train.sampling.temperature orchestrator.algo.type
         orchestrator.eval.interval orchestrator.eval.num_examples trainer.optim.lr trainer.scheduler.type
@@ -69,8 +69,9 @@ COMMON_KEYS: dict[type[Section], str] = {
         ckpt.interval deployment.num_train_gpus deployment.num_infer_gpus monitors.wandb
     """,
     SFTConfig: """
-        max_steps max_epochs batch_size seq_len seed output_dir run.name resume clean dry_run model.name model.lora.rank
-        model.dtype data.type data.name data.id val.interval optim.lr scheduler.type scheduler.warmup_steps
+        max_steps max_epochs batch_size seq_len seed output_dir run.name resume clean dry_run print_config
+        model.name model.lora.rank model.dtype data.type data.name data.id val.interval optim.lr
+        scheduler.type scheduler.warmup_steps
         ckpt.interval num_threads deployment.num_train_gpus monitors.wandb
     """,
 }
@@ -183,7 +184,7 @@ def _part(title: str, about: str, section: type[Section]) -> str:
 
 
 _USAGE = """\
-usage: {verb} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--KEY VALUE ...] [--dry-run]
+usage: {verb} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--KEY VALUE ...] [--dry-run | --print-config]
 
 {about}
 
@@ -217,8 +218,9 @@ rl --help optim                                                      # keys whos
   (`[trainer] max_steps`, `[orchestrator.model] name`), which mean the root's key; two values that differ are an error
   that names both. `inference.dtype`, `inference.seed` and `inference.log` follow the root where they are not given.
 - A mistake names file and line, or the flag; all mistakes are listed at once, and the exit status is 2.
-- `--dry-run` starts nothing. A run's resolved configs are `RUN/configs/*.json`; they can be given as
-  `@ file.json`.
+- `--dry-run` starts nothing: it checks configuration, code and data and shows the first task and the processes.
+  `--print-config` prints the resolved config as TOML, without secrets, which can be given with `@`; so can a run's
+  own, `RUN/configs/*.json`.
 """
 
 _ALONE = """

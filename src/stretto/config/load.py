@@ -36,13 +36,12 @@ from stretto.config.section import (
     suggest,
     tag_of,
 )
+from stretto.config.toml import toml_text
 from stretto.config.words import ArgumentProblem, Assignment, FileArgument, parse_arguments
 
 logger = logging.getLogger(__name__)
 
 Root = TypeVar("Root", bound=Section)
-SECRETS = frozenset({"api_key", "hf_token"})
-"""Keys, in whatever section, whose values are not for the screen."""
 UNKNOWN, MISSING = "extra_forbidden", ("missing", "union_tag_not_found")
 TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
 """Errors of pydantic where a value stands in the place of a table."""
@@ -87,7 +86,7 @@ def build(cls: type[Root], data: dict[str, Any]) -> Root:
 
 def dump(root: Section) -> dict[str, Any]:
     """A root as JSON data that loads again to an equal root, less what only steers a start (dry_run, ...)."""
-    return root.model_dump(mode="json", exclude={"dry_run", "clean"})
+    return root.model_dump(mode="json", exclude={"dry_run", "print_config", "clean"})
 
 
 def dump_text(root: Section) -> str:
@@ -96,17 +95,8 @@ def dump_text(root: Section) -> str:
 
 
 def shown_text(root: Section) -> str:
-    """The same for the screen, as `--dry-run` prints it: keys are not shown."""
-    return json.dumps(_masked(dump(root)), indent=2) + "\n"
-
-
-def _masked(data: Any) -> Any:
-    if isinstance(data, list):
-        return [_masked(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    is_secret = lambda name, value: name.replace("-", "_") in SECRETS and value is not None
-    return {name: "***" if is_secret(name, value) else _masked(value) for name, value in data.items()}
+    """The same for the screen, as `--print-config` prints it: TOML that loads again, without secrets."""
+    return toml_text(type(root), dump(root))
 
 
 def dotted_to_path(text: str) -> Path:

@@ -57,7 +57,9 @@ class RunRoot(Section):
     clean: bool = False
     """Delete the run directory of this name first."""
     dry_run: bool = False
-    """Check, print and write the resolved config and the process plan, start nothing."""
+    """Check configuration, code and data, show the first task and the processes on one screen; start nothing."""
+    print_config: bool = False
+    """Print the resolved config, every default included, as TOML that `@` reads again; start nothing."""
 
     @property
     def run_name(self) -> str:

@@ -116,6 +116,24 @@ class BackgroundMonitor:
             self._error = error
 
 
+TRACKERS = {"wandb": wandb, "tensorboard": tensorboard, "trackio": trackio}
+
+
+def find_trackers(section: MonitorsSection) -> list[str]:
+    """The trackers that have a section.
+
+    Raises: ConfigError if the package of one is missing.
+    """
+    names = [name for name in TRACKERS if getattr(section, name) is not None]
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"[monitors.{name}] needs the package {name}, which is not installed; "
+                f"run pip install 'stretto[{name}]' or remove the section."
+            )
+    return names
+
+
 def build_monitors(
     section: MonitorsSection, run_dir: RunDir, role: str, run_name: str, *, resumed_step: int | None = None
 ) -> Monitors:
@@ -125,15 +143,8 @@ def build_monitors(
     run are superseded. Raises: ConfigError if a tracker's package is missing.
     """
     trackers: dict[str, Callable[[], Monitor]] = {}
-    for name, module in (("wandb", wandb), ("tensorboard", tensorboard), ("trackio", trackio)):
-        settings = getattr(section, name)
-        if settings is None:
-            continue
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"[monitors.{name}] needs the package {name}, which is not installed; "
-                f"run pip install 'stretto[{name}]' or remove the section."
-            )
+    for name in find_trackers(section):
+        module, settings = TRACKERS[name], getattr(section, name)
         trackers[name] = lambda m=module, s=settings: m.build(s, run_dir, role, run_name, resumed_step)
     monitors: dict[str, Monitor] = {}
     try:

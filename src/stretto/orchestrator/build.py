@@ -156,6 +156,20 @@ def build_renderer_of(model: str, tokenizer: str | None, section: RendererSectio
     return build_renderer(load_tokenizer(tokenizer or model), section, model_type)
 
 
+def build_eval_renderer(cfg: EvalConfig) -> Renderer:
+    """Build the renderer of the evaluated model.
+
+    Raises: ConfigError if the config names neither a model nor a tokenizer.
+    """
+    model = cfg.model or cfg.tokenizer.name
+    if model is None:
+        raise ConfigError(
+            "tokenizer.name: give the tokenizer of the model that runs at client.base_url, or set client.api = "
+            '"chat" to evaluate with text alone.'
+        )
+    return build_renderer_of(model, cfg.tokenizer.name, cfg.renderer)
+
+
 def build_scratch_renderer(scratch: ScratchSection, section: RendererSection) -> Renderer:
     """Build the renderer of a from-scratch model; its tokenizer is the same in every process."""
     with TemporaryDirectory() as directory:

@@ -7,22 +7,24 @@ will get it. No reward is computed, and only what the config names is imported.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.foreign import call_async, load_function, load_object
 from stretto.chat.render import Renderer
-from stretto.config.root import OrchestratorConfig, SFTConfig
+from stretto.config.root import EvalConfig, OrchestratorConfig, SFTConfig
 from stretto.config.sections.hooks import ENVIRONMENTS, HooksSection
-from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
+from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys, SamplingSection
 from stretto.config.sections.sft import FileData
 from stretto.data.records import read_records
-from stretto.envs.base import RunInfo, checked_prompt, needs_worker, tasks_of
-from stretto.orchestrator.build import build_policy_renderer, open_env, run_info
+from stretto.envs.base import Environment, Message, RunInfo, checked_prompt, needs_worker, tasks_of
+from stretto.envs.dataset import Dataset
+from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info
+from stretto.records.rollout import Task
 
 NUM_ARGUMENTS = {
     "dynamic_sampling_filter": 2,
@@ -36,67 +38,138 @@ NUM_ARGUMENTS = {
 """Number of arguments of each function in [orchestrator.hooks]."""
 
 
-def check_user_code(cfg: OrchestratorKeys) -> None:
-    """Import every function and read every file that the section names.
+Checked = tuple[str, str]
+"""What was done, `imported` or `read`, and with what."""
+
+
+def check_user_code(cfg: OrchestratorKeys) -> list[Checked]:
+    """Import every function and read the first record of every file that the section names; which these were.
 
     Raises: ConfigError or DataError for a path without an object, and for a file that cannot be read.
     """
-    _check_hooks(cfg.hooks)
+    return list(_check_user_code(cfg))
+
+
+def _check_user_code(cfg: OrchestratorKeys) -> Iterator[Checked]:
+    yield from _check_hooks(cfg.hooks)
     for place, env in _environments(cfg):
-        _check_environment(place, env)
-        algo = getattr(env, "algo", None)
-        if getattr(algo, "import_path", None) is not None:
-            load_function(algo.import_path, algo.kwargs, f"{place}.algo.import_path")
-    if getattr(cfg.algo, "import_path", None) is not None:
-        load_function(cfg.algo.import_path, cfg.algo.kwargs, "orchestrator.algo.import_path")
+        yield from check_environment(place, env)
+        yield from _check_algo(getattr(env, "algo", None), f"{place}.algo.import_path")
+    yield from _check_algo(cfg.algo, "orchestrator.algo.import_path")
 
 
-def preview(cfg: OrchestratorConfig) -> str:
-    """The first task of every environment as the policy will get it, as printable text.
+def _check_algo(algo: Any, setting: str) -> Iterator[Checked]:
+    if getattr(algo, "import_path", None) is not None:
+        load_function(algo.import_path, algo.kwargs, setting)
+        yield "imported", algo.import_path
+
+
+SPLITS = {"train": "to train on", "eval": "to evaluate on"}
+
+
+@dataclass(frozen=True)
+class FirstTask:
+    """The first task of an environment."""
+
+    about: str
+    prompt: str = ""
+    """As the policy will get it, chat template included; without a tokenizer its messages. "" if there is none yet."""
+    is_made: bool = True
+    """Whether the environment was made, and not only named."""
+
+
+def preview(cfg: OrchestratorConfig) -> tuple[list[FirstTask], str]:
+    """The first task of every environment as the policy will get it; and why it is not rendered, "" if it is.
 
     Raises: ConfigError, DataError, EnvError that name the wrong name, argument, task or prompt.
     """
+    tokenizer = cfg.tokenizer.name or cfg.model.name
+    return _preview_all(
+        cfg, cfg.env, lambda: build_policy_renderer(cfg), cfg.train.sampling, tokenizer, "train"
+    )
+
+
+def preview_eval(cfg: EvalConfig) -> tuple[list[FirstTask], str]:
+    """The same for the first held-out tasks of `eval`."""
+    tokenizer = cfg.tokenizer.name or cfg.model
+    return _preview_all(
+        cfg, cfg.eval.env, lambda: build_eval_renderer(cfg), cfg.eval.sampling, tokenizer, "eval"
+    )
+
+
+def _preview_all(
+    cfg: OrchestratorConfig | EvalConfig,
+    envs: Sequence[EnvSection],
+    build: Callable[[], Renderer],
+    sampling: SamplingSection,
+    tokenizer: str | None,
+    split: str,
+) -> tuple[list[FirstTask], str]:
+    renderer, missing = None, ""
     try:
-        renderer = build_policy_renderer(cfg)
-        missing = ""
+        if cfg.client.api == "chat":
+            raise ConfigError('with client.api = "chat" the server renders them')
+        renderer = build()
     except (ConfigError, DataError) as error:  # the model may be the result of a run that has not run yet
-        renderer, missing = None, f" (not rendered: {error})"
-    info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
-    return "\n\n".join(asyncio.run(_preview(section, renderer, missing, info)) for section in cfg.env)
+        missing = str(error)
+    info = run_info(cfg, renderer, sampling, tokenizer)
+    return [asyncio.run(_preview(section, renderer, info, split)) for section in envs], missing
 
 
-async def _preview(section: EnvSection, renderer: Renderer | None, missing: str, info: RunInfo) -> str:
+async def _preview(section: EnvSection, renderer: Renderer | None, info: RunInfo, split: str) -> FirstTask:
     name = section.name or section.id
     if section.num_workers or needs_worker(section.id):
-        return f"environment {name}: runs in worker processes, which a dry run does not start"
+        return FirstTask(
+            f"environment {name}: runs in worker processes, which a dry run does not start", is_made=False
+        )
     async with AsyncExitStack() as stack:
         env = open_env(section, Path(), stack, info)
-        source = tasks_of(env, "train")
+        source = tasks_of(env, split)
         task = source.task(0)
-        count = "without end" if source.num_tasks is None else f"{source.num_tasks} to train on"
-        lines = [f"environment {name}: tasks {count}; the first is {task.task_id}"]
-        if not hasattr(env, "prompt"):
-            return f"{lines[0]}, whose prompt it makes while it is played"
+        count = "without end" if source.num_tasks is None else f"{source.num_tasks} {SPLITS[split]}"
+        about = f"environment {name}: tasks {count}; the first is {task.task_id}"
         where = f"environment {name}, task {task.task_id}, prompt"
-        messages = checked_prompt(await call_async(lambda: env.prompt(task), where), where)
+        prompt, tools = await _first_prompt(env, task, where)
+        if prompt is None:
+            return FirstTask(f"{about}, whose prompt it makes while it is played")
         if renderer is None:
-            text = "\n".join(f"{message['role']}: {message.get('content')}" for message in messages)
-            return "\n".join([f"{lines[0]}{missing}:", indent(text, "  | ")])
-        tools = env.tool_schemas() if hasattr(env, "tool_schemas") else None
-        ids = renderer.render_prompt(messages, tools)
-        lines[0] += f", {len(ids)} tokens:"
-        return "\n".join([lines[0], indent(renderer.decode(ids), "  | ", lambda line: True)])
+            return FirstTask(f"{about}, not rendered:", _plain(prompt))
+        ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
+        return FirstTask(f"{about}, {len(ids)} tokens:", renderer.decode(ids))
 
 
-def check_sft_records(cfg: SFTConfig) -> None:
-    """Read the first record of each file that `sft` trains or validates on.
+Prompt = str | list[Message] | None
+"""Messages; the text itself where no chat template is applied; None: known only while the task is played."""
+
+
+async def _first_prompt(
+    env: Environment, task: Task, where: str
+) -> tuple[Prompt, list[dict[str, Any]] | None]:
+    """What the policy is asked first, and the tools it is shown."""
+    if isinstance(env, Dataset):
+        return task.data["prompt"], task.data["tools"]
+    if not hasattr(env, "prompt"):
+        return None, None
+    messages = checked_prompt(await call_async(lambda: env.prompt(task), where), where)
+    return messages, env.tool_schemas() if hasattr(env, "tool_schemas") else None
+
+
+def _plain(prompt: str | list[Message]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message.get('content')}" for message in prompt)
+
+
+def check_sft_records(cfg: SFTConfig) -> list[Checked]:
+    """Read the first record of each file that `sft` trains or validates on; which these were.
 
     Raises: ConfigError or DataError for a file that cannot be read.
     """
     named = [("data.name", cfg.data)] + ([("val.data.name", cfg.val.data)] if cfg.val is not None else [])
-    for setting, data in named:
-        if isinstance(data, FileData):
-            next(read_records(data.name, setting))
+    files = [(setting, data.name) for setting, data in named if isinstance(data, FileData)]
+    for setting, name in files:
+        next(read_records(name, setting))
+    return [("read", name) for _, name in files]
 
 
 def _environments(cfg: OrchestratorKeys) -> Iterator[tuple[str, EnvSection]]:
@@ -106,31 +179,35 @@ def _environments(cfg: OrchestratorKeys) -> Iterator[tuple[str, EnvSection]]:
         yield f"orchestrator.eval.env.{index}", env
 
 
-def _check_hooks(hooks: HooksSection) -> None:
+def _check_hooks(hooks: HooksSection) -> Iterator[Checked]:
     for key, count in NUM_ARGUMENTS.items():
         if (path := getattr(hooks, key)) is not None and path != ENVIRONMENTS:
-            _check_hook(path, f"orchestrator.hooks.{key}", count)
+            yield _check_hook(path, f"orchestrator.hooks.{key}", count)
 
 
-def _check_hook(path: str, setting: str, num_arguments: int) -> None:
+def _check_hook(path: str, setting: str, num_arguments: int) -> Checked:
     from stretto.vime.calls import Hook
 
     Hook.load(path, setting, num_arguments)
+    return "imported", path
 
 
-def _check_environment(place: str, env: EnvSection) -> None:
+def check_environment(place: str, env: EnvSection) -> Iterator[Checked]:
+    """Import an environment's class, or read the files and import the functions of a dataset."""
     if env.id == "dataset":
-        _check_dataset(env.args)
+        yield from _check_dataset(env.args)
     elif ":" in env.id:
         load_object(env.id, f"{place}.id")
+        yield "imported", env.id
 
 
-def _check_dataset(args: dict[str, Any]) -> None:
+def _check_dataset(args: dict[str, Any]) -> Iterator[Checked]:
     for key in ("path", "eval_path"):
         sources = args.get(key) or []
         for source in [sources] if isinstance(sources, str) else sources:
             next(read_records(source, f"dataset: {key}"))
+            yield "read", source
     for key, count in (("reward", 2), ("generate", 3)):
         path = args.get(key)
         if isinstance(path, str) and (":" in path or "." in path):
-            _check_hook(path, f"dataset: {key}", count)
+            yield _check_hook(path, f"dataset: {key}", count)

@@ -14,7 +14,7 @@ import pytest
 from stretto import cli
 from stretto.base import keeper
 from stretto.config.describe import COMMON_KEYS, ROOTS, help_text, markdown
-from stretto.config.load import load
+from stretto.config.load import dump, load
 from stretto.config.section import all_paths
 from stretto.config.synonyms import SYNONYMS
 
@@ -101,12 +101,84 @@ def test_a_wrong_config_is_one_message_and_status_2() -> None:
         ("eval", "--model m --env.0.id sort-letters"),
     ],
 )
-def test_a_dry_run_prints_the_resolved_config(
-    verb: str, words: str, capsys: pytest.CaptureFixture[str]
+def test_the_printed_config_is_a_file_that_loads_to_the_same(
+    verb: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    assert cli.main([verb, *words.split(), "--print-config"]) == 0
+    file = tmp_path / "printed.toml"
+    file.write_text(capsys.readouterr().out)
+    assert dump(load(ROOTS[verb], ["@", str(file)])) == dump(load(ROOTS[verb], words.split()))
     assert cli.main([verb, *words.split(), "--dry-run"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert ROOTS[verb].model_validate(printed).run_name
+    shown = capsys.readouterr().out
+    assert (
+        "nothing was started" in shown and f"writes to {load(ROOTS[verb], words.split()).run_path}" in shown
+    )
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("examples/*/*.toml")), ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
+def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_screen(
+    path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    verb = "sft" if path.stem == "sft" else "rl"
+    base = [] if verb == path.stem else ["@", str(ROOT / "examples/sort_letters/rl.toml")]
+    words = [*base, "@", str(path)]
+    assert cli.main([verb, *words, "--print-config"]) == 0
+    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+    assert dump(load(ROOTS[verb], ["@", "printed.toml"])) == dump(load(ROOTS[verb], words))
+    assert cli.main([verb, *words, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 45 and max(map(len, lines)) <= 130, "\n".join(lines)
+
+
+def test_what_toml_cannot_say_and_what_is_secret_are_comments(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    args = {
+        "path": 'a"b\\c\n',
+        "none": None,
+        "deep": [[1, None]],
+        "ünï": {"x y": [{"k": 1e-7}, {}]},
+        "empty": {},
+    }
+    env = {"orchestrator": {"env": [{"id": "sort-letters", "args": args}]}}
+    (tmp_path / "a.json").write_text(json.dumps(env))
+    words = ["@", str(tmp_path / "a.json"), "--inference.api-key", "s3cret"]
+    assert cli.main(["rl", *words, "--print-config"]) == 0
+    text = capsys.readouterr().out
+    assert "s3cret" not in text and "# api_key is given and not shown" in text
+    assert "# none holds null" in text and "# deep holds null" in text
+    (tmp_path / "b.toml").write_text(text)
+    again = load(ROOTS["rl"], ["@", str(tmp_path / "b.toml"), "--inference.api-key", "s3cret"])
+    expected = load(ROOTS["rl"], words)
+    del args["none"], args["deep"]
+    assert again.orchestrator.env[0].args == args
+    assert again.inference == expected.inference and again.trainer == expected.trainer
+
+
+def test_a_long_prompt_and_many_environments_are_cut(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "word " * 5000, "label": "1"}) + "\n")
+    (tmp_path / "judges_here.py").write_text("def score(args, sample):\n    return 1.0\n")
+    data = {"id": "dataset", "name": "long", "args": {"path": "rows.jsonl", "reward": "judges_here:score"}}
+    envs = [data, *({"id": "sort-letters", "name": f"letters-{i}"} for i in range(9))]
+    assert cli.main(["rl", "--orchestrator.env", json.dumps(envs), "--max-steps", "3", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "more lines ..." in out and "environments more" in out and len(out.splitlines()) <= 50
+    assert "read         rows.jsonl" in out and "imported     judges_here:score" in out
+
+
+def test_a_dry_run_refuses_a_tracker_that_is_not_installed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = f"--orchestrator.env.0.id sort-letters --monitors.wandb --output-dir {tmp_path} --dry-run"
+    assert cli.main(["rl", *words.split()]) == 2
+    assert "[monitors.wandb] needs the package wandb" in capsys.readouterr().err
 
 
 def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
@@ -153,10 +225,10 @@ def test_a_signal_while_python_exits_does_not_change_the_status(number: signal.S
 def test_an_unexpected_error_is_one_line_and_a_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(words: list[str], called: str) -> int:
+    def fail(verb: str, words: list[str], called: str) -> int:
         return {}["absent"]
 
-    monkeypatch.setitem(cli._VERBS, "rl", fail)
+    monkeypatch.setattr(cli, "_run_config_verb", fail)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv(keeper.VARIABLE, raising=False)
     assert cli.main(["rl"]) == 1

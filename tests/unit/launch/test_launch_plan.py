@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import socket
 import subprocess
@@ -510,10 +509,11 @@ def test_a_dry_run_does_not_change_the_configs_of_an_existing_run(tmp_path: Path
     assert run.complete_checkpoints() == [10], "a dry run deleted something"
 
 
-def test_commands_in_the_table_can_be_pasted(config) -> None:
-    plan = planned(config("--run.name", "a@b"))
-    [line] = [line for line in planning.table(plan).splitlines() if line.startswith("trainer ")]
-    assert shlex.split(line)[-1] == str(plan.run.config("trainer"))
+def test_the_table_has_a_line_for_all_ranks_of_a_trainer(config) -> None:
+    plan = planned(config("--deployment.num-train-gpus", "4", "--dry-run"))
+    lines = [line.split("  ") for line in planning.table(plan).splitlines() if line.startswith("trainer")]
+    [(name, threads, *_, devices, _)] = [[cell.strip() for cell in line if cell] for line in lines]
+    assert (name, threads[-4:], devices[:4]) == ("trainer_0 to 3", "each", "GPU ")
 
 
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:

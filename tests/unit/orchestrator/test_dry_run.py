@@ -91,11 +91,13 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
 
     def shown(**args) -> str:
         words = ["--orchestrator.env", json.dumps([{"id": "previewed:Ask", "name": "mine", "args": args}])]
-        return preview(load(RLConfig, [*words, "--model.name", "model"]).orchestrator_config())
+        [task], missing = preview(load(RLConfig, [*words, "--model.name", "model"]).orchestrator_config())
+        assert not missing
+        return f"{task.about}\n{task.prompt}"
 
     assert shown() == (
         "environment mine: tasks 7 to train on; the first is train-0, 17 tokens:\n"
-        "  | <|im_start|>user\n  | say a<|im_end|>\n  | <|im_start|>assistant\n  | <think>\n  | \n  | </think>\n  | \n"
+        "<|im_start|>user\nsay a<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
     with pytest.raises(EnvError, match="environment mine, task train-0, prompt is 3; return a text"):
         shown(prompt=3)
@@ -105,8 +107,12 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
         shown(count=0)
     with pytest.raises(ConfigError, match="did you mean 'sort-letters'"):
         preview(of_env("sort-leters"))
-    assert "worker processes" in preview(of_env("sort-letters", num_workers=2))
-    assert "not rendered: no directory 'Qwen" in preview(of_env("sort-letters"))
+    [task], _ = preview(of_env("sort-letters", num_workers=2))
+    assert "worker processes" in task.about and not task.prompt
+    [task], missing = preview(of_env("sort-letters"))
+    assert (
+        "not rendered" in task.about and task.prompt.startswith("user: ") and "no directory 'Qwen" in missing
+    )
 
 
 def of_env(env_id: str, **more):

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -399,26 +398,42 @@ def write_json(path: Path, data: dict[str, Any], *, is_secret: bool = False) -> 
 
 
 def process_table(processes: Sequence[ProcessSpec], hosts: Sequence[str]) -> str:
-    """A line per process, with its node if there are several hosts."""
+    """A line per process, or per role and node for the ranks of a trainer; with nodes if there are several hosts.
+
+    Commands and environment variables are in plan.json.
+    """
     nodes = [f"{node}: {host}" for node, host in enumerate(hosts)] or [""]
-    header = ("process", *["node"] * bool(hosts), "threads", "devices", "ports", "command")
+    header = ("process", *["node"] * bool(hosts), "threads", "devices", "ports")
     rows = [
         (
-            spec.name,
-            *[nodes[spec.node]] * bool(hosts),
-            str(spec.threads),
-            f"GPU {','.join(spec.devices)}" if spec.devices else "CPU",
-            " ".join(f"{name}:{port}" for name, port in spec.ports.items()) or "-",
-            shlex.join(("python", *spec.argv[1:])),
+            group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].rank}",
+            *[nodes[group[0].node]] * bool(hosts),
+            str(group[0].threads) + (" each" if len(group) > 1 else ""),
+            f"GPU {','.join(dict.fromkeys(gpus))}"
+            if (gpus := [d for s in group for d in s.devices])
+            else "CPU",
+            " ".join(f"{name}:{port}" for name, port in group[0].ports.items()) or "-",
         )
-        for spec in processes
+        for group in _ranks_together(processes)
     ]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)
     ]
-    lines.insert(1, "  ".join("-" * width for width in widths[:-1]) + "  " + "-" * 7)
+    lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def _ranks_together(processes: Sequence[ProcessSpec]) -> list[list[ProcessSpec]]:
+    """Neighbours of one role and node that listen on no port."""
+    groups: list[list[ProcessSpec]] = []
+    for spec in processes:
+        last = groups[-1][-1] if groups else None
+        if last and not spec.ports and (last.role, last.node, last.ports) == (spec.role, spec.node, {}):
+            groups[-1].append(spec)
+        else:
+            groups.append([spec])
+    return groups
 
 
 def resume_text(section: ResumeSection) -> str:
@@ -429,7 +444,8 @@ def resume_text(section: ResumeSection) -> str:
 def table(plan: LaunchPlan) -> str:
     """The plan as text."""
     cfg = plan.config
-    envs = ", ".join(env.name or env.id for env in cfg.orchestrator.env)
+    names = [env.name or env.id for env in cfg.orchestrator.env]
+    envs = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
     head = [
         f"run      {plan.run}" + (f" ({resume_text(cfg.resume)})" if cfg.resume is not None else ""),

@@ -16,7 +16,6 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret, find_secret, load_secret
-from stretto.config.load import shown_text
 from stretto.config.root import RLConfig
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
@@ -24,6 +23,7 @@ from stretto.launch.plan.model_check import check_model
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
+from stretto.monitors.base import find_trackers
 
 SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the first one
 
@@ -32,9 +32,8 @@ def main(cfg: RLConfig) -> int:
     """Run the processes of `rl` to the end; the exit status of the command."""
     run = cfg.run_dir
     check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
-    if cfg.dry_run:
-        return _dry_run(cfg, run)
     _check_model(cfg)
+    find_trackers(cfg.monitors)
     if cfg.deployment.type == "multi_node":
         hosts = nodes.node_hosts(cfg)
         node = nodes.find_node_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
@@ -83,15 +82,15 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     )
 
 
-def _dry_run(cfg: RLConfig, run: RunDir) -> int:
-    step = rundir.check(run, **_resume_options(cfg))
-    plan = _plan(cfg, run, step)
+def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
+    """The plan of a run that is not started, and the directory that its configs and plan.json are written to."""
+    run = cfg.run_dir
+    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
+    plan = _plan(cfg, run, rundir.check(run, **_resume_options(cfg)))
     # The configs of an existing run are its record: a dry run does not overwrite them.
     directory = run.path / "dry_run" if rundir.is_used(run) else run.path
     planning.write(plan, directory)
-    written = f"resolved configs and plan.json are in {directory}; dry run: nothing was started"
-    sys.stdout.write(f"{shown_text(plan.config)}\n{planning.table(plan)}\n\n{written}\n")
-    return 0
+    return plan, directory
 
 
 def _check_model(cfg: RLConfig) -> None:

@@ -18,7 +18,7 @@ from stretto.config.root import EvalConfig, InferenceConfig
 from stretto.config.sections.inference import KEY_VAR
 from stretto.envs.base import tasks_of
 from stretto.monitors import build_monitors
-from stretto.orchestrator.build import build_renderer_of, open_env, run_info
+from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
 from stretto.orchestrator.clients import build_chat, build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import EvalScore, format_table, write_results
@@ -76,20 +76,6 @@ async def version_of(engines: EngineClient, renderer: Renderer, run_id: str) -> 
     )
     (completion,) = await engines.generate(request)
     return completion.versions[0].version if completion.versions else 0
-
-
-def build_eval_renderer(cfg: EvalConfig) -> Renderer:
-    """Build the renderer of the evaluated model.
-
-    Raises: ConfigError if the config names neither a model nor a tokenizer.
-    """
-    model = cfg.model or cfg.tokenizer.name
-    if model is None:
-        raise ConfigError(
-            "tokenizer.name: give the tokenizer of the model that runs at client.base_url, or set client.api = "
-            '"chat" to evaluate with text alone.'
-        )
-    return build_renderer_of(model, cfg.tokenizer.name, cfg.renderer)
 
 
 def with_server_address(cfg: EvalConfig) -> EvalConfig:

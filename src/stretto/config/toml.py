@@ -1,0 +1,78 @@
+"""A root as TOML that `@` reads again: what `--print-config` prints.
+
+TOML has no null: None is written as `"None"` where a key accepts it. Keys that are secret, and null in tables with
+names of the user's own, stand as comments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from stretto.config.section import Path, Section, find
+
+SECRETS = frozenset({"api_key", "hf_token"})
+"""Keys, in whatever section, whose values are not for the screen."""
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def toml_text(cls: type[Section], data: dict[str, Any]) -> str:
+    """JSON data of a root of this class as TOML."""
+    return "\n".join(_table(cls, (), data)) + "\n"
+
+
+def _table(cls: type[Section], path: Path, data: dict[str, Any]) -> Iterator[str]:
+    """Lines of a table: its values, then the tables in it."""
+    for name, value in data.items():
+        if not _is_table(value) and not _is_list_of_tables(value):
+            yield _line(cls, (*path, name), name, value)
+    for name, value in data.items():
+        header = ".".join(_key(part) for part in (*path, name) if isinstance(part, str))
+        if _is_table(value):
+            yield from ("", f"[{header}]", *_table(cls, (*path, name), value))
+        elif _is_list_of_tables(value):
+            for index, item in enumerate(value):
+                yield from ("", f"[[{header}]]", *_table(cls, (*path, name, index), item))
+
+
+def _line(cls: type[Section], path: Path, name: str, value: Any) -> str:
+    if value is not None and _is_secret(name):
+        return f"# {_key(name)} is given and not shown"
+    if _has_null(value) and not (value is None and find(cls, path).is_known):
+        return f"# {_key(name)} holds null, which TOML cannot say: {json.dumps(value)}"
+    return f"{_key(name)} = {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        items = (f"{_key(name)} = {_value(item)}" for name, item in value.items() if not _is_secret(name))
+        return f"{{ {', '.join(items)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str) or value is None:
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool) else repr(value)
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _value(name)
+
+
+def _is_secret(name: str) -> bool:
+    return name.replace("-", "_") in SECRETS
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _has_null(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_null, value.values() if isinstance(value, dict) else value))
+    return value is None

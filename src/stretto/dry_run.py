@@ -1,0 +1,256 @@
+"""What `--dry-run` shows, on one screen per verb: what was checked, the first task, the processes, where files go.
+
+Nothing is started. The user's code and files are looked at by orchestrator/dry_run.py, the plan of processes is
+launch/plan's; here is only how it is put together. The resolved config is not part of it: `--print-config`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stretto.base import rundir
+from stretto.base.errors import ConfigError
+from stretto.config.root import (
+    EvalConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RLConfig,
+    RunRoot,
+    SFTConfig,
+    TrainerConfig,
+)
+from stretto.config.sections.model import ModelSection
+from stretto.config.sections.monitors import MonitorsSection
+from stretto.launch.plan.model_check import check_model
+from stretto.orchestrator.dry_run import (
+    Checked,
+    FirstTask,
+    check_sft_records,
+    check_user_code,
+    preview,
+    preview_eval,
+)
+
+WIDTH = 118
+PROMPT_LINES = 14
+MOST_NAMES = 4
+
+Rows = list[tuple[str, str]]
+
+
+def rl(cfg: RLConfig) -> str:
+    """The screen of `rl`."""
+    from stretto.launch.plan.plan import table
+    from stretto.launch.run.rl import plan_only
+
+    checked = check_user_code(cfg.orchestrator)
+    plan, directory = plan_only(cfg)
+    tasks, missing = preview(cfg.orchestrator_config())
+    rows = [*_model(cfg.model, missing), *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
+    written = f"{_run_directory(cfg)}\nits configs and commands are in {directory / 'configs'} and plan.json"
+    return _screen(rows, _first_tasks(tasks), table(plan), written)
+
+
+def orchestrator(cfg: OrchestratorConfig) -> str:
+    """The screen of `orchestrator` alone."""
+    checked = check_user_code(cfg)
+    tasks, missing = preview(cfg)
+    rows = [*_model(cfg.model, missing), *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
+    return _screen(
+        rows, _first_tasks(tasks), f"orchestrator  control port {cfg.control.port}", _run_directory(cfg)
+    )
+
+
+def trainer(cfg: TrainerConfig) -> str:
+    """The screen of `trainer` alone."""
+    rows = [*_model(cfg.model), *_monitors(cfg.monitors)]
+    return _screen(
+        rows,
+        f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}",
+        _run_directory(cfg),
+    )
+
+
+def sft(cfg: SFTConfig) -> str:
+    """The screen of `sft`."""
+    from stretto.launch.run.ranks import find_gpus
+
+    check_model(cfg.model, cfg.num_ranks, "model")
+    checked = check_sft_records(cfg)
+    example, missing = _first_example(cfg)
+    gpus = find_gpus(cfg)
+    devices = f"GPU {','.join(gpus)}" if gpus else f"CPU, {_threads(cfg.num_threads)}"
+    length = [f"{cfg.max_steps} steps"] * bool(cfg.max_steps) + [f"{cfg.max_epochs} epochs"] * bool(
+        cfg.max_epochs
+    )
+    ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
+    trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
+    rows = [*_model(cfg.model, missing), *_code(checked), *_monitors(cfg.monitors)]
+    return _screen(rows, example, f"{ranks}; {trains}", _run_directory(cfg))
+
+
+def evaluate(cfg: EvalConfig) -> str:
+    """The screen of `eval`."""
+    tasks, missing = preview_eval(cfg)
+    missing = None if cfg.client.api == "chat" else missing
+    model = _model(ModelSection(name=cfg.model), missing) if cfg.model else []
+    unseen = [("prompt", missing)] if missing and not cfg.model else []
+    urls = cfg.client.base_url
+    served = "an engine of its own, on a free port" if cfg.model else f"engines at {_listed(_urls(urls))}"
+    rows = [*model, *unseen, *_environments(tasks), *_monitors(cfg.monitors)]
+    return _screen(rows, _first_tasks(tasks), f"eval  {served}", _run_directory(cfg))
+
+
+def inference(cfg: InferenceConfig) -> str:
+    """The screen of `inference` with one engine."""
+    server = cfg.server
+    model = _model(ModelSection(name=cfg.model or ModelSection().name))
+    return _screen(
+        model, f"inference  engine {cfg.engine}, http://{server.host}:{server.port}", _run_directory(cfg)
+    )
+
+
+def _screen(checked: Rows, *parts: str) -> str:
+    rows = [("config", "every key, type and range, and the rules between keys"), *checked]
+    width = max(len(name) for name, _ in rows)
+    lines = [
+        line
+        for name, text in rows
+        for line in textwrap.wrap(
+            f"  {name:<{width}}  {text}", WIDTH, subsequent_indent=" " * (width + 4), break_on_hyphens=False
+        )
+    ]
+    return "\n\n".join(
+        ["dry run, nothing was started. Looked at:\n" + "\n".join(lines), *filter(None, parts)]
+    )
+
+
+# -- rows of what was looked at --
+
+
+def _model(model: ModelSection, missing: str | None = None) -> Rows:
+    """missing: why prompts cannot be rendered, "" if they can; None: nothing was rendered.
+
+    Raises: ConfigError for a directory that holds no model, or no tokenizer.
+    """
+    name = model.name
+    if model.scratch is not None:
+        return [("model", f"made from scratch, {model.scratch.family}")]
+    if not Path(name).expanduser().is_dir():
+        if missing is None:
+            return [("model", f"{name}: no directory; nothing was looked for elsewhere")]
+        why = f"NOT FOUND, which is right only if another run makes it first: {missing}"
+        return [("model", why if missing else f"{name}: tokenizer and config.json in the hub cache")]
+    if not (Path(name).expanduser() / "config.json").is_file():
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
+            "directory with config, safetensors and tokenizer."
+        )
+    if missing:
+        raise ConfigError(missing)
+    return [("model", f"{name}: its config.json" + (" and tokenizer" if missing == "" else ""))]
+
+
+def _environments(tasks: Sequence[FirstTask]) -> Rows:
+    names = [task.about.split()[1].rstrip(":") for task in tasks]
+    played = [name for name, task in zip(names, tasks) if task.is_made]
+    return [("environment", f"{_listed(played)}: made, with its first task and prompt")] if played else []
+
+
+def _code(checked: Sequence[Checked]) -> Rows:
+    kinds = dict.fromkeys(kind for kind, _ in checked)
+    return [(kind, _listed([name for each, name in checked if each == kind])) for kind in kinds]
+
+
+def _monitors(section: MonitorsSection) -> Rows:
+    from stretto.monitors.base import find_trackers
+
+    names = find_trackers(section)
+    return [("monitors", f"{_listed(names)}: installed")] if names else []
+
+
+def _listed(names: Sequence[str]) -> str:
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def _urls(urls: str | list[str] | None) -> list[str]:
+    return [urls] if isinstance(urls, str) else urls or []
+
+
+def _threads(count: int | None) -> str:
+    return "threads by the size of the model" if count is None else f"{count} thread{'s' * (count != 1)}"
+
+
+def _batch_port(cfg: TrainerConfig) -> str:
+    return str(getattr(cfg.rollout_transport, "port", "none: files"))
+
+
+# -- what the model will see --
+
+
+def _first_tasks(tasks: Sequence[FirstTask]) -> str:
+    """The first task of the first environment in full, of the others one line."""
+    shown = [_boxed(task.about, task.prompt) for task in tasks[:1]]
+    others = [task.about.rstrip(":") for task in tasks[1 : MOST_NAMES + 1]]
+    if len(tasks) > MOST_NAMES + 1:
+        others.append(f"and {len(tasks) - MOST_NAMES - 1} environments more")
+    return "\n".join([*shown, *(textwrap.shorten(line, WIDTH) for line in others)])
+
+
+def _boxed(about: str, text: str) -> str:
+    lines = (
+        [part for line in text.split("\n") for part in textwrap.wrap(line, WIDTH - 4) or [""]] if text else []
+    )
+    if len(lines) > PROMPT_LINES:
+        half = PROMPT_LINES // 2
+        left_out = f"... {len(lines) - 2 * half} more lines ..."
+        lines = [*lines[:half], left_out, *lines[-half:]]
+    return "\n".join([about, *(f"  | {line}".rstrip() for line in lines)])
+
+
+def _first_example(cfg: SFTConfig) -> tuple[str, str]:
+    """The first row as the model will see it; and why it is not rendered, "" if it is."""
+    from stretto.config.sections.sft import EnvData
+    from stretto.orchestrator.build import build_renderer_of, build_scratch_renderer
+    from stretto.trainer.batch.sft_data import read_rows
+
+    data = cfg.data.model_copy(update={"num_rows": 1}) if isinstance(cfg.data, EnvData) else cfg.data
+    row = next(read_rows(data, cfg.seed))
+    try:
+        if cfg.model.scratch is not None and cfg.tokenizer.name is None:
+            renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
+        else:
+            renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
+    except ConfigError as error:
+        text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
+        return _boxed(f"{row.where}, not rendered:", text), str(error)
+    ids, mask = renderer.render_sft(row.messages, cfg.loss_mask, row.tools)
+    about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained:"
+    return _boxed(about, renderer.decode(ids)), ""
+
+
+# -- where it goes --
+
+
+def _run_directory(cfg: RunRoot) -> str:
+    fate = "a new run"
+    if cfg.resume is not None:
+        fate = "a resumed run" if cfg.resume.dir is None else f"a new run from {cfg.resume.dir}"
+    elif rundir.is_used(cfg.run_dir):
+        fate = "deleted first (--clean)" if cfg.clean else "it has files of an earlier one"
+    return f"writes to {cfg.run_path} ({fate})"
+
+
+SCREENS: dict[str, Callable[..., str]] = {
+    "rl": rl,
+    "sft": sft,
+    "trainer": trainer,
+    "orchestrator": orchestrator,
+    "inference": inference,
+    "eval": evaluate,
+}
+"""By verb."""
