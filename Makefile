@@ -3,6 +3,7 @@
 # make vllm   add the CPU build of vLLM and its router to .venv
 # make test   install what the tests need and run them, but for those marked slow; `make test-all` runs these too
 # make lint   style and types
+# make docs   these documents as a site with search, in build/site; links and anchors are checked
 # make clean  remove .venv and caches; outputs/ stays
 #
 # Needs make and Python 3.11 to 3.13. `make demo PYTHON=/path/to/python3.12` chooses one; TORCH=2.12.1 another PyTorch.
@@ -15,7 +16,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install vllm test test-all lint clean
+.PHONY: demo install vllm test test-all lint docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -46,6 +47,10 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/stretto/base src/stretto/config src/stretto/records src/stretto/transports
 
+docs: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "read it: $(BIN)/python -m http.server -d build/site"
+
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -70,14 +75,14 @@ $(VENV)/installed: pyproject.toml | $(VENV)/torch
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/torch
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs]'
 	@touch $(VENV)/installed $@
 
 # Environments of other packages. One of them is built by a C compiler: where there is none their tests are skipped.
 # They come last: what vLLM has chosen stays as it is.
 $(VENV)/installed-envs: pyproject.toml | $(VENV)/installed-dev $(VENV)/installed-vllm
 	@for extra in verifiers reasoning-gym mcp; do \
-		$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[dev,$$extra]" || \
+		$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,$$extra]" || \
 			echo "note: the extra $$extra cannot be installed here; its tests are skipped" >&2; done
 	@touch $@
 

@@ -6,6 +6,7 @@ Every key stands there with its type, range, default and meaning.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -167,21 +168,40 @@ def markdown() -> str:
 
 def _part(title: str, about: str, section: type[Section]) -> str:
     """A heading, what the section is, and its keys and other spellings."""
-    rows = ["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
+    items = []
     for name, key in keys(section).items():
         if name != "type" or len(key.choices) != 1:
-            default = "required" if key.field.is_required() else f"`{key.default_text()}`"
-            cells = (f"`{name}`", key.type_text(), default, key.doc)
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            default = "required" if key.field.is_required() else f"default `{key.default_text()}`"
+            items.append(_flowed(f"- **`{name}`** ({key.type_text()}, {default}): {key.doc}"))
     aliases = ", ".join(f"`{old}` for `{new}`" for old, new in all_aliases(section).items())
     parts = (
         f"## {title}",
-        about,
-        "\n".join(rows) if len(rows) > 2 else "",
-        f"Also accepted: {aliases}." if aliases else "",
+        _flowed(about),
+        "\n".join(items),
+        _flowed(f"Also accepted: {aliases}.") if aliases else "",
     )
     return "\n\n".join(part for part in parts if part)
 
+
+def _flowed(text: str) -> str:
+    """Markdown in lines of up to 110 characters, none of which begins like an item of a list.
+
+    <name> becomes code, for outside of code it would be taken for HTML.
+    """
+    pieces = text.split("`")
+    pieces[::2] = [_PLACEHOLDER.sub(r"`\1`", piece) for piece in pieces[::2]]
+    indent = "  " if text.startswith("- ") else ""
+    for width in range(110, 80, -1):
+        lines = textwrap.wrap(
+            "`".join(pieces), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        if not any(_LIST_ITEM.match(line) for line in lines[1:]):
+            break
+    return "\n".join(lines)
+
+
+_PLACEHOLDER = re.compile(r"([\w/.]*(?:<[\w.]+>[\w/.]*)+(?<![.]))")
+_LIST_ITEM = re.compile(r"\s*([-+*#|>]|\d+[.)] )")
 
 _USAGE = """\
 usage: {verb} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--KEY VALUE ...] [--dry-run | --print-config]

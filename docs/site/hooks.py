@@ -1,0 +1,107 @@
+"""Pages of the site that do not lie in docs/, and links between all of them.
+
+The documents link to each other, to examples and to source files, by paths that also work in a checkout. On the site
+the README is the home page, other markdown files keep their path, and every other text file that a page links to
+becomes a page with its source. A link that leads nowhere stays as it is, and the strict build refuses it.
+`make docs` builds the site into build/site.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTSIDE = ["README.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"]
+LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?(\))")
+PICTURES = {".png", ".jpg", ".svg"}
+LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".sh": "sh", ".yml": "yaml"}
+FENCE = "`" * 8
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List every example under "Examples"."""
+    for section in config.nav:
+        for entry in next(iter(section.values())) if isinstance(next(iter(section.values())), list) else []:
+            if "Examples" in entry:
+                entry["Examples"] = ["examples/README.md", *_examples()]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the markdown files outside of docs/, and what all pages link to."""
+    pages = [*OUTSIDE, "examples/README.md", *_examples()]
+    linked: set[str] = set()
+    for path in (*pages, *(f"docs/{file.src_uri}" for file in files.documentation_pages())):
+        linked |= _targets(path)
+    for path in sorted(linked | set(pages)):
+        if files.get_file_from_path(_uri(path)) is None:
+            files.append(_file(path, config))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links by path into links by page."""
+    source = _path(page.file.src_uri)
+    if source is None:
+        return markdown
+    here = PurePosixPath(page.file.src_uri).parent
+
+    def rewritten(match: re.Match[str]) -> str:
+        target = _target(source, match[2])
+        if target is None:
+            return match[0]
+        return f"{match[1]}{os.path.relpath(_uri(target), here)}{match[3] or ''}{match[4]}"
+
+    return LINK.sub(rewritten, markdown)
+
+
+def _examples() -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("examples/*/README.md"))]
+
+
+def _targets(path: str) -> set[str]:
+    found = (_target(path, link) for _, link, _, _ in LINK.findall((ROOT / path).read_text()))
+    return {target for target in found if target is not None}
+
+
+def _target(path: str, link: str) -> str | None:
+    """The file that a link of the document `path` leads to; None if there is no such file."""
+    if "://" in link or link.startswith("mailto:"):
+        return None
+    target = os.path.relpath((ROOT / path).parent / link, ROOT)
+    if (ROOT / target).is_dir():
+        target = os.path.join(target, "README.md")
+    return target if not target.startswith("..") and (ROOT / target).is_file() else None
+
+
+def _uri(path: str) -> str:
+    """Where a file of the repository is on the site."""
+    if path == "README.md":
+        return "index.md"
+    if Path(path).suffix in {".md", *PICTURES}:
+        return path.removeprefix("docs/")
+    return f"source/{path}.md"
+
+
+def _path(uri: str) -> str | None:
+    """The document that a page shows; None for pages with source."""
+    if uri == "index.md":
+        return "README.md"
+    if uri.startswith("source/"):
+        return None
+    return uri if uri in OUTSIDE or uri.startswith("examples/") else f"docs/{uri}"
+
+
+def _file(path: str, config: MkDocsConfig) -> File:
+    if not _uri(path).startswith("source/"):
+        return File.generated(config, _uri(path), abs_src_path=str(ROOT / path))
+    language = LANGUAGES.get(Path(path).suffix, "text")
+    head = f"---\ntitle: {path}\nsearch:\n  exclude: true\n---\n# {path}\n\n"
+    text = f"{head}{FENCE}{language}\n{(ROOT / path).read_text()}\n{FENCE}\n"
+    return File.generated(config, _uri(path), content=text)

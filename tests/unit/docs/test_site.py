@@ -1,0 +1,74 @@
+"""The documents as a site: a strict build finds wrong links and anchors; pages need nothing from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("**/README.md")),
+]
+LOADED = re.compile(r'<(?:script|img|iframe)[^>]* src="([^"]+)"|<link[^>]* href="([^"]+)"')
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(
+        words, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def articles(site: Path) -> dict[str, str]:
+    """The text of each page in HTML, without the theme's frame; pages with source are left out."""
+    pages = (page for page in sorted(site.rglob("*.html")) if site / "source" not in page.parents)
+    found = {str(page.relative_to(site)): page.read_text().partition("<article")[2] for page in pages}
+    return {name: text.partition("</article>")[0] for name, text in found.items() if text}
+
+
+def test_every_document_is_a_page_and_linked_source_too(site):
+    names = set(articles(site))
+    assert {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md")} <= names
+    assert {"index.html", "CHANGELOG.html", "SECURITY.html", "benchmarks/index.html"} <= names
+    assert {f"examples/{path.parent.name}/index.html" for path in ROOT.glob("examples/*/README.md")} <= names
+    source = (site / "source/src/stretto/trainer/rl.py.html").read_text()
+    assert "def main(" in re.sub(r"<[^>]+>", "", source)
+
+
+def test_pages_load_nothing_from_another_host(site):
+    for page in site.rglob("*.html"):
+        loaded = [script or style for script, style in LOADED.findall(page.read_text())]
+        assert loaded and not [each for each in loaded if "://" in each or each.startswith("//")], page
+
+
+def test_no_list_table_or_code_is_shown_as_plain_text(site):
+    for name, text in articles(site).items():
+        for paragraph in re.findall(r"<p>(.*?)</p>", text, re.S):
+            for line in paragraph.splitlines():
+                assert not re.match(r"\s*([-*] |\d+\. |\||#+ |```)", line), f"{name}: {line}"
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_placeholders_in_angle_brackets_are_code(page):
+    """<name> outside of code is taken for HTML and vanishes."""
+    text = re.sub(r"^ *```.*?^ *```|`[^`]*`", "", page.read_text(), flags=re.S | re.M)
+    assert not re.findall(r"<[a-zA-Z_/][^>]*>", text)
+
+
+def test_search_finds_words_of_pages_but_not_of_source(site):
+    index = (site / "search" / "search_index.json").read_text()
+    assert "max_off_policy_steps" in index and "source/src" not in index
