@@ -61,6 +61,7 @@ HOMES = {
     "torch": ("algorithms", "models", "trainer", "inference", "transports/weights"),
     "transformers": ("models", "trainer", "inference"),
     "vllm": ("inference/vllm",),
+    "datasets": ("data/hub.py",),
     "verifiers": ("envs/verifiers",),
     "reasoning_gym": ("envs/bundled/reasoning_gym.py",),
     "wandb": ("monitors/wandb.py",),

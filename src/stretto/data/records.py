@@ -1,8 +1,9 @@
-"""Records of local .jsonl and .parquet files, each with its place (`file:line`).
+"""Records of local .jsonl and .parquet files and of data sets of the Hub, each with its place (`file:line`).
 
 A source is written `path`, or `path@[a:b]` for records a to b - 1; a and b may be missing or negative, as in a Python
-slice. A directory stands for its .jsonl and .parquet files, sorted by name. No line is skipped: the first line that is
-not a JSON object is an error that names file and line.
+slice. A directory stands for its .jsonl and .parquet files, sorted by name. What exists, or ends in .jsonl, .json,
+.parquet or .csv, is a file; anything else that is written `ORG/NAME[SPLIT]` or `ORG/NAME:CONFIG[SPLIT]` is a data set
+of the Hub (hub.py). No line is skipped: the first line that is not a JSON object is an error that names file and line.
 """
 
 from __future__ import annotations
@@ -15,21 +16,40 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.base.foreign import call, load_function
+from stretto.data.hub import looks_like_hub_name, parse_source, read_hub
 
 SUFFIXES = (".jsonl", ".parquet")
+_NAMES_OF_FILES = (*SUFFIXES, ".json", ".csv")
 _SLICE = re.compile(r"(?P<path>.+?)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
 Record = tuple[str, dict[str, Any]]
 """The place of a record for messages, and its content."""
 
 
-def read_records(source: str | Path, setting: str = "the data") -> Iterator[Record]:
+def read_records(
+    source: str | Path, setting: str = "the data", *, is_streamed: bool = False, convert: str | None = None
+) -> Iterator[Record]:
     """All records of a source, in order; `setting` names the source's setting in messages.
+
+    is_streamed: a data set of the Hub is read without a copy on disk. convert: `module:function`, which makes each
+    record another.
 
     Raises: ConfigError if the path does not exist; DataError for a malformed record or an empty slice.
     """
+    records = _read_source(source, setting, is_streamed)
+    return records if convert is None else _converted(records, convert)
+
+
+def _read_source(source: str | Path, setting: str, is_streamed: bool) -> Iterator[Record]:
     path, start, stop = split_source(str(source), setting)
-    records = (record for file in files_of(Path(path), setting) for record in _read_file(file))
+    hub = None if Path(path).exists() or path.endswith(_NAMES_OF_FILES) else parse_source(path)
+    if is_streamed and hub is None and files_of(Path(path), setting):
+        raise ConfigError(f"{setting} = {path!r} is a file, and files are not streamed; remove streaming")
+    if hub is not None:
+        records = read_hub(hub, setting, is_streamed=is_streamed)
+    else:
+        records = (record for file in files_of(Path(path), setting) for record in _read_file(file))
     if (start or 0) < 0 or (stop or 0) < 0:
         everything = list(records)
         chosen: Iterator[Record] = iter(everything[start:stop])
@@ -41,6 +61,19 @@ def read_records(source: str | Path, setting: str = "the data") -> Iterator[Reco
         raise DataError(f"{setting} = {str(source)!r} {what}")
     yield first
     yield from chosen
+
+
+def _converted(records: Iterator[Record], path: str) -> Iterator[Record]:
+    """The records as the function at `path` returns them."""
+    function = load_function(path, {}, "convert")
+    for where, record in records:
+        converted = call(function, record, {}, f"{where}: convert = {path!r}")
+        if not isinstance(converted, dict):
+            raise DataError(
+                f"{where}: convert = {path!r} must return a record, a dictionary; it returned "
+                f"{type(converted).__name__}"
+            )
+        yield where, converted
 
 
 def split_source(source: str, setting: str = "the data") -> tuple[str, int | None, int | None]:
@@ -70,7 +103,10 @@ def files_of(path: Path, setting: str) -> list[Path]:
             raise ConfigError(f"{setting} = {str(path)!r}: no .jsonl or .parquet file in this directory.")
         return files
     if not path.is_file():
-        raise ConfigError(f"{setting} = {str(path)!r}: no such file or directory.")
+        advice = ""
+        if looks_like_hub_name(str(path)) and not path.name.endswith(_NAMES_OF_FILES):
+            advice = f" A data set of the Hub is written with its split, '{path}[train]' or 'ORG/NAME:CONFIG[train]'."
+        raise ConfigError(f"{setting} = {str(path)!r}: no such file or directory.{advice}")
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{setting} = {str(path)!r}: must end in .jsonl or .parquet.")
     return [path]

@@ -1,4 +1,4 @@
-"""The environment `dataset`: prompts and labels from files, and a reward by name or by function.
+"""The environment `dataset`: prompts and labels from files or the Hub, and a reward by name or by function.
 
     [[orchestrator.env]]
     id = "dataset"
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 REWARDS = ("exact", "math")
 TYPE_NAMES = {
-    "str | list[str] | None": "a file, or a list of files",
+    "str | list[str] | None": "text, or a list of texts",
     "str": "text",
     "str | None": "text",
     "bool": "true or false",
@@ -65,13 +66,23 @@ class DatasetSettings:
     """The arguments of the environment `dataset`."""
 
     path: str | list[str] | None
-    """File, `file@[a:b]`, directory, or a list of these; None if the environment is for evals only."""
+    """File, `file@[a:b]`, directory, data set of the Hub `ORG/NAME:CONFIG[SPLIT]`, or a list of these; None if the
+    environment is for evals only."""
     eval_path: str | list[str] | None = None
     """Held-out records, written like `path`."""
+    streaming: bool = False
+    """Data sets of the Hub are read without a copy on disk."""
+    convert: str | None = None
+    """`module:function`: makes each record another, before its keys are read."""
     input_key: str = "prompt"
     label_key: str | None = "label"
-    metadata_key: str | None = "metadata"
+    metadata_key: str | list[str] | None = "metadata"
+    """Key of an object, or a list of keys that become one."""
     tool_key: str | None = "tools"
+    prompt_template: str | None = None
+    """The prompt's text, in which `{prompt}` stands for that of the record."""
+    label_pattern: str | None = None
+    """Regular expression with one group: the label is what the group matches in that of the record."""
     apply_chat_template: bool = True
     """False: a prompt is text, and the policy gets its tokens and nothing else."""
     max_prompt_tokens: int | None = None
@@ -108,15 +119,36 @@ class DatasetSettings:
                 raise ConfigError(
                     f"dataset: {each.name} = {value!r} must be {TYPE_NAMES[str(each.type)]}; change `args`"
                 )
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+            raise ConfigError(
+                "dataset: prompt_template has no {prompt}, in the place of the record's prompt; add it"
+            )
+        self.check_label_pattern()
+
+    def check_label_pattern(self) -> None:
+        """Raises: ConfigError if it is no regular expression with one group."""
+        if self.label_pattern is None:
+            return
+        try:
+            num_groups = re.compile(self.label_pattern).groups
+        except re.error as cause:
+            raise ConfigError(f"dataset: label_pattern = {self.label_pattern!r}: {cause}") from None
+        if num_groups != 1:
+            rule = "must have one group, (...), around the label"
+            raise ConfigError(f"dataset: label_pattern = {self.label_pattern!r} {rule}; it has {num_groups}")
 
 
 def dataset(
     path: str | list[str] | None = None,
     eval_path: str | list[str] | None = None,
+    streaming: bool = False,
+    convert: str | None = None,
     input_key: str = "prompt",
     label_key: str | None = "label",
-    metadata_key: str | None = "metadata",
+    metadata_key: str | list[str] | None = "metadata",
     tool_key: str | None = "tools",
+    prompt_template: str | None = None,
+    label_pattern: str | None = None,
     apply_chat_template: bool = True,
     max_prompt_tokens: int | None = None,
     shuffle: bool = True,
@@ -134,10 +166,14 @@ def dataset(
     settings = DatasetSettings(
         path,
         eval_path,
+        streaming,
+        convert,
         input_key,
         label_key,
         metadata_key,
         tool_key,
+        prompt_template,
+        label_pattern,
         apply_chat_template,
         max_prompt_tokens,
         shuffle,
@@ -223,7 +259,10 @@ class Records:
         setting = "dataset: " + {"train": "path", "eval": "eval_path"}[split]
         found, num_long, limit = [], 0, self.settings.max_prompt_tokens
         for source in [sources] if isinstance(sources, str) else sources:
-            for where, record in read_records(source, setting):
+            records = read_records(
+                source, setting, is_streamed=self.settings.streaming, convert=self.settings.convert
+            )
+            for where, record in records:
                 row = self._row(record, where)
                 if self._is_too_long(row):
                     num_long += 1
@@ -251,6 +290,8 @@ class Records:
             raise DataError(f"{where}: no {settings.input_key!r} (input_key); the record has {keys}")
         needs_label = settings.reward in REWARDS
         label = None if settings.label_key is None else record.get(settings.label_key)
+        if settings.label_pattern is not None and label is not None:
+            label = self._label_within(label, where)
         if needs_label and label is None:
             rule = f'reward = "{settings.reward}" compares replies with it'
             raise DataError(f"{where}: no {settings.label_key!r} (label_key); {rule}")
@@ -259,19 +300,44 @@ class Records:
             raise DataError(
                 f"{where}: {settings.label_key!r} must be text or a number, got {short_repr(label)}; {rule}"
             )
-        metadata = {} if settings.metadata_key is None else record.get(settings.metadata_key) or {}
-        if not isinstance(metadata, dict):
-            raise DataError(
-                f"{where}: {settings.metadata_key!r} must be an object, got {type(metadata).__name__}"
-            )
+        metadata = self._metadata(record, where)
         tools = None
         if settings.tool_key is not None:
             tools = parse_tools(record.get(settings.tool_key), settings.tool_key, where)
         prompt = self._prompt(record[settings.input_key], where)
         return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
 
+    def _label_within(self, label: Any, where: str) -> str:
+        pattern = self.settings.label_pattern
+        assert pattern is not None
+        match = re.search(pattern, str(label))
+        if match is None or match[1] is None:
+            raise DataError(
+                f"{where}: {self.settings.label_key!r} has nothing that label_pattern = {pattern!r} matches: "
+                f"{short_repr(label)}"
+            )
+        return match[1].strip()
+
+    def _metadata(self, record: dict[str, Any], where: str) -> dict[str, Any]:
+        key = self.settings.metadata_key
+        if isinstance(key, list):
+            if missing := [each for each in key if each not in record]:
+                keys = ", ".join(sorted(record)) or "nothing"
+                raise DataError(f"{where}: no {missing[0]!r} (metadata_key); the record has {keys}")
+            return {each: record[each] for each in key}
+        metadata = {} if key is None else record.get(key) or {}
+        if not isinstance(metadata, dict):
+            raise DataError(f"{where}: {key!r} must be an object, got {type(metadata).__name__}")
+        return metadata
+
     def _prompt(self, prompt: Any, where: str) -> str | list[Message]:
         settings = self.settings
+        if settings.prompt_template is not None and isinstance(prompt, str) and prompt:
+            prompt = settings.prompt_template.replace("{prompt}", prompt)
+        elif settings.prompt_template is not None:
+            raise DataError(
+                f"{where}: prompt_template needs text under {settings.input_key!r}, got {short_repr(prompt)}"
+            )
         if isinstance(prompt, str) and prompt:
             return [{"role": "user", "content": prompt}] if settings.apply_chat_template else prompt
         if not settings.apply_chat_template:

@@ -166,10 +166,10 @@ def check_sft_records(cfg: SFTConfig) -> list[Checked]:
     Raises: ConfigError or DataError for a file that cannot be read.
     """
     named = [("data.name", cfg.data)] + ([("val.data.name", cfg.val.data)] if cfg.val is not None else [])
-    files = [(setting, data.name) for setting, data in named if isinstance(data, FileData)]
-    for setting, name in files:
-        next(read_records(name, setting))
-    return [("read", name) for _, name in files]
+    files = [(setting, data) for setting, data in named if isinstance(data, FileData)]
+    for setting, data in files:
+        next(read_records(data.name, setting, is_streamed=data.streaming, convert=data.convert))
+    return [("read", data.name) for _, data in files]
 
 
 def _environments(cfg: OrchestratorKeys) -> Iterator[tuple[str, EnvSection]]:
@@ -205,7 +205,12 @@ def _check_dataset(args: dict[str, Any]) -> Iterator[Checked]:
     for key in ("path", "eval_path"):
         sources = args.get(key) or []
         for source in [sources] if isinstance(sources, str) else sources:
-            next(read_records(source, f"dataset: {key}"))
+            convert = args.get("convert")
+            options = {
+                "is_streamed": args.get("streaming") is True,
+                "convert": convert if isinstance(convert, str) else None,
+            }
+            next(read_records(source, f"dataset: {key}", **options))
             yield "read", source
     for key, count in (("reward", 2), ("generate", 3)):
         path = args.get(key)

@@ -13,7 +13,7 @@ from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
 
 from stretto.config.load import load
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.hooks import HooksSection
 from stretto.envs.base import load_environment
 from stretto.envs.dataset import dataset
@@ -27,7 +27,10 @@ CODE = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "my_h
 def test_every_setting_shown_loads(tmp_path, toml):
     file = tmp_path / "c.toml"
     file.write_text(toml)
-    load(RLConfig, ["@", str(file)], verb="rl")
+    if "[data]" in toml:
+        load(SFTConfig, ["@", str(file)], verb="sft")
+    else:
+        load(RLConfig, ["@", str(file)], verb="rl")
 
 
 def test_the_records_shown_are_read(tmp_path):

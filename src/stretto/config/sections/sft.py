@@ -25,14 +25,20 @@ class LossMaskSection(Section):
 
 
 class FileData(Section):
-    """Rows with `messages`, or `prompt` and `completion`, from local .jsonl or .parquet files."""
+    """Rows with `messages`, or `prompt` and `completion`, from .jsonl or parquet files or from the Hub."""
 
     type: Literal["file"] = "file"
     name: str
-    """File, or directory whose .jsonl and .parquet files are read in order; `name@[a:b]` takes rows a to b - 1. A
-    message with `step_loss_mask` = 0 is not trained."""
+    """File, or directory whose .jsonl and .parquet files are read in order; `name@[a:b]` takes rows a to b - 1. Or a
+    data set of the Hub, `ORG/NAME:CONFIG[SPLIT]`. A message with `step_loss_mask` = 0 is not trained."""
+    streaming: bool = False
+    """Read a data set of the Hub without a copy on disk; the rows that are trained on are in memory in any case."""
+    convert: str | None = None
+    """`module:function`, which makes each row another, before its keys are read."""
     input_key: str | None = None
-    """Key of the conversation; None: `messages`, or `prompt` and `completion`."""
+    """Key of the conversation, or with `output_key` of the prompt; None: `messages`, or `prompt` and `completion`."""
+    output_key: str | None = None
+    """Key of the reply to the prompt; None: the conversation has it."""
     tool_key: str = "tools"
     """Key of the tools that the chat template shows, a list or its JSON text."""
 

@@ -117,7 +117,8 @@ def read_rows(data: Data, seed: int) -> Iterator[Row]:
     """The conversations of a data section, in order."""
     match data:
         case FileData():
-            for where, record in read_records(data.name, "[data] name"):
+            records = read_records(data.name, "[data] name", is_streamed=data.streaming, convert=data.convert)
+            for where, record in records:
                 yield parse_row(_renamed(record, data, where), where)
         case EnvData():
             env = load_environment(data.id, data.args)
@@ -134,11 +135,15 @@ def read_rows(data: Data, seed: int) -> Iterator[Row]:
 def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, Any]:
     """The record with its conversation and tools under the keys that `parse_row` reads."""
     tools = record.get(data.tool_key)
+    prompt_key = data.input_key or ("prompt" if data.output_key is not None else None)
+    for key, setting in ((prompt_key, "input_key"), (data.output_key, "output_key")):
+        if key is not None and record.get(key) is None:
+            keys = ", ".join(sorted(map(str, record))) or "nothing"
+            raise DataError(f"{where}: no {key!r} ({setting}); the row has {keys}.")
+    if data.output_key is not None:
+        return {"prompt": record[prompt_key], "completion": record[data.output_key], "tools": tools}
     if data.input_key is None:
         return record | {"tools": tools}
-    if data.input_key not in record:
-        keys = ", ".join(sorted(map(str, record))) or "nothing"
-        raise DataError(f"{where}: no {data.input_key!r} (input_key); the row has {keys}.")
     return {"messages": parse_messages(record[data.input_key], data.input_key, where), "tools": tools}
 
 

@@ -1,0 +1,150 @@
+"""Records of data sets of the Hugging Face Hub, read by the library `datasets` (the extra `hub`).
+
+A data set is written `ORG/NAME[SPLIT]` or `ORG/NAME:CONFIG[SPLIT]`, such as `openai/gsm8k:main[train]`, and the split
+may be a slice as the library writes it, `train[:500]`. A directory with the files of such a repository may stand for
+ORG/NAME. The split is never guessed, so no name of a file looks like a data set. The library keeps a copy on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = re.compile(r"(?P<repo>[^:\[\]]+)(?::(?P<config>[^:\[\]]+))?\[(?P<split>.+)\]")
+_REPO = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_SLICED = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>\d*):(?P<stop>\d*)\])?")
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A split of a data set of the Hub, or of a directory with the files of one."""
+
+    repo: str
+    config: str | None
+    split: str
+
+    def __str__(self) -> str:
+        return f"{self.repo}{f':{self.config}' if self.config else ''}[{self.split}]"
+
+
+def parse_source(text: str) -> HubSource | None:
+    """The split of a data set that a text names; None if it is not written like one."""
+    match = _SOURCE.fullmatch(text)
+    if match is None or not (Path(match["repo"]).is_dir() or _REPO.fullmatch(match["repo"])):
+        return None
+    return HubSource(match["repo"], match["config"], match["split"])
+
+
+def looks_like_hub_name(text: str) -> bool:
+    """True for `ORG/NAME` and `ORG/NAME:CONFIG`, to which only the split is missing."""
+    return _REPO.fullmatch(text.partition(":")[0]) is not None
+
+
+def read_hub(source: HubSource, setting: str, *, is_streamed: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All records of a split, in order, each with its place `ORG/NAME[SPLIT], row 3`.
+
+    is_streamed: read over the network without a copy on disk; only what is asked for is fetched.
+
+    Raises: ConfigError if the library is missing, or the data set has no such config or split; DataError if it cannot
+    be fetched.
+    """
+    number = 0
+    try:
+        for number, row in enumerate(_open(source, setting, is_streamed), start=1):
+            yield f"{source}, row {number}", row
+    except (OSError, RuntimeError) as cause:
+        place = f"after row {number}: " if number else ""
+        raise DataError(f"{setting} = {str(source)!r}: {place}{_text_of(cause)}") from cause
+
+
+def _open(source: HubSource, setting: str, is_streamed: bool) -> Iterable[dict[str, Any]]:
+    where = f"{setting} = {str(source)!r}"
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{where}: data sets of the Hub are read by the package datasets; pip install 'stretto[hub]'"
+        ) from None
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    datasets.config.TORCH_AVAILABLE = (
+        False  # else a stream imports torch, to be a subclass of its IterableDataset
+    )
+    try:
+        return _load(datasets, source, where, is_streamed)
+    except (ConnectionError, ValueError) as cause:
+        if _is_unreached(cause):
+            raise DataError(f"{where}: {_text_of(cause)} {_how_to_fetch(source)}") from cause
+        raise ConfigError(f"{where}: {_text_of(cause)}") from cause  # no such config, split or slice
+    except FileNotFoundError as cause:
+        advice = "Is the name right? One that is not public needs `hf auth login`, or HF_TOKEN."
+        raise DataError(f"{where}: {_text_of(cause)} {advice}") from cause
+
+
+def _load(datasets: Any, source: HubSource, where: str, is_streamed: bool) -> Iterable[dict[str, Any]]:
+    try:
+        return _load_from(datasets, source.repo, source, where, is_streamed)
+    except (ConnectionError, ValueError) as error:
+        copy = _snapshot(source.repo) if _is_unreached(error) else None
+        if copy is None:
+            raise
+        logger.info("%s: the Hub is not reached; reading the copy in %s", source, copy)
+        try:
+            return _load_from(datasets, str(copy), source, where, is_streamed)
+        except (FileNotFoundError, ValueError) as other:
+            # The copy may have some files of the data set only; that a file is not there is not the reason.
+            raise error if "data file" in str(other) else other from None
+
+
+def _load_from(
+    datasets: Any, path: str, source: HubSource, where: str, is_streamed: bool
+) -> Iterable[dict[str, Any]]:
+    if not is_streamed:
+        return datasets.load_dataset(path, source.config, split=source.split)
+    sliced = _SLICED.fullmatch(source.split)
+    if sliced is None:
+        raise ConfigError(
+            f"{where}: a stream has no end to count from; write the split as `train` or `train[10:500]`, or remove "
+            "streaming"
+        )
+    rows = datasets.load_dataset(path, source.config, split=sliced["name"], streaming=True)
+    return islice(rows, *(int(bound) if bound else None for bound in sliced.group("start", "stop")))
+
+
+def _snapshot(repo: str) -> Path | None:
+    """The copy of a data set that `hf download` has made; None if there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, repo_type="dataset", local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _how_to_fetch(source: HubSource) -> str:
+    return (
+        f"Where there is a network, `hf download {source.repo} --repo-type dataset` fetches it into the cache "
+        "(HF_HOME), which may be copied here; with HF_HUB_OFFLINE = 1 nothing else is tried."
+    )
+
+
+def _is_unreached(error: Exception) -> bool:
+    """Could the Hub not be reached? Offline, the library looks into its cache and says what it does not find there."""
+    return isinstance(error, ConnectionError) or "find cache for" in str(error)
+
+
+def _text_of(error: BaseException) -> str:
+    """The first two lines of an error: the mistake, and what there is instead."""
+    text = " ".join(str(error).strip().splitlines()[:2]) or type(error).__name__
+    return text if text.endswith((".", "!", "?")) else f"{text}."
