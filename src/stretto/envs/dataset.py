@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 REWARDS = ("exact", "math")
 TYPE_NAMES = {
-    "str | list[str] | None": "text, or a list of texts",
+    "str | list[str] | None": "a file, or a list of files",
+    "list[str] | str | None": "a key, or a list of keys",
     "str": "text",
     "str | None": "text",
     "bool": "true or false",
@@ -76,7 +77,7 @@ class DatasetSettings:
     """`module:function`: makes each record another, before its keys are read."""
     input_key: str = "prompt"
     label_key: str | None = "label"
-    metadata_key: str | list[str] | None = "metadata"
+    metadata_key: list[str] | str | None = "metadata"
     """Key of an object, or a list of keys that become one."""
     tool_key: str | None = "tools"
     prompt_template: str | None = None
@@ -145,7 +146,7 @@ def dataset(
     convert: str | None = None,
     input_key: str = "prompt",
     label_key: str | None = "label",
-    metadata_key: str | list[str] | None = "metadata",
+    metadata_key: list[str] | str | None = "metadata",
     tool_key: str | None = "tools",
     prompt_template: str | None = None,
     label_pattern: str | None = None,
