@@ -328,8 +328,11 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_bits(
     assert summary["steps"] == stopped and not summary["resumed"]
     assert audit(run) == []
 
-    resumed = rl(tmp_path, settings, "--resume")
+    resumed = rl(tmp_path, settings, "--resume", "--orchestrator.stall-timeout-s", "700")
     assert f"resumed from step {stopped}" in resumed.output
+    lines = [line.split() for line in resumed.output.splitlines() if line.startswith("  changed  ")]
+    assert [(line[1], line[-1]) for line in lines] == [("orchestrator.stall_timeout_s:", "700")], lines
+    assert "-> 700" in resumed.run.log("launcher").read_text()
     assert resumed.weights(NUM_STEPS) == straight.weights(NUM_STEPS)
     assert resumed.column("reward/mean") == straight.column("reward/mean")
     assert audit(run) == []

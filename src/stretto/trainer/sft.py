@@ -33,6 +33,7 @@ from stretto.base.runtime import freeze_objects
 from stretto.base.status import SUPERVISED_VAR, stop_signals
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
+from stretto.config.changes import changes
 from stretto.config.load import dump_text
 from stretto.config.root import SFTConfig
 from stretto.config.sections.trainer import CkptSection, num_kept
@@ -66,8 +67,10 @@ VAL_SEED_OFFSET = 1_000_003  # so that an environment's validation rows are not 
 def main(cfg: SFTConfig) -> int:
     """Train until the last step or the first Ctrl-C; the exit status."""
     with process_group(GROUP_TIMEOUT_S), ExitStack() as stack:
-        start = run_on_lead(lambda: _prepare_run_dir(cfg, stack))
+        start, changed = run_on_lead(lambda: _prepare_run_dir(cfg, stack))
         log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+        for line in changed if is_lead_process() else []:
+            logger.info("changed since the run was last started: %s", line)
         torch.set_num_threads(choose_threads(cfg.num_threads))
         torch.manual_seed(cfg.seed)
         session = build_session(cfg, start)
@@ -82,8 +85,8 @@ ResumePoint = tuple[RunDir, int]
 """The run and the step whose checkpoint a run resumes from."""
 
 
-def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> ResumePoint | None:
-    """Claim the run directory until the stack is closed; where to resume, if at all.
+def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[ResumePoint | None, list[str]]:
+    """Claim the run directory until the stack is closed; where to resume, if at all, and the keys changed since.
 
     If the launcher has claimed it already, that claim stays.
     """
@@ -93,8 +96,9 @@ def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> ResumePoint | None:
         claim = rundir.claim(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
         stack.callback(claim.close)
     run.configs.mkdir(parents=True, exist_ok=True)
+    changed = changes(run.config(ROLE), cfg) if resume is not None and origin is None else []
     run.config(ROLE).write_text(dump_text(cfg))
-    return None if resume is None else rundir.find_checkpoint(run, step, origin)
+    return (None if resume is None else rundir.find_checkpoint(run, step, origin)), changed
 
 
 def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:

@@ -82,6 +82,10 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path):
         first.run_dir.complete_marker(step).unlink()  # as if it had died while writing step 6
     resumed = config(tmp_path / "parts", max_steps=8, resume={})
     sft.main(resumed)
+    changed = [
+        line for line in resumed.run_dir.log("sft").read_text().splitlines() if "changed since" in line
+    ]
+    assert [line.partition(": ")[2] for line in changed] == ["ckpt.interval: 3 -> None"]
     assert same_weights(weights(whole, 8), weights(resumed, 8))
     straight, parts = (read_metrics(cfg.run_dir.metrics("sft")) for cfg in (whole, resumed))
     assert [row["nll/mean"] for row in straight] == [row["nll/mean"] for row in parts]

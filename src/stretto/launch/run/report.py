@@ -32,8 +32,8 @@ _CURVE_CELLS = (64, 10)  # columns, lines
 _RAW, _SMOOTH, _SAMPLED, _GREEDY, _INK = "#a9c7e8", "#1f5fa8", "#d1495b", "#2a9d6f", "#333333"
 
 
-def header(plan: LaunchPlan) -> str:
-    """The lines before the first step: run, batch, processes, logs, notes."""
+def header(plan: LaunchPlan, changed: Sequence[str] = ()) -> str:
+    """The lines before the first step: run, batch, processes, logs, changed keys of a resumed run, notes."""
     start = "" if plan.config.resume is None else f", {resume_text(plan.config.resume)}"
     placement = ", ".join(f"{spec.name} on {_placed(spec)}" for spec in plan.processes)
     lines = [
@@ -42,6 +42,7 @@ def header(plan: LaunchPlan) -> str:
         f"  running  {placement}",
         f"  logs     {plan.run.logs}",
     ]
+    lines += [f"  changed  {line}" for line in changed]
     return "\n".join([*lines, *(f"  note     {note}" for note in plan.notes)])
 
 

@@ -6,6 +6,7 @@ On several nodes each starts the same command: the first one claims the run, the
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret, find_secret, load_secret
+from stretto.config.changes import changes
 from stretto.config.root import RLConfig
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
@@ -24,6 +26,8 @@ from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
 from stretto.monitors.base import find_trackers
+
+logger = logging.getLogger(__name__)
 
 SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the first one
 
@@ -41,9 +45,10 @@ def main(cfg: RLConfig) -> int:
             return _run_other_node(cfg, run, node)
     with closing(rundir.claim(run, **_resume_options(cfg))) as claim, closing(PortClaims()) as ports:
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
+        changed = changes(run.config("rl"), cfg, plan.config) if not claim.is_new else []
         planning.write(plan, run.path)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
-        return _run(plan, claim)
+        return _run(plan, claim, changed)
 
 
 def _plan(
@@ -119,11 +124,14 @@ def _resume_options(cfg: RLConfig) -> dict[str, Any]:
     return {"resume": True, "step": resume.step, "clean": clean, "origin": resume.dir}
 
 
-def _run(plan: LaunchPlan, claim: rundir.Claim) -> int:
+def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
+    """changed: what a resumed run has otherwise than it had."""
     from stretto.launch.run import report
 
     console = Console(sys.stdout, max_steps=plan.config.max_steps)
-    console.line(report.header(plan))
+    console.line(report.header(plan, changed))
+    for line in changed:
+        logger.info("changed since the run was last started: %s", line)
     stall_s = plan.orchestrator.stall_timeout_s + STALL_SLACK_S
     own = [spec for spec in plan.processes if spec.node == 0]
     supervisor = Supervisor(
