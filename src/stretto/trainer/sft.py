@@ -61,6 +61,8 @@ logger = logging.getLogger(__name__)
 ROLE = "sft"
 CONSOLE_INTERVAL_S = 0.5  # steps of a tiny model take milliseconds: more lines would not be readable
 GROUP_TIMEOUT_S = 1800.0  # longest wait of a rank for another
+MANY_EPOCHS = 30  # above this rows are memorized; a few are usual
+USUAL_EPOCHS = 3
 VAL_SEED_OFFSET = 1_000_003  # so that an environment's validation rows are not its training rows
 
 
@@ -125,6 +127,7 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         rundir.check_max_steps(cfg.max_steps, start[1])
         step, order.num_drawn = start[1], find_data_position(start, examples, is_own=start[0] == run)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
+    say_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
     validation: list[MicroBatch] = []
     if cfg.val is not None:
         rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET)
@@ -168,6 +171,27 @@ def find_last_step(cfg: SFTConfig, num_examples: int, step: int = 0, num_drawn: 
     if cfg.max_steps is not None:
         by_steps = cfg.max_steps
     return int(min(by_epochs, by_steps))
+
+
+def say_epochs(cfg: SFTConfig, num_examples: int, max_steps: int, num_draws: int) -> None:
+    """Log how often the data is seen; a warning if that is often and nobody asked for it.
+
+    num_draws: examples drawn by the last step, if max_epochs does not end the run earlier.
+    """
+    epochs = min(num_draws / num_examples, cfg.max_epochs or math.inf)
+    text = (
+        f"{num_examples:,} row{'s' * (num_examples != 1)}, batches of {cfg.batch_size:,}: "
+        f"{max_steps:,} step{'s are' if max_steps != 1 else ' is'} {epochs:,.{0 if epochs >= 10 else 1}f} epochs"
+    )
+    if epochs <= MANY_EPOCHS or cfg.max_epochs is not None:
+        logger.info("%s", text)
+        return
+    logger.warning(
+        "%s: the model will know these rows by heart. Set max_epochs = %d beside max_steps, lower max_steps, "
+        "or give more rows under [data]",
+        text,
+        USUAL_EPOCHS,
+    )
 
 
 @dataclass

@@ -176,6 +176,36 @@ def test_epochs_end_the_run_and_the_last_batch_is_smaller(tmp_path):
     assert not cfg.run_dir.checkpoints.exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_rows", "level", "text"),
+    [
+        (
+            {"max_steps": 500, "batch_size": 64},
+            10,
+            "WARNING",
+            "10 rows, batches of 64: 500 steps are 3,200 epochs",
+        ),
+        ({"max_steps": 8, "batch_size": 16}, 40, "INFO", "40 rows, batches of 16: 8 steps are 3.2 epochs"),
+        (
+            {"max_steps": None, "max_epochs": 90, "batch_size": 1},
+            1,
+            "INFO",
+            "1 row, batches of 1: 90 steps are 90",
+        ),
+    ],
+)
+def test_epochs_are_said_at_the_start_and_many_are_a_warning(
+    tmp_path, caplog, settings, num_rows, level, text
+):
+    data = {"type": "environment", "id": "sort-letters", "num_rows": num_rows}
+    with caplog.at_level("INFO", logger="stretto.trainer.sft"):
+        sft.build_session(config(tmp_path, val=None, data=data, **settings), None)
+    [record] = [record for record in caplog.records if "epochs" in record.getMessage()]
+    assert record.levelname == level and text in record.getMessage()
+    if level == "WARNING":
+        assert "Set max_epochs = 3 beside max_steps" in record.getMessage()
+
+
 def test_second_stage_starts_from_the_first_ones_weights(tmp_path):
     first = config(tmp_path, max_steps=3)
     sft.main(first)
