@@ -38,9 +38,9 @@ class RunDir:
         """Directory of the resolved configs."""
         return self.path / "configs"
 
-    def config(self, verb: str) -> Path:
-        """The resolved config of one verb, from which its process is started."""
-        return self.configs / f"{verb}.json"
+    def config(self, name: str) -> Path:
+        """A resolved config: `run`, the whole run's, and those of engines and evals."""
+        return self.configs / f"{name}.json"
 
     @property
     def plan(self) -> Path:

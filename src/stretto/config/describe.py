@@ -239,8 +239,9 @@ rl --help optim                                                      # keys whos
   that names both. `inference.dtype`, `inference.seed` and `inference.log` follow the root where they are not given.
 - A mistake names file and line, or the flag; all mistakes are listed at once, and the exit status is 2.
 - `--dry-run` starts nothing: it checks configuration, code and data and shows the first task and the processes.
-  `--print-config` prints the resolved config as TOML, without secrets, which can be given with `@`; so can a run's
-  own, `RUN/configs/*.json`.
+  `--print-config` prints the resolved config as TOML, without secrets, which can be given with `@`. A run's own is
+  `RUN/configs/run.json`: its trainer and orchestrator are started from it, and `rl`, `trainer`, `orchestrator` and
+  `inference` take it as `@ RUN/configs/run.json`.
 """
 
 _ALONE = """
@@ -251,6 +252,9 @@ Each process can be started alone. Its root holds the keys of its section (`[tra
 hold the keys that both need (`model` to `log` at the root of `rl`), and the trainer's holds `ckpt`. Processes of one
 run need the same `output_dir` and `run.name`; when no name is given all three are called `rl-<model>`. `inference`
 needs a `model`.
+
+Each also takes the file of a whole run, such as `rl.toml` or `RUN/configs/run.json`, and its section of that. Flags are
+then those of `rl`: `trainer @ RUN/configs/run.json --trainer.optim.lr 1e-5`.
 """
 
 

@@ -12,14 +12,17 @@ import difflib
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError
+from stretto.base.files import write_atomic
 from stretto.config.lines import read_file
-from stretto.config.root import RLConfig
+from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.config.rules import all as rules
 from stretto.config.rules.rule import Problem
 from stretto.config.section import (
@@ -36,12 +39,19 @@ from stretto.config.section import (
     suggest,
     tag_of,
 )
-from stretto.config.toml import toml_text
+from stretto.config.toml import is_secret, toml_text
 from stretto.config.words import ArgumentProblem, Assignment, FileArgument, parse_arguments
 
 logger = logging.getLogger(__name__)
 
 Root = TypeVar("Root", bound=Section)
+RUN_TABLES = ("trainer", "orchestrator", "inference")
+"""By them the file of a whole run is told from that of one process."""
+PARTS: dict[type[Section], Callable[[RLConfig], Any]] = {
+    TrainerConfig: RLConfig.trainer_config,
+    OrchestratorConfig: RLConfig.orchestrator_config,
+    InferenceConfig: RLConfig.inference_config,
+}
 UNKNOWN, MISSING = "extra_forbidden", ("missing", "union_tag_not_found")
 TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
 """Errors of pydantic where a value stands in the place of a table."""
@@ -50,8 +60,13 @@ TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
 def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Root:
     """The root that the words after a verb describe. Logs a warning about what runs and is probably not meant.
 
+    A process of `rl` also takes the file of a whole run, such as RUN/configs/run.json: its root is its part of that,
+    and flags are those of `rl`.
+
     Raises: ConfigError listing every problem, each with its file and line or its flag.
     """
+    if cls in PARTS and _names_whole_run(arguments):
+        return PARTS[cls](load(RLConfig, arguments, verb=verb))
     draft = Draft(cls)
     flags = []
     for argument in parse_arguments(cls, arguments):
@@ -69,6 +84,12 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     for doubt in rules.doubts(root):
         logger.warning("warning: %s", draft.placed(doubt.message, *map(dotted_to_path, doubt.paths)))
     return root
+
+
+def _names_whole_run(arguments: list[str]) -> bool:
+    files = [each for each in parse_arguments(RLConfig, arguments) if isinstance(each, FileArgument)]
+    found = [read_file(file.path) for file in files if not file.prefix]
+    return any(table in each[0] for each in found if not isinstance(each, str) for table in RUN_TABLES)
 
 
 def build(cls: type[Root], data: dict[str, Any]) -> Root:
@@ -89,14 +110,25 @@ def dump(root: Section) -> dict[str, Any]:
     return root.model_dump(mode="json", exclude={"dry_run", "print_config", "clean"})
 
 
-def dump_text(root: Section) -> str:
-    """The resolved config as it is written to RUN/configs/<verb>.json."""
-    return json.dumps(dump(root), indent=2) + "\n"
+def write_json(path: FilePath, data: dict[str, Any]) -> None:
+    """Write data to a file atomically; only its owner can ever read one with a key in it."""
+    mode = 0o644 if masked(data) == data else 0o600
+    write_atomic(path, (json.dumps(data, indent=2) + "\n").encode(), mode=mode)
 
 
 def shown_text(root: Section) -> str:
-    """The same for the screen, as `--print-config` prints it: TOML that loads again, without secrets."""
+    """A root as `--print-config` prints it: TOML that loads again, without secrets."""
     return toml_text(type(root), dump(root))
+
+
+def masked(data: Any) -> Any:
+    """The data of a config with *** in place of keys."""
+    if isinstance(data, list):
+        return [masked(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    hidden = lambda name, value: "***" if value is not None and is_secret(name) else masked(value)
+    return {name: hidden(name, value) for name, value in data.items()}
 
 
 def dotted_to_path(text: str) -> Path:
@@ -362,7 +394,7 @@ class Draft:
         for known, section, _ in all_paths(self.cls):
             if known == here and tag_of(section):
                 return f'unknown key for type = "{tag_of(cls)}"; it belongs to type = "{tag_of(section)}"'
-        if here in ("trainer", "orchestrator", "inference"):
+        if here in RUN_TABLES:
             return f"unknown key; a file with a [{here}] section is one for `rl`"
         near = suggest(self.cls, path, cls)
         self.suspects.update(near)

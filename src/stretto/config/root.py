@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
+from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.config.section import Section
 from stretto.config.sections.deployment import (
@@ -170,8 +171,14 @@ class RLConfig(RunKeys, RunRoot):
         return OrchestratorConfig.model_validate(self._process_data(self.orchestrator, *RunKeys.model_fields))
 
     def inference_config(self) -> InferenceConfig:
-        """What the inference process takes; the root must have one."""
-        assert self.inference is not None, "no [inference] section: nothing to start"
+        """What the inference process takes.
+
+        Raises: ConfigError if the run has none.
+        """
+        if self.inference is None:
+            raise ConfigError(
+                "inference = None: this run uses engines that run already, and has none to start"
+            )
         return InferenceConfig.model_validate(self._process_data(self.inference))
 
     def teacher_config(self) -> InferenceConfig:
@@ -183,7 +190,7 @@ class RLConfig(RunKeys, RunRoot):
     def _process_data(self, section: Section, *shared: str) -> dict[str, Any]:
         """The keys of a section, those of the root that are named, and where the run lives."""
         own = {key: getattr(section, key) for key in type(section).model_fields}
-        own |= {key: getattr(self, key) for key in (*shared, "output_dir", "resume")}
+        own |= {key: getattr(self, key) for key in (*shared, *RunRoot.model_fields)}
         return own | {"run": RunSection(name=self.run_name)}
 
     def _default_name(self) -> str:

@@ -38,7 +38,7 @@ def _table(cls: type[Section], path: Path, data: dict[str, Any]) -> Iterator[str
 
 
 def _line(cls: type[Section], path: Path, name: str, value: Any) -> str:
-    if value is not None and _is_secret(name):
+    if value is not None and is_secret(name):
         return f"# {_key(name)} is given and not shown"
     if _has_null(value) and not (value is None and find(cls, path).is_known):
         return f"# {_key(name)} holds null, which TOML cannot say: {json.dumps(value)}"
@@ -47,7 +47,7 @@ def _line(cls: type[Section], path: Path, name: str, value: Any) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        items = (f"{_key(name)} = {_value(item)}" for name, item in value.items() if not _is_secret(name))
+        items = (f"{_key(name)} = {_value(item)}" for name, item in value.items() if not is_secret(name))
         return f"{{ {', '.join(items)} }}"
     if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
@@ -60,7 +60,8 @@ def _key(name: str) -> str:
     return name if _BARE.fullmatch(name) else _value(name)
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
+    """Is a key of this name not for the screen?"""
     return name.replace("-", "_") in SECRETS
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stretto.base.paths import RunDir
+from stretto.config.load import masked
 from stretto.config.sections.monitors import WandbSection
 
 
@@ -18,7 +19,7 @@ class WandbMonitor:
         directory = run_dir.path / "wandb"
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            config = json.loads(run_dir.config(role).read_text())
+            config = masked(json.loads(run_dir.config("run").read_text()))
         except (OSError, ValueError):
             config = None
         self._run = wandb.init(

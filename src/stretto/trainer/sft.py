@@ -34,7 +34,7 @@ from stretto.base.status import SUPERVISED_VAR, stop_signals
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.changes import changes
-from stretto.config.load import dump_text
+from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.monitors.base import Monitors, build_monitors
@@ -98,8 +98,8 @@ def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[ResumePoint | No
         claim = rundir.claim(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
         stack.callback(claim.close)
     run.configs.mkdir(parents=True, exist_ok=True)
-    changed = changes(run.config(ROLE), cfg) if resume is not None and origin is None else []
-    run.config(ROLE).write_text(dump_text(cfg))
+    changed = changes(run.config("run"), cfg) if resume is not None and origin is None else []
+    write_json(run.config("run"), dump(cfg))
     return (None if resume is None else rundir.find_checkpoint(run, step, origin)), changed
 
 

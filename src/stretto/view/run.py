@@ -20,11 +20,10 @@ import numpy as np
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
+from stretto.config.load import masked
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Branch, Rollout
-
-VERBS = ("rl", "sft")
 
 _ROWS = """
     SELECT r.group_id, r.member, r.status, r.reward, r.advantage, r.first_version, r.last_version, r.num_turns,
@@ -43,7 +42,7 @@ class Run:
     def __init__(self, path: Path | str) -> None:
         """Raises: ConfigError when there is no run."""
         self.dir = RunDir(Path(path))
-        if not any(self.dir.config(verb).exists() for verb in VERBS) and not self.dir.ledger.exists():
+        if not self.dir.config("run").exists() and not self.dir.ledger.exists():
             raise ConfigError(f"{path}: {_what_is_there(self.dir.path)}")
 
     def __repr__(self) -> str:
@@ -60,10 +59,8 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, defaults included; secrets are masked."""
-        for verb in VERBS:
-            if self.dir.config(verb).exists():
-                return json.loads(self.dir.config(verb).read_text())
-        return {}
+        path = self.dir.config("run")
+        return masked(json.loads(path.read_text())) if path.exists() else {}
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -240,5 +237,5 @@ def _what_is_there(path: Path) -> str:
         return "there is no such directory" + (
             f"; {path.parent} has {', '.join(near[:10])}." if near else "."
         )
-    runs = sorted(p.parent.parent.name for verb in VERBS for p in path.glob(f"*/configs/{verb}.json"))
+    runs = sorted(p.parent.parent.name for p in path.glob("*/configs/run.json"))
     return "this is no run directory" + (f"; it holds the runs {', '.join(runs[:10])}." if runs else ".")

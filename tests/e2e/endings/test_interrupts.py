@@ -167,7 +167,7 @@ def test_sft_that_is_stopped_while_it_starts_can_be_started_again(sft: Command) 
     moments: list[Moment] = [
         ("imports", takes_signals, [signal.SIGTERM], {143}),
         ("imports of torch", is_loading_torch, [signal.SIGINT, signal.SIGINT], {130}),
-        ("model and data", lambda popen: sft.run.config("sft").exists(), [signal.SIGINT], {130}),
+        ("model and data", lambda popen: sft.run.config("run").exists(), [signal.SIGINT], {130}),
     ]
     stop_at_each(sft, moments)
     sft.gate.touch()

@@ -43,7 +43,7 @@ def test_a_second_trainer_is_refused_and_the_run_goes_on(
     live = start_rl(tmp_path, settings)
     try:
         until(lambda: bool(steps_of(run)), live, "its first step")
-        words = ["@", str(run.config("trainer"))]
+        words = ["@", str(run.config("run"))]
         code, output = wait(start("trainer", words, tmp_path))
         assert code == 2 and f"in use by process {live.pid}" in output, output
         # As on another machine, where the run directory is not seen.

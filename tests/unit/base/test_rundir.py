@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> RunDir:
     """A run that has failed before its first step."""
     run = RunDir(tmp_path / "run")
     run.configs.mkdir(parents=True)
-    run.config("rl").write_text("{}")
+    run.config("run").write_text("{}")
     run.logs.mkdir()
     run.log("trainer").write_text("it failed\n")
     run.tokens.mkdir()

@@ -13,7 +13,7 @@ from stretto.base import rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.secret import MIN_CHARS, SECRET_VAR, Secret, find_secret, load_secret, without_secret
-from stretto.config.load import load
+from stretto.config.load import load, masked
 from stretto.config.root import RLConfig
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import plan_nodes
@@ -107,7 +107,7 @@ def test_engines_of_several_nodes_ask_for_a_key_that_every_node_makes_alike(
     secret = Secret(GIVEN)
     first, second = (plan_nodes(cfg, run, secret=secret) for _ in range(2))
     key = secret.text_key("inference.api_key")
-    assert first.inference is not None and first.inference.api_key == key
+    assert first.config.inference is not None and first.config.inference.api_key == key
     [orchestrator] = [spec for spec in second.processes if spec.role == "orchestrator"]
     assert orchestrator.env[cfg.orchestrator.client.api_key_var] == key
     planning.write(first, run.path)
@@ -115,8 +115,8 @@ def test_engines_of_several_nodes_ask_for_a_key_that_every_node_makes_alike(
     assert holding and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in holding)
     shown = planning.table(first) + json.dumps(planning.as_json(first))
     assert key not in shown and GIVEN not in shown and "made from the run's secret" in shown
-    for name in ("trainer", "orchestrator"):  # what trackers are given
-        assert key not in run.config(name).read_text()
+    # what trackers are given
+    assert key not in json.dumps(masked(json.loads(run.config("run").read_text())))
 
 
 def test_a_key_that_is_given_stays(tmp_path: Path, run: RunDir) -> None:
@@ -124,8 +124,8 @@ def test_a_key_that_is_given_stays(tmp_path: Path, run: RunDir) -> None:
     path.write_text(NODES.format(tmp_path) + "\n")
     cfg = load(RLConfig, ["@", str(path), "--inference.api-key", "mine"])
     plan = plan_nodes(cfg, run, secret=Secret(GIVEN))
-    assert plan.inference is not None and plan.inference.api_key == "mine"
-    assert plan_nodes(load(RLConfig, ["@", str(path)]), run).inference.api_key is None  # a dry run
+    assert plan.config.inference is not None and plan.config.inference.api_key == "mine"
+    assert plan_nodes(load(RLConfig, ["@", str(path)]), run).config.inference.api_key is None  # a dry run
 
 
 def test_a_key_of_the_environment_goes_before_the_one_that_is_made(
@@ -138,7 +138,7 @@ def test_a_key_of_the_environment_goes_before_the_one_that_is_made(
     monkeypatch.setenv("VLLM_API_KEY", "of-another-server")
     plan = plan_nodes(cfg, run, secret=Secret(GIVEN))
     env = {spec.role: spec.env for spec in plan.processes}
-    assert plan.inference is not None and plan.inference.api_key is None
+    assert plan.config.inference is not None and plan.config.inference.api_key is None
     assert env["inference"]["VLLM_API_KEY"] == env["orchestrator"]["OURS"] == "by-hand"
     planning.write(plan, run.path)
     assert not [path for path in run.path.rglob("*.json") if "by-hand" in path.read_text()]
@@ -146,4 +146,4 @@ def test_a_key_of_the_environment_goes_before_the_one_that_is_made(
     monkeypatch.delenv("OURS")
     made = plan_nodes(cfg, run, secret=Secret(GIVEN))
     env = {spec.role: spec.env for spec in made.processes}
-    assert env["inference"]["VLLM_API_KEY"] == env["orchestrator"]["OURS"] == made.inference.api_key
+    assert env["inference"]["VLLM_API_KEY"] == env["orchestrator"]["OURS"] == made.config.inference.api_key

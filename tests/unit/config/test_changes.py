@@ -10,7 +10,7 @@ import pytest
 
 from stretto.base import ports, process
 from stretto.config.changes import changes
-from stretto.config.load import build, dump_text
+from stretto.config.load import build, dump, write_json
 from stretto.config.root import RLConfig
 from stretto.launch.plan.plan import plan
 
@@ -19,8 +19,8 @@ BASE = {"max_steps": 10, "model": {"name": "m"}, "orchestrator": {"env": [ENV]}}
 
 
 def saved(tmp_path: Path, cfg: RLConfig) -> Path:
-    file = tmp_path / "rl.json"
-    file.write_text(dump_text(cfg))
+    file = tmp_path / "run.json"
+    write_json(file, dump(cfg))
     return file
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError
 from stretto.config.describe import ROOTS
-from stretto.config.load import dump, dump_text, load
+from stretto.config.load import dump, load, write_json
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -360,7 +360,7 @@ def test_a_dumped_config_loads_to_an_equal_one(tmp_path: Path) -> None:
     for number, toml in enumerate((ENV, EVERYTHING)):
         cfg = rl(tmp_path, toml, flags="--seq-len 128")
         file = tmp_path / f"{number}.json"
-        file.write_text(dump_text(cfg))
+        write_json(file, dump(cfg))
         again = load(RLConfig, ["@", str(file)])
         assert again == cfg
         assert dump(again) == dump(cfg)
@@ -380,7 +380,7 @@ def test_each_process_gets_its_section_and_the_runs_whereabouts(tmp_path: Path) 
         assert child.resume == cfg.resume and not child.dry_run
         assert all(getattr(child, name) == getattr(section, name) for name in type(section).model_fields)
         file = tmp_path / f"{number}.json"
-        file.write_text(dump_text(child))
+        write_json(file, dump(child))
         assert load(cls, ["@", str(file)]) == child
 
 
@@ -400,7 +400,7 @@ def test_the_other_roots_load_again_too(tmp_path: Path) -> None:
     )
     ev = load(EvalConfig, ["--model.name", "m", "--env.0.id", "sort-letters"])
     for number, cfg in enumerate((sft, ev)):
-        (tmp_path / f"{number}.json").write_text(dump_text(cfg))
+        write_json(tmp_path / f"{number}.json", dump(cfg))
         assert load(type(cfg), ["@", str(tmp_path / f"{number}.json")]) == cfg
 
 
@@ -460,3 +460,40 @@ def test_an_engine_says_what_it_drew_from_where_that_is_replayed(tmp_path):
     assert load(RLConfig, words).inference.enable_return_sampling_mask
     assert not load(RLConfig, words[:2]).inference.enable_return_sampling_mask
     assert load(RLConfig, [*words, "--no-inference"]).inference is None
+
+
+def test_a_process_takes_its_part_of_a_whole_runs_config(tmp_path):
+    rl = tmp_path / "rl.toml"
+    rl.write_text(
+        "max_steps = 7\n[deployment]\nnum_train_gpus = 4\n[trainer.optim]\nlr = 1e-4\n"
+        '[[orchestrator.env]]\nid = "sort-letters"\n[inference.server]\nport = 8123\n'
+    )
+    resolved = tmp_path / "run.json"
+    write_json(resolved, dump(load(RLConfig, ["@", str(rl)])))
+    for path in (str(rl), str(resolved)):
+        words = ["@", path, "--trainer.optim.lr", "1e-3", "--output-dir", str(tmp_path)]
+        whole = load(RLConfig, words)
+        trainer = load(TrainerConfig, words)
+        orchestrator = load(OrchestratorConfig, words)
+        inference = load(InferenceConfig, words)
+        assert trainer == whole.trainer_config() and trainer.optim.lr == 1e-3
+        assert orchestrator == whole.orchestrator_config() and orchestrator.num_train_workers == 4
+        assert inference == whole.inference_config() and inference.server.port == 8123
+        assert trainer.run_path == orchestrator.run_path == inference.run_path == whole.run_path
+    with pytest.raises(ConfigError, match=r"did you mean --trainer\.optim\.lr"):
+        load(TrainerConfig, ["@", str(resolved), "--optim.lr", "1"])
+    with pytest.raises(ConfigError, match="none to start"):
+        load(InferenceConfig, ["@", str(resolved), "--no-inference"])
+
+
+def test_a_file_of_a_processs_own_keys_is_not_taken_for_a_runs(tmp_path):
+    path = tmp_path / "train.toml"
+    path.write_text("max_steps = 7\n[optim]\nlr = 1e-4\n")
+    assert load(TrainerConfig, ["@", str(path), "--optim.lr", "1e-3"]).optim.lr == 1e-3
+
+
+def test_only_the_owner_reads_a_config_with_a_key_in_it(tmp_path):
+    keyed, open_ = tmp_path / "keyed.json", tmp_path / "open.json"
+    write_json(keyed, {"eval": {"inference": {"api_key": "s3cret"}}})
+    write_json(open_, {"inference": {"api_key": None}})
+    assert keyed.stat().st_mode & 0o077 == 0 and open_.stat().st_mode & 0o044

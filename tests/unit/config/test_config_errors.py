@@ -737,9 +737,9 @@ WRONG_OTHERS = {
     ),
     "eval without environments": ("eval", "seed = 1\n", ["eval.env: no environment to evaluate; add one"]),
     "inference without a model": ("inference", 'model = "None"\n', ["c.toml:1: model: no model to serve"]),
-    "a file of rl for one process": (
-        "trainer",
-        "[orchestrator]\nbatch_size = 8\n",
+    "a file of rl for a verb that is no part of it": (
+        "eval",
+        '[orchestrator]\nbatch_size = 8\n[[eval.env]]\nid = "a"\n',
         ["c.toml:1: orchestrator: unknown key; a file with a [orchestrator] section is one for `rl`"],
     ),
     "orchestrator with groups of one": (

@@ -63,12 +63,12 @@ def test_the_example_of_the_documents_has_eighteen_inference_nodes_and_three_rou
         ["inference_6", "router_1"],
         ["inference_17"],
     ]
-    client = plan.orchestrator.client
+    client = plan.config.orchestrator.client
     assert client.base_url == [f"http://node-{node}:8000/v1" for node in (4, 10, 16)]
     assert client.admin_base_url[:5:4] == ["http://node-4:8100/v1", "http://node-8:8200/v1"]
     assert len(client.admin_base_url) == 18
-    assert plan.trainer.control.host == plan.trainer.rollout_transport.host == "node-0"
-    assert plan.orchestrator.weight_broadcast.host == "node-0"
+    assert plan.config.control.host == plan.config.rollout_transport.host == "node-0"
+    assert plan.config.weight_broadcast.host == "node-0"
 
 
 def test_ranks_meet_at_the_first_node_and_see_one_gpu_each(tmp_path):
@@ -117,14 +117,14 @@ def test_wide_expert_parallelism_gives_each_node_its_ranks(tmp_path):
         ("inference_1", 2),
         ("router", 1),
     ]
-    assert plan.orchestrator.client.base_url == "http://b:8000/v1"
+    assert plan.config.orchestrator.client.base_url == "http://b:8000/v1"
 
 
 def test_one_engine_per_replica_needs_no_router(tmp_path):
     text = TOML.partition("[deployment]")[0] + '[deployment]\ntype = "multi_node"\nnum_infer_replicas = 2\n'
     cfg = config(tmp_path, "--deployment.hosts", "a", "b", "c", text=text)
     plan = plan_nodes(cfg, cfg.run_dir)
-    assert plan.orchestrator.client.base_url == ["http://b:8000/v1", "http://c:8000/v1"]
+    assert plan.config.orchestrator.client.base_url == ["http://b:8000/v1", "http://c:8000/v1"]
     assert not any(spec.role == "router" for spec in plan.processes)
 
 
@@ -139,9 +139,9 @@ def test_given_ports_and_hosts_are_kept(tmp_path):
     )
     cfg = config(tmp_path, "--dry-run", *words)
     plan = plan_nodes(cfg, cfg.run_dir)
-    assert plan.trainer.control.host == "10.9.9.9" and plan.trainer.weight_broadcast.port == 3333
+    assert plan.config.control.host == "10.9.9.9" and plan.config.weight_broadcast.port == 3333
     assert all(engine.section.server.host == "0.0.0.0" for engine in plan.engines.engines)
-    assert plan.orchestrator.client.base_url[0] == "http://node-4:8000/v1"
+    assert plan.config.orchestrator.client.base_url[0] == "http://node-4:8000/v1"
 
 
 @pytest.mark.parametrize(

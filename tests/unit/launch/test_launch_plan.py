@@ -16,7 +16,7 @@ import pytest
 from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.load import dump_text, load, shown_text
+from stretto.config.load import PARTS, dump, load, shown_text
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
 
@@ -75,10 +75,11 @@ def test_every_process_is_started_from_the_config_the_plan_writes(config) -> Non
     for spec in plan.processes:
         _, _, _, verb, at, path = spec.argv
         assert (verb, at) == (spec.role, "@")
-        assert load(roots[verb], ["@", path]) == plan.configs()[verb]
-    assert load(RLConfig, ["@", str(plan.run.config("rl"))]).trainer_config() == plan.trainer
+        assert Path(path) == plan.run.config("inference" if verb == "inference" else "run")
+        assert load(roots[verb], ["@", path]) == PARTS[roots[verb]](plan.config)
+    assert load(RLConfig, ["@", str(plan.run.config("run"))]) == plan.config
     evaluation = load(EvalConfig, ["@", str(plan.run.config("eval"))])
-    assert evaluation == plan.evaluation
+    assert evaluation == plan.configs()["eval"]
     # The run's port is not written: another process may use it when the eval is run.
     assert "port" not in evaluation.inference.server.model_fields_set
     assert json.loads(plan.run.plan.read_text())["batch"]["rollouts"] == 32
@@ -101,14 +102,14 @@ def test_the_eval_config_of_a_run_has_the_settings_of_its_evals_without_their_in
             "output_dir": tmp_path,
         }
     )
-    evaluation = planned(cfg).evaluation.eval
+    evaluation = planned(cfg).configs()["eval"].eval
     assert evaluation.interval is None and evaluation.group_size == 3 and not evaluation.skip_first_step
     (env,) = evaluation.env
     assert (env.interval, env.num_examples, env.sampling.temperature) == (None, 7, 0.5)
     without = RLConfig.model_validate(
         {"orchestrator": {"env": [{"id": "sort-letters", "ratio": 2.0}]}, "output_dir": tmp_path}
     )
-    assert [env.id for env in planned(without).evaluation.eval.env] == ["sort-letters"]
+    assert [env.id for env in planned(without).configs()["eval"].eval.env] == ["sort-letters"]
 
 
 def test_the_batch_shape_names_prompts_times_group_and_ranks_times_micro_batches(config) -> None:
@@ -135,7 +136,7 @@ def test_an_api_key_reaches_the_orchestrator_and_no_readable_file(config) -> Non
 def test_an_existing_file_becomes_unreadable_to_others_when_a_key_is_written(config) -> None:
     plan = planned(config())
     planning.write(plan, plan.run.path)
-    open_before = plan.run.config("rl").stat().st_mode
+    open_before = plan.run.config("run").stat().st_mode
     with_key = planned(config("--inference.api-key", "s3cret"))
     planning.write(with_key, plan.run.path)
     assert open_before & 0o044
@@ -145,7 +146,7 @@ def test_an_existing_file_becomes_unreadable_to_others_when_a_key_is_written(con
 
 def test_a_key_is_not_shown(config) -> None:
     cfg = config("--inference.api-key", "s3cret", "--inference.vllm-extra.hf-token", "s3cret")
-    assert "s3cret" in dump_text(cfg) and "s3cret" not in shown_text(cfg)
+    assert "s3cret" in json.dumps(dump(cfg)) and "s3cret" not in shown_text(cfg)
 
 
 # -- cores and GPUs --
@@ -161,8 +162,8 @@ def test_each_core_is_assigned_once(
     plan = planned(config())
     threads = {spec.role: spec.threads for spec in plan.processes}
     assert threads == {"inference": engine, "orchestrator": 1, "trainer": trainer}
-    assert plan.trainer.num_threads == trainer and plan.inference is not None
-    assert plan.inference.num_threads == engine
+    assert plan.config.trainer.num_threads == trainer and plan.config.inference is not None
+    assert plan.config.inference.num_threads == engine
     for spec in plan.processes:
         assert spec.env["OMP_NUM_THREADS"] == str(spec.threads)
         assert spec.env["OMP_WAIT_POLICY"] == "PASSIVE" and spec.env["CUDA_VISIBLE_DEVICES"] == ""
@@ -171,7 +172,7 @@ def test_each_core_is_assigned_once(
 def test_the_users_threads_are_kept_and_too_many_are_noted(config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "num_cores", lambda: 2)
     plan = planned(config("--trainer.num-threads", "3"))
-    assert plan.trainer.num_threads == 3
+    assert plan.config.trainer.num_threads == 3
     assert any("4 threads on 2 cores" in note for note in plan.notes)
 
 
@@ -213,9 +214,9 @@ def test_a_plan_keeps_dtype_auto_and_sets_the_canary_tolerance_of_its_devices(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     plan = planned(config(*words))
-    assert plan.trainer.weight_broadcast.canary_tolerance == tolerance
+    assert plan.config.weight_broadcast.canary_tolerance == tolerance
     expected = words[1] if words[:1] == ["--model.dtype"] else "auto"
-    assert plan.trainer.model.dtype == plan.inference.dtype == expected
+    assert plan.config.model.dtype == plan.config.inference.dtype == expected
 
 
 def test_an_engine_on_the_trainers_gpu_takes_half_of_its_memory(
@@ -223,10 +224,10 @@ def test_an_engine_on_the_trainers_gpu_takes_half_of_its_memory(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     plan = planned(config())
-    assert plan.inference is not None and plan.inference.gpu_memory_utilization == 0.5
+    assert plan.config.inference is not None and plan.config.inference.gpu_memory_utilization == 0.5
     assert any("share GPU 0" in note for note in plan.notes)
     plan = planned(config("--inference.gpu-memory-utilization", "0.3"))
-    assert plan.inference is not None and plan.inference.gpu_memory_utilization == 0.3
+    assert plan.config.inference is not None and plan.config.inference.gpu_memory_utilization == 0.3
 
 
 def test_each_trainer_rank_has_its_gpu(config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,12 +275,10 @@ def test_default_ports_that_are_taken_move_in_every_config(config, monkeypatch: 
     taken = {8000, 8001, 5555, 5556}
     monkeypatch.setattr(ports, "is_free", lambda host, port: port not in taken)
     plan = planned(config())
-    assert plan.inference is not None and plan.inference.server.port == 8002
-    assert plan.orchestrator.client.base_url == "http://127.0.0.1:8002/v1"
-    assert plan.orchestrator.control == plan.trainer.control
-    assert plan.orchestrator.rollout_transport == plan.trainer.rollout_transport
+    assert plan.config.inference is not None and plan.config.inference.server.port == 8002
+    assert plan.config.orchestrator.client.base_url == "http://127.0.0.1:8002/v1"
     # 5555 and 5556 are both taken: the two wires must not end up on one port.
-    assert plan.trainer.control.port == 5557 and plan.trainer.rollout_transport.port == 5558
+    assert plan.config.control.port == 5557 and plan.config.rollout_transport.port == 5558
     assert len(plan.notes) == 3
 
 
@@ -490,7 +489,7 @@ def test_a_dry_run_prints_and_writes_the_plan_and_imports_nothing_heavy(tmp_path
     assert not imported & {"torch", "transformers", "renderers", "zmq", "matplotlib", "aiohttp"}
     run = RunDir(tmp_path / "first")
     assert sorted(p.name for p in run.configs.iterdir()) == [
-        f"{verb}.json" for verb in ("eval", "inference", "orchestrator", "rl", "trainer")
+        f"{verb}.json" for verb in ("eval", "inference", "run")
     ]
     assert json.loads(run.plan.read_text())["processes"][0]["role"] == "inference"
     assert dry_run(tmp_path, "--run.name", "first").returncode == 0
@@ -500,11 +499,11 @@ def test_a_dry_run_does_not_change_the_configs_of_an_existing_run(tmp_path: Path
     run = RunDir(tmp_path / "first")
     with_checkpoint(run, 10)
     run.configs.mkdir()
-    run.config("rl").write_text("the record")
+    run.config("run").write_text("the record")
     assert dry_run(tmp_path, "--run.name", "first").returncode == 2
     result = dry_run(tmp_path, "--run.name", "first", "--resume")
     assert result.returncode == 0 and "resumed from step 10" in result.stdout
-    assert run.config("rl").read_text() == "the record" and (run.path / "dry_run" / "plan.json").exists()
+    assert run.config("run").read_text() == "the record" and (run.path / "dry_run" / "plan.json").exists()
     assert dry_run(tmp_path, "--run.name", "first", "--clean").returncode == 0
     assert run.complete_checkpoints() == [10], "a dry run deleted something"
 
@@ -558,7 +557,7 @@ def test_a_dry_run_on_a_machine_without_gpus_plans_for_those_of_the_deployment(c
     )
     plan = planned(config(*words, "--dry-run"))
     assert placed(plan) == {"inference": ("0", "1", "2", "3"), "trainer_0": ("4",), "trainer_1": ("5",)}
-    assert plan.inference.gpu_memory_utilization == 0.9
+    assert plan.config.inference.gpu_memory_utilization == 0.9
     assert any("this machine shows 0: the plan is for one with 6 GPUs" in note for note in plan.notes)
     assert placed(planned(config("--dry-run"))) == {"inference": (), "trainer": ()}, "nothing asks for a GPU"
 
@@ -595,8 +594,8 @@ def test_one_engine_has_a_router_if_one_is_configured(config) -> None:
     [router] = plan.engines.routers
     assert "round_robin" in router.argv
     http = {spec.name: spec.ports.get("http") for spec in plan.processes}
-    assert plan.orchestrator.client.base_url == f"http://127.0.0.1:{http['router']}/v1"
-    assert plan.orchestrator.client.admin_base_url == [f"http://127.0.0.1:{http['inference']}/v1"]
+    assert plan.config.orchestrator.client.base_url == f"http://127.0.0.1:{http['router']}/v1"
+    assert plan.config.orchestrator.client.admin_base_url == [f"http://127.0.0.1:{http['inference']}/v1"]
     own = plan.configs()["inference"]
     assert own.server.port == http["inference"] and not own.router.is_needed
     assert [spec.name for spec in planned(config()).processes] == ["inference", "orchestrator", "trainer"]
@@ -611,6 +610,6 @@ def test_a_remote_router_works_with_local_engines(config, replicas) -> None:
         replicas,
     )
     plan = planned(config(*words))
-    assert plan.orchestrator.client.base_url == "http://10.0.0.9:3000/v1"
-    assert len(plan.orchestrator.client.admin_base_url) == int(replicas)
+    assert plan.config.orchestrator.client.base_url == "http://10.0.0.9:3000/v1"
+    assert len(plan.config.orchestrator.client.admin_base_url) == int(replicas)
     assert not plan.engines.routers and plan.config.weight_broadcast.type == "shm"

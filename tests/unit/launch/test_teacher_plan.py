@@ -49,12 +49,12 @@ def test_the_teacher_is_a_process_of_its_own_that_the_orchestrator_knows(tmp_pat
     assert teacher.argv[3:] == ("inference", "@", str(plan.run.config("teacher")))
     served = load(InferenceConfig, ["@", str(plan.run.config("teacher"))])
     assert served.model == "models/teacher" and served.server.port == teacher.ports["http"]
-    orchestrator = load(OrchestratorConfig, ["@", str(plan.run.config("orchestrator"))])
+    orchestrator = load(OrchestratorConfig, ["@", str(plan.run.config("run"))])
     assert orchestrator.teacher.base_url == f"http://127.0.0.1:{served.server.port}/v1"
     assert orchestrator.teacher.model == "models/teacher"
     # A router or engine waits for the run's weights; the teacher gets none.
     assert planning.HOLD_VAR in plan.processes[1].env and planning.HOLD_VAR not in teacher.env
-    assert load(RLConfig, ["@", str(plan.run.config("rl"))]).orchestrator_config() == plan.orchestrator
+    assert orchestrator == plan.config.orchestrator_config()
 
 
 def test_two_runs_have_teachers_on_ports_of_their_own(tmp_path: Path) -> None:

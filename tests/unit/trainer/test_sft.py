@@ -14,7 +14,7 @@ import torch
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.config.load import dump_text
+from stretto.config.load import dump, write_json
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
 
@@ -96,7 +96,7 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path):
 def test_first_interrupt_finishes_the_step_and_saves_and_resume_goes_on(tmp_path, number):
     cfg = config(tmp_path, max_steps=100_000)
     path = tmp_path / "sft.json"
-    path.write_text(dump_text(cfg))
+    write_json(path, dump(cfg))
     with subprocess.Popen(
         [sys.executable, "-m", "stretto", "sft", "@", str(path)],
         stderr=subprocess.PIPE,

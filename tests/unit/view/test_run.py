@@ -24,9 +24,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=5))
     run_dir: RunDir = cfg.run_dir
     run_dir.configs.mkdir()
-    run_dir.config("rl").write_text(json.dumps({"model": {"name": None}, "tokenizer": {"name": None}}))
+    resolved = {"model": {"name": None}, "tokenizer": {"name": None}, "inference": {"api_key": "s3cret"}}
+    run_dir.config("run").write_text(json.dumps(resolved))
     build_letters_tokenizer(run_dir.tokenizer, "".join(map(chr, range(1, 128))))
     return run_dir.path
+
+
+def test_the_config_is_the_resolved_one_without_its_keys(path: Path) -> None:
+    assert stretto.Run(path).config["inference"] == {"api_key": "***"}
 
 
 def test_metrics_are_a_row_per_step(path: Path) -> None:

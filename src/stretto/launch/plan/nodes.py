@@ -183,7 +183,7 @@ def _orchestrator(cfg: RLConfig, run: RunDir) -> ProcessSpec:
     env = {**process.thread_env(1), **process.device_env([])}
     if cfg.inference is not None:
         env |= client_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
-    return ProcessSpec("orchestrator", 0, 1, _argv("orchestrator", run, "orchestrator"), env, (), 1, ports)
+    return ProcessSpec("orchestrator", 0, 1, _argv("orchestrator", run, "run"), env, (), 1, ports)
 
 
 def _trainers(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessSpec]:
@@ -198,7 +198,7 @@ def _trainers(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessS
         gpus = (str(local),) if shape.gpus_per_node else ()
         env = {**process.thread_env(threads), **process.device_env(gpus)}
         env |= rank_env(rank, local, ranks, hosts[0], shape.rendezvous_port)
-        argv = _argv("trainer", run, "trainer")
+        argv = _argv("trainer", run, "run")
         ports = {"rendezvous": shape.rendezvous_port} if rank == 0 and ranks > 1 else {}
         if rank == 0 and cfg.weight_broadcast.type == "collective":
             ports["weights"] = cfg.weight_broadcast.port
@@ -237,7 +237,7 @@ def engine_processes(
                 "inference",
                 rank,
                 len(engines.engines),
-                _argv("inference", run, engine.name if several else "inference"),
+                _argv("inference", run, engine.name),
                 env,
                 gpus,
                 threads,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import os
 import sys
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base import process
-from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
-from stretto.config.load import dump
-from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
+from stretto.config.load import dump, write_json
+from stretto.config.root import EvalConfig, InferenceConfig, RLConfig
 from stretto.config.section import Section
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.engines import HOLD_VAR
@@ -105,13 +103,7 @@ class LaunchPlan:
     run: RunDir
     config: RLConfig
     """The resolved root: ports, threads and the step to resume from are filled in."""
-    trainer: TrainerConfig
-    orchestrator: OrchestratorConfig
-    inference: InferenceConfig | None
-    """The section as it was given; `engines` has its processes."""
     engines: EnginesPlan | None
-    evaluation: EvalConfig
-    """Evaluates the trained weights as this run did: RUN/configs/eval.json."""
     processes: tuple[ProcessSpec, ...]
     batch: BatchShape
     notes: tuple[str, ...]
@@ -130,36 +122,22 @@ class LaunchPlan:
         notes: Sequence[str] = (),
         hosts: Sequence[str] = (),
     ) -> LaunchPlan:
-        """Build a plan; the config of every process is taken from the root."""
-        return cls(
-            run=run,
-            config=cfg,
-            trainer=cfg.trainer_config(),
-            orchestrator=cfg.orchestrator_config(),
-            inference=None if cfg.inference is None else cfg.inference_config(),
-            engines=engines,
-            evaluation=eval_config(cfg, run),
-            processes=tuple(processes),
-            batch=batch_shape(cfg),
-            notes=tuple(notes),
-            hosts=tuple(hosts),
-        )
+        """Build a plan from a resolved root."""
+        batch = batch_shape(cfg)
+        return cls(run, cfg, engines, tuple(processes), batch, tuple(notes), tuple(hosts))
 
     def configs(self) -> dict[str, Section]:
-        """The resolved configs by verb."""
-        all_of_them = {
-            "rl": self.config,
-            "trainer": self.trainer,
-            "orchestrator": self.orchestrator,
-            "inference": self.inference,
-            "eval": self.evaluation,
-        }
+        """The files of RUN/configs by name: `run`, which trainer and orchestrator load too; one per engine; `eval`.
+
+        Engines have files of their own, since their ports, addresses and options of vLLM come from the plan.
+        """
+        found: dict[str, Section] = {"run": self.config, "eval": eval_config(self.config, self.run)}
         if self.config.teacher_inference is not None:
-            all_of_them["teacher"] = self.config.teacher_config()
-        if self.engines is not None and self.inference is not None:
-            one = {engine.name: section_of(self.inference, engine) for engine in self.engines.engines}
-            all_of_them |= one
-        return {verb: config for verb, config in all_of_them.items() if config is not None}
+            found["teacher"] = self.config.teacher_config()
+        if self.engines is not None:
+            section = self.config.inference_config()
+            found |= {engine.name: section_of(section, engine) for engine in self.engines.engines}
+        return found
 
 
 def plan(
@@ -232,9 +210,9 @@ def _processes(
         gpus: list[str],
         ports: dict[str, int],
         env: dict[str, str],
-        config: str | None = None,
+        config: str = "run",
     ):
-        argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(config or role)))
+        argv = (sys.executable, "-m", "stretto", role, "@", str(run.config(config)))
         env = {**process.thread_env(threads[role]), **process.device_env(gpus), **env}
         restarts = restarts_of(role, num_ranks)
         return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads[role], ports, restarts)
@@ -358,19 +336,15 @@ def batch_shape(cfg: RLConfig) -> BatchShape:
 
 
 def write(plan: LaunchPlan, directory: Path) -> None:
-    """Write configs/<verb>.json and plan.json below a directory (the run directory, or its dry_run)."""
+    """Write configs/*.json and plan.json below a directory (the run directory, or its dry_run)."""
     target = RunDir(directory)
     target.configs.mkdir(parents=True, exist_ok=True)
-    served = (plan.inference, plan.config.teacher_inference)
-    has_key = any(section is not None and section.api_key is not None for section in served)
-    for verb, config in plan.configs().items():
+    for name, config in plan.configs().items():
         data = dump(config)
-        if verb == "eval":
+        if name == "eval":
             del data["inference"]["model"]  # another spelling of the root's model
             del data["inference"]["server"]["port"]
-        write_json(
-            target.config(verb), data, is_secret=has_key and isinstance(config, RLConfig | InferenceConfig)
-        )
+        write_json(target.config(name), data)
     write_json(target.plan, as_json(plan))
 
 
@@ -389,12 +363,6 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
         "processes": processes,
         "notes": list(plan.notes),
     }
-
-
-def write_json(path: Path, data: dict[str, Any], *, is_secret: bool = False) -> None:
-    """Write a file atomically; only its owner can ever read a secret one."""
-    content = json.dumps(data, indent=2) + "\n"
-    write_atomic(path, content.encode(), mode=0o600 if is_secret else 0o644)
 
 
 def process_table(processes: Sequence[ProcessSpec], hosts: Sequence[str]) -> str:

@@ -45,7 +45,7 @@ def main(cfg: RLConfig) -> int:
             return _run_other_node(cfg, run, node)
     with closing(rundir.claim(run, **_resume_options(cfg))) as claim, closing(PortClaims()) as ports:
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
-        changed = changes(run.config("rl"), cfg, plan.config) if not claim.is_new else []
+        changed = changes(run.config("run"), cfg, plan.config) if not claim.is_new else []
         planning.write(plan, run.path)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
         return _run(plan, claim, changed)
@@ -82,9 +82,8 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     planning.write(plan, own.path)
     log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     specs = [nodes.with_config_dir(spec, run, own) for spec in plan.processes if spec.node == node]
-    return serve(
-        specs, own, f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}", plan.orchestrator.stall_timeout_s
-    )
+    title = f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}"
+    return serve(specs, own, title, cfg.orchestrator.stall_timeout_s)
 
 
 def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
@@ -132,7 +131,7 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
     console.line(report.header(plan, changed))
     for line in changed:
         logger.info("changed since the run was last started: %s", line)
-    stall_s = plan.orchestrator.stall_timeout_s + STALL_SLACK_S
+    stall_s = plan.config.orchestrator.stall_timeout_s + STALL_SLACK_S
     own = [spec for spec in plan.processes if spec.node == 0]
     supervisor = Supervisor(
         own,
@@ -156,7 +155,7 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
 
 def likely_causes(plan: LaunchPlan) -> dict[str, str]:
     """What may have ended a process that did not say why, by role."""
-    names = [env.name or env.id for env in plan.orchestrator.env if env.num_workers is None]
+    names = [env.name or env.id for env in plan.config.orchestrator.env if env.num_workers is None]
     if not names:
         return {}
     return {

@@ -14,13 +14,13 @@ from stretto.base import log, process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import is_free
-from stretto.config.load import dump
+from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
 from stretto.config.rules.engine import product
 from stretto.launch.plan.engines import EnginesPlan, plan_engines
 from stretto.launch.plan.nodes import engine_processes, find_node_rank, with_config_dir
 from stretto.launch.plan.placement import client_host
-from stretto.launch.plan.plan import ProcessSpec, process_table, section_of, write_json
+from stretto.launch.plan.plan import ProcessSpec, process_table, section_of
 from stretto.launch.run import supervisor
 
 STALL_S = 600.0
@@ -87,7 +87,7 @@ def write(plan: ServingPlan, cfg: InferenceConfig, run: RunDir) -> None:
     """Write the config of each engine process."""
     run.configs.mkdir(parents=True, exist_ok=True)
     for engine in plan.engines.engines:
-        write_json(run.config(engine.name), dump(section_of(cfg, engine)), is_secret=cfg.api_key is not None)
+        write_json(run.config(engine.name), dump(section_of(cfg, engine)))
 
 
 def _check_ports(specs: Sequence[ProcessSpec], host: str) -> None:
