@@ -231,6 +231,8 @@ rl --help optim                                                      # keys whos
   on.
 - Lists are `--key a b`, JSON (`--key '["a", "b"]'`) or, for numbers, `--key 0,1`; tables are JSON; one item
   of a list of tables is `--orchestrator.env.0.id sort-letters`.
+- A text that begins with `{output_dir}/` names something in the directory of all runs, as in
+  `model.name = "{output_dir}/warm-up/weights/latest"`: it follows `--output-dir`.
 - TOML has no null: write `"None"` (on the command line `None`).
 - Where a section has several forms, `type` chooses; without it the default's form is meant. A file or flag
   that names another `type` replaces the section, it does not mix with the old one's keys.

@@ -52,6 +52,7 @@ PARTS: dict[type[Section], Callable[[RLConfig], Any]] = {
     OrchestratorConfig: RLConfig.orchestrator_config,
     InferenceConfig: RLConfig.inference_config,
 }
+OUTPUT_DIR = "{output_dir}/"
 UNKNOWN, MISSING = "extra_forbidden", ("missing", "union_tag_not_found")
 TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
 """Errors of pydantic where a value stands in the place of a table."""
@@ -292,11 +293,19 @@ class Draft:
             for path in [path for path in held if _is_below(path, table)]:
                 del held[path]
 
+    def _fill_in_output_dir(self) -> None:
+        """Put the directory of all runs where texts begin with `{output_dir}/`, so that they follow --output-dir."""
+        given = self.values.get(("output_dir",), "outputs")
+        for path, value in self.values.items() if isinstance(given, str) else ():
+            if isinstance(value, str) and value.startswith(OUTPUT_DIR):
+                self.values[path] = str(FilePath(given, value.removeprefix(OUTPUT_DIR)))
+
     def build_root(self) -> Section | None:
         """The root that the values make, or None with complaints noted.
 
         Wrong values are left out and the rest is validated again, so that all mistakes are found at once.
         """
+        self._fill_in_output_dir()
         for path, value in list(self.values.items()):
             found = find(self.cls, path)
             if isinstance(value, bool) and found.is_known and not found.key.accepts_bool:

@@ -51,7 +51,8 @@ class RunRoot(Section):
     """Where a run lives, and how it starts; at the root of every verb."""
 
     output_dir: Path = Path("outputs")
-    """Directory of all runs; a run's own is <output_dir>/<run.name>."""
+    """Directory of all runs; a run's own is <output_dir>/<run.name>. A text that begins with `{output_dir}/` names
+    something in it, as in model.name = "{output_dir}/warm-up/weights/latest"."""
     run: RunSection = RunSection()
     resume: ResumeSection | None = None
     """Present (`--resume`): continue the run of this name; an error where there is none."""

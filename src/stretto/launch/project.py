@@ -72,7 +72,7 @@ seq_len = 1024              # tokens in a packed row of the trainer
 name = "vowels"             # files are in outputs/vowels
 
 [model]
-name = "outputs/warm-up/weights/latest"
+name = "{output_dir}/warm-up/weights/latest"
 
 [orchestrator]
 batch_size = 128            # rollouts in a step ...

@@ -123,7 +123,7 @@ def workplace(tmp_path_factory) -> Path:
             (folder / model).mkdir(parents=True)
             save_hf(random_model(ScratchSection(), 112), folder / model, tokenizer)
     whole = tomllib.loads((ROOT / "examples/sort_letters/rl.toml").read_text())
-    model = f'[model]\nname = "{whole["model"]["name"]}"\n'
+    model = f'[model]\nname = "{whole["model"]["name"].format(output_dir="outputs")}"\n'
     env = '[[orchestrator.env]]\nid = "sort-letters"\n'
     for name in ("rl.toml", "base.toml"):
         (folder / name).write_text(model + env)
@@ -145,6 +145,8 @@ def test_every_command_in_the_documents_is_understood(page, words, workplace, mo
     monkeypatch.chdir(workplace)
     if words[0] in ("sft", "rl") and "--output-dir" not in words:
         words = [*words, "--output-dir", str(tmp_path)]
+        for warmed in (workplace / "outputs").glob("*-sft") if words[0] == "rl" else ():
+            (tmp_path / warmed.name).symlink_to(warmed)
     # Whether a run is there to continue or to delete is tested elsewhere.
     words = [w for w in words if w not in ("--resume", "--clean")]
     assert main([*words, "--dry-run"]) in (0, None), capsys.readouterr().err

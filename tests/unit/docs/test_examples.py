@@ -32,9 +32,11 @@ def test_every_example_has_both_stages_and_a_readme():
 
 @pytest.mark.parametrize("path", RL, ids=name)
 def test_rl_starts_from_the_weights_its_sft_leaves(path):
-    rl, sft = load(RLConfig, ["@", str(path)]), load(SFTConfig, ["@", str(path.parent / "sft.toml")])
-    assert Path(rl.model.name) == sft.run_dir.latest_weights
-    assert rl.run_path != sft.run_path
+    for where in ([], ["--output-dir", "/else/where"]):
+        rl = load(RLConfig, ["@", str(path), *where])
+        sft = load(SFTConfig, ["@", str(path.parent / "sft.toml"), *where])
+        assert Path(rl.model.name) == sft.run_dir.latest_weights == Path(rl.inference_config().model)
+        assert rl.run_path != sft.run_path
     assert [env.id for env in rl.orchestrator.env] == [sft.data.id]
     assert [env.args for env in rl.orchestrator.env] == [sft.data.args]
 
