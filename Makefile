@@ -20,8 +20,7 @@ PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
-	$(BIN)/sft @ examples/sort_letters/sft.toml --clean
-	$(BIN)/rl @ examples/sort_letters/rl.toml --clean
+	$(BIN)/stretto demo
 
 install: $(VENV)/installed
 

@@ -43,6 +43,7 @@ SUMMARIES = {
     "inference": "the inference server alone",
     "eval": "evaluate a model on environments",
     "evals": "the process beside an sft run that evaluates its versions",
+    "demo": "warm a tiny model up and train it, in a few minutes on a laptop",
     "show": "print rollouts of a run: stretto show RUN --worst 3",
     "init": "write a small project of your own: stretto init DIR",
     "plot": "draw metrics of runs: stretto plot RUN [RUN ...] --key entropy/mean",
@@ -301,7 +302,18 @@ def _init(words: list[str]) -> int:
     return init(words)
 
 
-_PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {"init": _init, "show": _show, "plot": _plot}
+def _demo(words: list[str]) -> int:
+    from stretto.launch.demo import demo
+
+    return demo(words)
+
+
+_PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
+    "init": _init,
+    "demo": _demo,
+    "show": _show,
+    "plot": _plot,
+}
 """Verbs that take their own words, and no configuration."""
 
 

@@ -1,0 +1,11 @@
+"""What pyproject.toml cannot say: the description on a package index, README.md without links into the repository."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+text = re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
+setup(long_description=text, long_description_content_type="text/markdown")
