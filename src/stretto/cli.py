@@ -46,6 +46,7 @@ SUMMARIES = {
     "demo": "warm a tiny model up and train it, in a few minutes on a laptop",
     "show": "print rollouts of a run: stretto show RUN --worst 3",
     "init": "write a small project of your own: stretto init DIR",
+    "completion": "completion for a shell: source <(stretto completion bash)",
     "plot": "draw metrics of runs: stretto plot RUN [RUN ...] --key entropy/mean",
 }
 
@@ -302,6 +303,17 @@ def _init(words: list[str]) -> int:
     return init(words)
 
 
+def _completion(words: list[str]) -> int:
+    from stretto.config.completion import SHELLS, completion_script
+    from stretto.config.describe import ROOTS
+
+    if words[:1] not in [[shell] for shell in SHELLS]:
+        print(f"usage: stretto completion {'|'.join(SHELLS)}", file=sys.stderr)
+        return 2
+    print(completion_script(words[0], ROOTS, list(SUMMARIES)), end="")
+    return 0
+
+
 def _demo(words: list[str]) -> int:
     from stretto.launch.demo import demo
 
@@ -311,6 +323,7 @@ def _demo(words: list[str]) -> int:
 _PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
     "init": _init,
     "demo": _demo,
+    "completion": _completion,
     "show": _show,
     "plot": _plot,
 }
