@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-import stretto
 from stretto.base.errors import ConfigError
 
 DEFAULT = "sort_letters"
@@ -28,7 +27,7 @@ The examples:"""
 
 def examples() -> dict[str, Path]:
     """The directory of every example that has both stages, by name."""
-    root = (Path(stretto.__file__).parent / "examples").resolve()
+    root = (Path(__file__).parents[1] / "examples").resolve()
     return {path.parent.name: path.parent for path in sorted(root.glob("*/rl.toml"))}
 
 
