@@ -8,6 +8,7 @@ A plugin of pytest: the process that begins the session looks after what it leav
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -64,6 +65,7 @@ class Session:
         self._is_over.set()
         self._looking.join()
         self._look()
+        multiprocessing.util._run_finalizers()  # as at the end of this process: its directory of sockets goes
         deadline = time.monotonic() + ENDING_S
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.1)

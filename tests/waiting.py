@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Wait for something another process does."""
+async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
+    """Wait for something another process does, on a machine that may be busy."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)

@@ -78,7 +78,7 @@ class Started:
         return [*keeper.marked_processes(self.mark), *shared, *os.listdir(self.directory)]
 
     def check_nothing_is_left(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while self.left() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert self.left() == []

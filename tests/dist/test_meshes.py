@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mesh_runs import CASES, NUM_STEPS, build, train
+from mesh_runs import CASES, NUM_STEPS, Case, build, train
 from ranks import run_ranks
 
 DEADLINE_S = 400.0
@@ -20,16 +20,26 @@ def alone(kind):
     return train(build(kind, {}), kind)
 
 
+def of_cases(cases):
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * case.is_slow) for case in cases]
+    )
+
+
 @pytest.fixture(scope="session")
-def on_meshes(tmp_path_factory):
-    """Results of all cases; one process group for each number of ranks."""
+def on_meshes(request, tmp_path_factory):
+    """Results of the cases that this session asks for; one process group for each number of ranks."""
     folders: dict[int, Path] = {}
+    names = {str(case) for item in request.session.items if (case := _case_of(item))}
 
     def result(case):
         if case.world_size not in folders:
             folders[case.world_size] = folder = tmp_path_factory.mktemp("ranks")
             log = folder / "log"
-            run_ranks("mesh_runs.py", folder, world_size=case.world_size, log=log, deadline_s=DEADLINE_S)
+            mine = sorted(name for name in names if name.startswith(f"{case.world_size}-"))
+            run_ranks(
+                "mesh_runs.py", folder, *mine, world_size=case.world_size, log=log, deadline_s=DEADLINE_S
+            )
         path = folders[case.world_size] / f"{case}.pt"
         assert path.exists(), (folders[case.world_size] / "log").read_text()[-6000:]
         return torch.load(path, weights_only=False)
@@ -37,7 +47,13 @@ def on_meshes(tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def _case_of(item: pytest.Item) -> Case | None:
+    callspec = getattr(item, "callspec", None)
+    case = callspec and callspec.params.get("case")
+    return case if isinstance(case, Case) else None
+
+
+@of_cases(CASES)
 def test_a_mesh_trains_like_one_rank(case, on_meshes):
     got, want = on_meshes(case), alone(case.kind)
     assert len(got["metrics"]) == NUM_STEPS
@@ -60,7 +76,7 @@ def test_a_mesh_trains_like_one_rank(case, on_meshes):
         np.testing.assert_allclose(got[when], want[when], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@of_cases(CASES)
 def test_every_tensor_is_published_by_one_rank_and_none_by_a_replica(case, on_meshes):
     owned = on_meshes(case)["owned"]
     names = [name for mine in owned for name in mine]
@@ -72,9 +88,7 @@ def test_every_tensor_is_published_by_one_rank_and_none_by_a_replica(case, on_me
     assert max(loads) < 2 * min(loads), "each sends about as many bytes"
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.model.get("ep", 1) > 1 and "lora" not in c.kind], ids=str
-)
+@of_cases([c for c in CASES if c.model.get("ep", 1) > 1 and "lora" not in c.kind])
 def test_an_expert_is_published_by_a_rank_that_has_it(case, on_meshes):
     degrees = case.model
     ep, tp = degrees["ep"], degrees.get("tp", 1)
@@ -84,7 +98,7 @@ def test_an_expert_is_published_by_a_rank_that_has_it(case, on_meshes):
         assert experts <= set(range(place * each, (place + 1) * each))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@of_cases(CASES)
 def test_a_state_loads_as_it_was_saved(case, on_meshes):
     got = on_meshes(case)
     assert got["reloaded"].keys() == got["tensors"].keys()

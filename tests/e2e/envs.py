@@ -12,16 +12,22 @@ from stretto.envs.bundled.sort_letters import SortLetters
 from stretto.records.rollout import Task
 
 
-class SlowSort(SortLetters):
-    """sort-letters where scores of every second task take `latency_s`: a test can act in the middle of a step."""
+class HeldSort(SortLetters):
+    """sort-letters whose scores after the first `num_free` wait for a file, every second task's.
 
-    def __init__(self, num_letters: int, latency_s: float) -> None:
+    A test can act in the middle of a step, however fast the run is. `<gate>.held` says that one waits.
+    """
+
+    def __init__(self, num_letters: int, gate: str, num_free: int) -> None:
         super().__init__(num_letters=num_letters)
-        self.latency_s = latency_s
+        self.gate, self.num_free = Path(gate), num_free
 
     async def score(self, task: Task, text: str) -> float:
-        if int(task.task_id.rpartition("-")[2]) % 2:
-            await asyncio.sleep(self.latency_s)
+        self.num_free -= 1
+        if self.num_free < 0 and int(task.task_id.rpartition("-")[2]) % 2:
+            while not self.gate.exists():
+                Path(f"{self.gate}.held").touch()
+                await asyncio.sleep(0.01)
         return super().score(task, text)
 
 

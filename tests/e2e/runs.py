@@ -19,6 +19,7 @@ from stretto.monitors.file import read_metrics
 
 HERE = Path(__file__).parent
 DEADLINE_S = 180  # for a hung process to be a failure with its output, never reached otherwise
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,17 @@ def fine_tuned(directory: Path, **settings: Any) -> Path:
     return directory / "run" / "weights" / "latest"
 
 
-def untrained_model(directory: Path) -> Path:
-    """A network of a few thousand parameters that has just been made."""
-    scratch = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-    return fine_tuned(directory, max_steps=1, seq_len=256, model={"scratch": scratch})
+def untrained_model(directory: Path, **shape: Any) -> Path:
+    """A random network of a few thousand parameters, or of another shape, with the letters tokenizer."""
+    from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
+    from stretto.config.sections.model import ScratchSection
+    from stretto.models.hub import random_model, save_hf
+
+    tokenizer = load_tokenizer(build_letters_tokenizer(directory / "tokenizer"))
+    ids = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.token_id(END_OF_TEXT)}
+    network = random_model(ScratchSection(**TINY | shape), tokenizer.vocab_size, **ids)
+    save_hf(network, directory / "model", directory / "tokenizer")
+    return directory / "model"
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:

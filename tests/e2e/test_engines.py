@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
-from runs import Ended, fine_tuned, free_ports, merged, rl, start_rl, until, wait
+from runs import Ended, free_ports, merged, rl, start_rl, until, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -42,10 +43,15 @@ RUN = {
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warm(warmed_up: Callable[..., Path]) -> Path:
     """A model that reverses one text in eight or so: something to reinforce."""
-    more = {"max_steps": 70, "batch_size": 64, "model": {"scratch": SCRATCH}, "data": SOLVED}
-    return fine_tuned(tmp_path_factory.mktemp("warm"), **more)
+    return warmed_up(max_steps=70, batch_size=64, model={"scratch": SCRATCH}, data=SOLVED)
+
+
+@pytest.fixture(scope="module")
+def mixture(warmed_up: Callable[..., Path]) -> Path:
+    scratch = {**SCRATCH, "family": "qwen3_moe", "moe_intermediate_size": 64}
+    return warmed_up(max_steps=70, batch_size=64, model={"scratch": scratch}, data=SOLVED)
 
 
 def assert_learned(run: Ended) -> None:
@@ -56,6 +62,7 @@ def assert_learned(run: Ended) -> None:
     assert audit(run.run) == []
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_run_on_vllm_learns_with_weights_from_files(warm: Path, tmp_path: Path) -> None:
     more = {
@@ -84,15 +91,14 @@ def test_a_run_on_vllm_learns_with_weights_that_are_broadcast_in_flight(warm: Pa
     assert max(run.column("mismatch_kl/mean", "trainer")) > 1e-6
 
 
+@pytest.mark.slow
 @needs_vllm
-def test_a_mixture_on_vllm_is_replayed_by_the_trainer_whose_ranks_both_send_it(tmp_path: Path) -> None:
-    scratch = {**SCRATCH, "family": "qwen3_moe", "moe_intermediate_size": 64}
-    model = fine_tuned(
-        tmp_path / "warm", max_steps=40, batch_size=64, model={"scratch": scratch}, data=SOLVED
-    )
+def test_a_mixture_on_vllm_is_replayed_by_the_trainer_whose_ranks_both_send_it(
+    mixture: Path, tmp_path: Path
+) -> None:
     more = {
         "max_steps": 5,
-        "model": {"name": str(model)},
+        "model": {"name": str(mixture)},
         "inference": {"engine": "vllm"},
         "weight_broadcast": {"type": "collective", "port": free_ports(1)[0]},
         "orchestrator": {"batch_size": 64, "max_async_level": 0, "eval": None, "num_train_workers": 2},
@@ -112,14 +118,10 @@ def test_a_mixture_on_vllm_is_replayed_by_the_trainer_whose_ranks_both_send_it(t
 @pytest.mark.slow
 @needs_vllm
 @pytest.mark.parametrize("transport", ["filesystem", "collective"])
-def test_a_mixture_on_vllm_learns(transport: str, tmp_path: Path) -> None:
-    scratch = {**SCRATCH, "family": "qwen3_moe", "moe_intermediate_size": 64}
-    model = fine_tuned(
-        tmp_path / "warm", max_steps=70, batch_size=64, model={"scratch": scratch}, data=SOLVED
-    )
+def test_a_mixture_on_vllm_learns(transport: str, mixture: Path, tmp_path: Path) -> None:
     port = {"port": free_ports(1)[0]} if transport == "collective" else {}
     more = {
-        "model": {"name": str(model)},
+        "model": {"name": str(mixture)},
         "inference": {"engine": "vllm"},
         "weight_broadcast": {"type": transport, **port},
         "orchestrator": {"max_async_level": 0},
@@ -130,6 +132,7 @@ def test_a_mixture_on_vllm_learns(transport: str, tmp_path: Path) -> None:
     assert max(run.column("mismatch_kl/mean", "trainer")) < 1e-5
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_two_vllm_engines_behind_a_router_one_killed_and_back(warm: Path, tmp_path: Path) -> None:
     more = {

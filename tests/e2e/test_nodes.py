@@ -6,7 +6,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from runs import fine_tuned, free_ports, start_rl, wait
+from runs import free_ports, start_rl, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -15,13 +15,12 @@ from stretto.monitors.file import read_metrics
 LETTERS = {"num_letters": 4}
 
 
-def test_nodes_train_together_and_each_starts_what_is_its_own(tmp_path: Path) -> None:
-    model = fine_tuned(tmp_path / "warm", max_steps=5, seq_len=512)
+def test_nodes_train_together_and_each_starts_what_is_its_own(sorter: Path, tmp_path: Path) -> None:
     control, rollouts, weights, rendezvous, http = free_ports(5)
     settings = {
         "max_steps": 4,
         "seq_len": 256,
-        "model": {"name": str(model)},
+        "model": {"name": str(sorter)},
         "control": {"port": control},
         "rollout_transport": {"port": rollouts},
         "weight_broadcast": {"type": "collective", "port": weights},

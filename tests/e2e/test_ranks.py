@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Ended, free_ports, merged, rl
+from runs import Ended, free_ports, merged, rl, untrained_model
 
-from stretto.chat.tokenizer import END_OF_TEXT, build_letters_tokenizer, load_tokenizer
-from stretto.config.sections.model import ScratchSection
 from stretto.models import hub
 
 SETTINGS = {
@@ -29,13 +27,8 @@ SETTINGS = {
 
 
 def build_model(directory: Path, **shape: Any) -> Path:
-    """A random policy, which reverses nothing yet, with its tokenizer."""
-    tokenizer_dir = build_letters_tokenizer(directory / "tokenizer")
-    tokenizer = load_tokenizer(tokenizer_dir)
-    ids = {"eos_token_id": list(tokenizer.eos_ids), "pad_token_id": tokenizer.token_id(END_OF_TEXT)}
-    policy = hub.random_model(ScratchSection(hidden_size=32, **shape), tokenizer.vocab_size, **ids)
-    hub.save_hf(policy, directory / "model", tokenizer_dir)
-    return directory / "model"
+    """A random policy, which reverses nothing yet, of a shape that two ranks can share."""
+    return untrained_model(directory, num_layers=2, num_heads=4, num_kv_heads=2, **shape)
 
 
 TWO_RANKS = {
@@ -63,7 +56,7 @@ def alone(tmp_path_factory):
     return settings, rl(folder, settings)
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("tp", marks=pytest.mark.slow), "cp"])
 def test_two_trainer_ranks_train_like_one(tmp_path: Path, alone, name: str) -> None:
     settings, one = alone
     two = rl(tmp_path, merged(settings, TWO_RANKS[name]))

@@ -60,7 +60,7 @@ def test_two_ranks_train_like_one(tmp_path):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_the_launcher_finishes_the_step_and_saves(tmp_path, number):
     run = RunDir(tmp_path / "run")
     popen = start_sft(tmp_path, "--trainer-gpu-ids", "0,1", max_steps=100_000, ckpt={"interval": 2})

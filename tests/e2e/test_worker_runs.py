@@ -80,6 +80,7 @@ def test_a_run_goes_on_when_its_workers_are_killed_and_leaves_none(tmp_path: Pat
     assert not any(worker.is_running() for worker in first)
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_built_ends_the_run_with_its_message(tmp_path: Path) -> None:
     envs = [{"id": "envs:Flaky", "num_workers": 2}]
     ended = rl(tmp_path, with_envs(build_model(tmp_path), envs), is_ok=False)

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.gpu
 def test_a_short_run_trains_what_its_engine_samples(tmp_path: Path, record_property, dtype):
     for name in ("aiohttp", "orjson", "zmq", "renderers"):
         pytest.importorskip(name)
-    from runs import rl, untrained_model
+    from runs import TINY, fine_tuned, rl
 
-    model = untrained_model(tmp_path / "sft")
+    model = fine_tuned(tmp_path / "sft", max_steps=1, seq_len=256, model={"scratch": TINY})
     settings = {
         "max_steps": 4,
         "seq_len": 512,

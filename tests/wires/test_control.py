@@ -55,7 +55,14 @@ EVERY_MESSAGE = [
 
 @pytest.fixture
 def cfg() -> ControlSection:
-    return ControlSection(port=free_port(), heartbeat_s=0.05, dead_after_s=0.6, register_timeout_s=10)
+    """Nobody is thought dead, however busy the machine is."""
+    return ControlSection(port=free_port(), heartbeat_s=0.05, dead_after_s=120, register_timeout_s=120)
+
+
+@pytest.fixture
+def brisk(cfg: ControlSection) -> ControlSection:
+    """Who is silent for two seconds is dead."""
+    return cfg.model_copy(update={"dead_after_s": 2.0})
 
 
 @contextlib.asynccontextmanager
@@ -120,9 +127,8 @@ async def test_sends_from_many_threads_all_arrive(cfg: ControlSection) -> None:
 async def test_posted_messages_arrive_in_order_and_before_what_is_sent_after_them(
     cfg: ControlSection,
 ) -> None:
-    patient = cfg.model_copy(update={"dead_after_s": 20.0})
     posted = [CheckpointSaved(step=step) for step in range(MAX_POSTED + 1)]
-    async with opened(cfg) as server, registered_client(patient, server) as client:
+    async with opened(cfg) as server, registered_client(cfg, server) as client:
         await server.wait_registered()
         for message in posted[:-1]:
             client.post(message)  # blocks the loop that would acknowledge it
@@ -236,7 +242,7 @@ async def test_recorded_traffic_cannot_be_replayed(cfg: ControlSection) -> None:
         assert (await server.next_event()).message == Bye()
         reader, writer = await asyncio.open_connection("127.0.0.1", cfg.port)
         writer.write(recorded)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await reader.read(4096):
                 pass  # until it hangs up
         writer.close()
@@ -303,20 +309,20 @@ async def test_another_schema_is_refused_with_both_numbers(
         context.term()
 
 
-async def test_a_rank_that_sent_bye_may_be_silent(cfg: ControlSection) -> None:
-    async with opened(cfg) as server:
-        async with registered_client(cfg, server) as client:
+async def test_a_rank_that_sent_bye_may_be_silent(brisk: ControlSection) -> None:
+    async with opened(brisk) as server:
+        async with registered_client(brisk, server) as client:
             await asyncio.to_thread(client.send, Bye())
         assert (await server.next_event()).message == Bye()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(server.next_event(), 3 * cfg.dead_after_s)
+            await asyncio.wait_for(server.next_event(), 1.5 * brisk.dead_after_s)
 
 
 @pytest.mark.parametrize("last_message", [Bye(), Failed(reason="out of memory")])
 async def test_nobody_waits_for_a_rank_that_has_sent_its_last_message(
     cfg: ControlSection, last_message: Bye | Failed
 ) -> None:
-    async with opened(cfg.model_copy(update={"dead_after_s": 20.0})) as server:
+    async with opened(cfg) as server:
         context = zmq.asyncio.Context()
         dealer = context.socket(zmq.DEALER)
         guard_client(dealer, SECRET, WIRE)
@@ -327,7 +333,7 @@ async def test_nobody_waits_for_a_rank_that_has_sent_its_last_message(
         await asyncio.sleep(2 * cfg.heartbeat_s)
         assert not sending.done()
         await dealer.send_multipart([MESSAGE, (1).to_bytes(8, "little"), *encode(last_message)])
-        await asyncio.wait_for(sending, 2)
+        await asyncio.wait_for(sending, 60)
         assert (await server.next_event()).message == last_message
         dealer.close(linger=0)
         context.term()
@@ -345,14 +351,17 @@ async def test_an_orchestrator_that_ends_early_ends_every_call_of_the_rank(cfg: 
                 call()
 
 
-async def test_a_blocked_event_loop_does_not_make_the_rank_count_as_dead(cfg: ControlSection) -> None:
-    patient = cfg.model_copy(update={"dead_after_s": 20.0})  # the rank, which receives nothing meanwhile
-    async with opened(cfg) as server, registered_client(patient, server) as client:
+async def test_a_blocked_event_loop_does_not_make_the_rank_count_as_dead(
+    cfg: ControlSection, brisk: ControlSection
+) -> None:
+    # The rank is patient: it receives nothing meanwhile.
+    async with opened(brisk) as server, registered_client(cfg, server) as client:
         await server.wait_registered()
-        time.sleep(2 * cfg.dead_after_s)  # blocks the orchestrator's event loop, as a long computation would
+        # Blocks the orchestrator's event loop, as a long computation would.
+        time.sleep(1.5 * brisk.dead_after_s)
         await asyncio.sleep(4 * cfg.heartbeat_s)
         await server.send(Stop(reason="still there"))
-        assert Stop(reason="still there") in client.wait(1)
+        assert Stop(reason="still there") in client.wait(60)
         await asyncio.to_thread(client.send, Bye())
 
 
@@ -432,7 +441,7 @@ from stretto.config.sections.transport import ControlSection
 from stretto.records.control import Bye, Register, StepDone
 from stretto.transports.control import ControlClient
 SECRET = Secret("s" * 32)
-cfg = ControlSection(port=int(sys.argv[1]), heartbeat_s=0.05, dead_after_s=0.6, register_timeout_s=20)
+cfg = ControlSection(port=int(sys.argv[1]), heartbeat_s=0.05, dead_after_s=2, register_timeout_s=120)
 client = ControlClient(cfg, "run", SECRET)
 client.register(Register())
 print("registered", flush=True)
@@ -458,7 +467,7 @@ from stretto.config.sections.transport import ControlSection
 from stretto.transports.control import ControlServer
 SECRET = Secret("s" * 32)
 async def main():
-    cfg = ControlSection(port=int(sys.argv[1]), heartbeat_s=0.05, dead_after_s=0.6)
+    cfg = ControlSection(port=int(sys.argv[1]), heartbeat_s=0.05, dead_after_s=120)
     server = ControlServer(cfg, "run", SECRET)
     await server.open()
     print("open", flush=True)
@@ -468,9 +477,9 @@ asyncio.run(main())
 """
 
 
-async def test_heartbeats_go_on_while_the_trainer_computes(cfg: ControlSection) -> None:
-    async with opened(cfg) as server:
-        with peer(TRAINER, cfg.port, 3 * cfg.dead_after_s) as trainer:
+async def test_heartbeats_go_on_while_the_trainer_computes(brisk: ControlSection) -> None:
+    async with opened(brisk) as server:
+        with peer(TRAINER, brisk.port, 1.5 * brisk.dead_after_s) as trainer:
             await server.wait_registered()
             assert (await server.next_event()).message == StepDone(step=1)
             assert (await server.next_event()).message == StepDone(step=2)
@@ -479,15 +488,15 @@ async def test_heartbeats_go_on_while_the_trainer_computes(cfg: ControlSection) 
             await asyncio.to_thread(trainer.end)
 
 
-async def test_a_killed_trainer_is_noticed_and_named(cfg: ControlSection) -> None:
-    async with opened(cfg) as server:
-        with peer(TRAINER, cfg.port, 0.01) as trainer:
+async def test_a_killed_trainer_is_noticed_and_named(brisk: ControlSection) -> None:
+    async with opened(brisk) as server:
+        with peer(TRAINER, brisk.port, 0.01) as trainer:
             (info,) = await server.wait_registered()
             await server.next_event()
             trainer.kill()
-            expected = rf"trainer rank 0 \(pid {info.pid} on {info.host}\) has been silent for 1 s"
+            expected = rf"trainer rank 0 \(pid {info.pid} on {info.host}\) has been silent for \d+ s"
             with pytest.raises(EngineError, match=expected):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while True:
                         await server.next_event()
             for call in (server.send(Stop(reason="x")), server.next_event(), server.wait_registered()):
@@ -509,13 +518,12 @@ async def test_a_killed_orchestrator_is_noticed_and_named(cfg: ControlSection) -
 
 
 async def test_an_orchestrator_that_was_restarted_refuses_the_old_rank(cfg: ControlSection) -> None:
-    patient = cfg.model_copy(update={"dead_after_s": 20.0})
-    client = ControlClient(patient, "run", SECRET)
+    client = ControlClient(cfg, "run", SECRET)
     with peer(ORCHESTRATOR, cfg.port) as orchestrator:
         await asyncio.to_thread(orchestrator.line)
         await asyncio.to_thread(client.register, Register())
         orchestrator.kill()
     async with opened(cfg):
         with pytest.raises(WireError, match="orchestrator was restarted"):
-            await asyncio.to_thread(client.wait, 10)
+            await asyncio.to_thread(client.wait, 60)
     await asyncio.to_thread(client.close)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -401,9 +400,7 @@ async def test_big_batches_arrive_whole(port: ZmqRollouts, run_dir: RunDir) -> N
     async with opened(port, run_dir, 1) as sender:
         receiver = connected(port, run_dir, 0)
         sent = batches(1, 1, num_tokens=2_000_000)
-        started = time.monotonic()
         await sender.send(sent)
-        assert time.monotonic() - started < 20
         assert_same(take(receiver, 1)[0], sent[0])
         receiver.close()
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Ended, fine_tuned, rl, start, start_rl, toml, until, wait
+from runs import Ended, rl, start, start_rl, toml, until, untrained_model, wait
 from test_kill import wait_for_child
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 # 50 MB of state: writing it takes long enough to be met.
 SCRATCH = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
 CKPT = {"interval": 1, "weights": {"interval": NUM_STEPS}}
@@ -24,8 +24,7 @@ CKPT = {"interval": 1, "weights": {"interval": NUM_STEPS}}
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("model")
-    model = fine_tuned(directory, max_steps=1, seq_len=64, batch_size=4, model={"scratch": SCRATCH})
+    model = untrained_model(tmp_path_factory.mktemp("model"), **SCRATCH)
     return {
         "max_steps": NUM_STEPS,
         "seq_len": 64,
@@ -80,8 +79,11 @@ def check_nothing_is_half(run: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "words"),
-    [("trainer", []), ("launcher", []), ("launcher", ["--ckpt.interval", "100"])],
-    ids=["trainer", "launcher", "never-again"],
+    [
+        ("trainer", []),
+        pytest.param("launcher", [], marks=pytest.mark.slow),
+        pytest.param("launcher", ["--ckpt.interval", "100"], marks=pytest.mark.slow, id="never-again"),
+    ],
 )
 def test_a_run_killed_in_a_checkpoint_goes_on_from_the_one_before_it(
     settings: dict[str, Any], unbroken: Ended, tmp_path: Path, victim: str, words: list[str]

@@ -13,7 +13,7 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
-from runs import start, toml, until, untrained_model, wait
+from runs import DEADLINE_S, start, toml, until, untrained_model, wait
 from test_kill import children, wait_for_child
 
 from stretto.base import keeper
@@ -78,7 +78,7 @@ def check_end(command: Command, popen: Popen[str], what: str) -> int:
     assert code in (0, 130, 143), what
     assert "Traceback" not in output and "Error" not in output, what
     assert len(ENDED.findall(output)) + bool(FINISHED.search(output)) == 1, what
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + DEADLINE_S
     while not command.is_gone():
         assert time.monotonic() < deadline, f"something is left behind of {what}"
         time.sleep(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import Ended, rl, start, toml, untrained_model, wait
+from runs import TINY, Ended, fine_tuned, rl, start, toml, untrained_model, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -53,7 +53,7 @@ def test_an_rl_run_begun_in_the_middle_of_another_ends_with_its_bits(settings, s
 
 
 def test_an_sft_run_begins_at_another_ones_newest_checkpoint(tmp_path: Path):
-    untrained_model(tmp_path)
+    fine_tuned(tmp_path, max_steps=1, seq_len=256, model={"scratch": TINY})
     words = ["@", "sft.toml", "--run.name", "second", "--resume.dir", "run", "--max-steps", "2"]
     code, output = wait(start("sft", words, tmp_path))
     assert code == 0, output

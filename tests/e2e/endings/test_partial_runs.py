@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import Ended, merged, rl, start_rl, until, wait
+from runs import Ended, merged, rl, start_rl, until, untrained_model, wait
 from test_kill import kill, wait_for_child
 
 from stretto.base.paths import RunDir
@@ -25,19 +25,10 @@ REPLY = 150  # tokens at most, three times per rollout
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A synchronous run on episodes of three turns, with a random network of a few thousand parameters."""
-    from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
-    from stretto.config.sections.model import ScratchSection
-    from stretto.models.hub import random_model, save_hf
-
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = load_tokenizer(build_letters_tokenizer(directory / "tokenizer"))
-    scratch = ScratchSection(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
-    network = random_model(scratch, tokenizer.vocab_size, eos_token_id=list(tokenizer.eos_ids))
-    save_hf(network, directory / "model", directory / "tokenizer")
     return {
         "max_steps": NUM_STEPS,
         "seq_len": 1024,
-        "model": {"name": directory / "model"},
+        "model": {"name": untrained_model(tmp_path_factory.mktemp("model"))},
         "ckpt": {"interval": 1, "weights": {"interval": 1}},
         "orchestrator": {
             "batch_size": BATCH_SIZE,
@@ -119,6 +110,7 @@ def test_an_interrupted_run_goes_on_from_its_tokens_and_ends_with_the_same_bits(
         assert any(np.array_equal(b.logprobs[at : at + len(ids)], logprobs) for b, at in places)
 
 
+@pytest.mark.slow
 def test_older_tokens_of_an_asynchronous_run_are_masked_after_a_stop(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -137,6 +129,7 @@ def test_older_tokens_of_an_asynchronous_run_are_masked_after_a_stop(
     assert all(span.version <= NUM_STEPS + 2 for branch in continued for span in branch.versions)
 
 
+@pytest.mark.slow
 def test_a_stop_without_partial_rollouts_plays_them_again(
     settings: dict[str, Any], unbroken: Ended, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import fine_tuned, free_ports, start, start_rl, until, wait
+from runs import free_ports, start, start_rl, until, untrained_model, wait
 
 from stretto.base.paths import RunDir
 from stretto.base.secret import SECRET_VAR
@@ -22,7 +22,7 @@ def steps_of(run: RunDir) -> set[int]:
 def test_a_second_trainer_is_refused_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = fine_tuned(tmp_path / "warm", max_steps=5, seq_len=512)
+    model = untrained_model(tmp_path)
     control, rollouts, http = free_ports(3)
     settings = {
         "max_steps": 5000,

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from runs import fine_tuned, start, wait
+from runs import start, wait
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ["--orchestrator.batch-size", "64", "--no-orchestrator.eval"]
 LETTERS = '[{"id": "sort-letters", "args": {"num_letters": 4}}]'
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fine_tuned(tmp_path_factory.mktemp("warm-up"), max_steps=60)
 
 
 def said(name: str, model: Path, directory: Path) -> list[str]:
@@ -34,15 +28,15 @@ def said(name: str, model: Path, directory: Path) -> list[str]:
     return output.splitlines()
 
 
-def test_a_learning_rate_that_is_far_too_high(model: Path, tmp_path: Path) -> None:
-    lines = said("too_fast", model, tmp_path)
+def test_a_learning_rate_that_is_far_too_high(sorter: Path, tmp_path: Path) -> None:
+    lines = said("too_fast", sorter, tmp_path)
     warnings = [line for line in lines if line.startswith("warning (")]
     assert sum("mismatch KL is" in line for line in warnings) == 1, lines
     assert any("likely: " in line and "engine and trainer disagree" in line for line in lines), lines
 
 
-def test_replies_that_are_cut_before_they_can_be_right(model: Path, tmp_path: Path) -> None:
-    lines = said("cut_short", model, tmp_path)
+def test_replies_that_are_cut_before_they_can_be_right(sorter: Path, tmp_path: Path) -> None:
+    lines = said("cut_short", sorter, tmp_path)
     warnings = [line for line in lines if line.startswith("warning (")]
     assert sum("replies are truncated at max_completion_tokens = 2" in line for line in warnings) == 1, lines
     assert sum("of the groups have equal rewards" in line for line in warnings) == 1, lines

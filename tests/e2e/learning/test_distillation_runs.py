@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from runs import fine_tuned, merged, rl
+from runs import merged, rl
 
 from stretto.ledger.audit import audit
 
@@ -15,27 +16,19 @@ LETTERS = {"num_letters": 4}
 NUM_STEPS = 40
 
 
-def warm_up(directory: Path, steps: int, seed: int) -> Path:
-    """0.13M parameters that were shown solved tasks for so many steps."""
-    return fine_tuned(
-        directory, max_steps=steps, seed=seed, scheduler={"type": "constant", "warmup_steps": 20}
-    )
-
-
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(warmed_up: Callable[..., Path]) -> Path:
     """Sorts nearly always."""
-    return warm_up(tmp_path_factory.mktemp("teacher"), 400, seed=1)
+    return warmed_up(max_steps=300, seed=1, scheduler={"type": "constant", "warmup_steps": 20})
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A synchronous run of a student that sorts one try in ten."""
-    student = warm_up(tmp_path_factory.mktemp("student"), 80, seed=0)
+def settings(sorter: Path) -> dict[str, Any]:
+    """A synchronous run of a student that sorts one try in five."""
     return {
         "max_steps": NUM_STEPS,
         "seq_len": 256,
-        "model": {"name": student},
+        "model": {"name": sorter},
         "orchestrator": {
             "batch_size": 128,
             "group_size": 4,
@@ -66,6 +59,7 @@ def test_opd_pulls_the_student_to_its_teacher(
     assert audit(ended.run) == []
 
 
+@pytest.mark.slow
 def test_sft_copies_the_teacher(settings: dict[str, Any], teacher: Path, tmp_path: Path) -> None:
     """The rewards are the teacher's; the cross-entropy of its tokens falls, and the student's own reward rises."""
     copied = {

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Ended, fine_tuned, merged, rl
+from runs import Ended, merged, rl
 
 NUM_STEPS = 6
 LETTERS = {"num_letters": 4}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(warmed_up: Callable[..., Path]) -> Path:
     """0.2M parameters, 8 experts a block, 2 of them a token; after so few steps its choices still change."""
     scratch = {"family": "qwen3_moe", "moe_intermediate_size": 32}
-    return fine_tuned(
-        tmp_path_factory.mktemp("warm-up"), max_steps=60, seq_len=1024, model={"scratch": scratch}
-    )
+    return warmed_up(max_steps=60, seq_len=1024, model={"scratch": scratch})
 
 
 def run(directory: Path, model: Path, **more: Any) -> Ended:
@@ -56,6 +55,7 @@ def test_a_mixture_trains_with_replay_and_is_what_transformers_loads(model: Path
     assert all(changed)
 
 
+@pytest.mark.slow
 def test_replay_lowers_the_mismatch_of_an_engine_in_bfloat16(model: Path, tmp_path: Path) -> None:
     means = []
     for replay in (False, True):
@@ -86,6 +86,7 @@ def test_dialogues_are_replayed_turn_by_turn(model: Path, tmp_path: Path) -> Non
         assert branch.routed_experts[:-1].max() < 8 and branch.routed_experts[-1].min() == 255
 
 
+@pytest.mark.slow
 def test_experts_that_are_computed_again_replay_too(model: Path, tmp_path: Path) -> None:
     """Under Muon, in the same processes: the policy is still the one the engine sampled from."""
     memory = {"ac": {"mode": "selective", "targets": ["attn_proj", "routed_experts"]}}

@@ -105,6 +105,7 @@ coarse = st.lists(
 )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", sorted(set(ADVANTAGE_ESTIMATORS) - {"zero"}))
 @given(group=coarse)
 def test_every_rule_equals_its_formula_on_groups_of_any_size(kind, group):

@@ -116,6 +116,7 @@ class Node:
         Node.alive -= 1
 
 
+@pytest.mark.heavy
 async def test_cycles_are_searched_for_only_when_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     size = [10 << 30]
     monkeypatch.setattr(runtime, "_peak_bytes", lambda: size[0])
@@ -172,6 +173,7 @@ async def test_a_child_gets_its_environment_its_log_and_its_exit_code(tmp_path: 
     child.close()
 
 
+@pytest.mark.heavy
 async def test_a_child_that_ignores_sigterm_is_killed_and_so_are_its_own_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = f"""
@@ -249,11 +251,12 @@ asyncio.run(main())
     assert "waits_for_ever" in text and "innermost" in text  # down to where it hangs
 
 
+@pytest.mark.heavy
 def test_progress_keeps_a_process_alive(tmp_path: Path) -> None:
     exits: list[int] = []
-    with Watch(0.5, tmp_path, on_stall=exits.append) as watch:
-        for _ in range(20):
-            time.sleep(0.05)
+    with Watch(5.0, tmp_path, on_stall=exits.append) as watch:
+        for _ in range(12):
+            time.sleep(0.5)
             watch.progress("step")
     assert watch.state is WatchState.CLOSED and exits == [] and list(tmp_path.iterdir()) == []
 

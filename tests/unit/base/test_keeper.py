@@ -19,6 +19,8 @@ import pytest
 
 from stretto.base import keeper, process
 
+pytestmark = pytest.mark.heavy
+
 # A child that starts another in a session of its own, with which it shares memory; both have a temporary file.
 CHILD = """
 import os, subprocess, sys, tempfile, time
@@ -60,7 +62,7 @@ def child(tmp_path: Path) -> Path:
 
 
 def until(is_so: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not is_so():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

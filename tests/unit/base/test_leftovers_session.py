@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.heavy
+
 TESTS = Path(__file__).parents[2]
 
 CLEAN = "def test_nothing(): pass"

@@ -97,6 +97,7 @@ def test_missing_and_broken_directories_are_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.heavy
 def test_loading_imports_neither_torch_nor_transformers(directory):
     code = (
         "import sys; from stretto.chat.render import build_renderer;"

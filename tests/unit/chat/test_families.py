@@ -145,6 +145,7 @@ class Chatter:
         return RolloutResult(reward=1.0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), num_turns=st.integers(1, 5))

@@ -136,6 +136,7 @@ def workplace(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("page", "words"),
     [(page, words) for page in PAGES for words in commands(page)],

@@ -546,6 +546,7 @@ async def generate(args, sample, sampling_params):
         assert "Traceback" not in rollout.error
 
 
+@pytest.mark.heavy
 def test_requests_to_other_servers_are_plain_http_even_with_the_path_of_the_policy():
     class Policy:
         async def generate(self, prompt_ids, **sampling):

@@ -233,6 +233,7 @@ def test_a_cancellation_by_the_run_is_no_failure_of_the_environment() -> None:
     assert all("not done after 0.1 s" in r.error for r in group.rollouts)
 
 
+@pytest.mark.heavy
 def test_wrong_values_do_not_end_a_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
 
@@ -252,6 +253,7 @@ def test_wrong_values_do_not_end_a_worker_process(monkeypatch: pytest.MonkeyPatc
     asyncio.run(run())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("action", ["exit", "cancel", "leak", "talk", "tools"])
 def test_exits_and_cancellations_do_not_end_a_worker_process(
     action: str, monkeypatch: pytest.MonkeyPatch

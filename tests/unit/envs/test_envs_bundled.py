@@ -95,6 +95,7 @@ def code_task(function):
     return Task(env="python-code", task_id="t", data={"function": function, "examples": "f(0)=1"})
 
 
+@pytest.mark.heavy
 async def test_code_is_paid_for_passing_the_tests():
     env, task = load_environment("python-code"), code_task("x*2")
     for right in ("x*2", " 2*x ", "x+x", "sum([x, x])", "int('2') * x  # so"):
@@ -113,6 +114,7 @@ async def test_code_is_paid_for_passing_the_tests():
         assert (await env.score(task, wrong)).reward == 0.0, wrong
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("function, values", [("x+3", [13, 14]), ("x-9", [1, 2]), ("x*7", [70, 77])])
 async def test_code_is_tested_where_no_example_is(function, values):
     env = load_environment("python-code", {"num_tests": 2})
@@ -123,6 +125,7 @@ async def test_code_is_tested_where_no_example_is(function, values):
         assert len(set(shown.split())) == 2 and all(f"f({x})" not in shown for x in hard_coded)
 
 
+@pytest.mark.heavy
 async def test_code_that_misbehaves_earns_nothing_and_ends():
     env, task = load_environment("python-code", {"timeout_s": 0.5}), code_task("x+3")
     loop = await env.score(task, "[0 for _ in iter(int, 1)]")
@@ -171,6 +174,7 @@ async def test_a_run_that_was_cancelled_or_failed_is_made_again():
     assert first.cancelled()
 
 
+@pytest.mark.heavy
 async def test_code_solves_its_own_tasks():
     env = load_environment("python-code")
     for row in env.sft_rows(4, seed=1):

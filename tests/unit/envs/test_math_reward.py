@@ -54,6 +54,7 @@ async def test_without_the_library_other_answers_are_compared_as_text_with_one_w
     assert len(caplog.records) == 1 and "stretto[math]" in caplog.text
 
 
+@pytest.mark.heavy
 async def test_expressions_are_compared_as_mathematics():
     pytest.importorskip("math_verify")
     verifier = MathVerifier(num_workers=1, timeout_s=30)
@@ -67,6 +68,7 @@ async def test_expressions_are_compared_as_mathematics():
         await verifier.close()
 
 
+@pytest.mark.heavy
 async def test_a_worker_that_blocks_is_killed_and_replaced():
     pytest.importorskip("math_verify")
     verifier = MathVerifier(num_workers=1, timeout_s=30)
@@ -82,6 +84,7 @@ async def test_a_worker_that_blocks_is_killed_and_replaced():
         await verifier.close()
 
 
+@pytest.mark.heavy
 async def test_the_verdict_of_a_cancelled_request_does_not_reach_the_next():
     pytest.importorskip("math_verify")
     verifier = MathVerifier(num_workers=1, timeout_s=30)

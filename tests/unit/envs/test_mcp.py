@@ -24,6 +24,8 @@ from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import RolloutStatus
 
+pytestmark = pytest.mark.heavy
+
 SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = McpServer(command=(sys.executable, SCRIPT, "stdio"))
 

@@ -20,6 +20,8 @@ from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import RolloutStatus
 
+pytestmark = pytest.mark.heavy
+
 needs_extra = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None, reason="the extra reasoning-gym is not installed"
 )

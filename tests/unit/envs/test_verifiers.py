@@ -25,7 +25,10 @@ from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import Group, RolloutStatus
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # verifiers and what it is made of warn
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.filterwarnings("ignore"),  # verifiers and what it is made of warn
+]
 TASKSETS = Path(__file__).parent / "tasksets"
 needs_extra = pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is None, reason="the extra verifiers is not installed"

@@ -78,6 +78,7 @@ def test_every_adapter_in_a_mixed_batch_is_its_merged_model(shape):
     assert core.audit() == []
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_bits_do_not_depend_on_what_else_is_in_the_batch(shape):
     def fresh(*names):
@@ -161,6 +162,7 @@ def test_requests_under_way_go_on_under_a_replaced_adapter_and_outlive_an_unload
     np.testing.assert_allclose(completion.logprobs[: first.end], before, atol=2e-5, rtol=0)
 
 
+@pytest.mark.heavy
 def test_preemption_gives_the_same_tokens():
     roomy, tight = build_core(), build_core(kv_cache_tokens=256)
     for core in (roomy, tight):
@@ -171,6 +173,7 @@ def test_preemption_gives_the_same_tokens():
     assert all(same(a[0], b[0]) for a, b in zip(expected, found))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("transport", ["filesystem", "shm", "collective"])
 async def test_the_policys_adapter_comes_over_every_transport(transport, shape, tmp_path):

@@ -56,6 +56,7 @@ async def test_a_cancelled_request_frees_its_blocks():
         assert engine.metrics.finished["abort"] == 3
 
 
+@pytest.mark.heavy
 async def test_keep_freezes_requests_and_resume_lets_them_go_on():
     expected = run(build_core(MODEL), ask("r", [2, 3], **LONG))[0][0]
     async with running(build_engine()) as engine:
@@ -187,6 +188,7 @@ def counting(engine) -> list[int]:
     return calls
 
 
+@pytest.mark.heavy
 async def test_steps_are_made_in_a_row_unless_a_stream_is_open():
     async with running(build_engine()) as engine:
         calls = counting(engine)
@@ -197,6 +199,7 @@ async def test_steps_are_made_in_a_row_unless_a_stream_is_open():
         assert len(calls) > 140 and sum(len(events) for events in lists) == 150
 
 
+@pytest.mark.heavy
 async def test_a_request_that_comes_while_steps_are_made_in_a_row_joins_them():
     async with running(build_engine()) as engine:
         first = asyncio.create_task(engine.generate(ask("first", [2, 3], max_tokens=250)))

@@ -117,6 +117,7 @@ def test_prefix_cache_hits_change_no_bit():
     assert b[0].cached_tokens == 32
 
 
+@pytest.mark.heavy
 def test_preemption_changes_no_bit():
     rng = np.random.default_rng(5)
     specs = [ask(f"r{i}", prompt(rng, int(rng.integers(5, 60))), n=2, max_tokens=60) for i in range(8)]
@@ -128,6 +129,7 @@ def test_preemption_changes_no_bit():
     assert tight.scheduler.counters.num_preemptions > 3
 
 
+@pytest.mark.heavy
 @settings(max_examples=6, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_bits_do_not_depend_on_the_rest_of_the_batch(random):
@@ -175,6 +177,7 @@ def test_a_fixed_row_count_gives_the_same_bits():
             np.testing.assert_allclose(c.logprobs, d.logprobs, atol=1e-6)
 
 
+@pytest.mark.heavy
 @settings(max_examples=15, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_nothing_is_lost_or_shared_wrongly_in_a_tiny_cache(random):
@@ -274,6 +277,7 @@ def test_new_weights_reach_running_requests_and_every_token_knows_its_version():
         assert np.abs(completion.logprobs[11:] - after[11:]).max() > 1e-4  # it goes on over the old cache
 
 
+@pytest.mark.heavy
 def test_requests_after_an_update_see_no_old_block():
     other, ids = build_model(seed=1), prompt(np.random.default_rng(10), 60)
     core = build_core(build_model())
@@ -297,6 +301,7 @@ def test_a_reset_prefix_cache_finds_nothing_and_running_requests_go_on():
     assert run(core, ask("again", ids[:40]))[0][0].cached_tokens == 0
 
 
+@pytest.mark.heavy
 def test_end_tokens_stop_unless_ignored():
     core = build_core(MODEL)
     ids = prompt(np.random.default_rng(12), 5)
@@ -358,6 +363,7 @@ def test_sizes_that_cannot_work_are_config_errors():
     assert EngineCore(build_model(), CoreSettings(kv_cache_tokens=64)).max_model_len == 64
 
 
+@pytest.mark.heavy
 def test_in_bfloat16_the_engine_stays_as_near_to_the_trainer_as_rounding_allows():
     model = build_model().to(torch.bfloat16)
     rng = np.random.default_rng(14)

@@ -14,6 +14,8 @@ from stretto.models.decoder import Decoder
 from stretto.models.fused import pack_parameters
 from stretto.models.hub import export_tensors
 
+pytestmark = pytest.mark.heavy
+
 SHAPES = {
     "norms": {},
     "odd_heads": {"head_dim": 24, "num_heads": 6, "num_kv_heads": 2},

@@ -201,6 +201,7 @@ async def test_the_verb_eval_says_which_version_the_engine_has_and_logs_a_row(
     assert row["step"] == 7 and row["eval/sort-letters/greedy/mean"] == scores[1].mean
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_in_config", [True, False])
 async def test_the_verb_evals_own_engine_asks_for_the_key_its_client_sends_and_no_file_has_it(
     directory, tmp_path, monkeypatch, is_in_config

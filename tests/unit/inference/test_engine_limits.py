@@ -44,6 +44,7 @@ def test_what_the_arrays_cannot_hold_is_refused(settings, words):
     assert words in build_core(MODEL).refusal_reason(ask("r", PROMPT, **settings))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "settings",
     [
@@ -123,6 +124,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.heavy
 async def test_a_broadcast_that_fails_before_its_first_tensor_changes_nothing():
     before = run(build_core(build_model()), ask("r", PROMPT))[0][0]
     publisher = CollectivePublisher("127.0.0.1", _free_port(), bucket_bytes=1 << 20, timeout_s=1)

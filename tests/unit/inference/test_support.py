@@ -153,6 +153,7 @@ def ratios(mb: MicroBatch) -> np.ndarray:
     return np.exp(logprobs - mb.logprobs)[mb.loss_mask]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "engine", [{}, {"kv_cache_tokens": 96, "max_model_len": 48}], ids=["roomy", "preempting"]
 )
@@ -326,6 +327,7 @@ BANDITS = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", BANDITS)
 def test_a_bandit_learns_from_cuts_that_are_replayed(name):
     before = taught(BANDITS[name], is_replayed=True, num_steps=0)

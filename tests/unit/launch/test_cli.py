@@ -84,6 +84,7 @@ def test_the_config_page_is_up_to_date() -> None:
     assert written == markdown(), "run: python -m stretto.config.describe > docs/config.md"
 
 
+@pytest.mark.heavy
 def test_a_wrong_config_is_one_message_and_status_2() -> None:
     status, out, err = run("rl", "--max-stepz", "3", "@", "nothing.toml")
     assert (status, out) == (2, "")
@@ -181,6 +182,7 @@ def test_a_dry_run_refuses_a_tracker_that_is_not_installed(
     assert "[monitors.wandb] needs the package wandb" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
     words = f"rl --orchestrator.env.0.id sort-letters --max-steps 3 --output-dir {tmp_path} --dry-run".split()
     code = (

@@ -479,6 +479,7 @@ def dry_run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.heavy
 def test_a_dry_run_prints_and_writes_the_plan_and_imports_nothing_heavy(tmp_path: Path) -> None:
     result = dry_run(tmp_path, "--run.name", "first")
     assert result.returncode == 0, result.stderr
@@ -495,6 +496,7 @@ def test_a_dry_run_prints_and_writes_the_plan_and_imports_nothing_heavy(tmp_path
     assert dry_run(tmp_path, "--run.name", "first").returncode == 0
 
 
+@pytest.mark.heavy
 def test_a_dry_run_does_not_change_the_configs_of_an_existing_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "first")
     with_checkpoint(run, 10)

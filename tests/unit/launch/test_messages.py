@@ -370,6 +370,7 @@ def test_one_mistake_is_one_message_and_no_traceback(place, capsys, case):
     assert not list(place.glob("outputs/*/checkpoints")) and not list(place.glob("outputs/*/weights"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", ["a comma too many", "a hook whose module fails", "a key that is misspelt"])
 def test_the_installed_command_says_the_same(place, case):
     verb, toml, files, parts = CASES[case]

@@ -25,6 +25,8 @@ from stretto.orchestrator.state.checkpoint import Progress, carry_over, summary_
 from stretto.orchestrator.state.resume import starting_point
 from stretto.trainer import sft
 
+pytestmark = pytest.mark.heavy
+
 # -- which checkpoint is meant --
 
 

@@ -210,6 +210,7 @@ def test_the_text_curve_rises_from_the_lower_left_to_the_upper_right() -> None:
     assert lines[-1].split() == ["1", "step", "4"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("rewards", [[0.5, 0.5], [-2.0, 3.0], [0.0, 0.0]])
 def test_any_rewards_can_be_drawn(tmp_path: Path, rewards: list[float]) -> None:
     curve = report.Curve([1, 2], rewards, [(2, rewards[0])], [])

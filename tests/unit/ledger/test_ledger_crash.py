@@ -8,8 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger, LedgerReader, audit
+
+pytestmark = pytest.mark.heavy
 
 WRITER = """
 import sys

@@ -16,6 +16,8 @@ from stretto.config.root import OrchestratorConfig
 from stretto.ledger import Ledger
 from stretto.ledger.audit import audit
 
+pytestmark = pytest.mark.heavy
+
 SAVED, DIED, LAST = 8, 9, 12
 NUM_CUTS = 20
 

@@ -111,6 +111,7 @@ def test_documents_of_many_lengths_share_calls_and_never_see_each_other(num_docu
     assert_same_with_gradients(layout.attend, segment_mask(layout.cu_seqlens))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("longest", [9, MAX_SHORT_KEYS, 200, MAX_PADDED_KEYS])
 def test_continuations_of_many_lengths_share_calls_and_see_their_own_prefix_only(longest):
     prompts = [longest, *np.random.default_rng(1).integers(1, longest, 6).tolist()]

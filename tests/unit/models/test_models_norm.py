@@ -85,6 +85,7 @@ def test_recomputation_gives_the_same_gradients(use_reentrant):
     assert torch.equal(x.grad, whole[0]) and torch.equal(weight.grad, whole[1])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_norm_is_the_same(dtype):
     norm = RMSNorm(8, EPS).to(dtype)

@@ -119,6 +119,7 @@ def of_env(env_id: str, **more):
     return load(RLConfig, ["--orchestrator.env", json.dumps([{"id": env_id, **more}])]).orchestrator_config()
 
 
+@pytest.mark.heavy
 def test_the_command_line_says_so_with_status_2(tmp_path):
     env = json.dumps([{"id": "sort-letters"}])
     words = ("--orchestrator.env", env, "--orchestrator.hooks.sample-filter", "no_such_module:mark")
@@ -170,6 +171,7 @@ def test_a_mixture_that_is_not_ours_has_no_replay(tmp_path):
         check_model(ModelSection(name=str(tmp_path)), 2, "trainer.model", has_replay=True)
 
 
+@pytest.mark.heavy
 def test_an_import_that_hangs_is_named_and_ctrl_c_ends_it(tmp_path):
     (tmp_path / "hanging_hooks.py").write_text("import time\ntime.sleep(1000)\n")
     words = ["--output-dir", str(tmp_path), "--orchestrator.env", json.dumps([{"id": "sort-letters"}])]

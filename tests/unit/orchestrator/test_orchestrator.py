@@ -70,6 +70,7 @@ delays = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.heavy
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(delays)
 def test_no_batch_is_older_than_the_bound_whatever_takes_long(tmp_path_factory, delays):
@@ -284,6 +285,7 @@ def test_an_eval_never_takes_another_engine_for_its_own(tmp_path):
             eval_verb.main(cfg)
 
 
+@pytest.mark.heavy
 def test_no_library_that_takes_seconds_is_imported():
     code = "import sys, stretto.orchestrator.main; print({'torch', 'transformers'} & set(sys.modules))"
     assert (

@@ -353,6 +353,7 @@ ASKING = """
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [

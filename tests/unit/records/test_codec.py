@@ -106,6 +106,7 @@ def assert_same(a: typing.Any, b: typing.Any) -> None:
         assert type(a) is type(b) and a == b
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", every_record(), ids=lambda kind: kind.__name__)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())

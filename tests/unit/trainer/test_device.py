@@ -57,6 +57,8 @@ from stretto.trainer.state.checkpoint import Saver
 from stretto.trainer.updates import Updates
 from stretto.transports.weights import build_publisher, receive
 
+pytestmark = pytest.mark.heavy
+
 Place = Callable[[torch.nn.Module], torch.nn.Module]
 
 

@@ -218,6 +218,7 @@ def test_the_policy_learns_what_is_rewarded():
     assert learner.logprobs(mb)[0][-1] > before + 0.1
 
 
+@pytest.mark.heavy
 def test_bfloat16_keeps_float32_masters():
     """Updates far below bfloat16's resolution still add up."""
     policy = build_policy().to(torch.bfloat16)

@@ -57,6 +57,7 @@ def assert_same_step(ours, expected):
     assert ours[1] == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "loss", LOSSES, ids=lambda c: f"{c.type}-{c.reduction}{'-corrected' * bool(c.correction)}"
 )

@@ -148,6 +148,7 @@ def test_metrics_do_not_depend_on_the_cut_into_micro_batches():
         assert value == pytest.approx(found[1][name], rel=1e-5)
 
 
+@pytest.mark.heavy
 def test_the_bias_update_balances_loads_and_touches_no_gate():
     policy = build_moe(has_expert_bias=True)
     ids, layout = torch.arange(VOCAB), PackedLayout((0, VOCAB), torch.device("cpu"))

@@ -66,6 +66,7 @@ def assert_equal(got, want):
         assert torch.equal(got[0].policy.state_dict()[name], tensor), name
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["dense", "moe", "replay"])
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from stretto.config.load import dump, write_json
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
 
+pytestmark = pytest.mark.heavy
+
 
 def test_loss_falls_and_metrics_and_summary_say_so(tmp_path):
     cfg = config(tmp_path, max_steps=40)

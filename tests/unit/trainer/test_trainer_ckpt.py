@@ -25,6 +25,8 @@ from stretto.trainer.state.export import export_weights
 from stretto.trainer.state.learner_state import LearnerState
 from stretto.trainer.state.slice_files import INDEX
 
+pytestmark = pytest.mark.heavy
+
 
 def train(learner, steps):
     for _ in range(steps):

@@ -183,6 +183,7 @@ async def test_a_resumed_run_publishes_the_same_bits(straight):
     assert "CheckpointSaved" in resumed.messages
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("how", ["stop_after", "interrupt_after"])
 async def test_stop_and_ctrl_c_finish_the_step_and_save(tmp_path, how):
     cfg = build_config(tmp_path, ckpt={"interval": None}, max_steps=9)

@@ -236,6 +236,7 @@ def test_the_correction_then_compares_the_policy_as_the_step_began_with_the_engi
 # -- the critic --
 
 
+@pytest.mark.heavy
 def test_a_new_critic_says_zero_and_learns_the_returns():
     docs = scored()
     learner = build_learner(loss=PpoLoss(), critic=build_critic())

@@ -161,6 +161,7 @@ async def test_an_id_that_is_no_text_does_not_reach_an_answer(site):
     assert status == 500 and json.loads(body)["error"]["message"].startswith("internal error in request ")
 
 
+@pytest.mark.heavy
 async def test_refusals_inside_completions_keep_their_status(site, no_traceback):
     slow = {"prompt": [20], "max_tokens": 400, "ignore_eos": True, "request_id": "same"}
     first = asyncio.create_task(site.post(api.COMPLETIONS, slow))
@@ -174,7 +175,7 @@ async def test_refusals_inside_completions_keep_their_status(site, no_traceback)
         )
         assert status == 429 and "max_waiting_requests" in answer["error"]["message"]
     assert (await first)[0] == 200
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while site.engine._tickets:
             await asyncio.sleep(0.01)
     assert site.engine.core.audit() == []
@@ -198,9 +199,10 @@ async def test_a_text_that_is_surely_too_long_is_not_cut_into_tokens(site, no_tr
     status, answer = await site.post(route, body)
     done.set()
     assert status == 400 and "max_model_len" in answer["error"]["message"]
-    assert await waiting < 2
+    assert await waiting < 20  # cut into tokens, the text would take minutes
 
 
+@pytest.mark.heavy
 async def test_health_answers_while_a_text_is_cut_into_tokens(site, no_traceback, monkeypatch):
     site.engine.core.max_model_len = 100_000  # so that it is not refused by its size
     task = asyncio.create_task(site.post(api.TOKENIZE, {"prompt": "ab d" * 100_000}))
@@ -241,6 +243,7 @@ def small(i: int, n: int = 1) -> GenerateRequest:
     return GenerateRequest(request_id=f"r{i}", prompt_ids=np.array([20], np.int32), n=n, sampling=sampling)
 
 
+@pytest.mark.heavy
 async def test_a_full_engine_makes_the_client_wait_and_costs_no_attempt(site, no_traceback):
     async with EngineClient([site.url], api_key="secret", max_retries=0) as client:
         await client._all("POST", f"{api.PAUSE}?mode=keep")
@@ -264,7 +267,7 @@ async def test_an_engine_that_is_full_for_ever_is_given_up():
     try:
         async with (
             EngineClient([f"http://127.0.0.1:{port}"], recovery_timeout_s=0.5) as client,
-            asyncio.timeout(20),
+            asyncio.timeout(60),
         ):
             ended = await asyncio.gather(
                 *(client.generate(small(i)) for i in range(3)), return_exceptions=True
