@@ -24,7 +24,7 @@ def test_the_first_environment_of_the_page_trains_under_a_name_that_is_made_for_
     (tmp_path / "rl.toml").write_text(f'max_steps = 2\nseq_len = 256\n[model]\nname = "{model}"\n{table}')
     code_, output = wait(start("rl", ["@", "rl.toml"], tmp_path))
     assert code_ == 0, output
-    run = RunDir(tmp_path / "outputs" / "Shout-run")
+    run = RunDir(tmp_path / "outputs" / "Shout-model")
     assert f"run {run.path.relative_to(tmp_path)}" in output and audit(run) == []
 
 
