@@ -140,9 +140,9 @@ async def test_posted_messages_arrive_in_order_and_before_what_is_sent_after_the
 
 
 async def test_a_rank_does_not_post_for_ever_to_an_orchestrator_that_takes_nothing(
-    cfg: ControlSection,
+    brisk: ControlSection,
 ) -> None:
-    async with opened(cfg) as server, registered_client(cfg, server) as client:
+    async with opened(brisk) as server, registered_client(brisk, server) as client:
         await server.wait_registered()
         with pytest.raises(EngineError, match=r"orchestrator .* (acknowledged none of 8 messages|silent)"):
             for step in range(MAX_POSTED + 1):
