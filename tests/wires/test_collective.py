@@ -47,7 +47,7 @@ def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.fixture(params=[1, 1000, 1 << 30], ids=["a bucket a tensor", "some buckets", "one bucket"])
 def publisher(request):
-    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=request.param, timeout_s=20)
+    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=request.param, timeout_s=120)
     yield publisher
     publisher.close()
     close_all()
@@ -109,6 +109,7 @@ import msgspec, torch
 from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.weights import receive
 torch.set_num_threads(1)
+print("ready", flush=True)
 for line in sys.stdin:
     manifest, group = msgspec.json.decode(line, type=tuple[WeightManifest, WeightGroup])
     crc = 0
@@ -198,6 +199,7 @@ def test_processes_receive_together_and_one_that_dies_fails_the_rest():
     publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1000, timeout_s=8)
     try:
         with peer(RECEIVE) as first, peer(RECEIVE) as second:
+            assert first.line() == second.line() == "ready"
             for version in (1, 2):
                 manifest = publisher.publish(version, weights(version))
                 for rank, process in enumerate((first, second)):
@@ -209,6 +211,7 @@ def test_processes_receive_together_and_one_that_dies_fails_the_rest():
             with pytest.raises(AssertionError, match="WireError: weights of version 2: receiver 1 of 2"):
                 first.line()
         with peer(RECEIVE) as alone:  # the next epoch is without the dead one
+            assert alone.line() == "ready"
             alone.write_line(encoded(manifest, group("r4", 0, 1, epoch="1")))
             assert alone.line() in crcs
     finally:
@@ -324,7 +327,7 @@ def test_a_publisher_is_closed_while_nobody_asks(publisher):
 def store_of(manifest: WeightManifest) -> TCPStore:
     """The store, as an outsider who knows address and port reaches it."""
     location = msgspec.json.decode(manifest.location)
-    return TCPStore(location["host"], location["port"], wait_for_workers=False, timeout=timedelta(seconds=5))
+    return TCPStore(location["host"], location["port"], wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def test_what_an_outsider_writes_to_the_store_is_not_trusted(publisher):
@@ -359,16 +362,17 @@ def test_a_forged_message_stays_so_that_the_real_one_that_replaces_it_is_not_del
 def test_the_store_listens_at_its_host_only(publisher):
     """Not at the other addresses of the machine, of which 127.0.0.2 is one."""
     port = msgspec.json.decode(publisher.publish(0, []).location)["port"]
-    socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    socket.create_connection(("127.0.0.1", port), timeout=60).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
 
 
 def test_messages_at_the_store_do_not_pile_up():
-    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1000, timeout_s=20)
+    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1000, timeout_s=120)
     store = None
     try:
         with peer(RECEIVE) as first, peer(RECEIVE) as second:
+            assert first.line() == second.line() == "ready"
             counts = []
             for version in range(6):
                 manifest = publisher.publish(version, weights(version))

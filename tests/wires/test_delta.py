@@ -80,7 +80,7 @@ def configs(**fields) -> list[WeightBroadcast]:
     return [
         ShmWeights(delta=delta),
         FilesystemWeights(delta=delta),
-        CollectiveWeights(delta=delta, join_timeout_s=8),
+        CollectiveWeights(delta=delta, join_timeout_s=120),
     ]
 
 
