@@ -246,7 +246,7 @@ async def test_the_policys_adapter_comes_as_a_weight_update(served, transport, t
         await asyncio.to_thread(publisher.close)
 
 
-@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=needs_vllm)])
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])])
 async def test_a_mixture_of_experts_with_adapters_of_its_attention(engine, tmp_path):
     attention = LoRASection(rank=8, alpha=16.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
     with start(engine, moe(0), tmp_path) as (url, _):

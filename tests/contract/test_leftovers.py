@@ -101,7 +101,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         shutil.rmtree(each.directory)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_engine_that_ends_alone(
     tmp_path: Path, start: Callable[..., Started], number: signal.Signals
 ) -> None:

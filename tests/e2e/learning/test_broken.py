@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from runs import start, wait
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -28,6 +29,7 @@ def said(name: str, model: Path, directory: Path) -> list[str]:
     return output.splitlines()
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_high(sorter: Path, tmp_path: Path) -> None:
     lines = said("too_fast", sorter, tmp_path)
     warnings = [line for line in lines if line.startswith("warning (")]

@@ -127,6 +127,7 @@ def test_the_documented_rollout_function_trains_what_the_engine_sampled_and_make
     assert audit(ended.run) == []
 
 
+@pytest.mark.slow
 def test_a_malformed_line_ends_the_run_before_it_starts_with_its_place(model, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": "a", "label": "b",}\n')
     env = [{"id": "dataset", "args": {"path": str(tmp_path / "rows.jsonl")}}]

@@ -68,6 +68,7 @@ def test_replay_lowers_the_mismatch_of_an_engine_in_bfloat16(model: Path, tmp_pa
     assert 0 < means[1] < means[0], means
 
 
+@pytest.mark.slow
 def test_dialogues_are_replayed_turn_by_turn(model: Path, tmp_path: Path) -> None:
     """Later turns send only what is new of their choices; put together they are those of the whole."""
     env = {"env": [{"id": "envs:Dialogue"}]}
