@@ -19,6 +19,8 @@ import pytest
 
 import stretto
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "import sys, setuptools.build_meta as b; getattr(b, 'build_' + sys.argv[1])(sys.argv[2])"
 SUPPORTED = ("3.11", "3.12", "3.13")

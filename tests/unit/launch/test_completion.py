@@ -21,6 +21,8 @@ from stretto.config.completion import OWN_COMMANDS, SHELLS
 from stretto.config.describe import ROOTS
 from stretto.config.section import all_paths
 
+pytestmark = pytest.mark.heavy
+
 DEADLINE_S = 60.0
 INTERACTIVE = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], "source ./script\n"),

@@ -13,6 +13,8 @@ import pytest
 from stretto import cli
 from stretto.launch import demo as demos
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).parents[3]
 
 
