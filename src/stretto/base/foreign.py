@@ -61,7 +61,10 @@ def load_module(name: str, what: str) -> ModuleType:
             raise ConfigError(message) from cause
         raise ConfigError(f"{what}: {error_location(cause)}: {cause}") from cause
     except (Exception, SystemExit) as cause:  # an imported script may call sys.exit
-        raise ConfigError(f"{what}: {error_location(cause)}: {type(cause).__name__}: {cause}") from cause
+        reason: Any = cause
+        if isinstance(cause, SyntaxError):
+            reason = f"{cause.msg} in `{(cause.text or '').strip()}`; mend that line"
+        raise ConfigError(f"{what}: {error_location(cause)}: {type(cause).__name__}: {reason}") from cause
 
 
 def _import(name: str) -> ModuleType:
@@ -189,7 +192,9 @@ def error_text(error: BaseException) -> str:
 
 
 def error_location(error: BaseException) -> str:
-    """`file:line` where the exception was raised, ignoring Python's import machinery."""
+    """`file:line` where the exception was raised, or the syntax error is, ignoring Python's import machinery."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     return f"{frames[-1].filename}:{frames[-1].lineno}"
 

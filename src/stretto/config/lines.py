@@ -39,13 +39,26 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except tomllib.TOMLDecodeError as error:
         where = re.search(r" \(at line (\d+), column \d+\)", str(error))
-        line = where.group(1) if where else text.count("\n") + 1
-        return f"{name}:{line}: not valid TOML: {re.sub(r' [(]at .*', '', str(error))}"
+        line = int(where.group(1)) if where else text.count("\n") + 1
+        reason = re.sub(r" [(]at .*", "", str(error))
+        return f"{name}:{line}: not valid TOML: {reason}{_toml_advice(text.splitlines()[line - 1 : line])}"
     except json.JSONDecodeError as error:
         return f"{name}:{error.lineno}: not valid JSON: {error.msg}"
     if not isinstance(data, dict):
         return f"{name}:1: the file must hold a table of keys"
     return data, (toml_lines(text) if path.suffix == ".toml" else json_lines(text))
+
+
+def _toml_advice(line: list[str]) -> str:
+    """What to write instead of a line that is no TOML."""
+    written = line[0].strip() if line else ""
+    key, equals, value = written.partition("=")
+    if equals and re.fullmatch(r"\s*(None|null|nil)\s*(#.*)?", value):
+        return f'; TOML has no null, write {key.strip()} = "None"'
+    if equals and re.fullmatch(r"\s*(True|False)\s*(#.*)?", value):
+        return f"; write {key.strip()} = {value.partition('#')[0].strip().lower()}"
+    shown = f" in `{written[:60]}`" if written else ""
+    return f"{shown}; a line is `key = value` or `[table]`, a text has quotes, a list is [1, 2]"
 
 
 def _nearest_file(path: FilePath) -> str:

@@ -382,6 +382,8 @@ class Draft:
             place = (*path, "type")
         elif key is not None and key.sections and kind in TABLE_NEEDED:
             what += f"a table is needed: {_as_table(path, key)}"
+        elif isinstance(value, str) and (reason := _json_problem(value)) is not None:
+            what += f'looks like JSON and is not: {reason}; on the command line quote it as in \'[{{"id": "x"}}]\''
         elif key is not None and key.item_sections and kind == "list_type":
             what = f"{name} is a list of tables; write [[{name}]]"
         elif key is not None and num_items > 1:
@@ -439,6 +441,20 @@ def choose_tag(tag: Any, tags: list[str | None]) -> str:
     if owner is None:
         return choose(tag, tags)
     return f"must be {' or '.join(map(show, tags))}; {show(tag)} belongs to {owner}.type"
+
+
+def _json_problem(text: str) -> str | None:
+    """Why a text that begins like a list or table of JSON is none; None for other text."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        json.loads(text)
+    except ValueError as error:
+        comma = re.search(r",\s*[\]}]", text)
+        if comma is not None:
+            return f"a comma before '{comma.group()[-1]}' (character {comma.start() + 1}), remove it"
+        return str(error).replace("line 1 column", "character").partition(" (char")[0]
+    return None
 
 
 def _as_table(path: Path, key: Key) -> str:

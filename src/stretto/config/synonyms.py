@@ -37,10 +37,11 @@ report_to logger use_wandb                              monitors.wandb
 use_vllm                                                inference.engine engine
 vllm_gpu_memory_utilization                             inference.gpu_memory_utilization gpu_memory_utilization
 rollout_num_gpus                                        deployment.num_infer_gpus
-actor_num_gpus_per_node nproc_per_node                  deployment.num_train_gpus
+actor_num_gpus_per_node nproc_per_node n_gpus_per_node  deployment.num_train_gpus
 bf16 fp16 torch_dtype                                   model.dtype
 gradient_checkpointing recompute                        model.ac
 lora_r lora_rank                                        model.lora.rank
+use_peft use_lora peft_config                           model.lora
 lora_alpha                                              model.lora.alpha
 tensor_model_parallel_size tensor_parallel_size         model.tp parallel.tp
 context_parallel_size sequence_parallel_size            model.cp

@@ -168,7 +168,11 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
             return ArgumentProblem(message, "")
     near = suggest(cls, tuple(plain))
     flags = " or ".join("--" + dotted(path).replace("_", "-") for path in near)
-    hint = f"did you mean {flags}?" if near else "--help lists all"
+    hint = (
+        f"did you mean {flags}?"
+        if near
+        else "`--help WORD` searches names and meanings, `--help all` lists them"
+    )
     return ArgumentProblem(f"unknown flag; {hint}", "", tuple(find(cls, path).path for path in near))
 
 

@@ -8,6 +8,7 @@ of the Hub (hub.py). No line is skipped: the first line that is not a JSON objec
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterator
@@ -92,6 +93,16 @@ def split_source(source: str, setting: str = "the data") -> tuple[str, int | Non
     return match["path"], start, stop
 
 
+def _nearest(path: Path) -> str:
+    """The file that may be meant, or where a relative path begins."""
+    folder = path.parent
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    if near := difflib.get_close_matches(path.name, names, n=1):
+        return f" Did you mean {str(folder / near[0])!r}?"
+    where = "" if path.is_absolute() else f" Relative paths begin in {str(Path.cwd())!r}."
+    return f"{where} Give an existing .jsonl or .parquet file, or a directory of them."
+
+
 def files_of(path: Path, setting: str) -> list[Path]:
     """The files that a path stands for.
 
@@ -106,7 +117,7 @@ def files_of(path: Path, setting: str) -> list[Path]:
         advice = ""
         if looks_like_hub_name(str(path)) and not path.name.endswith(_NAMES_OF_FILES):
             advice = f" A data set of the Hub is written with its split, '{path}[train]' or 'ORG/NAME:CONFIG[train]'."
-        raise ConfigError(f"{setting} = {str(path)!r}: no such file or directory.{advice}")
+        raise ConfigError(f"{setting} = {str(path)!r}: no such file or directory.{advice or _nearest(path)}")
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{setting} = {str(path)!r}: must end in .jsonl or .parquet.")
     return [path]

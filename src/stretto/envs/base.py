@@ -306,7 +306,10 @@ def load_environment(
     with guarded(ConfigError, f"environment {env_id!r}"):
         env = factory(**args)
         if not isinstance(env, Environment):
-            raise ConfigError(f"{env_id!r} made a {type(env).__name__}, which lacks name, tasks or rollout.")
+            raise ConfigError(
+                f"{env_id!r} made a {type(env).__name__}, which lacks name, tasks or rollout; derive it from "
+                "SingleTurnEnv or MultiTurnEnv of stretto.envs, or write these three."
+            )
         env.name = name or env.name
     return env
 

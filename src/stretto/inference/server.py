@@ -254,7 +254,8 @@ async def serve(cfg: InferenceConfig) -> int:
     except OSError as error:
         await runner.cleanup()
         raise ConfigError(
-            f"[inference.server] cannot listen on {host}:{port}: {error}; free the port or set another one."
+            f"[inference.server] cannot listen on {host}:{port}: {error.strerror or error}. `ss -ltnp` shows who has "
+            "the port: stop that, or give another as server.port."
         ) from error
     work = asyncio.create_task(_load_and_run(server))
     stopping = asyncio.create_task(stop.wait())

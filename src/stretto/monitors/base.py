@@ -129,7 +129,7 @@ def find_trackers(section: MonitorsSection) -> list[str]:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"[monitors.{name}] needs the package {name}, which is not installed; "
-                f"run pip install 'stretto[{name}]' or remove the section."
+                f"run pip install 'stretto[{name}]' (in a clone: pip install -e '.[{name}]') or remove the section."
             )
     return names
 

@@ -11,6 +11,12 @@ from typing import Any
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.foreign import error_location, error_text, guarded, load_object
 
+ARGUMENTS = {
+    "reward": "; write `def reward(args, sample)` and return a number: sample.response is the reply",
+    "generate": "; write `async def generate(args, sample, sampling_params)` and return the sample",
+}
+"""How a function is to be written, by the last word of its setting."""
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -35,6 +41,7 @@ class Hook:
             shape = f"{getattr(function, '__name__', 'it')}{inspect.signature(function)}"
             raise ConfigError(
                 f"{where}: {cause}; it is defined as {shape} and called with {num_arguments}"
+                f"{ARGUMENTS.get(setting.rpartition(' ')[2].rpartition('.')[2], '')}"
             ) from None
         return cls(function, where)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from stretto.config.root import RLConfig
 from stretto.config.rules import batches, engine, learning, machines, model, run
-from stretto.config.rules.rule import At, Problem, Rules, below, of_part, walk
+from stretto.config.rules.rule import At, Problem, Rule, Rules, below, of_part, walk
 from stretto.config.section import Section
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
-from stretto.config.sections.trainer import TrainerSection
+from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
 TABLES: tuple[Rules, ...] = (
     run.RULES,
@@ -18,6 +18,10 @@ TABLES: tuple[Rules, ...] = (
     batches.RULES,
     engine.RULES,
     machines.RULES,
+)
+DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
+    (OrchestratorKeys, batches.SHORT_ROLLOUTS),
+    (AdamWOptim, learning.HIGH_RATE),
 )
 
 
@@ -44,6 +48,7 @@ def doubts(root: Section) -> list[Problem]:
     return [
         doubt
         for section, path in walk(root)
-        if isinstance(section, OrchestratorKeys)
-        for doubt in batches.SHORT_ROLLOUTS(section, below(path))
+        for cls, rule in DOUBTS
+        if isinstance(section, cls)
+        for doubt in rule(section, below(path))
     ]

@@ -206,6 +206,13 @@ def teacher_faults(section: OrchestratorSection) -> Iterator[tuple[str, str]]:
             )
 
 
+HIGH_RATE = Rule(
+    "lr",
+    lambda s: s.lr > 0.05,
+    "{0} is far above what AdamW takes: a step moves every weight by about as much. Usual are 1e-6 for a large model "
+    "and 1e-3 for a tiny one; lower it",
+)
+
 # fmt: off
 RULES: Rules = {
     LossSection: (

@@ -278,7 +278,7 @@ def _check_gpus_exist(
         which = ", ".join(map(str, missing))
         message = f"{keys} ask for GPU {which}, but this machine shows {len(gpus)}"
         if not cfg.dry_run:
-            raise ConfigError(f"{message}; name others, or set CUDA_VISIBLE_DEVICES.")
+            raise ConfigError(f"{message}; leave the key out, name others, or set CUDA_VISIBLE_DEVICES.")
         notes.append(message)
 
 

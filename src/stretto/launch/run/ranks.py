@@ -77,7 +77,7 @@ def find_gpus(cfg: SFTConfig) -> list[str]:
     if missing := [index for index in ids if index >= len(gpus)]:
         raise ConfigError(
             f"trainer_gpu_ids or deployment.num_train_gpus ask for GPU {', '.join(map(str, missing))}, but this "
-            f"machine shows {len(gpus)}; name others, or set CUDA_VISIBLE_DEVICES."
+            f"machine shows {len(gpus)}; leave the key out, name others, or set CUDA_VISIBLE_DEVICES."
         )
     return [gpus[index] for index in ids]
 

@@ -143,7 +143,7 @@ def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, An
     if data.output_key is not None:
         return {"prompt": record[prompt_key], "completion": record[data.output_key], "tools": tools}
     if data.input_key is None:
-        return record | {"tools": tools}
+        return record if tools is None else record | {"tools": tools}
     return {"messages": parse_messages(record[data.input_key], data.input_key, where), "tools": tools}
 
 
@@ -163,7 +163,10 @@ def parse_row(row: Any, where: str) -> Row:
         ]
     else:
         keys = ", ".join(sorted(map(str, row))) or "nothing"
-        raise DataError(f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}.")
+        raise DataError(
+            f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}. Other keys are named by "
+            "data.input_key and data.output_key."
+        )
     return Row(where, messages, parse_tools(row.get("tools"), "tools", where))
 
 

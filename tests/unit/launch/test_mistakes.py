@@ -1,0 +1,307 @@
+"""Mistakes that newcomers make: the answer to each says where it is, what is wrong, and what to do.
+
+Every case is a command that is typed, with `--dry-run` where that finds the mistake. What goes wrong in files and
+environments while they are used is in test_messages.py.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto import cli
+from stretto.base.foreign import load_object
+
+RUN = '[[orchestrator.env]]\nid = "sort-letters"\n'
+FILES = {
+    "ok.toml": "max_steps = 4\n" + RUN,
+    "typo.toml": "max_steps = 4\n[orchestrator]\nbatch_sise = 32\n" + RUN,
+    "type.toml": 'max_steps = "forty"\n' + RUN,
+    "broken.toml": "max_steps = 4\nrun.name = abc\n" + RUN,
+    "null.toml": "max_steps = None\n" + RUN,
+    "true.toml": "clean = True\n" + RUN,
+    "rows.jsonl": '{"prompt": "a", "label": "b"}\n',
+    "text.jsonl": '{"text": "a"}\n',
+    "malformed.jsonl": '{"prompt": "a", "label": "b"}\n{"prompt": "a", "label": "b",}\n',
+    "rewards_m.py": "def trl(completions, **kwargs):\n    return [1.0]\n\ndef string(args, sample):\n    return 1.0\n",
+    "syntax_m.py": "import json\nclass Mine(:\n    pass\n",
+    "envs_m.py": "class NotEnv:\n    pass\n",
+}
+
+
+def env(env_id: str, **args) -> str:
+    return "--orchestrator.env " + json.dumps([{"id": env_id, "args": args}], separators=(",", ":"))
+
+
+OK = "rl @ ok.toml"
+# name: (command, where, what, what to do)
+MISTAKES: dict[str, tuple[str, str, str, str]] = {
+    "a flag with a typo": (
+        f"{OK} --orchestrator.group-sise 8",
+        "--orchestrator.group-sise 8",
+        "unknown flag",
+        "did you mean --orchestrator.group-size?",
+    ),
+    "a key with a typo": ("rl @ typo.toml", "typo.toml:3", "unknown key", "did you mean `batch_size`?"),
+    "a wrong type": ("rl @ type.toml", "type.toml:1", 'max_steps = "forty"', "must be a valid integer"),
+    "a file that is not there": ("rl @ tipe.toml", "tipe.toml", "no such file", "did you mean type.toml?"),
+    "the @ forgotten": ("rl ok.toml", "ok.toml", "unexpected word", "`@ ok.toml`"),
+    "a text without quotes": (
+        "rl @ broken.toml",
+        "broken.toml:2",
+        "not valid TOML: Invalid value in `run.name = abc`",
+        "a text has quotes",
+    ),
+    "a null": ("rl @ null.toml", "null.toml:1", "TOML has no null", 'write max_steps = "None"'),
+    "Python's true": ("rl @ true.toml", "true.toml:1", "not valid TOML", "write clean = true"),
+    "a comma too many in a flag": (
+        'rl --orchestrator.env [{"id":"sort-letters"},]',
+        "--orchestrator.env",
+        "looks like JSON and is not: a comma before ']' (character 23)",
+        "remove it",
+    ),
+    "a model that is not on this machine": (
+        f"{OK} --model.name Qwen/Qwen3-0.6B",
+        "model ",
+        "no directory 'Qwen/Qwen3-0.6B', and no model of that name in the local hub cache",
+        "`hf download`",
+    ),
+    "a directory that is no model": (
+        f"{OK} --model.name empty",
+        "[model] name = 'empty'",
+        "no config.json",
+        "give a directory with config, safetensors and tokenizer",
+    ),
+    "rows that are not there": (
+        f"rl {env('dataset', path='rwos.jsonl')}",
+        "dataset: path = 'rwos.jsonl'",
+        "no such file",
+        "Did you mean 'rows.jsonl'?",
+    ),
+    "rows that are nowhere": (
+        f"rl {env('dataset', path='nothing-like-it.parquet')}",
+        "dataset: path = 'nothing-like-it.parquet'",
+        "no such file",
+        "Relative paths begin in ",
+    ),
+    "a data set of the Hub as a path": (
+        f"rl {env('dataset', path='openai/gsm8k')}",
+        "dataset: path = 'openai/gsm8k'",
+        "A data set of the Hub is written with its split",
+        "'openai/gsm8k[train]'",
+    ),
+    "a key that records do not have": (
+        f"rl {env('dataset', path='rows.jsonl', input_key='promt')}",
+        "rows.jsonl:1",
+        "no 'promt' (input_key)",
+        "the record has label, prompt",
+    ),
+    "a malformed line": (
+        f"rl {env('dataset', path='malformed.jsonl')}",
+        "malformed.jsonl:2",
+        "not JSON: a comma before '}'",
+        "remove it",
+    ),
+    "a reward function with a typo": (
+        f"rl {env('dataset', path='rows.jsonl', reward='rewards_m:strin')}",
+        "dataset: reward = 'rewards_m:strin'",
+        "has no 'strin'",
+        "did you mean 'string'?",
+    ),
+    "a reward function of TRL": (
+        f"rl {env('dataset', path='rows.jsonl', reward='rewards_m:trl')}",
+        "dataset: reward = 'rewards_m:trl'",
+        "it is defined as trl(completions, **kwargs) and called with 2",
+        "write `def reward(args, sample)` and return a number",
+    ),
+    "an argument that an environment does not have": (
+        f"rl {env('sort-letters', num_leters=3)}",
+        "environment 'sort-letters'",
+        "'num_leters'",
+        "its arguments are",
+    ),
+    "a class that is no environment": (
+        f"rl {env('envs_m:NotEnv')}",
+        "'envs_m:NotEnv'",
+        "lacks name, tasks or rollout",
+        "derive it from SingleTurnEnv or MultiTurnEnv",
+    ),
+    "a syntax error": (
+        f"rl {env('syntax_m:Mine')}",
+        "syntax_m.py:2",
+        "SyntaxError: invalid syntax in `class Mine(:`",
+        "mend that line",
+    ),
+    "an environment with a typo": (
+        f"rl {env('sort-leters')}",
+        "'sort-leters'",
+        "no environment",
+        "did you mean 'sort-letters'?",
+    ),
+    "no room for a prompt": (
+        f"{OK} --seq-len 8 --orchestrator.train.sampling.max-completion-tokens 8",
+        "--seq-len 8",
+        "leaves no room for a prompt in seq_len = 8",
+        "lower it or raise seq_len",
+    ),
+    "a group of one": (
+        f"{OK} --orchestrator.group-size 1",
+        "--orchestrator.group-size 1",
+        "every advantage would be zero",
+        "use 2 or more",
+    ),
+    "a batch that groups do not divide": (
+        f"{OK} --orchestrator.batch-size 100",
+        "--orchestrator.batch-size 100",
+        "must be a multiple of orchestrator.group_size = 8",
+        "use 96 or 104",
+    ),
+    "temperature 0": (
+        f"{OK} --orchestrator.train.sampling.temperature 0",
+        "--orchestrator.train.sampling.temperature 0",
+        "the rollouts of a group would be equal and teach nothing",
+        "",
+    ),
+    "names of TRL": (
+        f"{OK} --learning_rate 1e-5 --num_generations 8 --use_peft",
+        "--learning_rate 1e-5",
+        "unknown flag",
+        "did you mean --trainer.optim.lr?",
+    ),
+    "a name of nobody": (f"{OK} --wobble 3", "--wobble 3", "unknown flag", "`--help WORD` searches"),
+    "a key as verl writes it": (
+        f"{OK} actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.n=4",
+        "unexpected word",
+        "did you mean --orchestrator.group-size 4?",
+    ),
+    "GPUs as verl counts them": (
+        f"{OK} trainer.n_gpus_per_node=2",
+        "trainer.n_gpus_per_node=2",
+        "unexpected word",
+        "did you mean --deployment.num-train-gpus 2?",
+    ),
+    "an algorithm as a loss": (
+        f"{OK} --trainer.loss.type grpo",
+        "--trainer.loss.type grpo",
+        'trainer.loss.type = "grpo"',
+        '"grpo" belongs to orchestrator.algo.type',
+    ),
+    "an algorithm with a typo": (
+        f"{OK} --orchestrator.algo.type grop",
+        "--orchestrator.algo.type grop",
+        'orchestrator.algo.type = "grop"',
+        'did you mean "grpo"?',
+    ),
+    "a rate that is far too high": (
+        f"{OK} --trainer.optim.lr 1.0",
+        "--trainer.optim.lr 1.0",
+        "far above what AdamW takes",
+        "lower it",
+    ),
+    "a tracker that is not installed": (
+        f"{OK} --monitors.trackio",
+        "[monitors.trackio]",
+        "needs the package trackio, which is not installed",
+        "run pip install 'stretto[trackio]' (in a clone: pip install -e '.[trackio]') or remove the section",
+    ),
+    "rows of another kind": (
+        "sft --data.name text.jsonl --max-steps 1 --model.scratch",
+        "text.jsonl:1",
+        "a row needs `messages`, or `prompt` and `completion`; it has text.",
+        "named by data.input_key",
+    ),
+    "an end that never comes": (
+        "sft --data.name rows.jsonl --model.scratch",
+        "max_steps",
+        "the run would never end",
+        "give max_steps or max_epochs",
+    ),
+    "a verb with a typo": ("trainr", "`trainr`", "no verb", "did you mean `trainer`?"),
+    "nothing to resume": (f"{OK} --resume", "--resume", "there is no run 'sort-letters-", "Check run.name"),
+}
+STARTED = {
+    "GPUs that are not there": (
+        f"{OK} --trainer-gpu-ids 0 --model.name model",
+        "trainer_gpu_ids",
+        "ask for GPU 0, but this machine shows 0",
+        "leave the key out, name others, or set CUDA_VISIBLE_DEVICES",
+    ),
+    "a model directory that is not there": (
+        f"{OK} --model.name outputs/none/weights/latest",
+        "[model] name = 'outputs/none/weights/latest'",
+        "there is no such directory",
+        "run that first (`sft @ ...`)",
+    ),
+    "a run of the same name": (
+        f"{OK} --model.name model --run.name there",
+        "run 'there' exists in outputs/there",
+        "checkpoints",
+        "Continue it with --resume from step 1, start over and delete it with --clean, or give this run another name",
+    ),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's directory without GPUs, trackers and hub models, whose own modules are imported anew."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    real = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "trackio" else real(name))
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    there = tmp_path / "outputs" / "there" / "checkpoints" / "step_1"
+    there.mkdir(parents=True)
+    (there / "COMPLETE").write_text("{}")
+    (there.parents[1] / "configs").mkdir()
+    load_object.cache_clear()
+    yield tmp_path
+    for name in ("rewards_m", "syntax_m", "envs_m"):
+        sys.modules.pop(name, None)
+
+
+def told(words: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> str:
+    """What a command that starts nothing says."""
+    cli.main(words)
+    said = capsys.readouterr()
+    return " ".join(f"{said.err} {said.out} {caplog.text}".split())
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_with_place_reason_and_remedy(mistake, place, capsys, caplog):
+    command, *parts = MISTAKES[mistake]
+    words = command.split()
+    text = told([*words, "--dry-run"] if len(words) > 1 else words, capsys, caplog)
+    for part in parts:
+        assert " ".join(part.split()) in text, f"{part!r} is not in: {text}"
+    assert "Traceback" not in text and "pydantic" not in text
+
+
+@pytest.mark.parametrize("mistake", STARTED)
+def test_so_is_one_that_is_found_when_a_run_would_start(mistake, place, capsys, caplog):
+    command, *parts = STARTED[mistake]
+    text = told(command.split(), capsys, caplog)
+    for part in parts:
+        assert part in text, f"{part!r} is not in: {text}"
+    assert "Traceback" not in text and "pydantic" not in text
+
+
+def test_a_port_in_use_names_its_key_and_the_way_to_find_its_owner(place, capsys, caplog):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        text = told(f"{OK} --dry-run --control.port {port}".split(), capsys, caplog)
+    assert f"--control.port {port}" in text or f"control.port = {port}" in text
+    assert "ss -ltnp" in text and "another" in text
