@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from listed_metrics import unlisted_of
+
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
@@ -85,7 +87,9 @@ def rl(directory: Path, settings: Mapping[str, Any], *words: str, is_ok: bool = 
     """Run `rl` to its end; with is_ok, anything but exit 0 is a failure that shows its output."""
     code, output = wait(start_rl(directory, settings, *words))
     assert not is_ok or code == 0, output
-    return Ended(code, output, RunDir(directory / "run"))
+    ended = Ended(code, output, RunDir(directory / "run"))
+    assert not (missing := unlisted_of(ended.run)), f"not in monitors/catalog.py: {missing}"
+    return ended
 
 
 def fine_tuned(directory: Path, **settings: Any) -> Path:

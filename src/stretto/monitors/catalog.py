@@ -1,0 +1,305 @@
+"""Every metric that a run writes: who writes it, its unit, what it means and how to read it.
+
+`python -m stretto.monitors.catalog > docs/metrics.md` writes the page. The metrics files of all test runs are
+checked against this table (`unlisted`), so a new metric needs an entry here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, or one for each value of the <placeholders> in its name."""
+
+    name: str
+    unit: str
+    meaning: str
+    reading: str = ""  # what is good, what is bad
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for the names that are meant."""
+        return re.sub(r"<([^>]+)>", lambda m: "[^/]+" if m[1] == "metric" else ".+", re.escape(self.name))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Metrics of one subject."""
+
+    title: str
+    roles: tuple[str, ...]  # the files metrics/<role>.jsonl that have them
+    about: str
+    metrics: tuple[Metric, ...]
+
+
+def _rows(text: str) -> tuple[Metric, ...]:
+    """Metrics written as `name | unit | meaning | how to read it`; further lines of one are indented."""
+    entries = text.strip().replace("\n    ", " ").splitlines()
+    return tuple(Metric(*(cell.strip() for cell in entry.split(" | "))) for entry in entries)
+
+
+PARTS = (
+    Part(
+        "Reward and rollouts",
+        ("orchestrator",),
+        "Known when the batch is made, written when its step is trained.",
+        _rows("""
+reward/mean | reward | Mean over the rollouts played for the step, with groups that are not trained on because
+    all their rewards are equal. | It should rise, by more than its noise; compare with evals.
+reward/std | reward | Standard deviation over the same rollouts. | Near 0 there is nothing to learn from.
+reward/trained | reward | Mean over the rollouts of the batch only. | Groups of equal rewards are left out, so
+    it stays in the middle while `reward/mean` rises.
+reward/<env>/mean | reward | Mean per environment, if there are several.
+batch/<env> | rollouts | Rollouts per environment, if there are several.
+completion/mean | tokens | Sampled tokens per rollout. | A steady rise to the limit, or a fall to almost
+    nothing, is often a reward that is gamed.
+completion/max | tokens | The longest rollout of the batch.
+completion/truncated_share | 0 to 1 | Rollouts that reached a limit of tokens. | Above 0.5 the limit decides
+    the reward: raise `max_completion_tokens` or `seq_len`.
+groups/drawn | groups | Groups started since the last batch.
+groups/failed | groups | Groups that were given up since the last batch because rollouts failed. | Should be
+    0; `stretto show RUN --failed` has the reasons.
+groups/rejected | groups | Groups that a filter or a function of yours has rejected since the last batch.
+groups/zero_signal_share | 0 to 1 | Finished groups in which all advantages are 0. | Near 1 tasks are too easy
+    or too hard for the policy.
+filter/<type> | 0 to 1 | Rollouts that this filter flagged since the last batch.
+curriculum/<env>/<pool> | tasks | Tasks in each difficulty pool: unseen, hard, normal, easy.
+baseline/<env>/<agent> | reward | Running mean reward that is subtracted from an agent's rewards (`rae`).
+env/<env>/<name> | the environment's | Mean of what the environment reports beside the reward.
+rollout/<metric> | the function's | What a rollout function of yours reports.
+"""),
+    ),
+    Part(
+        "Staleness and time",
+        ("orchestrator",),
+        "How far generation is ahead of training, and who waits for whom.",
+        _rows("""
+off_policy/mean | versions | Version that is trained, minus the version that sampled a rollout's first token;
+    mean over the groups of the batch. | About `max_async_level`; 0 in synchronous runs.
+off_policy/max | versions | The same for the oldest group. | Never above `max_off_policy_steps`.
+off_policy/dropped | groups | Groups dropped since the last batch because they were too old. | Often above 0:
+    work is thrown away; raise `max_off_policy_steps` or use fewer rollouts in flight.
+time/step | s | Time between the ends of two steps.
+time/wait_for_rollouts | s | Time in which the trainer waited for its batch. | If large: more engines, or
+    fewer ranks for the trainer.
+time/wait_for_trainer | s | Time in which no rollout was running. | If large: the trainer is the slower part,
+    or `max_async_level` is 0.
+time/pack | s | Packing the batch and writing it to the ledger.
+time/update_weights | s | Loading the latest version into all engines.
+tokens_per_s | tokens/s | Sampled tokens of the batch per second of the step.
+trainer/step_s | s | Duration of the step as the trainer measured it.
+trainer/wait_s | s | The trainer's waiting within it.
+trainer/time/step | s | The trainer's `time/step`, see below.
+progress/rollouts | rollouts | Trained since the run began.
+progress/tokens | tokens | Sampled tokens trained since the run began.
+concurrency/limit | rollouts | Most rollouts in flight, with `concurrency.type = "adaptive"`.
+canary/error | nats | Mean difference between the log-probabilities of trainer and engine on fixed tokens, at
+    the latest check. | Above `canary_tolerance` the run ends: a wrong weight update.
+inference/num_requests_running | requests | Requests that engines are computing.
+inference/num_requests_waiting | requests | Requests that wait in engines. | Always above 0: engines are full.
+inference/kv_cache_usage | 0 to 1 | Share of the engines' cache that is in use. | Near 1 requests are
+    preempted.
+inference/num_preemptions | requests | Requests put aside for lack of cache, since the engine began. | If it
+    rises: fewer rollouts in flight, or more memory for the cache.
+"""),
+    ),
+    Part(
+        "Learning",
+        ("trainer", "orchestrator", "sft"),
+        "From forward and backward passes, as means over all ranks. `sft` has those that need no reward. "
+        'A loss of yours (`trainer.loss.type = "custom"`) adds what it reports as `<name>/mean`.',
+        _rows("""
+loss/mean | loss | The loss of the step. | Says little in reinforcement learning: near 0, and it need not
+    fall.
+entropy/mean | nats per token | Entropy of the policy at sampled tokens. | A slow fall is normal; near 0 the
+    policy answers always the same and learning ends.
+entropy/<env>/mean | nats per token | The same per environment, if there are several.
+mismatch_kl/mean | nats per token | How far the trainer's log-probabilities of sampled tokens are from the
+    engine's (k3 estimate); staleness is part of it. | Runs that learn stay below 0.03; above 0.3 the run
+    warns: a learning rate that is far too high, or other numerics.
+mismatch_kl/max | nats | The largest value of one token. | Single large values are normal.
+mismatch_kl/<env>/mean | nats per token | The same per environment, if there are several.
+is_masked/mean | 0 to 1 | Tokens whose gradient the loss's bounds removed. | Above 0.2 steps are too large or
+    data too old.
+is_masked_low/mean | 0 to 1 | Of these, the tokens that became too unlikely.
+is_masked_high/mean | 0 to 1 | Of these, the tokens that became too likely.
+reference_kl/mean | nats per token | Distance to the reference model, if there is one. | Grows as the policy
+    leaves where it began.
+teacher_kl/mean | nats per token | Distance to the teacher on sampled tokens (`opd`, `opsd`). | Should fall.
+nll/mean | nats per token | Negative log-likelihood of the tokens that are imitated: the loss of `sft`, or of
+    a teacher's replies. | Should fall.
+correction/weight/mean | factor | Mean weight of importance correction. | Near 1.
+correction/is_outside/mean | 0 to 1 | Tokens whose ratio is outside of the correction's bounds.
+correction/is_rejected/mean | 0 to 1 | Tokens that rejection removed. | Above 0.5 most data are wasted.
+correction/is_vetoed/mean | 0 to 1 | Tokens of samples that the veto removed.
+max_vio/mean | ratio | Busiest expert compared with the mean, (max - mean) / mean, over layers. | 0 is even;
+    if it grows, experts collapse.
+max_vio/max | ratio | The same in the worst layer.
+routing_confidence/mean | 0 to 1 | Probability that routers give to the experts they choose.
+optim/lr | - | Learning rate of the step.
+optim/grad_norm | - | Norm of the gradient before clipping, mean over the updates of the step. | Sudden peaks
+    announce trouble; a value that is not finite ends the run.
+optim/updates | updates | Optimizer updates in the step, if more than one.
+"""),
+    ),
+    Part(
+        "Critic",
+        ("trainer", "orchestrator"),
+        "With `[trainer.critic]`.",
+        _rows("""
+critic/value_loss | reward² | Mean squared error of values. | Should fall early.
+critic/value/mean | reward | Mean value. | Close to `critic/return/mean`.
+critic/return/mean | reward | Mean return.
+critic/is_clipped/mean | 0 to 1 | Values whose change was clipped.
+critic/explained_variance | up to 1 | Share of the returns' variance that values explain. | Below 0 the critic
+    is worse than a constant.
+critic/lr | - | Learning rate of the critic.
+critic/grad_norm | - | Norm of its gradient before clipping.
+"""),
+    ),
+    Part(
+        "Work of the trainer",
+        ("trainer", "orchestrator", "sft"),
+        "Where the orchestrator has the same name, its file calls the trainer's `trainer/<name>`.",
+        _rows("""
+batch/tokens | tokens | Tokens of the batch over all ranks, prompts included.
+batch/sampled_tokens | tokens | Tokens that the policy sampled.
+batch/micro_batches | - | Forward and backward passes over all ranks.
+progress/total_tokens | tokens | Tokens trained since the process began.
+perf/throughput | tokens/s | Tokens per second over the last ten steps, waiting included.
+time/step | s | From the end of one step to the end of the next.
+time/train | s | Forward, backward and update.
+time/wait_for_batch | s | Waiting for the batch.
+"""),
+    ),
+    Part(
+        "Files and weights",
+        ("trainer",),
+        "In the rows of the steps in which they happen.",
+        _rows("""
+time/publish | s | Handing a version over to engines.
+publish/bytes | bytes | Size of what was handed over.
+time/save_ckpt | s | Time that training stood still for a checkpoint or an export.
+"""),
+    ),
+    Part(
+        "Supervised fine-tuning",
+        ("sft",),
+        "Beside `nll/mean`, which is the training loss.",
+        _rows("""
+val/loss | nats per token | Loss on validation rows. | If it rises while `nll/mean` falls, stop: the model
+    memorizes.
+time/val | s | Duration of the validation.
+progress/epoch | epochs | Passes over the rows so far.
+progress/total_samples | rows | Rows trained so far.
+"""),
+    ),
+    Part(
+        "Evals",
+        ("orchestrator", "eval", "evals"),
+        "In the row of the step that made the version. `<mode>` is sampled or greedy. `eval` is the "
+        "verb's file, `evals` that of evals during `sft`.",
+        _rows("""
+eval/<env>/<mode>/mean | reward | Mean reward on held-out tasks. | The figure to compare runs by.
+eval/<env>/<mode>/avg@<k> | reward | The same, by its usual name if there are k replies per task.
+eval/<env>/<mode>/pass@<k> | 0 to 1 | Probability that one of k replies is right; only for rewards 0 and 1. |
+    If it falls while the mean rises, the policy only sharpens what it knew.
+eval/<env>/<mode>/pass^<k> | 0 to 1 | Probability that all of k replies are right.
+eval/<env>/<mode>/completion_tokens | tokens | Mean length of replies.
+eval/<env>/<mode>/num_failed | rollouts | Rollouts that failed and are not counted. | Should be 0.
+eval/time_s | s | Duration of the eval.
+eval/<metric> | the function's | What an eval function of yours reports.
+"""),
+    ),
+)
+
+ENGINE = _rows("""
+num_requests_running | requests | Requests that are being computed.
+num_requests_waiting | requests | Requests that wait.
+kv_cache_usage_perc | 0 to 1 | Share of the cache that is in use.
+weight_version | version | The loaded version.
+prefix_cache_queries_total | tokens | Prompt tokens looked up in the prefix cache.
+prefix_cache_hits_total | tokens | Prompt tokens found there. | Near the queries in groups: all members share
+    a prompt.
+num_preemptions_total | requests | Requests put aside for lack of cache.
+prompt_tokens_total | tokens | Tokens of prompts.
+prompt_tokens_cached_total | tokens | Of these, tokens that were not computed again.
+generation_tokens_total | tokens | Sampled tokens.
+weight_updates_total | updates | Versions loaded.
+weight_update_seconds_total | s | Time spent loading them.
+request_success_total | completions | Ended completions by `finished_reason`: stop, length, abort.
+time_to_first_token_seconds | s | From arrival to the first token, a histogram.
+e2e_request_latency_seconds | s | From arrival to the end, a histogram.
+request_queue_time_seconds | s | From arrival to the start, a histogram.
+cache_config_info | - | Size and number of cache blocks, as labels.
+""")
+"""What the embedded engine shows at /metrics; vLLM has these names too, except the `weight_` ones, and many more."""
+
+
+@cache
+def _known(role: str) -> re.Pattern[str]:
+    return re.compile("|".join(m.pattern for part in PARTS if role in part.roles for m in part.metrics))
+
+
+def unlisted(role: str, names: Iterable[str]) -> list[str]:
+    """The names in a row of metrics/<role>.jsonl that have no entry here."""
+    frame = ("step", "time", "incarnation", "resumed_step")
+    return sorted({name for name in names if name not in frame and not _known(role).fullmatch(name)})
+
+
+def markdown() -> str:
+    """The whole of docs/metrics.md."""
+    parts = [_section(part.title, f"{_files(part)} {part.about}", part.metrics) for part in PARTS]
+    engine = _section("At an engine", _ENGINE_HEAD, ENGINE, prefix="vllm:")
+    return "\n\n".join([_HEAD.strip(), *parts, engine]) + "\n"
+
+
+def _files(part: Part) -> str:
+    return "In " + ", ".join(f"`metrics/{role}.jsonl`" for role in part.roles) + "."
+
+
+def _section(title: str, about: str, metrics: Iterable[Metric], prefix: str = "") -> str:
+    return "\n\n".join(
+        [f"## {title}", textwrap.fill(about, WIDTH), "\n".join(_item(m, prefix) for m in metrics)]
+    )
+
+
+def _item(metric: Metric, prefix: str) -> str:
+    unit = f" ({metric.unit})" if metric.unit != "-" else ""
+    reading = f" *{metric.reading}*" if metric.reading else ""
+    text = f"- **`{prefix}{metric.name}`**{unit}: {metric.meaning}{reading}"
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+_HEAD = """
+# Metrics
+
+Written from the table in `monitors/catalog.py` by `python -m stretto.monitors.catalog`; do not edit by hand.
+
+Each process writes `metrics/<role>.jsonl` in the run directory, one JSON object per step, and sends the same
+to trackers that are configured (`[monitors.wandb]`, `[monitors.tensorboard]`, `[monitors.trackio]`). The
+orchestrator's file has the trainer's metrics too: one file has every curve. From Python:
+`stretto.Run("outputs/demo").metrics()`; as a picture: `stretto plot outputs/demo --key entropy/mean`.
+
+For each metric: its name, its unit, what it is, and *how to read it*. `<env>` and other words in angle
+brackets stand for names of your run. Look first at `reward/mean` and the evals, then at `completion/mean`,
+`entropy/mean` and `mismatch_kl/mean`. [My reward does not rise](reward_does_not_rise.md) goes on from there.
+"""
+
+_ENGINE_HEAD = (
+    "At `http://HOST:PORT/metrics` in Prometheus' format, with vLLM's names. vLLM has no `weight_` "
+    "metrics, and many of its own."
+)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())
