@@ -8,6 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 # Early: pytest compiles it at its very end otherwise, where CPython 3.11's parser now and then fails.
 try:
     import hypothesis
@@ -46,3 +48,29 @@ if hypothesis is not None:
     hypothesis.settings.register_profile("ci", derandomize=True)
     if os.environ.get("CI"):
         hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def metrics_are_listed(request, monkeypatch):
+    """Every metric that runs within these tests write is in docs/metrics.md."""
+    if not {"orchestrator", "trainer"} & set(request.path.parts[-3:-1]):
+        yield
+        return
+    from stretto.monitors.catalog import unlisted
+    from stretto.monitors.file import MetricsFile
+
+    missing: list[str] = []
+    opened, logged = MetricsFile.__init__, MetricsFile.log
+
+    def open_file(self, path, **kwargs) -> None:
+        opened(self, path, **kwargs)
+        self.role = path.stem
+
+    def log(self, step, metrics) -> None:
+        missing.extend(unlisted(self.role, metrics))
+        logged(self, step, metrics)
+
+    monkeypatch.setattr(MetricsFile, "__init__", open_file)
+    monkeypatch.setattr(MetricsFile, "log", log)
+    yield
+    assert not missing, f"without an entry in monitors/catalog.py: {missing}"
