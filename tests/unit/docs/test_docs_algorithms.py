@@ -42,7 +42,7 @@ def test_every_correction_in_the_table_loads(tmp_path, line):
 @pytest.mark.parametrize("union", [Loss, Algo], ids=["loss", "algo"])
 def test_every_type_has_its_row(union):
     for cls in get_args(get_args(union)[0]):
-        assert f"\n| `{cls.model_fields['type'].default}` |" in PAGE
+        assert f"\n- **`{cls.model_fields['type'].default}`**" in PAGE
 
 
 def test_the_code_shown_runs(tmp_path, monkeypatch):

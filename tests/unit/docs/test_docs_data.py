@@ -44,9 +44,9 @@ def test_the_records_shown_are_read(tmp_path):
 
 def test_every_argument_and_every_hook_has_its_row():
     for name in set(inspect.signature(dataset).parameters) - {"run"}:
-        assert f"\n| `{name}` |" in PAGE
+        assert f"\n- **`{name}`**" in PAGE
     for name in set(HooksSection.model_fields) - {"args"}:
-        assert f"\n| `hooks.{name}` |" in PAGE
+        assert f"\n- **`hooks.{name}`**" in PAGE
 
 
 VIME_FUNCTIONS = """
