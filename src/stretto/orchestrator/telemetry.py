@@ -2,19 +2,7 @@
 
 A row is built when the batch is shipped (rewards, staleness, counts). It is logged when the step is trained,
 together with the trainer's metrics, so that metrics/orchestrator.jsonl alone has every curve.
-Names follow prime-rl's:
-
-    reward/{mean,std}  reward/<env>/mean       over the batch's groups and those discarded with it
-    reward/trained                             over the rollouts of the batch only
-    off_policy/{mean,max,dropped}              versions from first token to training; groups that were too old
-    groups/{drawn,failed,rejected,zero_signal_share}    since the last batch
-    filter/<type>                              share of rollouts it flagged, since the last batch
-    curriculum/<env>/{unseen,hard,normal,easy} tasks in each difficulty pool
-    completion/{mean,max,truncated_share}      sampled tokens per rollout
-    time/{step,wait_for_rollouts,wait_for_trainer,pack,update_weights}      seconds
-    canary/error        mean difference between engine and trainer on fixed tokens, nats
-    tokens_per_s  trainer/{step_s,wait_s}  progress/{rollouts,tokens}  inference/<metric>  env/<env>/<metric>
-    eval/<env>/{sampled,greedy}/{mean,...}     in the row of the step that made the version
+Names follow prime-rl's. What they mean is in monitors/catalog.py, from which docs/metrics.md is written.
 """
 
 from __future__ import annotations
