@@ -11,9 +11,9 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
@@ -110,6 +110,16 @@ class InferenceConfig(InferenceSection, RunRoot):
         return f"rl-{short_name(self.model or ModelSection().name)}"
 
 
+def comma_list(value: Any) -> Any:
+    """A list as it is; also one from `0,1,2` or a single id."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)*", value := value.replace(" ", "")):
+        return [int(item) for item in value.split(",")]
+    return [value] if isinstance(value, int) else value
+
+
+GpuIds = Annotated[list[int] | None, BeforeValidator(comma_list)]
+
+
 class RLConfig(RunKeys, RunRoot):
     """`rl`: inference, orchestrator and trainer together.
 
@@ -125,11 +135,11 @@ class RLConfig(RunKeys, RunRoot):
     """The engine of a frozen teacher, started and ended with the run; orchestrator.teacher.model without a base_url
     is enough. None: the teacher, if there is one, runs at orchestrator.teacher.base_url."""
     deployment: Deployment = SingleNodeDeployment()
-    trainer_gpu_ids: list[int] | None = None
+    trainer_gpu_ids: GpuIds = None
     """GPUs of the trainer, one rank each; None: the first after inference's."""
-    inference_gpu_ids: list[int] | None = None
+    inference_gpu_ids: GpuIds = None
     """GPUs of inference; None: the first ones."""
-    teacher_gpu_ids: list[int] | None = None
+    teacher_gpu_ids: GpuIds = None
     """GPUs of the teacher's engine; None: the first after the trainer's."""
     ckpt: CkptSection | None = CkptSection()
 
@@ -148,11 +158,6 @@ class RLConfig(RunKeys, RunRoot):
         "inference.model.max_model_len": "inference.max_model_len",
         "inference.model": "model.name",
     }
-
-    @field_validator("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids", mode="before")
-    @classmethod
-    def _comma_list(cls, value: Any) -> Any:
-        return comma_list(value)
 
     @classmethod
     def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +231,7 @@ class SFTConfig(RunRoot):
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of a rank; None: OMP_NUM_THREADS, else the cores divided by the ranks, fewer for a small model."""
     deployment: RanksDeployment = RanksDeployment()
-    trainer_gpu_ids: list[int] | None = Field(None, min_length=1)
+    trainer_gpu_ids: GpuIds = Field(None, min_length=1)
     """GPUs, one rank each; None: the first ones, as many as deployment.num_train_gpus says."""
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()
@@ -239,11 +244,6 @@ class SFTConfig(RunRoot):
         "model.seq_len": "seq_len",
         "ckpt.resume_step": "resume.step",
     }
-
-    @field_validator("trainer_gpu_ids", mode="before")
-    @classmethod
-    def _comma_list(cls, value: Any) -> Any:
-        return comma_list(value)
 
     @property
     def num_ranks(self) -> int:
@@ -290,13 +290,6 @@ class EvalsConfig(EvalConfig):
     """Directory of the published versions."""
     max_steps: int | None = Field(None, gt=0)
     """The version that is evaluated whatever its interval."""
-
-
-def comma_list(value: Any) -> Any:
-    """A list as it is; also one from `0,1,2` or a single id."""
-    if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)*", value := value.replace(" ", "")):
-        return [int(item) for item in value.split(",")]
-    return [value] if isinstance(value, int) else value
 
 
 def short_name(model: str) -> str:

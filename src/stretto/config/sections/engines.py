@@ -97,20 +97,26 @@ class SingleNode(Section):
         return self.num_replicas
 
 
-class MultiNode(Section):
+class NodesSection(Section):
+    """What engines over several nodes have."""
+
+    type: str
+    gpus_per_node: int = Field(8, gt=0)
+    """GPUs of a node."""
+    router_port: int | None = Field(None, ge=1, le=65535)
+    """Port of the router; None: inference.server.port."""
+    data_parallel_rpc_port: int = Field(29550, ge=1, le=65535)
+    """Port on an engine's first node where its processes meet."""
+
+
+class MultiNode(NodesSection):
     """One independent engine per node; with enable_expert_parallel one engine over all nodes (wide EP)."""
 
     type: Literal["multi_node"] = "multi_node"
     num_nodes: int = Field(2, gt=0)
     """Nodes."""
-    gpus_per_node: int = Field(8, gt=0)
-    """GPUs of a node."""
-    router_port: int | None = Field(None, ge=1, le=65535)
-    """Port of the router; None: inference.server.port."""
     backend_port: int | None = Field(None, ge=1, le=65535)
     """Port of an engine; None: 100 above the router's."""
-    data_parallel_rpc_port: int = Field(29550, ge=1, le=65535)
-    """Port on the first node where the processes of one wide engine meet."""
 
     @property
     def num_processes(self) -> int:
@@ -123,7 +129,7 @@ class MultiNode(Section):
         return self.num_nodes
 
 
-class Disaggregated(Section):
+class Disaggregated(NodesSection):
     """Prompts are read by some engines and replies written by others; caches travel between them (NIXL)."""
 
     type: Literal["disaggregated"] = "disaggregated"
@@ -135,16 +141,10 @@ class Disaggregated(Section):
     """Engines that read prompts."""
     num_decode_replicas: int = Field(1, gt=0)
     """Engines that write replies."""
-    gpus_per_node: int = Field(8, gt=0)
-    """GPUs of a node."""
-    router_port: int | None = Field(None, ge=1, le=65535)
-    """Port of the router; None: inference.server.port."""
     prefill_port: int = Field(8100, ge=1, le=65535)
     """Port of the engines that read prompts."""
     decode_port: int = Field(8200, ge=1, le=65535)
     """Port of the engines that write replies."""
-    data_parallel_rpc_port: int = Field(29550, ge=1, le=65535)
-    """Port on an engine's first node where its processes meet."""
     side_channel_port: int = Field(5600, ge=1, le=65535)
     """First port on which engines tell each other where caches lie."""
     prefill_env_overrides: dict[str, str] = Field({})

@@ -180,22 +180,12 @@ class InferenceSection(Section):
         return "vllm" if has_gpu and self.device != "cpu" and find_spec("vllm") is not None else "embedded"
 
     aliases: ClassVar[dict[str, str]] = {
-        **{f"vllm_extra.{option}": key for option, key in VLLM_KEYS.items()},
+        **{f"{table}.{option}": key for table in ("vllm_extra", "vllm") for option, key in VLLM_KEYS.items()},
+        **{option: key for option, key in VLLM_KEYS.items() if "." in key},
         "model.name": "model",
         "model.dtype": "dtype",
         "model.max_model_len": "max_model_len",
         "host": "server.host",
         "port": "server.port",
-        "tensor_parallel_size": "parallel.tp",
-        "pipeline_parallel_size": "parallel.pp",
-        "data_parallel_size": "parallel.dp",
         "vllm.model": "model",
-        "vllm.max_model_len": "max_model_len",
-        "vllm.gpu_memory_utilization": "gpu_memory_utilization",
-        "vllm.enable_prefix_caching": "enable_prefix_caching",
-        "vllm.enable_return_routed_experts": "enable_return_routed_experts",
-        "vllm.return_sampling_mask": "enable_return_sampling_mask",
-        "vllm.tensor_parallel_size": "parallel.tp",
-        "vllm.data_parallel_size": "parallel.dp",
-        "vllm.seed": "seed",
     }

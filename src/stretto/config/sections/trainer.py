@@ -13,25 +13,31 @@ from stretto.config.sections.algorithm import Advantages, DefaultLoss, Loss
 from stretto.config.sections.run import RunKeys
 
 
-class AdamWOptim(Section):
-    """AdamW."""
+class OptimSection(Section):
+    """What all optimizers have."""
 
-    type: Literal["adamw"] = "adamw"
+    type: str
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay."""
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm above which gradients are scaled down; None: no clipping."""
+
+
+class AdamWOptim(OptimSection):
+    """AdamW."""
+
+    type: Literal["adamw"] = "adamw"
     betas1: float = Field(0.9, ge=0, lt=1)
     """Decay of the first moment."""
     betas2: float = Field(0.999, ge=0, lt=1)
     """Decay of the second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
-    max_norm: float | None = Field(1.0, gt=0)
-    """Gradient norm above which gradients are scaled down; None: no clipping."""
 
 
-class SgdOptim(Section):
+class SgdOptim(OptimSection):
     """Stochastic gradient descent with momentum."""
 
     type: Literal["sgd"] = "sgd"
@@ -43,18 +49,13 @@ class SgdOptim(Section):
     """Momentum."""
     nesterov: bool = True
     """Nesterov's form of the momentum."""
-    max_norm: float | None = Field(1.0, gt=0)
-    """Gradient norm above which gradients are scaled down; None: no clipping."""
 
 
-class MuonOptim(Section):
-    """Muon for the matrices of the blocks, AdamW for all other weights (embedding, output head, norms, biases)."""
+class MuonOptim(OptimSection):
+    """Muon for the matrices of the blocks, AdamW for all other weights (embedding, output head, norms, biases).
+    Steps of matrices are scaled to the size that AdamW's have."""
 
     type: Literal["muon"] = "muon"
-    lr: float = Field(1e-6, gt=0)
-    """Peak learning rate of both; steps of matrices are scaled to the size that AdamW's have."""
-    weight_decay: float = Field(0.01, ge=0)
-    """Decoupled weight decay."""
     mu: float = Field(0.95, ge=0, lt=1)
     """Momentum of the matrices, in Nesterov's form."""
     betas1: float = Field(0.9, ge=0, lt=1)
@@ -63,8 +64,6 @@ class MuonOptim(Section):
     """AdamW's decay of the second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of AdamW's second moment."""
-    max_norm: float | None = Field(1.0, gt=0)
-    """Gradient norm above which gradients are scaled down; None: no clipping."""
 
 
 Optim = Annotated[AdamWOptim | SgdOptim | MuonOptim, Field(discriminator="type")]
@@ -92,26 +91,28 @@ class ConstantScheduler(Section):
     """Steps of linear rise from 0; a number below 1 is a share of max_steps."""
 
 
-class LinearScheduler(Section):
+class FallingScheduler(Section):
+    """What schedules that fall have."""
+
+    type: str
+    warmup_steps: Steps = 10
+    """Steps of linear rise from 0; a number below 1 is a share of max_steps."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end."""
+
+
+class LinearScheduler(FallingScheduler):
     """Rise, plateau, linear fall over the last decay_steps."""
 
     type: Literal["linear"] = "linear"
-    warmup_steps: Steps = 10
-    """Steps of linear rise from 0; a number below 1 is a share of max_steps."""
     decay_steps: Steps = 10
     """Steps of linear fall before max_steps; a number below 1 is a share of max_steps."""
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end."""
 
 
-class CosineScheduler(Section):
+class CosineScheduler(FallingScheduler):
     """Rise, then half a cosine down to min_lr at max_steps."""
 
     type: Literal["cosine"] = "cosine"
-    warmup_steps: Steps = 10
-    """Steps of linear rise from 0; a number below 1 is a share of max_steps."""
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end."""
 
 
 Scheduler = Annotated[ConstantScheduler | LinearScheduler | CosineScheduler, Field(discriminator="type")]
