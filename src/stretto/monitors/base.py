@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from stretto.base.errors import ConfigError
@@ -28,10 +28,15 @@ QUEUE_ROWS = 10_000
 CLOSE_TIMEOUT_S = 30.0
 
 
+TableRow = Mapping[str, str | int | float]
+
+
 class Monitor(Protocol):
     """One place where metrics are written."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -54,6 +59,14 @@ class Monitors:
                 monitor.log(step, metrics)
             except Exception as error:
                 self._drop(name, error)
+
+    def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
+        """Record rows of text, which have the same keys, where a tracker shows such; the metrics file has none."""
+        for monitor_name, monitor in list(self._monitors.items()) if rows else ():
+            try:
+                monitor.log_table(step, name, rows)
+            except Exception as error:
+                self._drop(monitor_name, error)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Write all queued rows and close every monitor, in at most `timeout_s` together."""
@@ -81,16 +94,24 @@ class BackgroundMonitor:
 
     def __init__(self, name: str, build: Callable[[], Monitor]) -> None:
         self.name = name
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_ROWS)
+        self._rows: queue.Queue[Callable[[Monitor], None] | None] = queue.Queue(QUEUE_ROWS)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(build,), name=f"monitor-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = dict(metrics)
+        self._put(lambda monitor: monitor.log(step, row))
+
+    def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
+        kept = list(rows)
+        self._put(lambda monitor: monitor.log_table(step, name, kept))
+
+    def _put(self, write: Callable[[Monitor], None]) -> None:
         if self._error:
             raise self._error
         try:
-            self._rows.put_nowait((step, dict(metrics)))
+            self._rows.put_nowait(write)
         except queue.Full:
             raise RuntimeError(f"{QUEUE_ROWS} rows are queued; the tracker is stuck or too slow") from None
 
@@ -109,8 +130,8 @@ class BackgroundMonitor:
     def _run(self, build: Callable[[], Monitor]) -> None:
         try:
             monitor = build()
-            while (row := self._rows.get()) is not None:
-                monitor.log(*row)
+            while (write := self._rows.get()) is not None:
+                write(monitor)
             monitor.close()
         except Exception as error:
             self._error = error

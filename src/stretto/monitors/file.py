@@ -18,6 +18,8 @@ from typing import Any
 
 import orjson
 
+from stretto.base.errors import DataError
+
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
 
@@ -34,6 +36,9 @@ class MetricsFile:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write({"step": step, "time": time.time(), "incarnation": self.incarnation, **metrics})
 
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing: texts are in files of their own, such as RUN/evals."""
+
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
@@ -48,12 +53,14 @@ class MetricsFile:
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """One merged row per step, in step order, without superseded rows; [] if there is no file.
 
-    Lines that a crash cut off are skipped.
+    Lines that a crash cut off are skipped. Raises: DataError for a file that cannot be read.
     """
     try:
         lines = Path(path).read_bytes().splitlines()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     rows: dict[int, dict[str, Any]] = {}
     resumed: int | None = None
     is_new = False  # an incarnation without resumed_step has begun: its first row says where
@@ -67,6 +74,8 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
                 rows = {step: old for step, old in rows.items() if step <= resumed}
             continue
         step = row["step"]
+        if not isinstance(step, int):
+            continue
         if is_new:
             rows, is_new = {s: old for s, old in rows.items() if s < step}, False
         rows.setdefault(step, {}).update((k, math.nan if v is None else v) for k, v in row.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stretto.base.paths import RunDir
@@ -29,11 +29,35 @@ class TensorboardMonitor:
         ]
         self._add(step, summary=self._summary.Summary(value=values))
 
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """As a table in Markdown, under TEXT."""
+        from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2
+        from tensorboard.plugins.text import metadata
+
+        size = tensor_shape_pb2.TensorShapeProto.Dim(size=1)
+        text = tensor_pb2.TensorProto(
+            dtype="DT_STRING",
+            string_val=[_as_markdown(rows).encode()],
+            tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[size]),
+        )
+        value = self._summary.Summary.Value(
+            tag=name, tensor=text, metadata=metadata.create_summary_metadata(name, "")
+        )
+        self._add(step, summary=self._summary.Summary(value=[value]))
+
     def close(self) -> None:
         self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, **content))
+
+
+def _as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    def line(cells: Iterable[Any]) -> str:
+        texts = (str(cell).replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>") for cell in cells)
+        return f"| {' | '.join(texts)} |"
+
+    return "\n".join([line(rows[0]), line("-" * len(rows[0])), *(line(row.values()) for row in rows)])
 
 
 def build(

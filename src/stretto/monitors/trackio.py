@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import TrackioSection
@@ -18,6 +19,11 @@ class TrackioMonitor:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        import trackio
+
+        self._run.log({name: trackio.Table(data=[dict(row) for row in rows])}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stretto.base.paths import RunDir
 from stretto.config.load import masked
@@ -42,6 +43,12 @@ class WandbMonitor:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
+
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"step": step, name: table})
 
     def close(self) -> None:
         """Finish the W&B run and end W&B's own process, which would otherwise outlive this one."""

@@ -234,6 +234,7 @@ class Loop:
         row = self.parts.evaluator.user_metrics | telemetry.eval_row(scores)
         self.parts.ledger.event("eval", {"version": version, **row})
         self.parts.monitors.log(version, row)
+        self.parts.monitors.log_table(version, "eval/samples", self.parts.evaluator.examples)
         telemetry.report_eval(version, scores)
         logger.info("eval of version %d:\n%s", version, format_table(scores))
         self.parts.watch.progress(f"version {version} evaluated")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import math
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -129,6 +131,9 @@ class Broken:
         if self.rows == 2:
             raise OSError("no space left")
 
+    def log_table(self, step: int, name: str, rows: list) -> None:
+        raise AssertionError("a dropped monitor is not touched again")
+
     def close(self) -> None:
         raise AssertionError("a dropped monitor is not touched again")
 
@@ -155,6 +160,9 @@ def test_a_tracker_that_cannot_start_is_dropped_with_its_cause(caplog: pytest.Lo
     assert "not logged in" in caplog.text
 
 
+SAMPLES = [{"reward": 0.5, "reply": "<user>2 | 3?\n5"}]
+
+
 class Gate:
     """A monitor that blocks until the test lets it go on."""
 
@@ -165,6 +173,9 @@ class Gate:
         self.opened.wait()
         self.rows.append(step)
 
+    def log_table(self, step: int, name: str, rows: list) -> None:
+        self.rows.append(name)
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -174,10 +185,12 @@ def test_a_slow_tracker_does_not_hold_up_the_caller_and_is_drained_on_close() ->
     monitors = Monitors({"gate": BackgroundMonitor("gate", lambda: gate)})
     for step in range(100):
         monitors.log(step, {})
+    monitors.log_table(100, "eval/samples", SAMPLES)
+    monitors.log_table(101, "nothing", [])
     assert gate.rows == []
     gate.opened.set()
     monitors.close()
-    assert gate.rows == list(range(100)) and gate.is_closed
+    assert gate.rows == [*range(100), "eval/samples"] and gate.is_closed
 
 
 def test_close_gives_up_on_a_stuck_tracker_at_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,12 +242,16 @@ def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
         for step in steps:
             monitors.log(step, {"loss": step / 2 + 10 * (resumed_step is not None), "note": "text"})
         assert monitors.names == ["file", "tensorboard"]
+        monitors.log_table(6, "eval/samples", SAMPLES)
         monitors.close()
         time.sleep(1.1)  # files are named by the second
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir.path / "tensorboard" / "trainer"))
     events.Reload()
+    text = events.Tensors("eval/samples")[-1].tensor_proto.string_val[0].decode()
+    assert "| 0.5 | &lt;user>2 \\| 3?<br>5 |" in text.splitlines() and text.startswith("| reward | reply |")
+    assert "eval/samples" in events.PluginTagToContent("text")
     found = {event.step: event.value for event in events.Scalars("loss")}
     assert found == {1: 0.5, 2: 1.0, 3: 1.5, 4: 12.0, 5: 12.5, 6: 13.0}
 
@@ -242,14 +259,18 @@ def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
 @pytest.mark.skipif(is_missing("wandb"), reason="extra `wandb` is not installed")
 @pytest.mark.filterwarnings("default")
 def test_wandb_offline_writes_a_run_without_a_network(
-    run_dir: RunDir, caplog: pytest.LogCaptureFixture
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(run_dir.path))  # what it keeps until the process ends
     section = MonitorsSection(wandb=WandbSection(project="tests", offline=True))
     monitors = build_monitors(section, run_dir, "trainer", "run")
     for step in range(1, 4):
         monitors.log(step, {"loss": 1.0 / step})
+    monitors.log_table(3, "eval/samples", SAMPLES)
     monitors.close(timeout_s=60)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+    [table] = run_dir.path.glob("wandb/offline-run-*/files/media/table/eval/samples*.table.json")
+    assert json.loads(table.read_text())["data"] == [list(SAMPLES[0].values())]
     (file,) = run_dir.path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"loss" in file.read_bytes()
 
@@ -262,5 +283,6 @@ def test_trackio_takes_rows(
     monkeypatch.setenv("TRACKIO_DIR", str(run_dir.path / "trackio"))
     monitors = build_monitors(MonitorsSection(trackio=TrackioSection(project="t")), run_dir, "trainer", "run")
     monitors.log(1, {"loss": 0.5})
+    monitors.log_table(1, "eval/samples", SAMPLES)
     monitors.close(timeout_s=60)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]

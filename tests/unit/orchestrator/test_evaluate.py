@@ -17,6 +17,7 @@ from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.eval.evaluator import Evaluator
+from stretto.orchestrator.eval.examples import shortened
 from stretto.orchestrator.eval.results import build_eval_score, format_table, pass_all_k, pass_at_k
 from stretto.orchestrator.eval.verb import evaluate_engine
 from stretto.orchestrator.rollout.player import Player
@@ -41,6 +42,22 @@ def test_by_hand():
 
 
 # -- an eval --
+
+
+def test_the_best_the_worst_and_others_of_an_eval_go_to_the_log_in_short(caplog):
+    caplog.set_level("INFO", logger="stretto.orchestrator.eval.examples")
+    each = evaluator([EchoEnv()], FakeEngine(parrot(0.5)), group_size=5, greedy=True, log_samples=3)
+    run_virtual(each.evaluate(4))
+    sampled = [row for row in each.examples if row["mode"] == "sampled"]
+    assert [row["reward"] for row in sampled[:2]] == [1.0, 0.0] and len(sampled) == 3
+    assert len(each.examples) == 6 and {row["version"] for row in each.examples} == {4}
+    assert len({(row["task"], row["prompt"], row["reply"], id(row)) for row in sampled}) == 3
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert len(lines) == 6 and "version 4, echo eval-" in lines[0] and "reward 1.000: " in lines[0]
+    none = evaluator([EchoEnv()], FakeEngine(parrot(0.5)), log_samples=0)
+    run_virtual(none.evaluate(0))
+    assert none.examples == []
+    assert shortened("a" * 1000, 101) == f"{'a' * 49} … {'a' * 49}" and shortened("short", 10) == "short"
 
 
 def evaluator(envs, engine, run_dir=None, **section):

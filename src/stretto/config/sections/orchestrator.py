@@ -196,6 +196,8 @@ class EvalSection(Section):
     """Evaluate the version a run resumes from once more, even if it has been; of `rl`."""
     save_samples: bool = True
     """Keep prompt, reply and reward of every rollout in RUN/evals."""
+    log_samples: int = Field(2, ge=0)
+    """Conversations per environment and mode for the log and trackers, shortened: the best, the worst, then any."""
     sampling: SamplingSection = SamplingSection()
 
     aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}

@@ -28,6 +28,7 @@ from stretto.config.sections.orchestrator import EvalSection, SamplingSection, c
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.orchestrator.batch.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.build import eval_run_info, open_env
+from stretto.orchestrator.eval.examples import Row, example_rows, log_rows
 from stretto.orchestrator.eval.results import (
     EvalScore,
     build_eval_score,
@@ -64,12 +65,15 @@ class Evaluator:
         self._max_inflight = max_inflight_rollouts
         self._watch = watch
         self._run_dir = run_dir  # for results and samples; None if neither is written
+        self.examples: list[Row] = []
+        """A few conversations of the latest eval of environments, for trackers."""
 
     async def evaluate(self, version: int, *, end: int | None = 0) -> list[EvalScore]:
         """Scores of every environment that is due, sampled and (if configured) greedy.
 
         Raises: StrettoError if no rollout of an environment succeeded; its class says who must act.
         """
+        self.examples = []
         scores = (
             []
             if self._user_function is None
@@ -141,6 +145,11 @@ class Evaluator:
         if self._run_dir is not None and self.section.save_samples:
             path = self._samples_path(version, env.name, mode)
             await write_samples(path, groups, self._player.renderer, mode, version)
+        rows = example_rows(
+            groups, self._player.renderer, mode, version=version, count=self.section.log_samples
+        )
+        log_rows(rows)
+        self.examples += rows
         score = dataclasses.replace(build_eval_score(env.name, mode, k, groups, time_s), version=version)
         if score.versions not in (None, (version, version)):
             low, high = score.versions

@@ -69,6 +69,7 @@ async def follow(cfg: EvalsConfig) -> None:
                 write_results(run_dir.eval_results(version), [])
                 continue
             monitors.log(version, eval_row(scores))
+            monitors.log_table(version, "eval/samples", evaluator.examples)
             logger.info("version %d\n%s", version, format_table(scores))
 
 

@@ -108,7 +108,7 @@ async def write_samples(
                     "metrics": rollout.metrics,
                     "num_turns": rollout.num_turns,
                     "num_tokens": rollout.num_sampled_tokens,
-                    "branches": [_branch_texts(branch, renderer) for branch in rollout.branches],
+                    "branches": [branch_texts(branch, renderer) for branch in rollout.branches],
                 }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             await asyncio.sleep(0)
@@ -162,7 +162,7 @@ def _open_atomic(path: Path) -> Iterator[TextIO]:
         yield file
 
 
-def _branch_texts(branch: Branch, renderer: Renderer) -> dict[str, str]:
+def branch_texts(branch: Branch, renderer: Renderer) -> dict[str, str]:
     """The prompt up to the first sampled token, and the rest as the reply."""
     start = int(branch.is_sampled.argmax()) if branch.is_sampled.any() else len(branch.token_ids)
     ids = branch.token_ids

@@ -65,6 +65,7 @@ async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
             version = 0 if section.api == "chat" else await version_of(engines, renderer, cfg.run_name)
             scores = await evaluator.evaluate(version, end=version)
             monitors.log(version, eval_row(scores))
+            monitors.log_table(version, "eval/samples", evaluator.examples)
             return scores
 
 

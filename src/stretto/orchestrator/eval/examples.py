@@ -1,0 +1,68 @@
+"""A few conversations of an eval for people: in the log, and as tables of text in trackers."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+
+from stretto.chat.render import Renderer
+from stretto.orchestrator.eval.results import branch_texts
+from stretto.records.rollout import Group, Rollout
+
+PROMPT_CHARS = 300
+REPLY_CHARS = 500
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, str | int | float]
+
+
+def choose(groups: Sequence[Group], count: int, seed: int) -> list[Rollout]:
+    """The best rollout, the worst, then any others: at most count of those that did not fail."""
+    played = [each for group in groups for each in group.rollouts if each.is_counted and each.branches]
+    if not played:
+        return []
+    best, worst = max(played, key=lambda each: each.reward), min(played, key=lambda each: each.reward)
+    ends = [best] if worst is best else [best, worst]
+    others = [each for each in played if each is not best and each is not worst]
+    return [*ends, *random.Random(seed).sample(others, min(len(others), max(0, count - len(ends))))][:count]
+
+
+def example_rows(
+    groups: Sequence[Group], renderer: Renderer, mode: str, *, version: int, count: int
+) -> list[Row]:
+    """Chosen conversations as rows of text, shortened: of several branches the first."""
+    rows: list[Row] = []
+    for rollout in choose(groups, count, seed=version):
+        texts = branch_texts(rollout.branches[0], renderer)
+        rows.append(
+            {
+                "version": version,
+                "env": rollout.task.env,
+                "mode": mode,
+                "task": rollout.task.task_id,
+                "reward": rollout.reward,
+                "prompt": shortened(texts["prompt"], PROMPT_CHARS),
+                "reply": shortened(texts["reply"], REPLY_CHARS),
+            }
+        )
+    return rows
+
+
+def shortened(text: str, num_chars: int) -> str:
+    """The text without its middle where it is longer."""
+    if len(text) <= num_chars:
+        return text
+    half = (num_chars - 3) // 2
+    return f"{text[:half]} … {text[-half:]}"
+
+
+def log_rows(rows: Sequence[Row]) -> None:
+    """One line of the log per conversation; line breaks are written as \\n."""
+    for row in rows:
+        said = f"{row['prompt']} ▶ {row['reply']}".replace("\n", "\\n")
+        logger.info(
+            "version %s, %s %s, %s, reward %.3f: %s",
+            row["version"], row["env"], row["task"], row["mode"], row["reward"], said,
+        )  # fmt: skip
