@@ -9,8 +9,8 @@ pair), the methods that need more than a credit and a loss (`METHODS`), and the 
 Figures are the mean reward of held-out tasks, sampled at temperature 1, before and after; a row learns when it ends at
 least its task's margin above its start. Second part: rollouts up to 8 steps old, with and without correction.
 
-The table goes to the standard output, curves of the training reward to `--picture`; the last line is one JSON object.
-`--rows` keeps every run that is done, and those it has are not run again.
+The table goes to the standard output, a heat map and dots to `--picture` (algorithm_pictures.py); the last line is one
+JSON object. `--rows` keeps every run that is done, and those it has are not run again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import algorithm_pictures
 
 ROOT = Path(__file__).resolve().parents[1]
 STALE = 8
@@ -180,32 +182,10 @@ def show(results: list[dict], title: str) -> None:
 
 
 def draw(results: list[dict], stale: list[dict], path: Path) -> None:
-    """Training reward by step: a panel per credit and task, a line per loss; then the stale runs."""
-    from matplotlib.figure import Figure
-
-    panels: dict[str, list[tuple[str, list[float]]]] = {}
-    for row in results:
-        credit, _, loss = row["name"].partition(" x ")
-        panels.setdefault(f"{row['task']}: {credit if loss else 'others'}", []).append(
-            (loss or credit, row["curve"])
-        )
-    for row in stale:
-        panels.setdefault(f"{row['task']}: up to {STALE} steps old", []).append((row["name"], row["curve"]))
-    columns = 4
-    height = -(-len(panels) // columns)
-    figure = Figure(figsize=(4 * columns, 2.6 * height), layout="constrained")
-    axes = figure.subplots(height, columns, squeeze=False, sharey=True).ravel()
-    for axis, (title, lines) in zip(axes, panels.items()):
-        for label, curve in lines:
-            smooth = [statistics.fmean(curve[max(0, i - 9) : i + 1]) for i in range(len(curve))]
-            axis.plot(smooth, label=label, linewidth=1)
-        axis.set_title(title, fontsize=8)
-        axis.set_ylim(0, 1)
-        axis.tick_params(labelsize=7)
-        axis.legend(fontsize=5)
-    for axis in axes[len(panels) :]:
-        axis.set_visible(False)
-    figure.savefig(path, dpi=80)
+    """The pairs of a credit and a loss, and the losses on stale rollouts as a credit of their own."""
+    old = [row | {"name": f"grpo, up to {STALE} steps old x {row['name']}"} for row in stale]
+    if cells := algorithm_pictures.cells_of_rows([*results, *old]):
+        algorithm_pictures.draw(cells, path)
 
 
 def main() -> None:
@@ -229,7 +209,7 @@ def main() -> None:
     )
     parser.add_argument("--lr", help="instead of the example's 1e-3")
     parser.add_argument("--rows", type=Path, help="a file of JSON lines, one per run that is done")
-    parser.add_argument("--picture", type=Path, help="where to write the curves")
+    parser.add_argument("--picture", type=Path, help="where to write the picture")
     args = parser.parse_args()
     done = Done(args.rows)
     rate = f"--trainer.optim.lr {args.lr}" if args.lr else ""

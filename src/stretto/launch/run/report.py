@@ -207,12 +207,12 @@ class Curve:
         return moving_mean(self.rewards)
 
     def bounds(self) -> tuple[float, float]:
-        """Lowest and highest reward shown: 0 to 1 if all fit, which makes runs comparable."""
+        """Lowest and highest reward shown: those there are with a margin, inside 0 to 1 if all are."""
         values = [*self.rewards, *(value for _, value in (*self.sampled, *self.greedy))]
         low, high = min(values), max(values)
+        margin = max(0.05 * (high - low), 0.01)
         if low >= 0 and high <= 1:
-            return 0.0, 1.0
-        margin = 0.05 * (high - low) or 1.0
+            return max(low - margin, 0.0), min(high + margin, 1.0)
         return low - margin, high + margin
 
     def as_text(self, cells: tuple[int, int] = _CURVE_CELLS) -> str:
@@ -263,7 +263,7 @@ class Curve:
         for side in ("left", "bottom"):
             axes.spines[side].set_color("#bbbbbb")
         axes.tick_params(colors=_INK, length=0)
-        axes.legend(frameon=False, loc="lower right", fontsize=9, labelcolor=_INK)
+        figure.legend(frameon=False, loc="outside lower center", ncols=4, fontsize=9, labelcolor=_INK)
         figure.savefig(path)
 
     def _span(self) -> tuple[int, int]:
