@@ -2,7 +2,7 @@
 
 run = stretto.rl("rl.toml")             train; also sft, evaluate
 stretto.Run("outputs/demo").metrics()   look at a run; also rollouts, evals, plot
-stretto.compare(["outputs/a", "outputs/b"])
+stretto.compare(["outputs/a", "outputs/b"])   also plot
 """
 
 from __future__ import annotations
@@ -10,9 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Run", "compare", "evaluate", "rl", "sft"]
+__all__ = ["Run", "compare", "evaluate", "plot", "rl", "sft"]
 
-_HOMES = {"Run": "run", "compare": "run", "rl": "script", "sft": "script", "evaluate": "script"}
+_HOMES = {
+    "Run": "run",
+    "compare": "run",
+    "plot": "run",
+    "rl": "script",
+    "sft": "script",
+    "evaluate": "script",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -120,10 +120,11 @@ def init(words: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("directory", help="where to; it is made if it is not there")
-    directory = Path(parser.parse_args(list(words)).directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"stretto init: {directory} is there and not empty; name a new directory.")
+    name = parser.parse_args(list(words)).directory
+    directory = Path(name)
     try:
+        if not name or (directory.exists() and (not directory.is_dir() or any(directory.iterdir()))):
+            raise ConfigError(f"stretto init: {name!r} is there and not empty; name a new directory.")
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in FILES.items():
             (directory / name).write_text(text.replace("{name}", directory.resolve().name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ KEYS = {
 SFT_KEYS = {"nll/mean": "loss (nats per token)", "optim/grad_norm": "gradient norm"}
 """What is drawn of an `rl` run or an `sft` run where no key is named, and what its axis says."""
 _COLORS = ("#1f5fa8", "#d1495b", "#2a9d6f", "#c98a1b", "#7b4fa3", "#4f7c8a", "#8a5a44", "#666666")
+_DASHES = ("-", "--", ":", "-.")  # after eight runs the colours come again, with other lines
 
 
 def plot(
@@ -31,7 +33,7 @@ def plot(
 
     Raises: ConfigError when no run has one of the keys.
     """
-    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     rows = {name: [row for row in own if row["step"] > 0] for name, own in runs.items()}
     usual = KEYS if any("reward/mean" in row for own in rows.values() for row in own) else SFT_KEYS
@@ -39,21 +41,32 @@ def plot(
     _check(names, rows)
     columns = min(2, len(names))
     lines = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(5.2 * columns, 3.2 * lines), dpi=160, layout="constrained")
+    figure = new_figure(5.2 * columns, 3.2 * lines)
     panels = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes in panels[len(names) :]:
         axes.set_visible(False)
     for axes, key in zip(panels, names):
-        for color, (name, own) in zip(_COLORS * len(rows), rows.items()):
-            _draw(axes, own, key, color, name)
+        for number, (name, own) in enumerate(rows.items()):
+            _draw(
+                axes,
+                own,
+                key,
+                name,
+                color=_COLORS[number % len(_COLORS)],
+                dash=_DASHES[number // len(_COLORS) % 4],
+            )
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel({**KEYS, **SFT_KEYS}.get(key, key))
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     if len(rows) > 1:
-        figure.axes[0].legend(frameon=False, fontsize=8, loc="best")
+        lines_of = {line.get_label(): line for axes in panels for line in axes.get_legend_handles_labels()[0]}
+        figure.legend(
+            lines_of.values(), lines_of, loc="outside upper left", ncols=4, frameon=False, fontsize=8
+        )
     else:
         figure.suptitle(next(iter(rows)), x=0.01, ha="left", fontweight="bold")
     if path is not None:
@@ -64,14 +77,27 @@ def plot(
     return figure
 
 
-def _draw(axes: Any, rows: Sequence[dict[str, Any]], key: str, color: str, name: str) -> None:
+def new_figure(width: float, height: float) -> Any:
+    """A figure of so many inches that a notebook shows, without a window system."""
+    from matplotlib.figure import Figure
+
+    class Shown(Figure):
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png", dpi=80)
+            return buffer.getvalue()
+
+    return Shown(figsize=(width, height), dpi=160, layout="constrained")
+
+
+def _draw(axes: Any, rows: Sequence[dict[str, Any]], key: str, name: str, *, color: str, dash: str) -> None:
     rows = [row for row in rows if math.isfinite(row.get(key, math.nan))]
     if not rows:
         return
     steps, values = [row["step"] for row in rows], [row[key] for row in rows]
     mean = moving_mean(values)
     axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, mean, color=color, linewidth=2, label=name)
+    axes.plot(steps, mean, color=color, linewidth=2, linestyle=dash, label=name)
     if key == "reward/mean":
         errors = [_standard_error(row) for row in rows]
         low, high = ([m + sign * e for m, e in zip(mean, errors)] for sign in (-1, 1))

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from stretto.config.load import masked
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Branch, Rollout
+
+T = TypeVar("T")
 
 _ROWS = """
     SELECT r.group_id, r.member, r.status, r.reward, r.advantage, r.first_version, r.last_version, r.num_turns,
@@ -42,8 +44,13 @@ class Run:
     def __init__(self, path: Path | str) -> None:
         """Raises: ConfigError when there is no run."""
         self.dir = RunDir(Path(path))
-        if not self.dir.config("run").exists() and not self.dir.ledger.exists():
-            raise ConfigError(f"{path}: {_what_is_there(self.dir.path)}")
+        try:
+            is_run = self.dir.config("run").exists() or self.dir.ledger.exists()
+            missing = "" if is_run else _what_is_there(self.dir.path)
+        except OSError as error:
+            missing = f"cannot be read: {error.strerror}."
+        if missing:
+            raise ConfigError(f"{path}: {missing}")
 
     def __repr__(self) -> str:
         return f"stretto.Run({str(self.dir)!r})"
@@ -60,12 +67,12 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved configuration, defaults included; secrets are masked."""
         path = self.dir.config("run")
-        return masked(json.loads(path.read_text())) if path.exists() else {}
+        return masked(_json(path, dict)) if path.exists() else {}
 
     @property
     def summary(self) -> dict[str, Any]:
         """What the run reported at its end; {} before that."""
-        return json.loads(self.dir.summary.read_text()) if self.dir.summary.exists() else {}
+        return _json(self.dir.summary, dict) if self.dir.summary.exists() else {}
 
     def metrics(self) -> list[dict[str, Any]]:
         """One row per step, in order: `step`, `time` and everything that was logged."""
@@ -79,15 +86,15 @@ class Run:
         """One row per evaluation: version, environment, mode (sampled or greedy), mean, pass@k and more."""
         files = sorted(self.dir.evals.glob("version_*/results.json"), key=lambda file: _version(file.parent))
         return [
-            {**row, "version": _version(file.parent)}
+            {**_checked(row, file, dict), "version": _version(file.parent)}
             for file in files
-            for row in json.loads(file.read_text())
+            for row in _json(file, list)
         ]
 
     def eval_samples(self, version: int) -> list[dict[str, Any]]:
         """One row per rollout of the evaluation of a version, with its text."""
         files = sorted(self.dir.eval(version).glob("*.jsonl"))
-        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return [_parsed(line, file, dict) for file in files for line in _text(file).splitlines()]
 
     def rollouts(
         self,
@@ -138,9 +145,7 @@ class Run:
 
         path: where the picture is written too.
         """
-        from stretto.view.plot import plot
-
-        return plot({self.name: self.metrics()}, keys, path)
+        return plot([self], *keys, path=path)
 
     def _check_env(self, ledger: LedgerReader, env: str | None) -> None:
         names = [row["env"] for row in ledger.rows("SELECT DISTINCT env FROM draws ORDER BY env")]
@@ -204,6 +209,19 @@ def compare(runs: Sequence[Run | Path | str]) -> list[dict[str, Any]]:
     return rows
 
 
+def plot(runs: Sequence[Run | Path | str], *keys: str, path: Path | str | None = None) -> Any:
+    """The named metrics of several runs as one matplotlib figure, a colour per run; otherwise as `Run.plot`."""
+    from stretto.view.plot import plot
+
+    found = [run if isinstance(run, Run) else Run(run) for run in runs]
+    return plot({_label(run, found): run.metrics() for run in found}, keys, path)
+
+
+def _label(run: Run, runs: Sequence[Run]) -> str:
+    """Its name, or its path where two runs have the same."""
+    return run.name if [other.name for other in runs].count(run.name) == 1 else str(run.dir)
+
+
 def _order(best: int | None, worst: int | None, limit: int | None) -> str:
     if best is not None:
         return f" AND r.reward IS NOT NULL ORDER BY r.reward DESC, r.row LIMIT {int(best)}"
@@ -223,6 +241,32 @@ def _rollouts_of(ledger: LedgerReader, group_id: int) -> Sequence[Rollout]:
         return ()
 
 
+def _json(file: Path, kind: type[T]) -> T:
+    """The contents of a file. Raises: DataError when it is damaged or cannot be read."""
+    return _parsed(_text(file), file, kind)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as cause:
+        raise DataError(f"{file}: cannot be read: {cause}") from cause
+
+
+def _parsed(text: str, file: Path, kind: type[T]) -> T:
+    try:
+        value = json.loads(text)
+    except ValueError as cause:
+        raise DataError(f"{file}: damaged, not JSON: {cause}") from cause
+    return _checked(value, file, kind)
+
+
+def _checked(value: Any, file: Path, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise DataError(f"{file}: damaged: a {type(value).__name__} where a {kind.__name__} belongs.")
+    return value
+
+
 def _version(directory: Path) -> int:
     return int(directory.name.removeprefix("version_"))
 
@@ -232,6 +276,8 @@ def _as_numbers(token_ids: np.ndarray) -> str:
 
 
 def _what_is_there(path: Path) -> str:
+    if path.exists() and not path.is_dir():
+        return "this is a file; a run is a directory, such as outputs/demo."
     if not path.is_dir():
         near = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
         return "there is no such directory" + (

@@ -6,11 +6,11 @@ import argparse
 import re
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.view.run import Run, compare
+from stretto.view.run import plot as draw
 
 _TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL)
 
@@ -57,6 +57,9 @@ def show(words: Sequence[str]) -> int:
         worst=args.worst,
         limit=args.limit,
     )
+    if not rows and args.failed and not (args.step or args.env):
+        print(f"{run.dir}: no rollout failed. {_what_there_is(run)}")
+        return 0
     if not rows:
         raise ConfigError(f"{run.dir}: no such rollouts. {_what_there_is(run)}")
     for row in rows:
@@ -77,18 +80,11 @@ def plot(words: Sequence[str]) -> int:
     )
     parser.add_argument("--out", default="plot.png", help="the picture (plot.png)")
     args = parser.parse_args(list(words))
-    from stretto.view.plot import plot as draw
-
     runs = [Run(path) for path in args.run]
-    draw({_label(run, runs): run.metrics() for run in runs}, args.key, Path(args.out))
+    draw(runs, *args.key, path=args.out)
     print(table(compare(runs)))
     print(f"\npicture  {args.out}")
     return 0
-
-
-def _label(run: Run, runs: Sequence[Run]) -> str:
-    """Its name, or its path where two runs have the same."""
-    return run.name if [other.name for other in runs].count(run.name) == 1 else str(run.dir)
 
 
 def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:

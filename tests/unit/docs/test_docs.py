@@ -1,48 +1,18 @@
-"""Documents hold: links lead somewhere, named functions exist, commands are understood."""
+"""Documents hold: links lead somewhere, named functions exist where they are said to be."""
 
 from __future__ import annotations
 
 import re
-import shlex
-import shutil
 import sys
-import tomllib
 from functools import partial
 from pathlib import Path
 
 import pytest
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
+from pages.blocks import PAGES, ROOT
 
-from stretto.chat.tokenizer import build_letters_tokenizer
-from stretto.cli import main
-from stretto.config.sections.model import ScratchSection
-from stretto.models.hub import random_model, save_hf
-
-ROOT = Path(__file__).resolve().parents[3]
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "examples").glob("*/README.md")),
-]
-VERBS = {"rl", "sft", "trainer", "orchestrator", "inference", "eval"}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(?:#[^)]*)?\)")
-
-
-def commands(page: Path) -> list[list[str]]:
-    """Words of every command of ours in the page's shell blocks, with continued lines joined."""
-    found = []
-    for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", page.read_text(), re.S):
-        for line in re.split(r"\n|&&", block.replace("\\\n", " ")):
-            words = shlex.split(line.split("#")[0].removeprefix("$ "))
-            while words and (words[0] in ("stretto", "uv", "run") or words[0].startswith(".venv/bin/")):
-                words = [Path(words[0]).name, *words[1:]]
-                if words[0] in VERBS:
-                    break
-                words = words[1:]
-            if words and words[0] in VERBS:
-                found.append(words)
-    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -110,44 +80,3 @@ def test_a_rollout_takes_the_way_that_is_written_down(tmp_path):
         sys.setprofile(None)
     found = [each for each in entered if each in set(written)]
     assert [name for _, name in found] == [name for _, name in written]
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory) -> Path:
-    """A folder as a reader of the documents has it: the examples, their warmed-up models, and files of his own."""
-    folder = tmp_path_factory.mktemp("workplace")
-    shutil.copytree(ROOT / "examples", folder / "examples")
-    tokenizer = build_letters_tokenizer(folder / "tokenizer")
-    for name in ("sort-letters", "reverse-text"):
-        for model in (f"outputs/{name}-sft/weights/latest", f"outputs/{name}/weights/latest"):
-            (folder / model).mkdir(parents=True)
-            save_hf(random_model(ScratchSection(), 112), folder / model, tokenizer)
-    whole = tomllib.loads((ROOT / "examples/sort_letters/rl.toml").read_text())
-    model = f'[model]\nname = "{whole["model"]["name"].format(output_dir="outputs")}"\n'
-    env = '[[orchestrator.env]]\nid = "sort-letters"\n'
-    for name in ("rl.toml", "base.toml"):
-        (folder / name).write_text(model + env)
-    page = (ROOT / "docs" / "first_hour.md").read_text()
-    for name, kind in (("vowels.toml", "toml"), ("my_envs.py", "python")):
-        (folder / name).write_text(re.findall(rf"```{kind}\n(.*?)```", page, re.S)[0])
-    (folder / "mine.toml").write_text("seed = 1\n")
-    for name, text in {"train": model, "orch": '[[env]]\nid = "sort-letters"\n', "infer": ""}.items():
-        (folder / f"{name}.toml").write_text(text)
-    return folder
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("page", "words"),
-    [(page, words) for page in PAGES for words in commands(page)],
-    ids=lambda v: shlex.join(v)[:60] if isinstance(v, list) else v.stem,
-)
-def test_every_command_in_the_documents_is_understood(page, words, workplace, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(workplace)
-    if words[0] in ("sft", "rl") and "--output-dir" not in words:
-        words = [*words, "--output-dir", str(tmp_path)]
-        for warmed in (workplace / "outputs").glob("*-sft") if words[0] == "rl" else ():
-            (tmp_path / warmed.name).symlink_to(warmed)
-    # Whether a run is there to continue or to delete is tested elsewhere.
-    words = [w for w in words if w not in ("--resume", "--clean")]
-    assert main([*words, "--dry-run"]) in (0, None), capsys.readouterr().err

@@ -28,11 +28,6 @@ def loaded(tmp_path, toml):
     return load(RLConfig, ["@", str(file)], verb="rl")
 
 
-@pytest.mark.parametrize("toml", re.findall(r"```toml\n(.*?)```", PAGE, re.S))
-def test_every_setting_shown_loads(tmp_path, toml):
-    loaded(tmp_path, toml)
-
-
 @pytest.mark.parametrize("line", CORRECTIONS)
 def test_every_correction_in_the_table_loads(tmp_path, line):
     cfg = loaded(tmp_path, f'[trainer.loss]\ntype = "reinforce"\n[trainer.loss.correction]\n{line}\n')

@@ -7,13 +7,10 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from dataset_cases import RUN, play, sampled_text
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
 
-from stretto.config.load import load
-from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.hooks import HooksSection
 from stretto.envs.base import load_environment
 from stretto.envs.dataset import dataset
@@ -21,16 +18,6 @@ from stretto.trainer.batch.sft_data import parse_row
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "data.md").read_text()
 CODE = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "my_hooks.py" in code]
-
-
-@pytest.mark.parametrize("toml", re.findall(r"```toml\n(.*?)```", PAGE, re.S))
-def test_every_setting_shown_loads(tmp_path, toml):
-    file = tmp_path / "c.toml"
-    file.write_text(toml)
-    if "[data]" in toml:
-        load(SFTConfig, ["@", str(file)], verb="sft")
-    else:
-        load(RLConfig, ["@", str(file)], verb="rl")
 
 
 def test_the_records_shown_are_read(tmp_path):

@@ -1,0 +1,33 @@
+"""The pages for the first hour keep their promise: the task that they show is learned, and a new project too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from pages.blocks import blocks
+from runs import DEADLINE_S, start, wait
+
+
+def test_the_task_of_the_first_hour_is_learned_and_looked_at(workplace: Path) -> None:
+    [*_, script] = [block.text for block in blocks("python") if block.page == "docs/first_hour.md"]
+    code, output = wait(start("rl", ["@", "vowels.toml", "--clean"], workplace))
+    assert code == 0, output
+    (workplace / "look.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "look.py"], cwd=workplace, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0 and float(done.stdout.splitlines()[0]) > 0.8, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) >= 4 and ": improved" in output
+
+
+def test_a_new_project_learns(tmp_path: Path) -> None:
+    code, output = wait(start("init", ["mine"], tmp_path))
+    assert code == 0 and "rl @ rl.toml" in output
+    for verb in ("sft", "rl"):
+        code, output = wait(start(verb, ["@", f"{verb}.toml"], tmp_path / "mine"))
+        assert code == 0, output
+    summary = json.loads((tmp_path / "mine" / "outputs" / "vowels" / "summary.json").read_text())
+    assert summary["reward_after"] > summary["reward_before"] + 0.3, summary

@@ -1,0 +1,133 @@
+"""The code blocks of the documents, and the commands in them.
+
+Every block with a language is run by a test: tests/unit/docs parses, plans and executes, tests/e2e/documents
+trains. What cannot be run on one machine without a network is in `NOT_RUN` with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("**/README.md")),
+]
+KINDS = {name: name for name in ("bash", "python", "toml", "json")} | {
+    "sh": "bash",
+    "console": "bash",
+    "py": "python",
+}
+"""Languages of blocks that are run. A block without a language is a picture or a formula."""
+CONFIG_VERBS = ("rl", "sft", "trainer", "orchestrator", "inference", "eval")
+VIEW_VERBS = ("show", "plot", "init")
+
+_DEMO = "the demo itself: tests/e2e/documents trains with its files for fewer steps"
+_ELSEWHERE = "an engine or teacher is on another machine"
+_SHELL = "a command of the shell"
+
+NOT_RUN = {
+    ("README.md", "make demo"): _DEMO,
+    ("README.md", "make test"): "these tests",
+    ("README.md", "stretto completion bash"): "tests/unit/launch/test_completion.py",
+    ("docs/first_hour.md", "make demo"): _DEMO,
+    ("docs/first_hour.md", "source .venv/bin/activate"): _SHELL,
+    ("docs/scaling.md", "export STRETTO_RUN_SECRET="): _SHELL,
+    ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/hub",
+    ("docs/environments.md", "(McpToolEnv)"): "its servers are the reader's: tests/unit/envs/test_mcp.py",
+    ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",
+    ("docs/lora.md", 'engine = "vllm"'): "vLLM on a CPU takes larger heads: tests/contract/test_adapters.py",
+    ("docs/algorithms.md", 'base_url = "http://10.0.0.7'): _ELSEWHERE,
+    ("docs/orchestrator.md", "--client.base_url http"): _ELSEWHERE,
+    ("docs/inference.md", "--hosts 10.0.0.1"): _ELSEWHERE,
+    ("docs/inference.md", "--deployment.hosts 10.0.0.1"): _ELSEWHERE,
+}
+"""Why a block or command is not run as a whole, by page and a piece of it. Configurations are planned all the same."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code: the page's path in the repository, the line of its first line, the language, the text."""
+
+    page: str
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def reason(self) -> str | None:
+        return why_not_run(self.page, self.text)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ours or of the shell in a block: its variables and its words, without `stretto`."""
+
+    block: Block
+    variables: tuple[str, ...]
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.block}-{' '.join(self.words)[:50]}"
+
+    @property
+    def verb(self) -> str:
+        return self.words[0]
+
+    @property
+    def reason(self) -> str | None:
+        return why_not_run(self.block.page, " ".join(self.words))
+
+    @property
+    def is_dry(self) -> bool:
+        return any(word in self.words for word in ("--dry-run", "--help"))
+
+
+def why_not_run(page: str, text: str) -> str | None:
+    """The reason in NOT_RUN that is meant for this block or command."""
+    return next((why for (of, piece), why in NOT_RUN.items() if of == page and piece in text), None)
+
+
+def blocks(kind: str | None = None) -> list[Block]:
+    """All blocks of all pages that have a language, or those of one kind."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^( *)```(\w+)\n(.*?)^ *```", text, re.S | re.M):
+            name, line = str(page.relative_to(ROOT)), text[: match.start(3)].count("\n") + 1
+            body = re.sub(f"^{match[1]}", "", match[3], flags=re.M)
+            assert match[2] in KINDS, (
+                f"{name}:{line}: {match[2]} is a language that no test runs; see {__file__}"
+            )
+            found.append(Block(name, line, KINDS[match[2]], body))
+    return [block for block in found if kind is None or block.kind == kind]
+
+
+def commands(block: Block) -> list[Command]:
+    """Every command of a shell block, with continued lines joined."""
+    found = []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        for piece in re.sub(r"(^|\s)#.*", "", line).removeprefix("$ ").split("&&"):
+            words = shlex.split(piece)
+            count = next((i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), len(words))
+            variables, words = words[:count], words[count:]
+            if words[:2] == ["uv", "run"]:
+                words = words[2:]
+            if words and words[0].startswith(".venv/bin/"):
+                words = [Path(words[0]).name, *words[1:]]
+            if words[:1] == ["stretto"]:
+                words = words[1:]
+            if words:
+                found.append(Command(block, tuple(variables), tuple(words)))
+    return found
+
+
+def all_commands() -> list[Command]:
+    return [command for block in blocks("bash") for command in commands(block)]

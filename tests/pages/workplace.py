@@ -1,0 +1,112 @@
+"""The folder of a reader of the documents: what he has been told to write, and what a block needs besides."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+from pages.blocks import ROOT, Block, blocks
+from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.config.sections.model import ScratchSection
+from stretto.models.hub import random_model, save_hf
+
+SOLVERS = '''
+import asyncio
+from stretto.envs.base import RolloutResult, TaskSource
+from stretto.records.rollout import Task
+
+
+class Solvers:
+    """Two solvers of one problem; the longer reply wins."""
+
+    name = "solvers"
+
+    def tasks(self, split):
+        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={}))
+
+    async def rollout(self, task, ctx):
+        names = ("solver/0", "solver/1")
+        replies = await asyncio.gather(
+            *(ctx.agent(name).chat([{"role": "user", "content": task.task_id}]) for name in names)
+        )
+        lengths = {name: float(len(reply.text)) for name, reply in zip(names, replies)}
+        return RolloutResult(reward=sum(lengths.values()), agent_rewards=lengths)
+'''
+DEMO_STEPS = 52  # pages look at step 50
+ENVS = {"episode_agents": "solvers:Solvers"}
+"""Environments of blocks that speak of more than sort-letters has, by a piece of the block."""
+
+
+def whole_config(block: Block) -> tuple[str, str]:
+    """The verb and the configuration of a reader who has put the block into a file, with what must be said besides."""
+    given = tomllib.loads(block.text)
+    if "data" in given:
+        return "sft", _MODEL + block.text
+    if "eval" in given:
+        return "sft", _SFT + block.text
+    has_model = "name" in given.get("model", {})
+    has_env = isinstance(given.get("orchestrator", {}).get("env"), list)
+    steps = "" if "max_steps" in given else "max_steps = 30\n"
+    env = next((env for piece, env in ENVS.items() if piece in block.text), "sort-letters")
+    env = "" if has_env else f'[[orchestrator.env]]\nid = "{env}"\n'
+    return "rl", steps + ("" if has_model else _MODEL) + env + block.text
+
+
+_MODEL = 'model.name = "outputs/sort-letters-sft/weights/latest"\n'
+_SFT = 'max_steps = 1000\nmodel.scratch = {}\ndata = { type = "environment", id = "sort-letters" }\n'
+
+
+MODELS = ("sort-letters-sft", "sort-letters", "reverse-text-sft", "reverse-text", "teacher", "my-run", "sft")
+
+
+def build_workplace(folder: Path, models: tuple[str, ...] = MODELS) -> Path:
+    """A folder as a reader of the documents has it: examples, untrained models, and the files that pages speak of."""
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    for name, text in reader_files().items():
+        (folder / name).write_text(text)
+    tokenizer = build_letters_tokenizer(folder / "tokenizer")
+    for run in models:
+        model = folder / "outputs" / run / "weights" / "latest"
+        model.mkdir(parents=True)
+        save_hf(random_model(ScratchSection(), 112), model, tokenizer)
+    return folder
+
+
+def link_models(outputs: Path, other: Path) -> Path:
+    """Another directory of runs, in which the models that pages begin with are found as `{output_dir}/...`."""
+    other.mkdir()
+    for name in ("sort-letters-sft", "reverse-text-sft", "teacher"):
+        (other / name).symlink_to(outputs.resolve() / name)
+    return other
+
+
+def reader_files() -> dict[str, str]:
+    """By name the files that the pages speak of. Python whose first line is a comment is the file named there."""
+    files: dict[str, str] = {}
+    for block in blocks("python"):
+        named = re.match(r"# (\w+\.py)", block.text)
+        name = named[1] if named else "my_envs.py" if is_environment(block) else None
+        if name is not None:
+            files[name] = files.get(name, "") + block.text
+    [vowels] = [block for block in blocks("toml") if block.page == "docs/first_hour.md"]
+    [taskset] = [block for block in blocks("python") if "vf.Taskset[" in block.text]
+    env = '[[orchestrator.env]]\nid = "sort-letters"\n'
+    rows = [{"prompt": f"{i % 7} + {i % 5}?", "label": str(i % 7 + i % 5)} for i in range(9100)]
+    return files | {
+        "vowels.toml": vowels.text,
+        "capitals_v1.py": taskset.text,
+        "solvers.py": SOLVERS,
+        "train.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        **dict.fromkeys(("rl.toml", "base.toml"), _MODEL + env),
+        "mine.toml": "seed = 1\n",
+        "train.toml": _MODEL,
+        "orch.toml": '[[env]]\nid = "sort-letters"\n',
+        "infer.toml": "",
+    }
+
+
+def is_environment(block: Block) -> bool:
+    return "from stretto.envs" in block.text

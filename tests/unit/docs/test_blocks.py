@@ -1,0 +1,94 @@
+"""Every code block of the documents is understood: commands and configurations plan, Python executes, JSON is read.
+
+That they also train is tests/e2e/documents.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pages.blocks import CONFIG_VERBS, NOT_RUN, ROOT, VIEW_VERBS, Block, Command, all_commands, blocks
+from pages.workplace import build_workplace, link_models, reader_files, whole_config
+
+from stretto.cli import main
+from stretto.config.load import load
+from stretto.config.root import RLConfig, SFTConfig
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_workplace(tmp_path_factory.mktemp("workplace"))
+
+
+@pytest.fixture
+def workplace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder as working directory; what is imported from it is forgotten afterwards."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in reader_files():
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+@pytest.mark.parametrize("command", [c for c in all_commands() if c.verb in CONFIG_VERBS], ids=str)
+def test_every_command_is_understood(
+    command: Command, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Whether a run is there to continue or to delete is tested elsewhere.
+    words = [word for word in command.words if word not in ("--resume", "--clean")]
+    if command.verb in ("sft", "rl") and "--output-dir" not in words:
+        runs = link_models(workplace / "outputs", tmp_path / "runs") if command.verb == "rl" else tmp_path
+        words += ["--output-dir", str(runs)]
+    assert main([*words, "--dry-run"]) in (0, None), capsys.readouterr().err
+
+
+def test_every_other_command_is_ours_or_has_its_reason() -> None:
+    targets = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M)
+    for command in all_commands():
+        if command.verb == "make":
+            assert command.words[1] in " ".join(targets).split(), command
+        elif command.verb not in (*CONFIG_VERBS, *VIEW_VERBS):
+            assert command.reason is not None, f"{command}: no test runs it, and NOT_RUN has no reason"
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_every_configuration_plans(
+    block: Block, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb, text = whole_config(block)
+    (tmp_path / "config.toml").write_text(text)
+    if "on the Hub" in (block.reason or ""):
+        load({"rl": RLConfig, "sft": SFTConfig}[verb], ["@", str(tmp_path / "config.toml")], verb=verb)
+        return
+    runs = link_models(workplace / "outputs", tmp_path / "runs")
+    words = [verb, "@", str(tmp_path / "config.toml"), "--output-dir", str(runs), "--dry-run"]
+    assert main(words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("block", [b for b in blocks("python") if "import stretto\n" not in b.text], ids=str)
+def test_python_that_defines_something_executes(block: Block, workplace: Path) -> None:
+    if "run = stretto." in block.text or block.reason is not None:
+        pytest.skip(block.reason or "a script: tests/e2e/documents")
+    if "verifiers" in block.text:
+        pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
+    names: dict[str, object] = {"__name__": "shown"}
+    exec(compile(block.text, str(block), "exec"), names)
+    assert len(names) > 2
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=str)
+def test_every_record_is_one_object_of_json(block: Block) -> None:
+    assert isinstance(json.loads(block.text), dict)
+
+
+def test_every_reason_is_still_needed() -> None:
+    shown = [(b.page, b.text) for b in blocks()] + [(c.block.page, " ".join(c.words)) for c in all_commands()]
+    for page, piece in NOT_RUN:
+        assert any(page == of and piece in text for of, text in shown), f"nothing in {page} has {piece!r}"
