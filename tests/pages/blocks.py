@@ -33,6 +33,10 @@ _SHELL = "a command of the shell"
 NOT_RUN = {
     ("README.md", "make demo"): _DEMO,
     ("README.md", "make test"): "these tests",
+    ("README.md", "pip install"): "what a release contains is tested by tests/unit/test_package.py",
+    ("README.md", "cd mine"): _SHELL,
+    ("README.md", "python -m tests.gpu"): "needs a GPU",
+    ("README.md", "--inference-gpu-ids"): "needs GPUs",
     ("README.md", "stretto completion bash"): "tests/unit/launch/test_completion.py",
     ("docs/first_hour.md", "make demo"): _DEMO,
     ("docs/first_hour.md", "source .venv/bin/activate"): _SHELL,
