@@ -194,15 +194,19 @@ async def test_weights_come_as_changes_there_and_back_and_there(client, weights,
 
 
 async def test_a_request_under_way_goes_on_under_the_new_weights(client, weights):
-    await weights(1, 0)
-    running = asyncio.create_task(client.generate(ask("running", max_tokens=450, salt="1")))
-    before = (await client.metrics())["vllm:generation_tokens_total"]
-    while (await client.metrics())["vllm:generation_tokens_total"] < before + 3:
-        await asyncio.sleep(0.005)
-    await weights(2, 1)
-    [completion] = await running
+    for old in range(1, 40, 2):  # again, if it has ended before the weights came
+        await weights(old, 0)
+        asked = ask(f"running-{old}", max_tokens=450, salt=str(old))
+        running = asyncio.create_task(client.generate(asked))
+        before = (await client.metrics())["vllm:generation_tokens_total"]
+        while (await client.metrics())["vllm:generation_tokens_total"] < before + 3:
+            await asyncio.sleep(0.005)
+        await weights(old + 1, 1)
+        [completion] = await running
+        if len(completion.versions) > 1:
+            break
     assert len(completion.token_ids) == 450 and completion.finish_reason == "length"
-    assert [span.version for span in completion.versions] == [1, 2]
+    assert [span.version for span in completion.versions] == [old, old + 1]
     assert [(s.start, s.end) for s in completion.versions][1][1] == 450
     changed = completion.versions[1].start
     assert completion.versions[0].end == changed
@@ -223,8 +227,12 @@ async def started(client, name: str, **settings) -> tuple[asyncio.Task, str]:
 
 async def test_pause_keeps_waits_or_aborts(client):
     for mode in ("keep", "wait", "abort"):
-        running, _ = await started(client, f"paused-{mode}", max_tokens=300)
-        await client._all("POST", f"{api.PAUSE}?mode={mode}")
+        for attempt in range(20):  # again, if it has ended before the pause
+            running, _ = await started(client, f"paused-{mode}-{attempt}", max_tokens=300)
+            await client._all("POST", f"{api.PAUSE}?mode={mode}")
+            if mode != "abort" or (await running)[0].finish_reason == "abort":
+                break
+            await client._all("POST", api.RESUME)
         queued = asyncio.create_task(client.generate(ask(f"queued-{mode}")))
         if mode == "wait":
             assert len((await running)[0].token_ids) == 300
@@ -281,9 +289,12 @@ async def test_an_update_has_its_order_and_nothing_is_computed_before_its_end(
 
 
 async def test_an_aborted_request_gives_what_it_has(client):
-    running, name = await started(client, "to-abort", max_tokens=450)
-    await client.abort([name])
-    [partial] = await running
+    for attempt in range(20):  # again, if it has ended before
+        running, name = await started(client, f"to-abort-{attempt}", max_tokens=450)
+        await client.abort([name])
+        [partial] = await running
+        if partial.finish_reason == "abort":
+            break
     assert partial.finish_reason == "abort" and len(partial.token_ids) < 450
     assert len(partial.logprobs) == len(partial.token_ids)
 

@@ -130,11 +130,16 @@ async def test_requests_that_come_and_go_keep_what_is_theirs(engine):
 async def test_an_aborted_reply_has_what_its_tokens_were_drawn_from(engine):
     async with EngineClient([engine], timeout_s=120) as client:
         settings = SamplingParams(max_tokens=450, top_p=0.9, seed=3, ignore_eos=True)
-        spec = GenerateRequest(request_id="to-abort", prompt_ids=PROMPT, sampling=settings)
-        running = asyncio.create_task(client.generate(spec))
-        await asyncio.sleep(0.3)
-        await client.abort(["to-abort"])
-        [partial] = await running
+        for attempt in range(20):  # again, if it has ended before
+            spec = GenerateRequest(request_id=f"to-abort-{attempt}", prompt_ids=PROMPT, sampling=settings)
+            before = (await client.metrics())["vllm:generation_tokens_total"]
+            running = asyncio.create_task(client.generate(spec))
+            while (await client.metrics())["vllm:generation_tokens_total"] < before + 3:
+                await asyncio.sleep(0.005)
+            await client.abort([spec.request_id])
+            [partial] = await running
+            if partial.finish_reason == "abort":
+                break
     assert partial.finish_reason == "abort" and 0 < len(partial.token_ids) < 450
     assert len(partial.support) == len(partial.token_ids)
     sampled, trained = scored([partial], 1.0)
