@@ -148,7 +148,7 @@ def side_by_side(python: Path, model: Path, work: Path, shape: Shape, steps: int
         ratios.append(tokens_per_s(walls, shape) / tokens_per_s([step["wall_s"] for step in trl], shape))
         ours += run["rows"]
         theirs += trl
-        # Start-up is paid once: CPU time a step is the difference between a long and a short run.
+        # Start-up is paid once: CPU time per step is the difference between a long and a short run.
         short = run_ours(model, work, shape, steps // 2, f"side-{shape.name}-short")
         cpu.append((run["cpu_s"] - short["cpu_s"]) / (steps - steps // 2))
     walls = [row["time/step"] for row in ours]

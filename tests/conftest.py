@@ -32,9 +32,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ
 # Where beartype is not installed nothing is checked: python -m tests.gpu needs little else than torch.
 if find_spec("beartype") and find_spec("jaxtyping"):
     sys.path.insert(0, str(Path(__file__).parent))
-    from shapes import check_shapes
+    from shapes import ROOMS, check_shapes
 
-    check_shapes("stretto.algorithms", "stretto.models", "stretto.trainer")
+    check_shapes(*(f"stretto.{room}" for room in ROOMS))
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and what they start too, which is sent it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,7 +1,8 @@
 """Checks arrays against the shapes and dtypes in signatures while tests run: jaxtyping's words, beartype's check.
 
-`check_shapes` must come before the packages are imported. What is imported for types alone is imported then too, and
-a function with shapes in its signature is checked when it is called. Processes that tests start are not checked.
+`check_shapes` must come before the packages are imported. A function with shapes in its signature is then checked when
+it is called; what these shapes need and what is imported for types alone (jaxtyping) is imported too. Processes that
+tests start are not checked.
 """
 
 from __future__ import annotations
@@ -12,65 +13,144 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from inspect import Signature, iscoroutinefunction, signature
 from types import CodeType
-from typing import Any
+from typing import Any, get_type_hints
 
 from beartype import beartype
 from jaxtyping import jaxtyped
 
-WORDS = ("Float", "Int", "Bool", "Shaped")
-"""Of jaxtyping, with which a shape begins."""
+ROOMS = (
+    "algorithms",
+    "chat",
+    "envs",
+    "inference",
+    "models",
+    "orchestrator",
+    "records",
+    "trainer",
+    "transports",
+    "vime",
+)
+"""Those that handle arrays."""
 
 IMPORT = ast.parse("from shapes import checked as checked_shapes").body
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which raises for arrays of other shapes or dtypes; where torch.compile traces it, itself."""
+    hints = get_type_hints(function, include_extras=True)  # raises for a name that is not imported
+    parameters = signature(function).parameters.values()
+    function.__signature__ = Signature(
+        [p.replace(annotation=hints.get(p.name, p.empty)) for p in parameters],
+        return_annotation=hints.get("return", Signature.empty),
+    )
+    if iscoroutinefunction(function):
+        return _checked_async(function)
     checks = jaxtyped(function, typechecker=beartype)
-    torch = function.__globals__.get("torch")
-    if torch is None:
-        return checks
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        return (function if torch.compiler.is_compiling() else checks)(*args, **named)
+        torch = sys.modules.get("torch")
+        is_traced = torch is not None and torch.compiler.is_compiling()
+        return (function if is_traced else checks)(*args, **named)
+
+    return call
+
+
+def _checked_async(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Arguments are checked before the call, the result after it: other tasks run in between."""
+    results: list[Any] = []
+
+    @functools.wraps(function)
+    def check_arguments(*_: Any, **__: Any) -> None: ...
+
+    check_arguments.__signature__ = function.__signature__.replace(return_annotation=Signature.empty)
+
+    @functools.wraps(function)
+    def check_result(*_: Any, **__: Any) -> Any:
+        return results.pop()
+
+    before, after = (jaxtyped(f, typechecker=beartype) for f in (check_arguments, check_result))
+
+    @functools.wraps(function)
+    async def call(*args: Any, **named: Any) -> Any:
+        before(*args, **named)
+        results.append(await function(*args, **named))
+        return after(*args, **named)
 
     return call
 
 
 class _Checked(ast.NodeTransformer):
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+    def __init__(self, tree: ast.Module) -> None:
+        self._words = words_of(tree)
+        self._used: set[str] = set()
+        self.visit(tree)
+        _ImportsForTypes(self._used).visit(tree)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
         self.generic_visit(node)
-        given = node.args
-        arguments = [a for a in (*given.args, given.vararg, *given.kwonlyargs) if a is not None]
-        if _has_shape(node.returns) or any(_has_shape(a.annotation) for a in arguments):
+        arguments = arguments_of(node)
+        if self._has_shape(node.returns) or any(self._has_shape(a.annotation) for a in arguments):
             node.decorator_list.append(ast.Name("checked_shapes", ast.Load()))
             # Nothing but arrays is checked: fakes may stand in the place of all else.
-            node.returns = node.returns if _has_shape(node.returns) else None
+            node.returns = self._kept(node.returns)
             for a in arguments:
-                a.annotation = a.annotation if _has_shape(a.annotation) else None
+                a.annotation = self._kept(a.annotation)
         return node
 
-    def visit_If(self, node: ast.If) -> ast.If:
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def _kept(self, annotation: ast.expr | None) -> ast.expr | None:
+        if not self._has_shape(annotation):
+            return None
+        self._used |= {part.id for part in ast.walk(annotation) if isinstance(part, ast.Name)}
+        return annotation
+
+    def _has_shape(self, annotation: ast.expr | None) -> bool:
+        parts = () if annotation is None else ast.walk(annotation)
+        return any(is_shape(part, self._words) for part in parts)
+
+
+class _ImportsForTypes(ast.NodeTransformer):
+    """Imports for type checkers only: those of the names that shapes need are imported always, others never."""
+
+    def __init__(self, used: set[str]) -> None:
+        self._used = used
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.test = ast.Constant(True)
-        return node
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            return node
+        imports = [n for n in node.body if isinstance(n, ast.Import | ast.ImportFrom) and self._is_used(n)]
+        return [*imports, node]
+
+    def _is_used(self, node: ast.Import | ast.ImportFrom) -> bool:
+        return any((name.asname or name.name).partition(".")[0] in self._used for name in node.names)
 
 
-def _has_shape(annotation: ast.expr | None) -> bool:
-    parts = () if annotation is None else ast.walk(annotation)
-    return any(
-        isinstance(part, ast.Subscript) and isinstance(part.value, ast.Name) and part.value.id in WORDS
-        for part in parts
-    )
+def words_of(tree: ast.Module) -> set[str]:
+    """The names that a module imports from jaxtyping; a shape begins with one of them."""
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "jaxtyping"]
+    return {name.name for node in imports for name in node.names}
+
+
+def is_shape(node: ast.AST, words: set[str]) -> bool:
+    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in words
+
+
+def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    given = node.args
+    each = (*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg)
+    return [a for a in each if a is not None]
 
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Of the source, without a cache."""
         tree = ast.parse(self.get_data(self.path))
-        _Checked().visit(tree)
+        _Checked(tree)
         place = next(i for i, n in enumerate([*tree.body, None]) if not _is_head(n))
         tree.body[place:place] = IMPORT
         return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)

@@ -78,7 +78,7 @@ async def test_what_runs_code_in_workers_is_off_with_the_key_too(guarded, client
                 assert answer.status in (404, 405), (method, path, await answer.text())
 
 
-async def test_a_client_without_the_key_is_told_so(guarded, client):
+async def test_a_client_without_the_key_gets_a_clear_error(guarded, client):
     async with EngineClient([guarded]) as stranger:
         with pytest.raises(EngineError, match="401"):
             await ask(stranger)

@@ -135,7 +135,7 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def toml(settings: Mapping[str, Any]) -> str:
-    """Settings as TOML: one inline value a key. JSON's strings and numbers are TOML's, None is "None"."""
+    """Settings as TOML: one inline value per key. JSON's strings and numbers are TOML's, None is "None"."""
     return "".join(f"{key} = {_inline(value)}\n" for key, value in settings.items())
 
 

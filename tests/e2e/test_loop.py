@@ -289,7 +289,7 @@ def test_it_learns_from_replayed_cuts(sorter: Path, tmp_path: Path) -> None:
 
 
 def test_without_advantages_nothing_is_learned(sorter: Path, tmp_path: Path) -> None:
-    """Measured on seeds 0, 1, 2: no held-out reply of 768 changes; the weights only decay, by lr * 0.01 a step."""
+    """Measured on seeds 0, 1, 2: no held-out reply of 768 changes; the weights only decay, by lr * 0.01 per step."""
     zero = {"orchestrator": {"algo": {"type": "zero"}}, "trainer": {"loss": {"kl_tau": 0.0}}}
     ended = rl(tmp_path, merged(learning(sorter, 24, 4), zero))
     summary = ended.summary()

@@ -52,7 +52,7 @@ def test_every_version_that_is_due_is_evaluated_and_scores_rise(tmp_path):
     assert "step 90: sort-letters/sampled" in output
 
 
-def test_an_eval_that_dies_costs_no_training_and_is_told_at_the_end(tmp_path):
+def test_an_eval_that_dies_costs_no_training_and_is_reported_at_the_end(tmp_path):
     popen = sft(tmp_path, max_steps=60)
     run = RunDir(tmp_path / "run")
     log = run.log("evals")

@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_is_named_and_takes_the_others_with_it(tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
-def test_what_is_wrong_with_the_data_is_told(tmp_path):
+def test_what_is_wrong_with_the_data_is_reported(tmp_path):
     data = {"type": "file", "name": str(tmp_path / "nowhere.jsonl")}
     code, output = wait(start_sft(tmp_path, "--trainer-gpu-ids", "0,1", data=data))
     assert code == 2 and output.count("nowhere.jsonl") == 1 and "FAILED" not in output, output

@@ -197,7 +197,7 @@ def test_the_engine_agrees_with_the_trainer(dtype, bound, record_property):
         assert np.isfinite(reference).all()
 
 
-def test_the_canary_sings_alike_on_both_devices(record_property):
+def test_the_canary_logprobs_agree_on_both_devices(record_property):
     plain, found = (np.array(score_canary(build(device), 40).logprobs) for device in ("cpu", "cuda"))
     record_property("mean |dlogp|", float(np.abs(plain - found).mean()))
     assert np.abs(plain - found).max() < 1e-3

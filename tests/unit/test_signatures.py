@@ -1,13 +1,29 @@
-"""The check of shapes that conftest.py turns on."""
+"""Shapes in signatures: every public function that handles arrays has them, and tests/shapes.py checks calls."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
+from stretto.orchestrator.batch.packing import Cost
 from stretto.trainer.optim.muon import orthogonalise
 
 pytest.importorskip("beartype")
+
+from shapes import ROOMS, arguments_of, checked, is_shape, words_of
+
+SOURCE = Path(__file__).parents[2] / "src" / "stretto"
+ARRAYS = {"Tensor", "ndarray"}
+NAMED = {"dict", "Mapping", "tuple"}
+"""Of str and arrays: weights by name, or metrics, have as many shapes as names."""
 
 
 def test_an_array_of_other_dims_or_dtype_than_the_signature_says_is_refused():
@@ -15,3 +31,69 @@ def test_an_array_of_other_dims_or_dtype_than_the_signature_says_is_refused():
     for wrong in (torch.ones(3), torch.ones(3, 4, dtype=torch.int64)):
         with pytest.raises(TypeError, match=r"parameter 'matrices'"):
             orthogonalise(wrong)
+    Cost().of(np.ones(2, int))
+    with pytest.raises(TypeError, match=r"parameter 'lengths'"):
+        Cost().of(np.ones((2, 2), int))
+
+
+def test_what_a_coroutine_function_takes_and_returns_is_checked():
+    from jaxtyping import Float
+
+    async def repeat(x, times):
+        await asyncio.sleep(0)
+        return torch.cat([x] * times)
+
+    repeat.__annotations__ = {"x": Float[torch.Tensor, " n"], "return": Float[torch.Tensor, " n"]}
+    checks = checked(repeat)
+    assert len(asyncio.run(checks(torch.ones(3), 1))) == 3
+    with pytest.raises(TypeError, match=r"parameter 'x'"):
+        asyncio.run(checks(torch.ones(3, 1), 1))
+    with pytest.raises(TypeError, match=r"return value"):
+        asyncio.run(checks(torch.ones(3), 2))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_public_functions_say_the_shapes_of_the_arrays_that_they_take_and_return(room):
+    bare = [
+        f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}: {ast.unparse(annotation)}"
+        for path in sorted((SOURCE / room).rglob("*.py"))
+        for tree in [ast.parse(path.read_text())]
+        for function in _public_functions(tree)
+        for annotation in (*(each.annotation for each in arguments_of(function)), function.returns)
+        if annotation is not None and _has_bare_array(annotation, words_of(tree))
+    ]
+    assert not bare, "write the shape with a word of jaxtyping:\n" + "\n".join(bare)
+
+
+def _public_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.iter_child_nodes(tree):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        name = getattr(node, "name", "")
+        is_private = name.startswith("_") and not name.endswith("__")
+        if is_function and not is_private:
+            yield node
+        elif not is_function and not is_private:
+            yield from _public_functions(node)
+
+
+def _has_bare_array(node: ast.AST, words: set[str]) -> bool:
+    if is_shape(node, words) or _is_named(node):
+        return False
+    name = getattr(node, "id", getattr(node, "attr", None))
+    return name in ARRAYS or any(_has_bare_array(part, words) for part in ast.iter_child_nodes(node))
+
+
+def _is_named(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple)):
+        return False
+    names, key = getattr(node.value, "id", None), node.slice.elts[0]
+    return names in NAMED and isinstance(key, ast.Name) and key.id == "str"
+
+
+def test_no_process_of_a_run_imports_what_checks_shapes():
+    modules = "stretto.orchestrator.main, stretto.trainer.rl, stretto.inference.server"
+    program = (
+        f"import sys, {modules}; print(sorted({{'jaxtyping', 'beartype', 'shapes'}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "[]\n", done.stderr

@@ -23,7 +23,7 @@ from stretto.algorithms.sample_index import SampleIndex
 from stretto.config.sections.algorithm import CorrectionSection
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Shaped
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -41,7 +41,7 @@ def correct_weights(
     weights: Float[Tensor, " tokens"],
     sample_index: SampleIndex | None,
     cfg: CorrectionSection,
-) -> tuple[Float[Tensor, " tokens"], dict[str, Tensor]]:
+) -> tuple[Float[Tensor, " tokens"], dict[str, Shaped[Tensor, ""]]]:
     """The weights after correction, and sums over tokens for metrics (`rl/` names).
 
     Tokens of weight 0 are not in the component and count in no ratio.

@@ -11,8 +11,12 @@ of their mean. Advantages per token (discounting, GAE, KL penalty) are in advant
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Float64, Int
 
 AdvantageEstimator = Callable[..., np.ndarray]
 Reduce = Callable[[dict[str, float]], dict[str, float]]
@@ -21,7 +25,12 @@ STD_EPS = 1e-6
 WHITEN_EPS = 1e-8
 
 
-def grpo(rewards: np.ndarray, is_counted: np.ndarray, *, normalize_std: bool = False) -> np.ndarray:
+def grpo(
+    rewards: Float[np.ndarray, " members"],
+    is_counted: Bool[np.ndarray, " members"],
+    *,
+    normalize_std: bool = False,
+) -> Float[np.ndarray, " members"]:
     """A_i = R_i - mean(R) over the counted members, float64 [members].
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; without the division as in Dr. GRPO,
@@ -36,7 +45,9 @@ def grpo(rewards: np.ndarray, is_counted: np.ndarray, *, normalize_std: bool = F
     return advantages
 
 
-def dr_grpo(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+def dr_grpo(
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
+) -> Float[np.ndarray, " members"]:
     """A_i = R_i - mean(R), float64 [members]: grpo, never divided by the standard deviation.
 
     Source: Dr. GRPO, arXiv:2503.20783, section 3.1. Its other half, no division by the reply's length, is
@@ -45,7 +56,9 @@ def dr_grpo(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     return grpo(rewards, is_counted)
 
 
-def rloo(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+def rloo(
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
+) -> Float[np.ndarray, " members"]:
     """A_i = R_i - the mean of the other counted members, float64 [members].
 
     Source: RLOO, arXiv:2402.14740, eq. 8. With n counted members it is n / (n - 1) times grpo.
@@ -54,7 +67,9 @@ def rloo(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     return grpo(rewards, is_counted) * (num_counted / max(num_counted - 1, 1))
 
 
-def max_rl(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+def max_rl(
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
+) -> Float[np.ndarray, " members"]:
     """A_i = (R_i - mean(R)) / mean(R), float64 [members]; all 0 if the mean is not positive.
 
     For rewards of 0 and 1 the mean is the pass rate.
@@ -66,12 +81,16 @@ def max_rl(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
     return advantages / mean if mean > 0 else np.zeros(len(rewards))
 
 
-def ppo(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+def ppo(
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
+) -> Float[np.ndarray, " members"]:
     """A_i = R_i, float64 [members]; the trainer subtracts its critic's values."""
     return np.where(is_counted, rewards, 0.0)
 
 
-def reinforce_plus_plus(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+def reinforce_plus_plus(
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
+) -> Float[np.ndarray, " members"]:
     """A_i = R_i, float64 [members]; the batch's mean is the baseline (`whiten`).
 
     Source: REINFORCE++, arXiv:2501.03262, section 3.1. Discount and KL penalty are in advantages.py.
@@ -79,7 +98,9 @@ def reinforce_plus_plus(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarr
     return np.where(is_counted, rewards, 0.0)
 
 
-def reinforce_plus_plus_baseline(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+def reinforce_plus_plus_baseline(
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
+) -> Float[np.ndarray, " members"]:
     """A_i = R_i - mean(R), float64 [members]; whitened over the batch afterwards.
 
     Source: REINFORCE++-baseline, arXiv:2501.03262, section 3.2. The KL penalty is in advantages.py.
@@ -87,14 +108,20 @@ def reinforce_plus_plus_baseline(rewards: np.ndarray, is_counted: np.ndarray) ->
     return grpo(rewards, is_counted)
 
 
-def rae(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+def rae(
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
+) -> Float[np.ndarray, " members"]:
     """A_i = R_i, float64 [members]; `role_conditioned` subtracts the baseline in the batch."""
     return np.where(is_counted, rewards, 0.0)
 
 
 def role_conditioned(
-    rewards: np.ndarray, is_counted: np.ndarray, *, baseline: float, decay: float
-) -> tuple[np.ndarray, float]:
+    rewards: Float[np.ndarray, " members"],
+    is_counted: Bool[np.ndarray, " members"],
+    *,
+    baseline: float,
+    decay: float,
+) -> tuple[Float[np.ndarray, " members"], float]:
     """A_i = R_i - b, float64 [members], and the updated baseline b of one agent.
 
     b <- decay * b + (1 - decay) * R_i for each counted member in turn. It begins at 0; each agent of each environment
@@ -109,7 +136,12 @@ def role_conditioned(
     return advantages, baseline
 
 
-def hierarchical_grpo(rewards: np.ndarray, is_counted: np.ndarray, *, is_within_episode: bool) -> np.ndarray:
+def hierarchical_grpo(
+    rewards: Float[np.ndarray, "members agents"],
+    is_counted: Bool[np.ndarray, "members agents"],
+    *,
+    is_within_episode: bool,
+) -> Float[np.ndarray, "members agents"]:
     """A_ij = R_ij - mean, float64 [members, agents], for several agents of one role per episode.
 
     The mean is over the counted agents of the same episode (row), or of the whole group. An agent without another to
@@ -122,12 +154,16 @@ def hierarchical_grpo(rewards: np.ndarray, is_counted: np.ndarray, *, is_within_
     return np.stack([grpo(row, counted) for row, counted in zip(rewards, is_counted)])
 
 
-def zero(rewards: np.ndarray, is_counted: np.ndarray) -> np.ndarray:
+def zero(
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
+) -> Float[np.ndarray, " members"]:
     """All advantages 0: a control run that must not learn."""
     return np.zeros(len(rewards))
 
 
-def has_distinct_rewards(rewards: np.ndarray, is_counted: np.ndarray) -> bool:
+def has_distinct_rewards(
+    rewards: Float[np.ndarray, " members"], is_counted: Bool[np.ndarray, " members"]
+) -> bool:
     """Do the counted members differ in reward?"""
     counted = rewards[is_counted]
     return len(counted) > 1 and bool(counted.max() > counted.min())
@@ -152,7 +188,12 @@ WITHOUT_GROUP_BASELINE = frozenset({"ppo", "reinforce_plus_plus", "rae"})
 """Estimators whose baseline is not the group's; it comes with the batch."""
 
 
-def has_group_signal(kind: str, rewards: np.ndarray, is_counted: np.ndarray, advantages: np.ndarray) -> bool:
+def has_group_signal(
+    kind: str,
+    rewards: Float[np.ndarray, " members"],
+    is_counted: Bool[np.ndarray, " members"],
+    advantages: Float[np.ndarray, " members"],
+) -> bool:
     """Does a group have a signal under the estimator `kind`?
 
     Estimators with a batch-level baseline: if any rollout is counted. `zero`: if rewards differ, so that it draws the
@@ -163,7 +204,9 @@ def has_group_signal(kind: str, rewards: np.ndarray, is_counted: np.ndarray, adv
     return has_distinct_rewards(rewards, is_counted) if kind == "zero" else bool(advantages.any())
 
 
-def whiten(advantages: np.ndarray, reduce: Reduce = lambda sums: sums) -> np.ndarray:
+def whiten(
+    advantages: Float[np.ndarray, " tokens"], reduce: Reduce = lambda sums: sums
+) -> Float64[np.ndarray, " tokens"]:
     """(A - mean) / sqrt(var + 1e-8) over the trained tokens of a batch, float64 [tokens].
 
     0 if all advantages are equal. The variance is unbiased. reduce adds up the sums of several ranks (`max/` entries
@@ -183,8 +226,11 @@ def whiten(advantages: np.ndarray, reduce: Reduce = lambda sums: sums) -> np.nda
 
 
 def length_penalty(
-    rewards: np.ndarray, is_counted: np.ndarray, lengths: dict[str, np.ndarray], weights: dict[str, float]
-) -> np.ndarray:
+    rewards: Float[np.ndarray, " members"],
+    is_counted: Bool[np.ndarray, " members"],
+    lengths: dict[str, Int[np.ndarray, " members"]],
+    weights: dict[str, float],
+) -> Float[np.ndarray, " members"]:
     """R_i - mean(R) * sum over kinds of weight * length_i / max length, float64 [members].
 
     lengths: by kind (output, input, turns), one number per member. Mean and maxima are over counted members only.
@@ -198,8 +244,13 @@ def length_penalty(
 
 
 def overlong(
-    rewards: np.ndarray, num_output_tokens: np.ndarray, *, max_tokens: int, buffer_tokens: int, penalty: float
-) -> np.ndarray:
+    rewards: Float[np.ndarray, " members"],
+    num_output_tokens: Int[np.ndarray, " members"],
+    *,
+    max_tokens: int,
+    buffer_tokens: int,
+    penalty: float,
+) -> Float[np.ndarray, " members"]:
     """R_i - penalty * the used share of the buffer, float64 [members].
 
     Source: soft overlong punishment of DAPO, arXiv:2503.14476, eq. 13. Differs: the penalty has a weight.

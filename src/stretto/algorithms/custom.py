@@ -20,7 +20,7 @@ from stretto.config.sections.algorithm import CustomAlgo, CustomLoss
 from stretto.records.rollout import Group
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Float64
     from torch import Tensor
 
     from stretto.algorithms.sample_index import SampleIndex
@@ -86,7 +86,9 @@ def custom_loss(cfg: CustomLoss, inputs: LossInputs) -> LossOutputs:
     return outputs
 
 
-def custom_credit(cfg: CustomAlgo, inputs: CreditInputs, place: str = "orchestrator.algo") -> np.ndarray:
+def custom_credit(
+    cfg: CustomAlgo, inputs: CreditInputs, place: str = "orchestrator.algo"
+) -> Float64[np.ndarray, " members"]:
     """Advantages of a group by the section's function, float64 [members]; 0 if not counted.
 
     `place` is the config path of the section.

@@ -25,7 +25,7 @@ from stretto.algorithms.sample_index import SampleIndex
 from stretto.config.sections.algorithm import CustomLoss, LossSection
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Shaped
 
 
 class TokenCounts(NamedTuple):
@@ -121,7 +121,7 @@ def total_loss(
     *,
     entropy: Float[Tensor, " tokens"] | None = None,
     reference_logprobs: Float[Tensor, " tokens"] | None = None,
-) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+) -> tuple[Float[Tensor, ""], dict[str, Shaped[Tensor, ""]]]:
     """This micro batch's share of the step's loss, and detached sums for metrics.
 
     The shares of all micro batches and ranks add up to L. The sums are unweighted counts or totals over tokens;

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
 from stretto.config.sections.model import RendererSection
 from stretto.config.sections.sft import LossMaskSection
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int, Int32, Int64
 
 Message = dict[str, Any]
 
@@ -59,22 +62,24 @@ class Renderer:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
         self._reply_prefix = self._find_reply_prefix()
 
-    def render_prompt(self, messages: Sequence[Message], tools: list[Message] | None = None) -> np.ndarray:
+    def render_prompt(
+        self, messages: Sequence[Message], tools: list[Message] | None = None
+    ) -> Int32[np.ndarray, " tokens"]:
         """Token ids (int32) of the conversation up to where the model's reply begins."""
         ids = self._backend.render_ids(list(messages), tools=tools, add_generation_prompt=True)
         return np.asarray(ids, np.int32)
 
-    def render_leading(self, messages: Sequence[Message]) -> np.ndarray:
+    def render_leading(self, messages: Sequence[Message]) -> Int32[np.ndarray, " tokens"]:
         """Token ids (int32) of the first messages of a conversation, without the start of a reply."""
         return np.asarray(self._backend.render_ids(list(messages), add_generation_prompt=False), np.int32)
 
     def extend(
         self,
-        prompt_ids: Sequence[int] | np.ndarray,
-        completion_ids: Sequence[int] | np.ndarray,
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
         new_messages: Sequence[Message],
         tools: list[Message] | None = None,
-    ) -> np.ndarray | None:
+    ) -> Int32[np.ndarray, " tokens"] | None:
         """The next turn's prompt: every token so far, then the new messages (never the assistant's).
 
         A completion that was cut off is closed first. None if the template rewrites history here (it may drop old
@@ -90,8 +95,8 @@ class Renderer:
         messages: Sequence[Message],
         tools: list[Message] | None = None,
         *,
-        after: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> np.ndarray:
+        after: tuple[Int[np.ndarray, " prompt"], Int[np.ndarray, " completion"]] | None = None,
+    ) -> Int64[np.ndarray, " tokens"]:
         """Index (int64) of the message whose text each prompt token is; -1 for all other tokens.
 
         The prompt is `render_prompt(messages)` or, with after = (prompt, completion), `extend(*after, messages)`; the
@@ -109,7 +114,7 @@ class Renderer:
 
     def render_sft(
         self, messages: Sequence[Message], loss_mask: LossMaskSection, tools: list[Message] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[Int32[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]:
         """Token ids (int32) of a whole conversation, and which of them are trained (bool).
 
         Assistant turns train the tokens that the model samples, other roles in `loss_mask` the text of the message,
@@ -135,8 +140,8 @@ class Renderer:
 
     def parse(
         self,
-        completion_ids: Sequence[int] | np.ndarray,
-        prompt_ids: Sequence[int] | np.ndarray | None = None,
+        completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None = None,
         tools: list[Message] | None = None,
     ) -> Message:
         """Parse a completion into the assistant's message: content, reasoning_content, tool_calls.
@@ -161,22 +166,24 @@ class Renderer:
             message["unparsed_tool_calls"] = broken
         return message
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Token ids (int32) of a text, without special tokens around it."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> str:
         """Text of token ids; special tokens are decoded to their text."""
         return self.tokenizer.decode(token_ids)
 
-    def _find_reply_prefix(self) -> np.ndarray:
+    def _find_reply_prefix(self) -> Int32[np.ndarray, " prefix"]:
         """Tokens before every reply: the role header and, with thinking off, an empty thought."""
         messages = [{"role": "user", "content": "a"}]
         without = self._backend.render_ids(messages)
         with_prompt = self._backend.render_ids(messages, add_generation_prompt=True)
         return np.asarray(with_prompt[len(without) :], np.int32)
 
-    def _prefix_of_turn(self, ids: np.ndarray, is_own: np.ndarray) -> slice:
+    def _prefix_of_turn(
+        self, ids: Int32[np.ndarray, " tokens"], is_own: Bool[np.ndarray, " tokens"]
+    ) -> slice:
         start = int(is_own.argmax())
         stop = start + len(self._reply_prefix)
         return slice(start, stop if np.array_equal(ids[start:stop], self._reply_prefix) else start)

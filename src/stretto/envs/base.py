@@ -32,6 +32,8 @@ from stretto.envs.result import RolloutResult, checked_result, checked_reward
 from stretto.records.rollout import Task
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
+
     from stretto.config.sections.orchestrator import SamplingSection
 
 Split = Literal["train", "eval"]
@@ -103,7 +105,7 @@ class RolloutContext(Protocol):
     """The policy, as an environment sees it during one episode."""
 
     async def generate(
-        self, prompt_ids: np.ndarray, tools: list[dict] | None = None, **sampling: Any
+        self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any
     ) -> Reply:
         """Sample a reply that continues these tokens. A prompt that extends the tokens so far extends the branch.
 
@@ -124,7 +126,9 @@ class RolloutContext(Protocol):
     def episode(self) -> EpisodeInfo | None:
         """Which rollout this is; None in worker processes."""
 
-    def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    def keep(
+        self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]
+    ) -> None:
         """Train on these sequences only: pairs of tokens (int32) and a mask of those that are trained (bool).
 
         Sampled tokens that are in none of them are not trained. A sequence may end with given tokens.

@@ -19,7 +19,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -45,6 +45,9 @@ from stretto.vime.calls import Hook
 from stretto.vime.convert import sample_of, trained_tokens
 from stretto.vime.engine import requests_as_turns
 from stretto.vime.sample import Sample, Status
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +238,7 @@ class Records:
             raise ConfigError(f"dataset: {what} in `args`")
         return records
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """int32 tokens of a text, without special tokens or a template."""
         assert self.run.encode is not None, "checked when the environment was built"
         return self.run.encode(text)
@@ -248,7 +251,9 @@ class Records:
         assert tokens is not None, "checked when the environment was built"
         return len(tokens) > limit
 
-    def prompt_ids(self, prompt: str | list[Message], tools: list[dict] | None) -> np.ndarray | None:
+    def prompt_ids(
+        self, prompt: str | list[Message], tools: list[dict] | None
+    ) -> Int32[np.ndarray, " tokens"] | None:
         """int32 tokens of a prompt as the policy gets it; None if its tokenizer is not available here."""
         if isinstance(prompt, str):
             return self.encode(prompt)

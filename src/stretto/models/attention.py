@@ -72,7 +72,9 @@ class PackedLayout:
         return prefix_attention(self.cu_seqlens, self.parents, self.device)
 
 
-def packed_attention(cu_seqlens: tuple[int, ...] | Tensor, device: torch.device | None = None) -> Attend:
+def packed_attention(
+    cu_seqlens: tuple[int, ...] | Int[Tensor, " bounds"], device: torch.device | None = None
+) -> Attend:
     """An `Attend` over documents with these bounds (0, end of the first, ..., number of tokens)."""
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(b) for b in cu_seqlens]
     in_calls = _attend_in_calls(bounds, [-1] * (len(bounds) - 1), device)

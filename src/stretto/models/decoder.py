@@ -61,12 +61,23 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
 
     def forward(
-        self, x: Float[Tensor, "tokens dim"], angles: CosSin, layer: int, attend: Attend, rows: Tensor | None
+        self,
+        x: Float[Tensor, "tokens dim"],
+        angles: CosSin,
+        layer: int,
+        attend: Attend,
+        rows: Int[Tensor, " rows"] | None,
     ) -> Float[Tensor, "rows dim"]:
         attended = attend(layer, *self.project(x, angles)).flatten(1)
         return self.o_proj(_select_rows(attended, rows))
 
-    def project(self, x: Float[Tensor, "tokens dim"], angles: CosSin) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Float[Tensor, "tokens dim"], angles: CosSin
+    ) -> tuple[
+        Float[Tensor, "tokens heads head_dim"],
+        Float[Tensor, "tokens kv_heads head_dim"],
+        Float[Tensor, "tokens kv_heads head_dim"],
+    ]:
         """Queries, keys and values, [tokens, heads, head_dim], rotated by position."""
         by_head = (-1, self.head_dim)  # unflatten, because view fails with 0 tokens
         q = self.q_proj(x).unflatten(-1, by_head)
@@ -106,7 +117,7 @@ class Block(nn.Module):
         x: Float[Tensor, "tokens dim"],
         angles: CosSin,
         attend: Attend,
-        rows: Tensor | None,
+        rows: Int[Tensor, " rows"] | None,
         routing: Routing,
     ) -> Float[Tensor, "rows dim"]:
         x = _select_rows(x, rows) + self.self_attn(self.input_layernorm(x), angles, self.layer, attend, rows)

@@ -37,13 +37,15 @@ class FusedLinear:
     bias: Float[Tensor, " out"] | None
     columns: tuple[tuple[str, slice], ...]  # name of each layer's weight, and its columns of the result
 
-    def __call__(self, x: Tensor, adapt: Adapt | None) -> Tensor:
+    def __call__(self, x: Float[Tensor, "rows in"], adapt: Adapt | None) -> Float[Tensor, "rows out"]:
         out = F.linear(x, self.weight, self.bias)
         if adapt is not None:
             self._adapt(adapt, x, out)
         return out
 
-    def add_to(self, residual: Tensor, x: Tensor, adapt: Adapt | None) -> Tensor:
+    def add_to(
+        self, residual: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], adapt: Adapt | None
+    ) -> Float[Tensor, "rows out"]:
         """residual + x @ weight.T + bias."""
         if residual.dtype is not torch.float32:
             return residual + self(x, adapt)
@@ -185,7 +187,7 @@ def _fuse_linears(parent: nn.Module, path: str, *names: str) -> FusedLinear:
     return FusedLinear(weight, pack_parameters(biases) if biases else None, tuple(columns))
 
 
-def pack_parameters(parts: Sequence[nn.Parameter]) -> Tensor:
+def pack_parameters(parts: Sequence[nn.Parameter]) -> Float[Tensor, "rows ..."]:
     """Stack parameters in one tensor, of which they become views.
 
     Their memory is moved only if they are not stacked already: two engines may share a model.

@@ -74,7 +74,7 @@ class HFDecoder(nn.Module):
         hidden = self(token_ids, layout).flatten(0, -2)
         return hidden if rows is None else hidden.index_select(0, rows)
 
-    def forward(self, token_ids: Tensor, layout: PackedLayout) -> Tensor:
+    def forward(self, token_ids: Int[Tensor, " tokens"], layout: PackedLayout) -> Float[Tensor, "*rows dim"]:
         """Hidden states of all tokens, in order.
 
         Not a view, because FSDP needs the output tensor itself.

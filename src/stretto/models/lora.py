@@ -32,7 +32,7 @@ from stretto.models.safetensors_file import read_file
 from stretto.models.tensor_map import Region, TensorMap, region_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Float32, Int, Shaped
 
     from stretto.config.sections.model import LoRASection
 
@@ -188,7 +188,7 @@ class MergedWeights(Mapping[str, Tensor]):
         }
         self._last: tuple[str, Tensor] | None = None
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Shaped[Tensor, " ..."]:
         if name not in self._pairs:
             return self._tensors[name]
         if self._last is None or self._last[0] != name:
@@ -218,7 +218,9 @@ def pair_names(policy: nn.Module) -> Iterator[tuple[str, str, str, float]]:
                 yield weight, f"{weight}_lora_A", f"{weight}_lora_B", module.scaling
 
 
-def initial_values(policy: nn.Module, seed: int) -> Iterator[tuple[str, Callable[[tuple[int, ...]], Tensor]]]:
+def initial_values(
+    policy: nn.Module, seed: int
+) -> Iterator[tuple[str, Callable[[tuple[int, ...]], Float[Tensor, " ..."]]]]:
     """(name, shape -> initial values) for every adapter matrix; call them in order.
 
     The values are those of `attach_adapters` with the same seed.
@@ -259,7 +261,12 @@ def _pairs_of(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor, fl
             yield name, (a.detach(), b.detach(), module.scaling)
 
 
-def merge_pair(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def merge_pair(
+    weight: Float[Tensor, "*experts out in"],
+    a: Float[Tensor, "*experts rank in"],
+    b: Float[Tensor, "*experts out rank"],
+    scaling: float,
+) -> Float[Tensor, "*experts out in"]:
     """weight + scaling * B A, computed in float32 and rounded once."""
     return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
 
@@ -342,7 +349,7 @@ class Adapter:
                 shape = f"A {list(a.shape)} and B {list(b.shape)}"
                 raise DataError(f"{where}: {name} has {shape}, which do not fit a weight of {list(wanted)}")
 
-    def delta(self, name: str, region: Region) -> Tensor:
+    def delta(self, name: str, region: Region) -> Float32[Tensor, "... rows columns"]:
         """What the adapter adds to this region of a parameter, float32."""
         a, b = self.pairs[name]
         *lead, rows, columns = region
@@ -374,7 +381,9 @@ def _from_peft(path: str, a: Tensor, b: Tensor, rank: int) -> tuple[str, tuple[T
     return f"{outer}.{_EXPERT_PARAMETERS[0 if outer != path else 1]}", pair
 
 
-def with_adapter(name: str, tensor: Tensor, table: TensorMap, adapter: Adapter) -> Tensor:
+def with_adapter(
+    name: str, tensor: Shaped[Tensor, "*dims"], table: TensorMap, adapter: Adapter
+) -> Shaped[Tensor, "*dims"]:
     """A checkpoint's tensor with the adapter added; unchanged without an adapter."""
     adapted = [shared for shared in table.slices_of(name) if shared.ours in adapter.pairs]
     if not adapted:

@@ -23,7 +23,7 @@ from stretto.records.generate import NO_EXPERT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int, Int64, Shaped
 
     from stretto.models.shape import ModelConfig, MoEShape
 
@@ -56,7 +56,9 @@ class Routing:
             has_missing = missing.any(dim=0).tolist()
             self._missing = [missing[:, layer] if some else None for layer, some in enumerate(has_missing)]
 
-    def replayed(self, layer: int, rows: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+    def replayed(
+        self, layer: int, rows: Int[Tensor, " rows"] | None
+    ) -> tuple[Int64[Tensor, "chosen top_k"], Bool[Tensor, " chosen"] | None] | None:
         """The choices to replay in a layer, [rows, top_k], and which rows have none."""
         if self.replay is None:
             return None
@@ -65,7 +67,9 @@ class Routing:
             return replayed, missing
         return replayed.index_select(0, rows), None if missing is None else missing.index_select(0, rows)
 
-    def record(self, layer: int, scores: Tensor, chosen: Tensor) -> None:
+    def record(
+        self, layer: int, scores: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens top_k"]
+    ) -> None:
         """Store the results of a layer's router."""
         if self.is_recording:
             self.choices[layer] = chosen
@@ -90,7 +94,11 @@ class Router(nn.Module):
             )
 
     def forward(
-        self, x: Float[Tensor, "tokens dim"], layer: int, routing: Routing, rows: Tensor | None
+        self,
+        x: Float[Tensor, "tokens dim"],
+        layer: int,
+        routing: Routing,
+        rows: Int[Tensor, " tokens"] | None,
     ) -> tuple[Int[Tensor, "tokens top_k"], Float[Tensor, "tokens top_k"]]:
         """Chosen experts and their gates (in the dtype of x)."""
         scores = F.linear(x.float(), self.weight.float()).softmax(dim=-1)
@@ -106,7 +114,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(
-        self, scores: Float[Tensor, "tokens experts"], replayed: tuple[Tensor, Tensor | None] | None
+        self,
+        scores: Float[Tensor, "tokens experts"],
+        replayed: tuple[Int64[Tensor, "tokens top_k"], Bool[Tensor, " tokens"] | None] | None,
     ) -> Int[Tensor, "tokens top_k"]:
         """The experts to replay; for rows without any, those with the highest scores."""
         if replayed is not None and replayed[1] is None:
@@ -191,7 +201,11 @@ class MoE(nn.Module):
         self.experts = Experts(cfg.hidden_size, cfg.moe)
 
     def forward(
-        self, x: Float[Tensor, "tokens dim"], layer: int, routing: Routing, rows: Tensor | None
+        self,
+        x: Float[Tensor, "tokens dim"],
+        layer: int,
+        routing: Routing,
+        rows: Int[Tensor, " tokens"] | None,
     ) -> Float[Tensor, "tokens dim"]:
         """rows: which tokens of the pass x has (None: all); needed to replay choices."""
         chosen, gates = self.gate(x, layer, routing, rows)
@@ -211,7 +225,7 @@ def count(experts: Int[Tensor, " choices"], num_experts: int) -> Int[Tensor, " e
     return experts.new_zeros(num_experts).index_add_(0, experts, torch.ones_like(experts))
 
 
-def is_missing(choices: Int[Tensor, "*rows top_k"]) -> Tensor:
+def is_missing(choices: Shaped[Tensor, "*rows top_k"]) -> Bool[Tensor, "*rows"]:
     """True for rows without a choice to replay: all entries are NO_EXPERT of uint8 or uint16."""
     return torch.stack([(choices == value).all(dim=-1) for value in NO_EXPERT]).any(dim=0)
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from stretto.base.errors import DataError
 from stretto.models.tensor_map import Region, Shape
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -41,11 +44,11 @@ class FileTensor:
     shape: Shape
     offset: int  # bytes from the beginning of the file
 
-    def __getitem__(self, region: Region) -> Tensor:
+    def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
         """A copy of the slice; nothing of the file stays mapped."""
         return self.mapped()[region].clone()
 
-    def mapped(self) -> Tensor:
+    def mapped(self) -> Shaped[Tensor, " ..."]:
         """The tensor without a copy, as pages of the file; do not write to it.
 
         All processes that map the file share its pages.
@@ -111,7 +114,7 @@ class StreamWriter:
         self._file = path.open("wb")
         self._file.write(len(text).to_bytes(8, "little") + text)
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor: Shaped[Tensor, " ..."]) -> None:
         """Write the next tensor."""
         entry = next(self._entries)
         assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), entry

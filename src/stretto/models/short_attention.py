@@ -53,7 +53,12 @@ class ShortAttention:
         self.calls = calls
         self._by_heads: dict[tuple[int, int, int], tuple[list[_CallByHead], Tensor, int]] = {}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self,
+        q: Float[Tensor, "tokens heads dim"],
+        k: Float[Tensor, "tokens kv_heads dim"],
+        v: Float[Tensor, "tokens kv_heads dim"],
+    ) -> Float[Tensor, "tokens heads dim"]:
         """[tokens, heads, head_dim] for q of that shape, k and v [tokens, kv heads, head_dim]."""
         shape = (q.shape[0], q.shape[1], k.shape[1])
         if shape not in self._by_heads:
@@ -102,7 +107,7 @@ def _by_head(rows: Int[Tensor, "segments tokens"], kv_heads: int, per_kv: int) -
 
 
 @functools.lru_cache(maxsize=1024)
-def causal_bias(queries: int, keys: int) -> Tensor:
+def causal_bias(queries: int, keys: int) -> Float[Tensor, "queries keys"]:
     """0 where a query sees a key, -inf elsewhere; the last query sees all keys."""
     return torch.full((queries, keys), float("-inf")).triu(keys - queries + 1)
 

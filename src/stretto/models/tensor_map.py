@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from stretto.base.errors import DataError
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -25,7 +28,7 @@ Region = tuple[slice, ...]
 class LazyTensor(Protocol):
     """A checkpoint's tensor of which slices can be read: a Tensor, or one in a file."""
 
-    def __getitem__(self, region: Region) -> Tensor: ...
+    def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class TensorSlice:
     shape: Shape
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> TensorSlice:
+    def whole(cls, tensor: Shaped[Tensor, " ..."]) -> TensorSlice:
         return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
     @property

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
-def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Generator[None, None, list[list[int]]]:
+
+def first_fit_decreasing(
+    lengths: Int[np.ndarray, " samples"], capacity: int
+) -> Generator[None, None, list[list[int]]]:
     """Pack samples, longest first, into the first row with room; returns the indices per row.
 
     A generator that yields after each sample, so that other tasks can run. Rows are in order of creation.
@@ -29,7 +35,7 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> Generator[None, 
     return rows
 
 
-def pack_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+def pack_rows(lengths: Int[np.ndarray, " samples"], capacity: int) -> list[list[int]]:
     """Run `first_fit_decreasing` to its end."""
     work = first_fit_decreasing(lengths, capacity)
     while True:

@@ -7,9 +7,13 @@ over the same tokens (models/lm_head.py) trains the distribution that was sample
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
 
 
 class Support(msgspec.Struct, frozen=True):
@@ -22,7 +26,7 @@ class Support(msgspec.Struct, frozen=True):
     sizes: np.ndarray  # int32 [tokens]
 
     @classmethod
-    def of(cls, parts: Iterable[Sequence[int] | np.ndarray]) -> Support:
+    def of(cls, parts: Iterable[Sequence[int] | Int[np.ndarray, " support"]]) -> Support:
         """Build a support from the token ids of each position."""
         arrays = [np.asarray(part, np.int32) for part in parts]
         ids = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
@@ -47,7 +51,7 @@ class Support(msgspec.Struct, frozen=True):
         low = int(self.sizes[:start].sum())
         return Support(self.ids[low : low + int(self.sizes[start:stop].sum())], self.sizes[start:stop])
 
-    def at(self, positions: np.ndarray) -> Support:
+    def at(self, positions: Int[np.ndarray, " positions"]) -> Support:
         """The support of these positions, in this order."""
         sizes = self.sizes[positions]
         starts = (np.cumsum(self.sizes, dtype=np.int64) - self.sizes)[positions]
@@ -55,7 +59,7 @@ class Support(msgspec.Struct, frozen=True):
         index = np.repeat(starts - before, sizes) + np.arange(sizes.sum(dtype=np.int64))
         return Support(self.ids[index], sizes)
 
-    def where(self, mask: np.ndarray) -> Support:
+    def where(self, mask: Bool[np.ndarray, " tokens"]) -> Support:
         """The same positions, with all tokens where the mask is false."""
         sizes = np.where(mask, self.sizes, 0).astype(np.int32)
         return Support(self.ids[np.repeat(mask, self.sizes)], sizes)

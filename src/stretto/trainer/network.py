@@ -7,6 +7,7 @@ blocks, the same number of passes on every rank, updates, and state. What a pass
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import ShardedWeights, parallelise
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 
 class Network:
@@ -82,7 +86,7 @@ class Network:
         micro_batches: Sequence[MicroBatch],
         num_passes: int | None = None,
         *,
-        token_mask: Callable[[MicroBatch], np.ndarray] | None = None,
+        token_mask: Callable[[MicroBatch], Bool[np.ndarray, " tokens"]] | None = None,
         **how: object,
     ) -> Iterator[tuple[int | None, PassInputs]]:
         """(index, inputs) per micro batch to score, then (None, inputs) for passes without a result.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from stretto.base.errors import EnvError
@@ -9,6 +11,9 @@ from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Rollout, RolloutStatus, Task
 from stretto.records.support import Support, concat_supports
 from stretto.vime.sample import Sample, Status
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int32
 
 STATUS_OF = {
     RolloutStatus.FINISHED: Status.COMPLETED,
@@ -55,7 +60,7 @@ def response_start(branch: Branch) -> int:
     return int(sampled[0]) if len(sampled) else len(branch.token_ids)
 
 
-def trained_tokens(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+def trained_tokens(sample: Sample) -> tuple[Int32[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]:
     """The tokens of a sample (int32), and a mask of those that are trained (bool)."""
     tokens = np.asarray(sample.tokens, np.int32)
     mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask

@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from stretto.base.errors import EngineError, EnvError
 from stretto.vime.arguments import address_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ def _warn_once(text: str) -> None:
 class Turns(Protocol):
     """The part of a rollout's context that a request needs."""
 
-    async def generate(self, prompt_ids: np.ndarray, **sampling: Any) -> Any: ...
+    async def generate(self, prompt_ids: Int[np.ndarray, " prompt"], **sampling: Any) -> Any: ...
 
 
 class _RolloutTurns:

@@ -129,7 +129,7 @@ def test_max_rl_has_nothing_to_say_about_unsolved_or_negative_groups():
         assert not max_rl(np.array(rewards), np.ones(2, bool)).any()
 
 
-def test_what_teaches_is_told_by_the_rule():
+def test_the_estimator_decides_whether_a_group_has_signal():
     rewards, counted = np.array([1.0, 1.0]), np.ones(2, bool)
     assert has_group_signal("reinforce_plus_plus", rewards, counted, rewards)
     assert not has_group_signal("reinforce_plus_plus", rewards, ~counted, rewards * 0)

@@ -86,7 +86,7 @@ def test_a_loss_of_ones_own_trains_like_the_same_loss_of_ours(user_module):
     assert results[1][1]["ratio/mean"] > 0
 
 
-def test_credit_of_ones_own_gives_the_same_as_ours_and_failed_members_nothing(user_module):
+def test_custom_credit_gives_the_same_as_ours_and_failed_members_nothing(user_module):
     played = group([1.0, 0.0, 0.25, 9.0], failed=[3])
     ours, theirs = (
         assign_advantages(played, a) for a in (RlooAlgo(), CustomAlgo(import_path=f"{user_module}:rloo"))

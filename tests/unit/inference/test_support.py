@@ -57,7 +57,7 @@ def random_support(rng: np.random.Generator, targets: np.ndarray, vocab: int = V
 # -- the record --
 
 
-def test_positions_are_picked_and_joined_like_lists():
+def test_positions_are_picked_and_concatenated_like_lists():
     rng = np.random.default_rng(0)
     support = random_support(rng, rng.integers(0, VOCAB, 30))
     lists = support.lists()

@@ -134,7 +134,7 @@ def test_an_eval_waits_with_the_next_version_whatever_the_trainer_does(tmp_path)
             assert row["versions"] == [version, version] and row["num_failed"] == 0
 
 
-def test_a_resumed_run_does_not_repeat_an_eval_unless_it_is_told_to(tmp_path):
+def test_a_resumed_run_repeats_an_eval_only_if_configured(tmp_path):
     settings = {"eval": {"num_examples": 10, "interval": 2}, "max_async_level": 0}
     cfg = config(tmp_path, **settings)
     with pytest.raises(EngineError, match="killed"):
@@ -194,7 +194,7 @@ def test_an_engine_that_fails_all_of_an_eval_ends_the_run(tmp_path):
         ("unknown", EngineError),
     ],
 )
-def test_who_must_act_is_told_by_the_cause_of_the_last_rollout(cause, kind):
+def test_the_cause_of_the_last_rollout_says_who_must_act(cause, kind):
     task = Task(env="echo", task_id="t", data={})
     failed = Rollout(
         rollout_id="g0.0", group_id=0, member=0, task=task, status=RolloutStatus.FAILED, error=cause
@@ -264,7 +264,7 @@ def test_the_verb_evaluates_any_server_that_speaks_text(tmp_path):
     assert "avg@k" in format_table(scores) and "pass@4" in format_table(scores)
 
 
-def test_a_server_that_refuses_says_so_and_an_environment_of_tokens_is_told():
+def test_a_server_that_refuses_is_quoted_and_an_environment_of_tokens_is_refused():
     async def scenario():
         server = TextServer(refusals=100)
         url = await server.start()

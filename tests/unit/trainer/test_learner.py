@@ -308,7 +308,7 @@ def test_clipping_bounds_the_norm_and_reports_the_one_before():
         assert moved == pytest.approx(expected or norm, rel=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_told():
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
     learner = build_learner()
     before = {name: t.clone() for name, t in learner.export_tensors()}
     mb = pack(documents())

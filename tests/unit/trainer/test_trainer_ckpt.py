@@ -252,7 +252,7 @@ def test_what_is_written_beside_training_is_the_step_at_which_it_began(tmp_path,
     assert all(torch.equal(straight[name], continued[name]) for name in straight)
 
 
-def test_a_write_that_fails_beside_training_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_write_that_fails_beside_training_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
     run, learner = RunDir(tmp_path), train(build_learner(), 1)
 
     def disk_full(*_):

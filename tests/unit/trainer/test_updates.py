@@ -125,7 +125,7 @@ def test_the_price_is_the_divergence_from_the_reference():
 
 
 @pytest.mark.parametrize("order", [None, np.random.default_rng(0)])
-def test_dealing_gives_every_sample_once_and_unchanged(order):
+def test_every_sample_is_assigned_once_and_unchanged(order):
     docs = documents(num_groups=4)
     mbs = [pack(docs[:9], padding=2), pack(docs[9:])]
     names = [f"g{i}.0/0" for i in range(len(docs))]
@@ -170,7 +170,7 @@ def test_several_updates_are_one_step_and_equal_the_same_updates_by_hand():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_more_updates_than_samples_are_told_once(caplog):
+def test_more_updates_than_samples_are_warned_about_once(caplog):
     section = TrainerSection(loss=PpoLoss(), updates_per_step=64)
     updates = Updates(build_learner(loss=PpoLoss()), section)
     for _ in range(2):

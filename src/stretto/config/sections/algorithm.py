@@ -124,7 +124,7 @@ class ReinforceLoss(LossSection):
 
 
 class GspoLoss(LossSection):
-    """PPO's clipped surrogate on one ratio a sample, the geometric mean of its tokens' ratios."""
+    """PPO's clipped surrogate on one ratio per sample, the geometric mean of its tokens' ratios."""
 
     type: Literal["gspo"] = "gspo"
     reduction: Literal["token", "sample", "constant"] = "sample"

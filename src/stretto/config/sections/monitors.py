@@ -44,7 +44,7 @@ class MonitorsSection(Section):
 
 
 class LogSection(Section):
-    """Log files are RUN/logs/<role>.log; the console shows one line a step."""
+    """Log files are RUN/logs/<role>.log; the console shows one line per step."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe line written."""

@@ -24,7 +24,7 @@ import traceback
 import weakref
 from collections.abc import Coroutine, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -73,6 +73,9 @@ from stretto.envs.workers.wire import (
     receive_blocking,
 )
 from stretto.records.rollout import Task
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +256,7 @@ class RemoteContext(RolloutContext):
         self._worker, self._call, self._name, self._is_trained = worker, call, name, is_trained
 
     async def generate(
-        self, prompt_ids: np.ndarray, tools: list[dict] | None = None, **sampling: Any
+        self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any
     ) -> Reply:
         prompt_ids = np.asarray(prompt_ids, dtype=np.int32)
         return await self._turn(messages=None, prompt_ids=prompt_ids, tools=tools, sampling=sampling)
@@ -261,7 +264,9 @@ class RemoteContext(RolloutContext):
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
         return await self._turn(messages=list(messages), prompt_ids=None, tools=tools, sampling=sampling)
 
-    def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    def keep(
+        self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]
+    ) -> None:
         raise ConfigError("ctx.keep works in the orchestrator's process only; remove num_workers")
 
     def agent(self, name: str, *, is_trained: bool = True) -> RemoteContext:

@@ -72,7 +72,9 @@ class Selection:
     multiple: int = _ROW_MULTIPLE
     tile: int | None = None
 
-    def product(self, x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Tensor:
+    def product(
+        self, x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]
+    ) -> Float[Tensor, "rows out"]:
         """x @ weight.T; the bits of a row do not depend on the number of rows."""
         if self.tile is None:
             return F.linear(x, weight)
@@ -206,7 +208,7 @@ class Adapters:
         else:
             del self._named[name]
 
-    def versions(self, ids: np.ndarray, version: int) -> np.ndarray | int:
+    def versions(self, ids: Int[np.ndarray, " rows"], version: int) -> Int[np.ndarray, " rows"] | int:
         """Versions of tokens sampled with these adapters; `version` is the engine's own model's."""
         if not ids.any():
             return version

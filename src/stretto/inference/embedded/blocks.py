@@ -15,13 +15,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32, Int64
 
 NULL_BLOCK = 0
 
 
-def chain_hashes(seed: bytes, token_ids: np.ndarray, block_size: int) -> list[bytes]:
+def chain_hashes(seed: bytes, token_ids: Int32[np.ndarray, " tokens"], block_size: int) -> list[bytes]:
     """One hash per full block of token_ids (int32), over the seed and all tokens up to its end."""
     data, step = token_ids.tobytes(), block_size * token_ids.itemsize
     hashes, last = [], seed
@@ -58,7 +62,7 @@ class BlockPool:
         """The number of blocks that a later request can find by hash."""
         return len(self._block_of)
 
-    def allocate(self, count: int) -> np.ndarray:
+    def allocate(self, count: int) -> Int64[np.ndarray, " blocks"]:
         """Give `count` blocks one owner each; the caller has checked that so many are free."""
         assert count <= self.num_free, f"{count} blocks requested, {self.num_free} free"
         split = max(len(self._free) - count, 0)
@@ -72,13 +76,13 @@ class BlockPool:
         self.refs[ids] = 1
         return ids
 
-    def share(self, ids: np.ndarray, owners: int = 1) -> None:
+    def share(self, ids: Int64[np.ndarray, " blocks"], owners: int = 1) -> None:
         """Add owners to blocks that are owned or cached; ids are distinct."""
         for block in ids[self.refs[ids] == 0].tolist():
             del self._free_cached[block]
         self.refs[ids] += owners
 
-    def release(self, ids: np.ndarray) -> None:
+    def release(self, ids: Int64[np.ndarray, " blocks"]) -> None:
         """Remove one owner from each block; a block may be in ids several times."""
         np.subtract.at(self.refs, ids, 1)
         assert (self.refs[ids] >= 0).all(), "a block was released more often than it was taken"
@@ -89,7 +93,7 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def lookup(self, hashes: list[bytes]) -> np.ndarray:
+    def lookup(self, hashes: list[bytes]) -> Int64[np.ndarray, " blocks"]:
         """The blocks of the longest cached prefix of this chain; call `share` to own them."""
         found = []
         for key in hashes:

@@ -16,7 +16,7 @@ from stretto.models.moe import Routing
 from stretto.models.shape import ModelConfig
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Int, Int64, UInt
 
 
 class ExpertChoices:
@@ -37,8 +37,8 @@ class ExpertChoices:
     def write(
         self,
         tables: Int[np.ndarray, "slots blocks"],
-        owners: np.ndarray,
-        positions: np.ndarray,
+        owners: Int[np.ndarray, " rows"],
+        positions: Int[np.ndarray, " rows"],
         routing: Routing,
     ) -> None:
         """Store the choices of one pass; row i is token positions[i] of slot owners[i], -1: padding."""
@@ -51,13 +51,13 @@ class ExpertChoices:
         rows[:, layers] = stacked[is_real]
         self.choices[blocks, positions % self.block_size] = rows
 
-    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+    def copy(self, source: Int64[np.ndarray, " blocks"], target: Int64[np.ndarray, " blocks"]) -> None:
         """Copy whole blocks, as KVCache.copy_blocks does."""
         self.choices[target] = self.choices[source]
 
     def read(
         self, table: Int[np.ndarray, " blocks"], start: int, num_computed: int, num_tokens: int
-    ) -> np.ndarray:
+    ) -> UInt[np.ndarray, "tokens layers top_k"]:
         """[num_tokens - start, layers, top_k] of the sequence with these blocks.
 
         Tokens that were not computed hold `missing`. The last token of a reply is never computed: no token was

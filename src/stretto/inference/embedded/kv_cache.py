@@ -26,7 +26,7 @@ from stretto.models.attention import Attend
 from stretto.models.shape import ModelConfig
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Int, Int64
 
 _MIN_SHARED_ROWS = 32  # so many rows of one sequence and width share one gather
 _MAX_ELEMENTS = 1 << 22  # elements of the keys or scores of one product
@@ -73,7 +73,7 @@ class PassLayout:
     parts: list[_BlockPart | SlabPart]
 
 
-def key_widths(block_size: int, max_len: int) -> np.ndarray:
+def key_widths(block_size: int, max_len: int) -> Int64[np.ndarray, " widths"]:
     """Multiples of block_size that grow by a half at most, after the second: 16, 32, 48, 64, 96, ..."""
     widths, width = [], -(-16 // block_size) * block_size
     while True:
@@ -111,12 +111,12 @@ class KVCache:
     def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
-    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
+    def copy_blocks(self, source: Int64[np.ndarray, " blocks"], target: Int64[np.ndarray, " blocks"]) -> None:
         """Copy whole blocks in all layers; a fork does so with the half-full last block."""
         src, dst = torch.from_numpy(source).to(self.device), torch.from_numpy(target).to(self.device)
         self.blocks.index_copy_(2, dst, self.blocks.index_select(2, src))
 
-    def width_index(self, positions: Int[np.ndarray, " rows"]) -> np.ndarray:
+    def width_index(self, positions: Int[np.ndarray, " rows"]) -> Int[np.ndarray, " rows"]:
         """Which of `widths` a query at each position uses."""
         return np.searchsorted(self.widths, positions + 1)
 
@@ -275,7 +275,7 @@ class KVCache:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
 
 
-def _columns(tables: Int[np.ndarray, "rows blocks"], num_blocks: int) -> Int[np.ndarray, "rows blocks"]:
+def _columns(tables: Int[np.ndarray, "rows blocks"], num_blocks: int) -> Int[np.ndarray, "rows columns"]:
     """The first num_blocks columns, filled up with the null block if the table is narrower."""
     missing = num_blocks - tables.shape[1]
     if missing > 0:

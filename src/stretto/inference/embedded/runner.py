@@ -28,7 +28,7 @@ from stretto.models.lm_head import head_logits
 from stretto.models.moe import Routing
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Float32, Int
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(
-        self, plan: StepPlan, slots: SequenceSlots, prompt_logprobs: dict[int, np.ndarray]
+        self, plan: StepPlan, slots: SequenceSlots, prompt_logprobs: dict[int, Float32[np.ndarray, " _"]]
     ) -> Float[Tensor, "last vocab"] | None:
         """Logits (float32) of the plan's last rows, in plan order; fills `prompt_logprobs`, by slot."""
         rows = self._latest = self._follow(plan, slots) or self._arrange(plan, slots)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float, Int, Int64
 
     from stretto.models.shape import ModelConfig
 
@@ -90,7 +90,9 @@ class SlabPart:
         self._bias_rows[self._rows, positions] = 0.0
         self._upcoming += 1
 
-    def write(self, layer: int, k: Float[Tensor, "rows kv_heads dim"], v: Tensor) -> None:
+    def write(
+        self, layer: int, k: Float[Tensor, "rows kv_heads dim"], v: Float[Tensor, "rows kv_heads dim"]
+    ) -> None:
         self._key_rows[layer][self._rows, self._positions] = k
         self._value_rows[layer][self._rows, self._positions] = v
 
@@ -109,7 +111,7 @@ class RunningKV:
     """All slabs, by index of their width."""
 
     def __init__(
-        self, config: ModelConfig, widths: np.ndarray, *, max_tokens: int, dtype: torch.dtype,
+        self, config: ModelConfig, widths: Int64[np.ndarray, " widths"], *, max_tokens: int, dtype: torch.dtype,
         device: torch.device, is_exact: bool,
     ) -> None:  # fmt: skip
         self.config, self.widths, self.max_tokens = config, widths, max_tokens

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from stretto.inference.embedded.sampler import stream_key
 from stretto.inference.embedded.slots import SequenceSlots, SequenceState
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.records.support import Support
+
+if TYPE_CHECKING:
+    from jaxtyping import Int, Int64
 
 # As plain integers: looking up members of an enum costs more than the comparisons that use them.
 _RESERVED, _RUNNING, _PREEMPTED = (
@@ -188,7 +192,7 @@ class Scheduler:
             for b in range(start // self.block_size, full):
                 self.pool.register(int(slots.blocks[slot, b]), hashes[b])
 
-    def fork(self, leaders: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def fork(self, leaders: list[int]) -> tuple[Int64[np.ndarray, " blocks"], Int64[np.ndarray, " blocks"]]:
         """Give the prompt's blocks to the requests' other samples; returns blocks to copy (from, to).
 
         If no block is free for the copy of a sample, the sample becomes PREEMPTED: it keeps its place in line and
@@ -500,7 +504,7 @@ class Scheduler:
         return self.expert_choices.read(slots.blocks[slot], start, computed, length)
 
 
-def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
+def version_spans(versions: Int[np.ndarray, " tokens"]) -> tuple[VersionSpan, ...]:
     """Group the tokens of a completion into runs of equal version."""
     if not len(versions):
         return ()

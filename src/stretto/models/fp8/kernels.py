@@ -7,7 +7,7 @@ gradients of weights use the triton kernels. Import this module only if triton i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -15,6 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.models.fp8.reference import BLOCK, FP8, LARGEST, SMALLEST_SCALE, Quantized, RowGroups
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32
 
 NUM_WARPS, NUM_STAGES = 8, 3
 ROWS = 32
@@ -155,7 +158,7 @@ class Triton:
 
     name = "triton"
 
-    def quantize_rows(self, x: Tensor) -> Quantized:
+    def quantize_rows(self, x: Float[Tensor, "rows dim"]) -> Quantized:
         x = x.contiguous()
         num_rows, dim = x.shape
         values, scales = (
@@ -170,7 +173,7 @@ class Triton:
             )  # fmt: skip
         return Quantized(values, scales)
 
-    def quantize_blocks(self, weight: Tensor) -> Quantized:
+    def quantize_blocks(self, weight: Float[Tensor, "groups out dim"]) -> Quantized:
         weight = weight.contiguous()
         num_groups, num_out, dim = weight.shape
         grid = (num_groups, triton.cdiv(num_out, BLOCK), triton.cdiv(dim, BLOCK))
@@ -181,7 +184,7 @@ class Triton:
         )  # fmt: skip
         return Quantized(values, scales)
 
-    def quantize_columns(self, x: Tensor, groups: RowGroups) -> Quantized:
+    def quantize_columns(self, x: Float[Tensor, "rows dim"], groups: RowGroups) -> Quantized:
         x = x.contiguous()
         num_rows, dim = x.shape
         values = x.new_empty(dim, num_rows, dtype=FP8)
@@ -194,7 +197,9 @@ class Triton:
             )  # fmt: skip
         return Quantized(values, scales)
 
-    def product(self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype) -> Tensor:
+    def product(
+        self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
+    ) -> Float[Tensor, "rows out"]:
         num_rows, dim = x.values.shape
         num_out = weight.values.shape[1]
         out = x.values.new_empty(num_rows, num_out, dtype=dtype)
@@ -206,7 +211,7 @@ class Triton:
             )  # fmt: skip
         return out
 
-    def outer(self, grads: Quantized, x: Quantized, groups: RowGroups) -> Tensor:
+    def outer(self, grads: Quantized, x: Quantized, groups: RowGroups) -> Float32[Tensor, "groups out dim"]:
         (num_out, num_rows), dim = grads.values.shape, x.values.shape[0]
         out = x.scales.new_empty(groups.num_groups, num_out, dim)
         grid = (groups.num_groups, triton.cdiv(num_out, BLOCK), triton.cdiv(dim, BLOCK))
@@ -228,7 +233,9 @@ class DeepGemm(Triton):
     def __init__(self, library: Any) -> None:
         self._library = library
 
-    def product(self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype) -> Tensor:
+    def product(
+        self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
+    ) -> Float[Tensor, "rows out"]:
         (num_rows, dim), num_out = x.values.shape, weight.values.shape[1]
         if dim % BLOCK or num_out % BLOCK or not num_rows or dtype != torch.bfloat16:
             return super().product(x, weight, groups, dtype)

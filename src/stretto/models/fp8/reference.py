@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from stretto.models.moe import Experts, Routing
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Float32, Int, Int32
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
@@ -76,7 +76,7 @@ class RowGroups:
         return F.pad((self.bounds.diff() + BLOCK - 1).div(BLOCK, rounding_mode="floor").cumsum(0), (1, 0))
 
     @cached_property
-    def tiles(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tiles(self) -> tuple[Int32[Tensor, " tiles"], Int32[Tensor, " tiles"], Int32[Tensor, " tiles"]]:
         """(group, first row, end of the group) of every tile, each int32 [tiles]."""
         numbers = torch.arange(self.num_tiles, device=self.bounds.device)
         group = torch.searchsorted(self.first_tile[1:].contiguous(), numbers, right=True)
@@ -98,17 +98,19 @@ class Kernels(Protocol):
 
     name: str
 
-    def quantize_rows(self, x: Tensor) -> Quantized: ...
+    def quantize_rows(self, x: Float[Tensor, "rows dim"]) -> Quantized: ...
 
-    def quantize_blocks(self, weight: Tensor) -> Quantized: ...
+    def quantize_blocks(self, weight: Float[Tensor, "groups out dim"]) -> Quantized: ...
 
-    def quantize_columns(self, x: Tensor, groups: RowGroups) -> Quantized: ...
+    def quantize_columns(self, x: Float[Tensor, "rows dim"], groups: RowGroups) -> Quantized: ...
 
-    def product(self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype) -> Tensor:
+    def product(
+        self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
+    ) -> Float[Tensor, "rows out"]:
         """Multiply every row by its group's weight: [rows, in], [groups, out, in] -> [rows, out]."""
         ...
 
-    def outer(self, grads: Quantized, x: Quantized, groups: RowGroups) -> Tensor:
+    def outer(self, grads: Quantized, x: Quantized, groups: RowGroups) -> Float32[Tensor, "groups out dim"]:
         """Weight gradients per group, float32 [groups, out, in]: sums over a group's rows.
 
         grads and x come from `quantize_columns` of [rows, out] and [rows, in].
@@ -179,21 +181,23 @@ class Reference:
 
     name = "the slow reference"
 
-    def quantize_rows(self, x: Tensor) -> Quantized:
+    def quantize_rows(self, x: Float[Tensor, "rows dim"]) -> Quantized:
         return quantize_rows(x)
 
-    def quantize_blocks(self, weight: Tensor) -> Quantized:
+    def quantize_blocks(self, weight: Float[Tensor, "groups out dim"]) -> Quantized:
         return quantize_blocks(weight)
 
-    def quantize_columns(self, x: Tensor, groups: RowGroups) -> Quantized:
+    def quantize_columns(self, x: Float[Tensor, "rows dim"], groups: RowGroups) -> Quantized:
         return quantize_columns(x, groups)
 
-    def product(self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype) -> Tensor:
+    def product(
+        self, x: Quantized, weight: Quantized, groups: RowGroups, dtype: torch.dtype
+    ) -> Float[Tensor, "rows out"]:
         rows, weights = dequantize_rows(x), dequantize_blocks(weight)
         parts = rows.split(groups.bounds.diff().tolist())
         return torch.cat([part @ w.T for part, w in zip(parts, weights)]).to(dtype)
 
-    def outer(self, grads: Quantized, x: Quantized, groups: RowGroups) -> Tensor:
+    def outer(self, grads: Quantized, x: Quantized, groups: RowGroups) -> Float32[Tensor, "groups out dim"]:
         sizes = groups.bounds.diff().tolist()
         pairs = zip(
             dequantize_columns(grads, groups).split(sizes, dim=1),
@@ -261,7 +265,13 @@ class Fp8Experts(Experts):
         self.gate_up_proj, self.down_proj, self.kernels = base.gate_up_proj, base.down_proj, kernels
         self.use_grouped_mm = True
 
-    def forward(self, x: Tensor, counts: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Float[Tensor, "rows dim"],
+        counts: Int[Tensor, " experts"],
+        routing: Routing,
+        tokens: Int[Tensor, " rows"],
+    ) -> Float[Tensor, "rows dim"]:
         assert routing.row_multiple is None, "8-bit experts are for training only"
         groups = RowGroups.of(counts, len(x))
         hidden = self.gated(multiply(x, self.gate_up_proj, groups, self.kernels))

@@ -14,6 +14,7 @@ import json
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from stretto.base.errors import DataError
 from stretto.records.rows import first_fit_decreasing
 from stretto.records.sample import MicroBatch, TrainBatch, TrainSample
 from stretto.records.support import Support, concat_supports
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32, Float64, Int, UInt
 
 STREAM_DEFAULTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
 
@@ -32,7 +36,7 @@ class Cost:
     linear: float = 1.0
     quadratic: float = 0.0
 
-    def of(self, lengths: np.ndarray) -> np.ndarray:
+    def of(self, lengths: Int[np.ndarray, " documents"]) -> Float64[np.ndarray, " documents"]:
         """The cost of documents of these lengths."""
         return self.linear * lengths + self.quadratic * lengths.astype(np.float64) ** 2
 
@@ -91,7 +95,7 @@ def pack(
 
 
 def split_to_multiple(
-    rows: Sequence[Sequence[int]], costs: np.ndarray, multiple: int
+    rows: Sequence[Sequence[int]], costs: Float[np.ndarray, " samples"], multiple: int
 ) -> Generator[None, None, tuple[list[list[int]], list[float]]]:
     """Split the most expensive rows until their number is a multiple of `multiple`, if possible.
 
@@ -117,7 +121,7 @@ def split_to_multiple(
     return rows, row_costs
 
 
-def _halves(row: Sequence[int], costs: np.ndarray) -> tuple[list[int], list[int]]:
+def _halves(row: Sequence[int], costs: Float[np.ndarray, " samples"]) -> tuple[list[int], list[int]]:
     """Split a row into two of nearly equal cost, most expensive samples first."""
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0.0, 0.0]
@@ -187,7 +191,7 @@ def dummy_micro_batch(streams: Sequence[str] = ()) -> MicroBatch:
     )
 
 
-def _merge_expert_choices(samples: Sequence[TrainSample]) -> np.ndarray | None:
+def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "tokens layers top_k"] | None:
     """Expert choices of all tokens; the largest integer marks tokens without choices.
 
     Raises: DataError if the choices are of different models.
@@ -213,7 +217,7 @@ def _merge_supports(samples: Sequence[TrainSample], lengths: Sequence[int]) -> S
     return concat_supports(parts, lengths)
 
 
-def _stream_of(samples: Sequence[TrainSample], name: str) -> np.ndarray:
+def _stream_of(samples: Sequence[TrainSample], name: str) -> Float32[np.ndarray, " tokens"]:
     parts = []
     for sample in samples:
         values = getattr(sample, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -12,6 +12,9 @@ import numpy as np
 from stretto.algorithms.credit import whiten
 from stretto.records.rollout import Branch, Group, Rollout
 from stretto.records.sample import TrainSample
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
 
 
 def to_samples(groups: Iterable[Group], whitened: Collection[str] = ()) -> list[TrainSample]:
@@ -39,7 +42,7 @@ def whiten_samples(samples: list[TrainSample], envs: Collection[str]) -> list[Tr
     return [_with_advantages(s, next(parts)) if s.env in envs else s for s in samples]
 
 
-def _with_advantages(sample: TrainSample, values: np.ndarray) -> TrainSample:
+def _with_advantages(sample: TrainSample, values: Float[np.ndarray, " trained"]) -> TrainSample:
     advantages = np.zeros(len(sample.token_ids), dtype=np.float32)
     advantages[sample.loss_mask] = values
     return msgspec.structs.replace(sample, advantages=advantages)
@@ -81,14 +84,14 @@ def samples_of(
     return samples
 
 
-def sampled_tokens(branch: Branch) -> np.ndarray:
+def sampled_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
     """Tokens sampled from the policy's distribution, bool [tokens]: greedy replies are not."""
     if branch.is_greedy is None or branch.is_frozen:
         return branch.is_sampled.copy()
     return branch.is_sampled & ~branch.is_greedy
 
 
-def trained_tokens(branch: Branch) -> np.ndarray:
+def trained_tokens(branch: Branch) -> Bool[np.ndarray, " tokens"]:
     """Sampled tokens that are trained: not the first, none before trained_from; bool [tokens]."""
     is_trained = sampled_tokens(branch)
     is_trained[:1] = False
@@ -99,7 +102,9 @@ def trained_tokens(branch: Branch) -> np.ndarray:
     return is_trained
 
 
-def distillation_streams(branch: Branch, loss_mask: np.ndarray, advantage: float) -> dict[str, Any]:
+def distillation_streams(
+    branch: Branch, loss_mask: Bool[np.ndarray, " tokens"], advantage: float
+) -> dict[str, Any]:
     """Streams of a branch for the ce and ref_kl components, if it has any.
 
     Tokens that a teacher played are no samples of the policy: they are in ce at temperature 1, not in loss_mask or

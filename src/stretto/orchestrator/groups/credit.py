@@ -6,7 +6,7 @@ If several agents play, it compares them agent by agent.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,6 +25,9 @@ from stretto.config.sections.distill import WITHOUT_REWARD
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import Environment, SingleTurnEnv
 from stretto.records.rollout import Group, Rollout, RolloutStatus
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 SHAPING = {"type", "length_penalty", "overlong", "decay", "whiten", "tool", "user", "system", "filter"}
 """Keys of an algo section that are not options of its advantage estimator."""
@@ -73,7 +76,7 @@ def assign_advantages(group: Group, algo: Algo, place: str = "orchestrator.algo"
     return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
 
 
-def advantage_fields(table: dict[str, np.ndarray]) -> dict[str, Any]:
+def advantage_fields(table: dict[str, Float[np.ndarray, " members"]]) -> dict[str, Any]:
     """Both advantage fields of a group, from the members' advantages by agent."""
     values = np.stack(list(table.values()))
     of_rollouts = values[np.abs(values).argmax(axis=0), np.arange(values.shape[1])]
@@ -81,7 +84,7 @@ def advantage_fields(table: dict[str, np.ndarray]) -> dict[str, Any]:
     return {"advantages": tuple(of_rollouts.tolist()), "agent_advantages": by_agent}
 
 
-def advantages_of(group: Group, algo: Algo, place: str) -> tuple[np.ndarray, bool]:
+def advantages_of(group: Group, algo: Algo, place: str) -> tuple[Float[np.ndarray, " members"], bool]:
     """Advantages of the members of a group that one agent played, and whether it has a signal."""
     rewards = np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
     counted = np.array([rollout.is_counted for rollout in group.rollouts], dtype=bool)
@@ -95,7 +98,9 @@ def advantages_of(group: Group, algo: Algo, place: str) -> tuple[np.ndarray, boo
     return advantages, has_group_signal(algo.type, rewards, counted, advantages)
 
 
-def hierarchical_advantages(group: Group, algo: HierarchicalGrpoAlgo, place: str) -> dict[str, np.ndarray]:
+def hierarchical_advantages(
+    group: Group, algo: HierarchicalGrpoAlgo, place: str
+) -> dict[str, Float[np.ndarray, " members"]]:
     """Advantages of the members by agent; agents of one role are compared with each other.
 
     An agent's role is its name up to the first "/".
@@ -151,7 +156,12 @@ def _agent_part(rollout: Rollout, agent: str) -> Rollout:
     )
 
 
-def shape_rewards(rewards: np.ndarray, counted: np.ndarray, group: Group, algo: CreditSection) -> np.ndarray:
+def shape_rewards(
+    rewards: Float[np.ndarray, " members"],
+    counted: Bool[np.ndarray, " members"],
+    group: Group,
+    algo: CreditSection,
+) -> Float[np.ndarray, " members"]:
     """Rewards minus length penalties; the recorded and reported reward stays the environment's."""
     if algo.overlong is not None:
         rewards = overlong(rewards, output_tokens(group), **algo.overlong.model_dump())
@@ -166,6 +176,6 @@ def shape_rewards(rewards: np.ndarray, counted: np.ndarray, group: Group, algo: 
     return rewards
 
 
-def output_tokens(group: Group) -> np.ndarray:
+def output_tokens(group: Group) -> Int[np.ndarray, " members"]:
     """Number of sampled tokens of each member, over all its branches."""
     return np.array([rollout.num_sampled_tokens for rollout in group.rollouts])

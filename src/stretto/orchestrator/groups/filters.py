@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -22,6 +23,9 @@ from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.orchestrator.batch.user_hooks import BatchHooks
 from stretto.orchestrator.groups.credit import assign_advantages
 from stretto.records.rollout import Group, Rollout, RolloutStatus
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 FILTER_PREFIX = "filter "
 """Start of the error of a rollout that a filter dropped."""
@@ -177,7 +181,7 @@ def is_repetitive(rollout: Rollout, section: RepetitionFilter) -> bool:
     return any(longest_run(b.logprobs[b.is_sampled] > limit) >= section.window for b in rollout.branches)
 
 
-def longest_run(is_set: np.ndarray) -> int:
+def longest_run(is_set: Bool[np.ndarray, " tokens"]) -> int:
     """Length of the longest run of True."""
     breaks = np.flatnonzero(np.concatenate(([True], ~is_set, [True])))
     return int(np.diff(breaks).max()) - 1

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.rollout import Branch
 from stretto.records.support import Support, concat_supports
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float32, Int32, UInt
 
 
 class OpenBranch:
@@ -29,17 +34,17 @@ class OpenBranch:
         """Number of tokens with final expert choices; the last is computed in the next turn."""
         return 0 if self._routes is None else len(self._routes) - 1
 
-    def is_extended_by(self, prompt_ids: np.ndarray, temperature: float) -> bool:
+    def is_extended_by(self, prompt_ids: Int32[np.ndarray, " prompt"], temperature: float) -> bool:
         """Does the prompt begin with this branch, at the same temperature?"""
         length = len(self.token_ids)
         return temperature == self.temperature and np.array_equal(prompt_ids[:length], self.token_ids)
 
     def add_turn(
         self,
-        prompt_ids: np.ndarray,
+        prompt_ids: Int32[np.ndarray, " prompt"],
         completion: Completion,
         version: int,
-        ce_weights: np.ndarray | None = None,
+        ce_weights: Float32[np.ndarray, " prompt"] | None = None,
         *,
         is_greedy: bool = False,
     ) -> None:
@@ -84,7 +89,7 @@ class OpenBranch:
             ce_weights=ce_weights,
         )
 
-    def _mask_of(self, spans: list[tuple[int, int]]) -> np.ndarray:
+    def _mask_of(self, spans: list[tuple[int, int]]) -> Bool[np.ndarray, " tokens"]:
         """A mask of the branch's tokens, True in these spans; bool [tokens]."""
         mask = np.zeros(len(self.token_ids), dtype=bool)
         for start, end in spans:
@@ -93,8 +98,10 @@ class OpenBranch:
 
 
 def merge_expert_choices(
-    known: np.ndarray | None, new: np.ndarray | None, num_tokens: int
-) -> np.ndarray | None:
+    known: UInt[np.ndarray, "known layers top_k"] | None,
+    new: UInt[np.ndarray, "new layers top_k"] | None,
+    num_tokens: int,
+) -> UInt[np.ndarray, "tokens layers top_k"] | None:
     """Expert choices of a branch of num_tokens after a turn.
 
     known: those before the turn; new: those that the turn adds at the end. A token keeps its first choices,

@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -31,6 +31,9 @@ from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.partial import ABORTED, PartialRollout, Turn
 from stretto.records.rollout import Branch
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float32, Int, Int32
 
 
 @dataclass
@@ -176,7 +179,7 @@ class Recorder(RolloutContext):
         return agent
 
     async def generate(
-        self, prompt_ids: np.ndarray, tools: list[dict] | None = None, **sampling: Any
+        self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any
     ) -> Reply:
         prompt_ids = np.asarray(prompt_ids, dtype=np.int32)
         play, draw = self._play, self._draw
@@ -239,10 +242,14 @@ class Recorder(RolloutContext):
         self._turn, self._tools = (prompt_ids, reply.token_ids), tools_now
         return reply
 
-    def keep(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    def keep(
+        self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]
+    ) -> None:
         self._chosen = [self._locate(tokens, is_trained) for tokens, is_trained in sequences]
 
-    def _locate(self, tokens: np.ndarray, is_trained: np.ndarray) -> tuple[int, np.ndarray]:
+    def _locate(
+        self, tokens: Int[np.ndarray, " tokens"], is_trained: Bool[np.ndarray, " tokens"]
+    ) -> tuple[int, Bool[np.ndarray, " branch"]]:
         """The index of the branch that begins with a sequence, and the mask of its trained tokens."""
         longest = 0
         for index, branch in enumerate(self._branches):
@@ -341,7 +348,9 @@ class Recorder(RolloutContext):
             completion=completion,
         )
 
-    def _extend(self, messages: list[Message], tools: list[dict] | None) -> np.ndarray | None:
+    def _extend(
+        self, messages: list[Message], tools: list[dict] | None
+    ) -> Int32[np.ndarray, " prompt"] | None:
         """The prompt as an extension of the tokens so far.
 
         None if history or tools changed, or if the renderer cannot extend the history.
@@ -355,7 +364,7 @@ class Recorder(RolloutContext):
 
     def _echo_weights(
         self, echo: Echo, messages: list[Message], first_new: int, tools: list[dict] | None
-    ) -> np.ndarray:
+    ) -> Float32[np.ndarray, " prompt"]:
         """Weights of a prompt's tokens: those of the messages since the last reply are not 0.
 
         first_new: index of the first message that extends the tokens so far; 0 if all are rendered again.
@@ -369,7 +378,7 @@ class Recorder(RolloutContext):
                 weights[owners == index - first_new] = weight
         return weights
 
-    def _extends(self, prompt_ids: np.ndarray, temperature: float) -> bool:
+    def _extends(self, prompt_ids: Int32[np.ndarray, " prompt"], temperature: float) -> bool:
         """Does a prompt extend the tokens so far?"""
         return bool(self._branches) and self._branches[-1].is_extended_by(prompt_ids, temperature)
 

@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -24,6 +24,9 @@ from stretto.ledger.writer import Ledger
 from stretto.orchestrator.rollout.branch import merge_expert_choices
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.partial import Turn, concat_completions
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +96,11 @@ class Interruption:
 
 
 def match_saved_turn(
-    turns: deque[Turn], request: GenerateRequest, temperature: float, known: np.ndarray, whose: str
+    turns: deque[Turn],
+    request: GenerateRequest,
+    temperature: float,
+    known: Int32[np.ndarray, " tokens"],
+    whose: str,
 ) -> Turn | None:
     """An agent's next saved turn if its prompt equals the request's; None otherwise.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,6 +27,9 @@ from stretto.orchestrator.rollout.play import GenerationClient
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.rollout import Branch, Group, Rollout, Task
 from stretto.transports.engine.client import EngineClient
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
 
 
 class Teachers:
@@ -77,7 +81,7 @@ class ScoringTeacher:
         self,
         engine: GenerationClient,
         *,
-        privileged_context: Callable[[Task], np.ndarray] | None = None,
+        privileged_context: Callable[[Task], Int32[np.ndarray, " context"]] | None = None,
         max_failures: int = 32,
     ) -> None:
         """privileged_context: tokens before a task's rollouts that only the teacher sees, int32."""
@@ -168,7 +172,7 @@ Teacher = ScoringTeacher | PlayingTeacher
 
 def build_privileged_context(
     env: Environment, algo: OpsdAlgo, renderer: Renderer, place: str = "orchestrator.algo"
-) -> Callable[[Task], np.ndarray]:
+) -> Callable[[Task], Int32[np.ndarray, " context"]]:
     """Build the function that renders a task's demonstration as a system message, as tokens.
 
     `place` is the config path of the algo, for messages.

@@ -20,7 +20,7 @@ from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import PassInputs
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Shaped
 
 Reduce = Callable[[dict[str, float]], dict[str, float]]
 """Combines the sums of all ranks by name: the maximum for `max/`, else the sum. A rank may lack a name."""
@@ -33,7 +33,7 @@ class StepSums:
         self._sums: dict[str, Tensor] = {}
         self._numbers: dict[str, float] = {}
 
-    def add(self, sums: Mapping[str, Tensor | float]) -> None:
+    def add(self, sums: Mapping[str, Shaped[Tensor, ""] | float]) -> None:
         """Add to the sums; a name must always be a tensor, all on one device, or always a number."""
         for name, value in sums.items():
             is_max = name.startswith("max/")
@@ -65,7 +65,7 @@ def sums_by_env(
     inputs: PassInputs,
     logprobs: Float[Tensor, " trained"],
     entropy: Float[Tensor, " trained"],
-) -> dict[str, Tensor]:
+) -> dict[str, Shaped[Tensor, ""]]:
     """Sampled tokens, and sums of their mismatch KL and entropy, per environment."""
     names = sorted(set(mb.envs))
     env_of_document = np.array([names.index(env) for env in mb.envs])

@@ -8,6 +8,7 @@ that several documents share is computed once and counted once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from stretto.config.sections.model import ModelSection
 from stretto.models.moe import Routing, mixtures, update_expert_bias
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import PassInputs
+
+if TYPE_CHECKING:
+    from jaxtyping import Float32
 
 
 class Routers:
@@ -90,11 +94,11 @@ class Routers:
             "routing_confidence/mean": float((confidence / tokens).mean()),
         }
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Float32[Tensor, " experts"]]:
         """The expert biases, which are not in the optimizer's state."""
         return {f"{name}.gate.expert_bias": bias for name, bias in self._biases()}
 
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
+    def load_state(self, tensors: dict[str, Float32[Tensor, " experts"]]) -> None:
         for name, bias in self._biases():
             bias.copy_(tensors[f"{name}.gate.expert_bias"])
 

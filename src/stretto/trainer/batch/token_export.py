@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import PassInputs
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 def delete_after(directory: Path, step: int) -> None:
@@ -31,7 +35,12 @@ class TokenExport:
         self._directory = directory
 
     def __call__(
-        self, step: int, mb: MicroBatch, inputs: PassInputs, logprobs: Tensor, entropy: Tensor
+        self,
+        step: int,
+        mb: MicroBatch,
+        inputs: PassInputs,
+        logprobs: Float[Tensor, " trained"],
+        entropy: Float[Tensor, " trained"],
     ) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         trained = logprobs.detach().cpu().numpy(), entropy.cpu().numpy()

@@ -22,7 +22,7 @@ from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Shaped
 
     from stretto.trainer.parallel.shard import ShardedWeights
 
@@ -114,12 +114,14 @@ class MasterWeights:
     def shapes(self) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in zip(self.names, self.parameters)}
 
-    def slice_of(self, name: str, value: Tensor) -> TensorSlice:
+    def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
         """A weight, or its optimizer state, as a slice of the whole tensor; here the whole."""
         return TensorSlice.whole(value)
 
     def apply_to_whole(
-        self, parts: Mapping[str, Tensor], compute: Callable[[str, Tensor], Tensor]
+        self,
+        parts: Mapping[str, Tensor],
+        compute: Callable[[str, Float[Tensor, "*stack rows columns"]], Float[Tensor, "*stack rows columns"]],
     ) -> dict[str, Tensor]:
         """Apply `compute` to whole matrices; here every part is a whole."""
         return {name: compute(name, part) for name, part in parts.items()}

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 Make = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 
@@ -42,7 +45,7 @@ class StreamedOptimizer:
         self._evicted_events: list[Any] = [None] * len(self._inner)
 
     @property
-    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+    def state(self) -> dict[nn.Parameter, dict[str, Shaped[Tensor, " ..."]]]:
         """State by weight; waits for running copies."""
         if self._evict_stream is not None:
             self._evict_stream.synchronize()

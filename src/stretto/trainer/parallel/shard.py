@@ -37,7 +37,7 @@ from stretto.trainer.parallel.token_dispatcher import build_token_dispatcher
 from stretto.trainer.parallel.whole_matrices import apply_to_whole, find_sharding
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Shaped
 
 Policy = Decoder | HFDecoder
 
@@ -182,7 +182,9 @@ class ShardedWeights:
     # -- whole tensors --
 
     def apply_to_whole(
-        self, parts: Mapping[str, Tensor], compute: Callable[[str, Tensor], Tensor]
+        self,
+        parts: Mapping[str, Tensor],
+        compute: Callable[[str, Float[Tensor, "*stack rows columns"]], Float[Tensor, "*stack rows columns"]],
     ) -> dict[str, Tensor]:
         """Apply `compute` to whole matrices, each on one rank; this rank's parts of the results."""
         named = {name: self._trained[name] for name in parts}
@@ -197,7 +199,7 @@ class ShardedWeights:
         """The shape of every trained weight as a whole."""
         return {n: torch.Size(self.slice_of(n, p).shape) for n, p in zip(self.names, self.parameters)}
 
-    def gather_tensor(self, name: str, part: Tensor) -> Tensor:
+    def gather_tensor(self, name: str, part: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
         """Gather a weight on every rank, each of which gives its part; all ranks must call it."""
         parameter = self.all_parameters[name]
         if isinstance(parameter, DTensor):
@@ -215,7 +217,7 @@ class ShardedWeights:
                 part = all_gather(part, cuts[name], group)
         return part
 
-    def slice_of(self, name: str, value: Tensor) -> TensorSlice:
+    def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
         """A rank's part of a weight, or of its optimizer state, as a slice of the whole tensor."""
         parameter, mesh = self.all_parameters[name], self.mesh
         if value.dim() == 0 and parameter.dim():
@@ -255,5 +257,5 @@ class ShardedWeights:
             part.tensor.copy_(values(part.shape)[part.region])
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

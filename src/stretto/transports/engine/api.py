@@ -11,7 +11,7 @@ import io
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import msgspec
@@ -21,6 +21,9 @@ from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
 from stretto.records.support import Support
 from stretto.records.weights import WeightGroup, WeightManifest
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32, UInt
 
 GENERATE = "/inference/v1/generate"
 MODELS = "/v1/models"
@@ -208,7 +211,7 @@ def sampling_params(body: SamplingBody) -> SamplingParams:
     )
 
 
-def token_array(token_ids: Sequence[int], where: str) -> np.ndarray:
+def token_array(token_ids: Sequence[int], where: str) -> Int32[np.ndarray, " tokens"]:
     """Token ids as int32.
 
     Raises: Refusal for an id that does not fit into 32 bits, as for any other unknown id.
@@ -284,7 +287,7 @@ def encode_completions(
     )
 
 
-def encode_array(array: np.ndarray | None) -> str | None:
+def encode_array(array: UInt[np.ndarray, "tokens layers top_k"] | None) -> str | None:
     """An array in vLLM's form of routed experts: an .npy file in base64."""
     if array is None:
         return None
@@ -293,7 +296,9 @@ def encode_array(array: np.ndarray | None) -> str | None:
     return b64encode(file.getbuffer()).decode()
 
 
-def decode_routed_experts(text: str | None, num_tokens: int) -> np.ndarray | None:
+def decode_routed_experts(
+    text: str | None, num_tokens: int
+) -> UInt[np.ndarray, "tokens layers top_k"] | None:
     """The expert choices for the last `num_tokens` tokens of prompt and completion.
 
     vLLM omits the last token, from which nothing was predicted; it is then marked as unknown.

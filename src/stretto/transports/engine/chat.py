@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -21,6 +21,9 @@ from stretto.base.errors import EngineError
 from stretto.base.runtime import raise_file_limit
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.transports.engine.api import error_message
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
 
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
@@ -45,7 +48,9 @@ class ChatClient:
 
     # -- methods of a renderer --
 
-    def render_prompt(self, messages: Sequence[dict], tools: list[dict] | None = None) -> np.ndarray:
+    def render_prompt(
+        self, messages: Sequence[dict], tools: list[dict] | None = None
+    ) -> Int32[np.ndarray, " 1"]:
         """A handle for the conversation, int32 [1]."""
         return self._handle({"messages": list(messages), "tools": tools}, 1)
 
@@ -53,11 +58,11 @@ class ChatClient:
         """None: every turn is rendered from the beginning, by the server."""
         return None
 
-    def parse(self, completion_ids: np.ndarray, *_: Any, **__: Any) -> dict[str, Any]:
+    def parse(self, completion_ids: Int32[np.ndarray, " completion"], *_: Any, **__: Any) -> dict[str, Any]:
         """The message of the reply with this handle."""
         return dict(self._texts[int(completion_ids[0])])
 
-    def decode(self, token_ids: np.ndarray) -> str:
+    def decode(self, token_ids: Int32[np.ndarray, " tokens"]) -> str:
         """The conversation or reply with this handle, as text."""
         if not len(token_ids):
             return ""
@@ -123,7 +128,7 @@ class ChatClient:
 
     # -- inside --
 
-    def _handle(self, value: Any, length: int) -> np.ndarray:
+    def _handle(self, value: Any, length: int) -> Int32[np.ndarray, " tokens"]:
         self._texts.append(value)
         ids = np.zeros(length, dtype=np.int32)
         ids[0] = len(self._texts) - 1

@@ -18,7 +18,7 @@ import logging
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import aiohttp
@@ -32,6 +32,9 @@ from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.engine import api
 from stretto.transports.engine.fleet import EngineState, Fleet
 from stretto.transports.engine.gate import RequestGate
+
+if TYPE_CHECKING:
+    from jaxtyping import Float32, Int32
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +297,9 @@ class EngineClient:
                         raise EngineError(f"the router accepts no engine: {error}") from error
                 await asyncio.sleep(_POLL_S)
 
-    async def prompt_logprobs(self, token_ids: np.ndarray, name: str) -> dict[str, np.ndarray]:
+    async def prompt_logprobs(
+        self, token_ids: Int32[np.ndarray, " tokens"], name: str
+    ) -> dict[str, Float32[np.ndarray, " tokens"]]:
         """Logprobs of these tokens by engine: float32 [tokens] in nats; the first is 0.
 
         name: request id and cache salt, so that no prefix cached under other weights is used.

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -48,6 +48,9 @@ from stretto.transports.weights.layout import (
     tensor_bytes,
     tensor_over,
 )
+
+if TYPE_CHECKING:
+    from jaxtyping import Int64, Shaped, UInt, UInt8
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +205,9 @@ class DeltaPublisher:
         return int(full * self._cfg.max_ratio) - self._changed_bytes
 
 
-def find_changes(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray | None, np.ndarray] | None:
+def find_changes(
+    before: UInt[np.ndarray, " words"], after: UInt[np.ndarray, " words"]
+) -> tuple[UInt8[np.ndarray, " gaps"] | None, UInt[np.ndarray, " changed"]] | None:
     """Gaps and changed words between two arrays; None if they are equal.
 
     Returns (None, all words) if that is smaller.
@@ -225,7 +230,7 @@ def find_changes(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray | No
     return gaps, after[found]
 
 
-def encode_gaps(positions: np.ndarray) -> np.ndarray:
+def encode_gaps(positions: Int64[np.ndarray, " changed"]) -> UInt8[np.ndarray, " gaps"]:
     """Encode ascending positions as gaps: about one byte per position."""
     gaps = np.diff(positions, prepend=-1) - 1
     more, rest = np.divmod(gaps, 255)
@@ -235,13 +240,13 @@ def encode_gaps(positions: np.ndarray) -> np.ndarray:
     return encoded
 
 
-def decode_gaps(encoded: np.ndarray) -> np.ndarray:
+def decode_gaps(encoded: UInt8[np.ndarray, " gaps"]) -> Int64[np.ndarray, " changed"]:
     """Decode gaps into positions, int64."""
     sums = np.cumsum(encoded, dtype=np.int64)[encoded != 255]
     return sums + np.arange(len(sums))
 
 
-def _bytes_tensor(parts: list[np.ndarray]) -> torch.Tensor:
+def _bytes_tensor(parts: list[Shaped[np.ndarray, " _"]]) -> Shaped[torch.Tensor, " bytes"]:
     return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.uint8))
 
 

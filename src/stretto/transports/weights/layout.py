@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -25,6 +25,9 @@ import torch
 from stretto.base.errors import WireError
 from stretto.records.weights import TensorEntry, WeightManifest
 from stretto.transports.weights.checksum import checksum_function
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped, UInt8
 
 T = TypeVar("T")
 NamedTensor = tuple[str, torch.Tensor]
@@ -115,13 +118,13 @@ def combine_checksums(shards: Iterable[int]) -> int:
     return zlib.crc32(b"".join(shard.to_bytes(4, "little") for shard in shards))
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: Shaped[torch.Tensor, " ..."]) -> memoryview:
     """The bytes of a tensor; no copy if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def dtype_name(name: str, tensor: torch.Tensor) -> str:
+def dtype_name(name: str, tensor: Shaped[torch.Tensor, " ..."]) -> str:
     """The name of a tensor's dtype in manifests.
 
     Raises: WireError if weight transports do not support it.
@@ -194,7 +197,7 @@ class MappedReceiver:
         self._maps = []
 
 
-def tensor_over(buffer: BytesLike, entry: TensorEntry, offset: int = 0) -> torch.Tensor:
+def tensor_over(buffer: BytesLike, entry: TensorEntry, offset: int = 0) -> Shaped[torch.Tensor, " ..."]:
     """The tensor at `offset` of a buffer, as a view of it.
 
     Raises: WireError if the entry's size does not fit its shape, or the tensor ends beyond the buffer.
@@ -291,7 +294,7 @@ def padded(num_bytes: int) -> int:
     return num_bytes + -num_bytes % ALIGN
 
 
-def tensors_of(bucket: Bucket, buffer: torch.Tensor) -> Iterator[NamedTensor]:
+def tensors_of(bucket: Bucket, buffer: UInt8[torch.Tensor, " bytes"]) -> Iterator[NamedTensor]:
     """The tensors of a bucket, as views of its bytes."""
     start = 0
     for entry in bucket.entries:

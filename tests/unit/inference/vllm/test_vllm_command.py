@@ -149,7 +149,7 @@ def test_every_worker_of_a_cpu_has_a_core_of_its_own(model):
     assert "--distributed-executor-backend" not in words_of(section, model, is_cpu=True)
 
 
-def test_stages_of_a_pipeline_on_cpus_are_told_so(model):
+def test_stages_of_a_pipeline_on_cpus_get_the_setting_for_them(model):
     section = InferenceSection.model_validate({"model": str(model), "parallel": {"pp": 2}})
     assert words_of(section, model, is_cpu=True)["--pipeline-parallel-size"] == "2"
     assert build_command(section, model, is_cpu=True).env["STRETTO_CPU_STAGES"] == "1"

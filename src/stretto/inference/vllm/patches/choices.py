@@ -9,12 +9,15 @@ this; see command.py.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from stretto.inference.vllm.patches.wrap import run_after
+
+if TYPE_CHECKING:
+    from jaxtyping import Int, UInt
 
 UNKNOWN = {"uint8": np.uint8(255), "uint16": np.uint16(65535)}
 
@@ -50,7 +53,9 @@ class ChoicesConnector:
             starts[name] = start if request.num_output_tokens == 0 else request.num_tokens - 1
         return starts
 
-    def take_output(self, request: Any, output: dict[str, Any] | None) -> np.ndarray | None:
+    def take_output(
+        self, request: Any, output: dict[str, Any] | None
+    ) -> UInt[np.ndarray, "tokens layers top_k"] | None:
         """Rows of all computed tokens; the newest token was sampled but is not computed yet."""
         found = None if output is None else output.get(request.request_id)
         if found is None:
@@ -87,7 +92,7 @@ class ChoicesCapture:
         self.rows: dict[str, Any] | None = None
         self._wrap(runner)
 
-    def store(self, layer: int, choices: torch.Tensor) -> None:
+    def store(self, layer: int, choices: Int[torch.Tensor, "tokens top_k"]) -> None:
         """Store the choices of one layer for all tokens of this step, int [tokens, top_k]."""
         self.step[layer] = choices.detach().clone()
 

@@ -8,11 +8,14 @@ the CPU kernel reads out of bounds for the weights of the others.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 def enable_experts_on_cpus() -> None:
@@ -29,8 +32,11 @@ def enable_experts_on_cpus() -> None:
 
 
 def all_gatherv(
-    self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
-) -> Tensor | list[Tensor]:
+    self: Any,
+    input_: Shaped[Tensor, "rows ..."] | list[Shaped[Tensor, "_ ..."]],
+    dim: int = 0,
+    sizes: list[int] | None = None,
+) -> Shaped[Tensor, "all_rows ..."] | list[Shaped[Tensor, "_ ..."]]:
     """Concatenate the rows of all ranks; rank r has sizes[r] rows, or all as many if sizes is None."""
     assert dim == 0, dim
     if isinstance(input_, list):
@@ -48,7 +54,9 @@ def _gather(self: Any, local: Tensor, sizes: list[int] | None) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts)])
 
 
-def reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
+def reduce_scatterv(
+    self: Any, input_: Shaped[Tensor, "all_rows ..."], dim: int = -1, sizes: list[int] | None = None
+) -> Shaped[Tensor, " rows ..."]:
     """Sum input_, which has the rows of all ranks, over the ranks; returns this rank's rows."""
     assert dim == 0, dim
     total = input_.contiguous()

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from stretto.inference.vllm.patches.wrap import run_after
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 def install(where: str) -> None:
@@ -79,7 +82,7 @@ class MaskCapture:
         runner.sampler.sample, runner.sample_tokens = sample_and_store, sample_with_masks
 
 
-def masks(logprobs: torch.Tensor) -> Any:
+def masks(logprobs: Float[torch.Tensor, "requests vocab"]) -> Any:
     """In vLLM's format, the tokens of each row with a finite logprob; none if all are finite."""
     from vllm.v1.outputs import SamplingMaskLists
 
