@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ CHAT_TOKENS = (
     "</tool_response>",
 )
 ROLES = ("system", "user", "assistant", "tool")
-_LONG_TEXT = 4096  # characters
+_SHORT_TEXT, _LONG_TEXT = 32, 4096  # characters
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n\t"
 
 
@@ -49,6 +49,8 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.unk_token_id = unk_id
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        # The library of chat templates encodes its fixed texts anew for every prompt and every reply.
+        self._encode_short = lru_cache(maxsize=256)(lambda *text: tuple(self._encode(*text).ids))
 
     @property
     def eos_token_id(self) -> int | None:
@@ -56,6 +58,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of the text; the text of a special token becomes its id."""
+        if len(text) <= _SHORT_TEXT:
+            return list(self._encode_short(text, add_special_tokens))
         return self._encode(text, add_special_tokens).ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
