@@ -23,6 +23,7 @@ from stretto.records.sample import TrainSample
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_STEPS = 20
+ENGINE_GAUGES_INTERVAL_S = 1.0
 
 
 class BatchShipper:
@@ -36,6 +37,8 @@ class BatchShipper:
         self._pop_filter_flags = pop_filter_flags
         self._num_lost = 0  # groups in a row that were dropped because a hook raised
         self._next_warning = 0  # the first step that may warn again
+        self._gauges: dict[str, float] = {}
+        self._next_gauges_at = 0.0  # time.monotonic()
         algos = {env.name or env.id: self.cfg.algo_of(env.name or env.id) for env in self.cfg.env}
         self._whitened = [n for n, algo in algos.items() if algo.type in WHITENED_OVER_BATCH and algo.whiten]
 
@@ -126,7 +129,14 @@ class BatchShipper:
         await run.sender.send(batches)
         run.watch.progress(f"batch {step} shipped")
         await run_in_slices(_release(slots, samples))
-        row.metrics |= telemetry.engine_row(await telemetry.engine_metrics(run.engines))
+        row.metrics |= await self._engine_gauges()
+
+    async def _engine_gauges(self) -> dict[str, float]:
+        """The engines' gauges, at most ENGINE_GAUGES_INTERVAL_S old: asking for them costs as much as a group."""
+        if time.monotonic() >= self._next_gauges_at:
+            self._next_gauges_at = time.monotonic() + ENGINE_GAUGES_INTERVAL_S
+            self._gauges = telemetry.engine_row(await telemetry.engine_metrics(self.parts.engines))
+        return self._gauges
 
     def _build_row(self, slots: Sequence[Slot], discarded: Sequence[Slot]) -> telemetry.StepRow:
         counts, self.buffer.counts = self.buffer.counts, Counts()
