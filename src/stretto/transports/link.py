@@ -496,10 +496,11 @@ class LinkClient(Generic[T]):
                 self._state.wait_for(lambda: self._inbox or self._error, timeout_s)
             if not self._inbox:
                 self._check()
+            was_full = self.max_unread is not None and len(self._inbox) >= self.max_unread
             messages = list(self._inbox)[:at_most]
             for _ in messages:
                 self._inbox.popleft()
-            if messages and self.max_unread is not None:
+            if was_full:
                 self._wake()  # there is room again
             return messages
 
