@@ -176,14 +176,12 @@ class MergedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, policy: nn.Module) -> None:
-        self._tensors = {
-            name: parameter.detach()
-            for name, parameter in policy.named_parameters()
-            if not is_adapter_parameter(name)
-        }
+        found = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+        self._tensors = {name: tensor for name, tensor in found.items() if not is_adapter_parameter(name)}
+        has_adapters = len(self._tensors) < len(found)
         self._pairs = {
             f"{path}.{name}": pair
-            for path, module in policy.named_modules()
+            for path, module in (policy.named_modules() if has_adapters else ())
             for name, pair in _pairs_of(module)
         }
         self._last: tuple[str, Tensor] | None = None
