@@ -47,6 +47,7 @@ SUMMARIES = {
     "show": "print rollouts of a run: stretto show RUN --worst 3",
     "init": "write a small project of your own: stretto init DIR",
     "completion": "completion for a shell: source <(stretto completion bash)",
+    "push": "upload a run's weights and a model card to the Hub: stretto push RUN",
     "plot": "draw metrics of runs: stretto plot RUN [RUN ...] --key entropy/mean",
 }
 
@@ -320,12 +321,19 @@ def _demo(words: list[str]) -> int:
     return demo(words)
 
 
+def _push(words: list[str]) -> int:
+    from stretto.view.push import push
+
+    return push(words)
+
+
 _PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
     "init": _init,
     "demo": _demo,
     "completion": _completion,
     "show": _show,
     "plot": _plot,
+    "push": _push,
 }
 """Verbs that take their own words, and no configuration."""
 

@@ -28,6 +28,8 @@ VIEW_VERBS = ("show", "plot", "init")
 
 _DEMO = "the demo itself: tests/e2e/documents trains with its files for fewer steps"
 _ELSEWHERE = "an engine or teacher is on another machine"
+_PUSH = "uploads to a server with the Hub's API: tests/unit/hub/test_push.py"
+_RECIPE = "with a small model: tests/e2e/learning/test_recipe_runs.py"
 _SHELL = "a command of the shell"
 
 NOT_RUN = {
@@ -38,6 +40,12 @@ NOT_RUN = {
     ("README.md", "python -m tests.gpu"): "needs a GPU",
     ("README.md", "--inference-gpu-ids"): "needs GPUs",
     ("README.md", "stretto completion bash"): "tests/unit/launch/test_completion.py",
+    ("README.md", "stretto push"): _PUSH,
+    ("docs/analyse.md", "stretto push"): _PUSH,
+    ("examples/gsm8k/README.md", "pip install"): "what a release contains is tested by tests/unit/test_package.py",
+    ("examples/gsm8k/README.md", "hf download"): "needs the Hub: tests/unit/hub",
+    ("examples/gsm8k/README.md", "examples/gsm8k"): _RECIPE,
+    ("examples/multi_turn_tools/README.md", "multi"): _RECIPE,
     ("docs/first_hour.md", "make demo"): _DEMO,
     ("docs/first_hour.md", "source .venv/bin/activate"): _SHELL,
     ("docs/scaling.md", "export STRETTO_RUN_SECRET="): _SHELL,

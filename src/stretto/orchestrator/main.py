@@ -199,6 +199,7 @@ def build_loop(
     mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools)
     vocab_size = vocab_size_of(cfg, renderer)
     cursor = prepare_cursor(cfg, ledger, buffer, mix, progress, vocab_size=vocab_size, hooks=user_code.hooks)
+    ledger.event("data", progress.data)
     monitors = build_monitors(cfg.monitors, run_dir, "orchestrator", cfg.run_name, resumed_step=resumed_step)
     stack.callback(monitors.close)
     versions = VersionLoader(

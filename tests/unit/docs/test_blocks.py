@@ -37,10 +37,35 @@ def workplace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
+@pytest.fixture(scope="module")
+def cached_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of a machine on which the data of the recipes was fetched."""
+    cache = tmp_path_factory.mktemp("cache")
+    copy = cache / "datasets--openai--gsm8k" / "snapshots" / "0"
+    copy.mkdir(parents=True)
+    (copy.parents[1] / "refs").mkdir()
+    (copy.parents[1] / "refs" / "main").write_text("0")
+    row = json.dumps({"question": "What is 6 times 12?", "answer": "6*12=72\n#### 72"})
+    for split in ("train", "test"):
+        (copy / f"{split}.jsonl").write_text(f"{row}\n" * 4)
+    files = "".join(f"  - {{split: {split}, path: {split}.jsonl}}\n" for split in ("train", "test"))
+    (copy / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+    return cache
+
+
 @pytest.mark.parametrize("command", [c for c in all_commands() if c.verb in CONFIG_VERBS], ids=str)
 def test_every_command_is_understood(
-    command: Command, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command,
+    workplace: Path,
+    cached_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if any("examples/gsm8k" in word for word in command.words):
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached_data))
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
     # Whether a run is there to continue or to delete is tested elsewhere.
     words = [word for word in command.words if word not in ("--resume", "--clean")]
     if command.verb in ("sft", "rl") and "--output-dir" not in words:

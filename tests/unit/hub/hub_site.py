@@ -98,6 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._create(json.loads(body))
         if words == ["whoami-v2"]:
             return self._whoami()
+        if words == ["validate-yaml"]:
+            return self._validate(json.loads(body)["content"])
         kind, repo = words[0], self.server.root / "/".join(words[:3])
         if not repo.is_dir():
             return self._refuse(404, "RepoNotFound")
@@ -146,6 +148,13 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_known():
             return self._refuse(401, "Unauthorized")
         self._send_json({"type": "user", "name": "tester", "orgs": []})
+
+    def _validate(self, card: str) -> None:
+        import yaml
+
+        metadata = yaml.safe_load(card.split("---\n")[1])
+        wrong = [] if isinstance(metadata, dict) else [{"message": "the head of the card is no mapping"}]
+        self._send_json({"errors": wrong, "warnings": []})
 
     def _create(self, asked: dict) -> None:
         if not self._is_known():

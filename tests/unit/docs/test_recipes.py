@@ -1,0 +1,69 @@
+"""The recipes for models of the Hub: every variant is planned, and what their pages compute is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.config.load import load
+from stretto.config.root import RLConfig, SFTConfig
+from stretto.launch.plan.plan import plan
+from stretto.models.config import parse_config
+from stretto.models.decoder import Decoder
+
+GSM8K = Path(__file__).parents[3] / "examples" / "gsm8k"
+WIDTHS = {"Qwen/Qwen3-0.6B": (28, 1024, 3072, 16), "Qwen/Qwen3-4B": (36, 2560, 9728, 32)}
+"""Layers, hidden and intermediate size, query heads, as the models' config.json has them."""
+
+
+@pytest.mark.parametrize("overlays", [
+    [], ["two_gpus.toml"], ["qwen3_4b.toml"], ["two_gpus.toml", "qwen3_4b.toml"],
+], ids=str)  # fmt: skip
+def test_every_variant_is_planned_for_its_gpus(overlays, tmp_path):
+    words = [word for file in ["qwen3.toml", *overlays] for word in ("@", str(GSM8K / file))]
+    cfg = load(RLConfig, [*words, "--dry-run", "--output-dir", str(tmp_path)])
+    is_large = "qwen3_4b.toml" in overlays
+    assert cfg.model.name == ("Qwen/Qwen3-4B" if is_large else "Qwen/Qwen3-0.6B")
+    assert cfg.model.optim_cpu_offload == is_large
+    devices = {spec.role: spec.devices for spec in plan(cfg, cfg.run_dir).processes}
+    trainer = ("1",) if "two_gpus.toml" in overlays else ("0",)
+    assert tuple(devices["inference"]) == ("0",) and tuple(devices["trainer"]) == trainer
+    page = (GSM8K / "README.md").read_text()
+    assert " ".join(f"@ examples/gsm8k/{file}" for file in ["qwen3.toml", *overlays]) + " " in page
+
+
+def test_the_warm_up_asks_as_the_run_does():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("records", GSM8K / "records.py")
+    records = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(records)
+    rl, sft = (
+        load(root, ["@", str(GSM8K / file)])
+        for root, file in ((RLConfig, "qwen3.toml"), (SFTConfig, "sft.toml"))
+    )
+    args = rl.orchestrator.env[0].args
+    assert args["prompt_template"] == "{prompt}" + records.ASK
+    assert sft.data.name == args["path"] and sft.data.convert == "stretto.examples.gsm8k.records:solved"
+    row = records.solved({"question": "How many?", "answer": "6 * 12 = <<6*12=72>>72 in all.\n#### 72"})
+    assert row == {"prompt": "How many?" + records.ASK, "completion": "6 * 12 = 72 in all.\n\n\\boxed{72}"}
+
+
+@pytest.mark.parametrize("model", WIDTHS)
+def test_parameters_and_cache_of_the_page_are_those_of_the_model(model):
+    layers, hidden, intermediate, heads = WIDTHS[model]
+    hf = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu", "attention_bias": False,
+    }  # fmt: skip
+    with torch.device("meta"):
+        network = Decoder(parse_config(hf, model))
+    count = sum(parameter.numel() for parameter in network.parameters())
+    page = (GSM8K / "README.md").read_text()
+    assert f"{count:,}" in page and f"{2 * layers * 8 * 128 * 2:,} B" in page
+    for per_parameter in (2, 4):
+        assert f"{per_parameter * count / 1e9:.1f} |" in page
