@@ -42,7 +42,10 @@ NOT_RUN = {
     ("README.md", "stretto completion bash"): "tests/unit/launch/test_completion.py",
     ("README.md", "stretto push"): _PUSH,
     ("docs/analyse.md", "stretto push"): _PUSH,
-    ("examples/gsm8k/README.md", "pip install"): "what a release contains is tested by tests/unit/test_package.py",
+    (
+        "examples/gsm8k/README.md",
+        "pip install",
+    ): "what a release contains is tested by tests/unit/test_package.py",
     ("examples/gsm8k/README.md", "hf download"): "needs the Hub: tests/unit/hub",
     ("examples/gsm8k/README.md", "examples/gsm8k"): _RECIPE,
     ("examples/multi_turn_tools/README.md", "multi"): _RECIPE,

@@ -9,9 +9,12 @@ import torch
 
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.envs.base import load_environment
+from stretto.envs.multi_turn import Episode
 from stretto.launch.plan.plan import plan
 from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
+from stretto.records.rollout import Task
 
 GSM8K = Path(__file__).parents[3] / "examples" / "gsm8k"
 WIDTHS = {"Qwen/Qwen3-0.6B": (28, 1024, 3072, 16), "Qwen/Qwen3-4B": (36, 2560, 9728, 32)}
@@ -32,6 +35,40 @@ def test_every_variant_is_planned_for_its_gpus(overlays, tmp_path):
     assert tuple(devices["inference"]) == ("0",) and tuple(devices["trainer"]) == trainer
     page = (GSM8K / "README.md").read_text()
     assert " ".join(f"@ examples/gsm8k/{file}" for file in ["qwen3.toml", *overlays]) + " " in page
+
+
+@pytest.mark.parametrize("overlays", [[], [str(GSM8K / "two_gpus.toml")]], ids=len)
+def test_the_tools_are_planned_for_one_gpu_and_for_two(overlays, tmp_path):
+    files = [str(GSM8K.parent / "multi_turn_tools" / "qwen3.toml"), *overlays]
+    words = [word for file in files for word in ("@", file)]
+    cfg = load(RLConfig, [*words, "--dry-run", "--output-dir", str(tmp_path)])
+    devices = {spec.role: tuple(spec.devices) for spec in plan(cfg, cfg.run_dir).processes}
+    assert devices["inference"] == ("0",) and devices["trainer"] == (str(len(overlays)),)
+
+
+def test_every_order_is_solved_by_the_tools_and_nothing_else_is():
+    shop = load_environment("stretto.examples.multi_turn_tools.shop:Shop", {})
+    for row in shop.sft_rows(50, seed=1):
+        *talk, last = row["messages"]
+        task = Task(env="shop", task_id="t", data={"order": talk[0]["content"][8:-6]})
+        right = Episode(task, [*talk, last])
+        assert shop.prompt(task) == talk[:1]
+        assert shop.score(right).reward == 1.0 and shop.score(right).metrics["searches"] == 2.0
+        wrong = {"role": "assistant", "content": last["content"].replace("{", "{1")}
+        assert shop.score(Episode(task, [*talk, wrong])).reward == 0.0
+        assert (
+            shop.score(Episode(task, [talk[0], {"role": "assistant", "content": "I do not know."}])).reward
+            == 0.0
+        )
+    held_out = {shop.tasks("eval").task(i).data["order"] for i in range(200)}
+    assert not held_out & {shop.tasks("train").task(i).data["order"] for i in range(2000)}
+
+
+def test_search_finds_what_is_in_the_documents():
+    search, _ = load_environment("stretto.examples.multi_turn_tools.shop:Shop", {}).tools
+    assert search("mug") == "A mug costs 7 euros."
+    assert search("price of mugs and pens") == "A mug costs 7 euros. A pen costs 3 euros."
+    assert search("yacht") == "Nothing found."
 
 
 def test_the_warm_up_asks_as_the_run_does():
