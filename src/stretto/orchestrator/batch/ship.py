@@ -132,7 +132,7 @@ class BatchShipper:
         row.metrics |= await self._engine_gauges()
 
     async def _engine_gauges(self) -> dict[str, float]:
-        """The engines' gauges, at most ENGINE_GAUGES_INTERVAL_S old: asking for them costs as much as a group."""
+        """The engines' gauges, at most ENGINE_GAUGES_INTERVAL_S old."""
         if time.monotonic() >= self._next_gauges_at:
             self._next_gauges_at = time.monotonic() + ENGINE_GAUGES_INTERVAL_S
             self._gauges = telemetry.engine_row(await telemetry.engine_metrics(self.parts.engines))
