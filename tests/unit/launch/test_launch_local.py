@@ -149,7 +149,7 @@ async def test_an_exit_code_of_the_trainer_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "is_explained"), [("exits3", True), ("exits1", True), ("says exits1", False)]
+    ("end", "is_explained"), [("exits3", True), ("exits1", True), ("talks says exits1", False)]
 )
 async def test_an_unexplained_end_is_reported_with_its_likely_cause(
     tmp_path: Path, end: str, is_explained: bool
@@ -157,6 +157,16 @@ async def test_an_unexplained_end_is_reported_with_its_likely_cause(
     launcher = Launcher(tmp_path, inference="waits", orchestrator=end, trainer="waits")
     code, output = await launcher.end()
     assert code == 1 and "FAILED: orchestrator" in output and ("LIKELY CAUSE" in output) == is_explained
+
+
+@pytest.mark.parametrize("status", [1, 2])
+async def test_an_error_before_the_first_rollout_is_shown_as_the_commands_own(
+    tmp_path: Path, status: int
+) -> None:
+    launcher = Launcher(tmp_path, inference="waits", orchestrator=f"says exits{status}", trainer="waits")
+    code, output = await launcher.end()
+    assert code == status and "FAILED" not in output and "\nerror: " in f"\n{output}"
+    assert f"  (from orchestrator; its log is {tmp_path / 'logs' / 'orchestrator.log'})" in output
 
 
 async def test_inference_that_ends_by_itself_is_a_failure(tmp_path: Path) -> None:

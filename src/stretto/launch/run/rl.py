@@ -149,6 +149,8 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
         if claim.is_new:
             rundir.discard(plan.run)
         return code
+    if code and not supervisor.has_begun and not plan.run.latest_complete_checkpoint():
+        return code  # the message is all there is to say: nothing has been trained
     console.line(report.ending(plan, is_complete=code == 0, stopped_early=supervisor.was_asked_to_finish))
     return code
 

@@ -79,6 +79,13 @@ def serve(specs: Sequence[ProcessSpec], run: RunDir, title: str, stall_s: float)
         console.close()
 
 
+def last_error(child: Child) -> list[str]:
+    """The last `error: ` line of a process's log and what follows it; [] if there is none."""
+    lines = child.tail(40)
+    starts = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+    return lines[starts[-1] :] if starts else []
+
+
 def is_reason(line: str) -> bool:
     """Does this last line of a log say why the process ended?"""
     return line.startswith("error: ") or re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line) is not None
@@ -119,7 +126,7 @@ class Supervisor:
         self._status = _StatusPipe(self._on_status)
         self._stop_now = asyncio.Event()
         # Is there something to finish? A status line of the orchestrator says so.
-        self._has_begun = console is None
+        self.has_begun = console is None
         self._last_status_at = time.monotonic()
         self._finish_deadline: float | None = None
         self._end_deadline: float | None = None
@@ -217,6 +224,14 @@ class Supervisor:
             lead = self._children[self._lead].returncode
             if lead == EXIT_CONFIG or (lead and child.name == self._lead and lead > 0):
                 return lead  # it has written its error to the terminal
+        self._status.read()
+        reason = [] if self.has_begun or returncode not in (EXIT_FAILED, EXIT_CONFIG) else last_error(child)
+        if reason:  # nothing has been trained, and what is wrong is known: that is all there is to say
+            self._show(
+                "\n".join([*reason, f"  (from {child.name}; its log is {child.log})"]), is_failure=True
+            )
+            logger.error("%s ended: %s", child.name, reason[0])
+            return returncode
         how = process.describe_exit(returncode)
         if returncode == EXIT_STALLED:
             how += f" (stalled: stacks and queue depths in {self._run_dir.dumps})"
@@ -239,7 +254,7 @@ class Supervisor:
     def _stopped_by_signal(self) -> int:
         if self._lead is None:
             return 0
-        if self._has_begun:
+        if self.has_begun:
             self._show("stopped at once; the last complete checkpoint and finished rollouts are kept")
             return EXIT_INTERRUPTED
         self.was_stopped_before_begin = True
@@ -284,7 +299,7 @@ class Supervisor:
 
     def _on_status(self, status: dict) -> None:
         if status.get("kind") not in ("note", "warning") and not status.get("is_early"):
-            self._has_begun = True
+            self.has_begun = True
         self._last_status_at = time.monotonic()
         if status.get("kind") == "engine":
             self._show(f"engine {status['url']} is {status['state']}: {status['reason']}")
@@ -295,7 +310,7 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         logger.info("%s while %s", name, self.state)
-        can_finish = self.state is RunState.RUNNING and self._has_begun
+        can_finish = self.state is RunState.RUNNING and self.has_begun
         if self._lead is not None and (can_finish or self._console is None):
             self._children[self._lead].signal(signal.SIGINT)
         if not can_finish:
@@ -346,18 +361,19 @@ class _StatusPipe:
         """Begin to read; only the run's processes hold the writing end from now on."""
         os.close(self.writer)
         self.writer = -1
-        asyncio.get_running_loop().add_reader(self._reader, self._read)
+        asyncio.get_running_loop().add_reader(self._reader, self.read)
 
     def close(self) -> None:
         """Read what is left, then stop."""
         if self.writer >= 0:
             os.close(self.writer)
         else:
-            self._read()
+            self.read()
             asyncio.get_running_loop().remove_reader(self._reader)
         os.close(self._reader)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take in what has been written so far."""
         while True:
             try:
                 data = os.read(self._reader, 1 << 16)
