@@ -1,4 +1,4 @@
-"""Calls into user code: find it by import path, call it under one guard, report its failures with file and line."""
+"""Calls into user code: find it by import path, call it under one guard, name file and line of what fails or blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import inspect
 import logging
 import sys
 import sysconfig
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 from stretto.base.aio import is_cancelled
@@ -22,6 +25,8 @@ from stretto.base.watch import warn_when_slow
 
 logger = logging.getLogger(__name__)
 
+BLOCKED_S = 1.0
+_PACKAGE = str(Path(__file__).parents[1])
 _LEAK = "it cancelled a scope or task of its own and did not catch that"
 
 
@@ -212,3 +217,61 @@ def innermost_location(frames: list[traceback.FrameSummary]) -> str:
         return "somewhere"
     frame = (user_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+# -- user code that blocks the event loop --
+
+
+@contextmanager
+def warn_when_blocked(after_s: float = BLOCKED_S) -> Iterator[None]:
+    """Log a warning with file and line while user code blocks the running event loop, which holds up all rollouts.
+
+    The same place is named again when it blocks for twice as long.
+    """
+    loop, thread, tick_s = asyncio.get_running_loop(), threading.get_ident(), after_s / 4
+    is_done, turned_at = threading.Event(), 0.0
+
+    def turn() -> None:
+        nonlocal turned_at
+        turned_at = time.monotonic()
+        if not is_done.is_set():
+            loop.call_later(tick_s, turn)
+
+    def look() -> None:
+        named: dict[str, float] = {}  # seconds, by place
+        looked_at = time.monotonic()
+        while not is_done.wait(tick_s):
+            late_s = time.monotonic() - looked_at - tick_s  # this process was stopped, or had no processor
+            looked_at = time.monotonic()
+            blocked_s = looked_at - turned_at - late_s
+            if blocked_s < after_s or (place := _place_in_user_code(thread)) is None:
+                continue
+            if blocked_s >= 2 * named.get(place, 0.0):
+                named[place] = blocked_s
+                logger.warning(
+                    "%s has blocked the event loop for %.1f s; all rollouts wait meanwhile. Await there, or give the "
+                    "environment its own processes (num_workers in [[orchestrator.env]])",
+                    place,
+                    blocked_s,
+                )
+
+    turn()
+    threading.Thread(target=look, name="warn_when_blocked", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_done.set()
+
+
+def _place_in_user_code(thread: int) -> str | None:
+    """`file:line in function` of the innermost user's frame of what the event loop runs in a thread."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None and not frame.f_code.co_filename.endswith("asyncio/events.py"):
+        name = frame.f_code.co_filename
+        is_library = (
+            name.startswith((_PACKAGE, "<frozen", sysconfig.get_path("stdlib"))) or "site-packages" in name
+        )
+        if not is_library:
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return None

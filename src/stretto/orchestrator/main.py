@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from stretto.algorithms.custom import load_credit
 from stretto.base import log, rundir
+from stretto.base.foreign import warn_when_blocked
 from stretto.base.paths import RunDir
 from stretto.base.runtime import collect_on_growth
 from stretto.base.secret import load_secret
@@ -93,6 +94,7 @@ async def run(cfg: OrchestratorConfig) -> int:
         wires = await open_wires(cfg, progress.step, stack)
         loop = build_loop(cfg, wires, renderer, progress, stack, user_code)
         handle_interrupts(loop)
+        stack.enter_context(warn_when_blocked())
         await stack.enter_async_context(collect_on_growth())
         progress = await loop.run()
     if (verdict := loop.verdict) is not None:

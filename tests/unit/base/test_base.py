@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from waiting import is_running, until
 
 from stretto.base import aio, process, runtime, status
 from stretto.base.errors import EngineError
+from stretto.base.foreign import warn_when_blocked
 from stretto.base.paths import RunDir
 from stretto.base.watch import EXIT_STALLED, Watch, WatchState
 
@@ -269,6 +271,28 @@ def test_what_has_not_begun_does_not_stall(tmp_path: Path) -> None:
         watch.progress("engines and trainer are ready")
         watch._thread.join(timeout=60)
     assert watch.state is WatchState.STALLED and len(exits) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+async def test_user_code_that_blocks_the_event_loop_is_named_with_its_line(
+    caplog: pytest.LogCaptureFixture, is_awaited: bool
+) -> None:
+    async def waits_for_a_judge() -> None:
+        deadline = time.monotonic() + 60
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)  # blocks
+
+    async def score() -> None:
+        await waits_for_a_judge()
+
+    with warn_when_blocked(0.2):
+        await (asyncio.create_task(score()) if is_awaited else score())
+        await asyncio.sleep(0.5)  # a loop with nothing to do is not blocked
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert re.match(
+        rf"{re.escape(__file__)}:\d+ in waits_for_a_judge has blocked the event loop for \d\.\d s", text
+    )
 
 
 # -- status --

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from stretto.base import log
 from stretto.base.errors import ConfigError, DataError, EnvError
+from stretto.base.foreign import warn_when_blocked
 from stretto.config.root import EvalsConfig
 from stretto.monitors import build_monitors
 from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
@@ -58,6 +59,7 @@ async def follow(cfg: EvalsConfig) -> None:
         monitors = build_monitors(cfg.monitors, run_dir, ROLE, cfg.run_name, resumed_step=None)
         stack.callback(monitors.close, MONITOR_CLOSE_S)
         await engines.wait_ready(cfg.client.ready_timeout_s)
+        stack.enter_context(warn_when_blocked())
         evaluator = standalone_evaluator(cfg, engines, renderer, envs)
         while (manifest := await next_version(cfg)) is not None:
             version = manifest.version

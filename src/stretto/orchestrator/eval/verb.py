@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError
+from stretto.base.foreign import warn_when_blocked
 from stretto.base.ports import is_free
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, InferenceConfig
@@ -55,6 +56,7 @@ async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
         envs = [open_env(env, cfg.run_dir.logs, stack, info) for env in cfg.eval.env]
         for env in envs:
             tasks_of(env, "eval")  # raises if there are none
+        stack.enter_context(warn_when_blocked())
         key = await stack.enter_async_context(serve_model(cfg))
         section = cfg.client
         monitors = build_monitors(cfg.monitors, cfg.run_dir, "eval", cfg.run_name, resumed_step=None)
