@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -48,6 +49,18 @@ if hypothesis is not None:
     hypothesis.settings.register_profile("ci", derandomize=True)
     if os.environ.get("CI"):
         hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def log_handlers_end_with_their_test():
+    """A handler that writes to the captured output of a test would fail in the next one."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers[:]:
+        if handler not in before:
+            root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -270,7 +270,7 @@ def test_the_settings_in_the_document_are_valid_together(tmp_path):
     cfg = OrchestratorConfig.model_validate(data["orchestrator"] | {"output_dir": tmp_path})
     assert cfg.sampling_of("reverse-text").max_completion_tokens == 512
     assert cfg.sampling_of("reverse-text").top_p == cfg.train.sampling.top_p
-    assert list(cfg.gates_of("reverse-text")) == ["dynamic", "too_easy"]
+    assert list(cfg.gates_of("my_envs:Shout")) == ["dynamic", "too_easy"]
     assert [each.enforce for each in cfg.filters] == [True]
     assert cfg.eval.env[0].interval == 10
 

@@ -244,7 +244,9 @@ RULES: Rules = {
              "{0.path}: give the address of the engine that serves it; only `rl` starts one"),
     ),
     OrchestratorSection: (
-        Idle("teacher", "algo", lambda s: not any(map(uses_run_teacher, algos_of(s).values())), 'use "opd" or "sft"'),
+        Idle("teacher", "algo",
+             lambda s: not any(map(uses_run_teacher, algos_of(s).values())) and "no algo learns from it",
+             'use "opd" or "sft"'),
         Each(teacher_faults),
         Each(overlong_faults),
     ),
