@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
+from stretto.base.status import is_supervised
 from stretto.config.lines import read_file
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.config.rules import all as rules
@@ -62,13 +63,17 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     """The root that the words after a verb describe. Logs a warning about what runs and is probably not meant.
 
     A process of `rl` also takes the file of a whole run, such as RUN/configs/run.json: its root is its part of that,
-    and flags are those of `rl`.
+    and flags are those of `rl`. One that a launcher has started does not check the rules between keys again.
 
     Raises: ConfigError listing every problem, each with its file and line or its flag.
     """
     if cls in PARTS and _names_whole_run(arguments):
-        return PARTS[cls](load(RLConfig, arguments, verb=verb))
-    draft = Draft(cls)
+        return PARTS[cls](_load(Draft(RLConfig, is_resolved=is_supervised()), arguments, verb))
+    return _load(Draft(cls), arguments, verb)
+
+
+def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
+    cls = draft.cls
     flags = []
     for argument in parse_arguments(cls, arguments):
         if isinstance(argument, ArgumentProblem):
@@ -82,7 +87,7 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     root = draft.build_root()
     if not isinstance(root, cls):
         raise ConfigError(draft.report(verb))
-    for doubt in rules.doubts(root):
+    for doubt in () if draft.is_resolved else rules.doubts(root):
         logger.warning("warning: %s", draft.placed(doubt.message, *map(dotted_to_path, doubt.paths)))
     return root
 
@@ -168,6 +173,8 @@ class Draft:
     """Paths left out because they are wrong; problems that follow from leaving them out are not reported."""
     is_incomplete: bool = False
     """A file could not be read: what is missing may stand there."""
+    is_resolved: bool = False
+    """The rules have been checked, and addresses and ports are filled in."""
 
     def complain(self, message: str, *paths: Path, source: str | None = None) -> None:
         """Note a problem once, with the sources of its paths."""
@@ -318,7 +325,7 @@ class Draft:
             except ValidationError as error:
                 if not any([self._leave_out(path) for path in self._judge(error)]):
                     break
-        if root is not None and not self.is_incomplete:
+        if root is not None and not self.is_incomplete and not self.is_resolved:
             for problem in rules.check(root):
                 self._note(problem)
         return None if self.complaints else root

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
-from stretto.config.root import RLConfig
+from stretto.config.root import OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import find_node_rank, node_hosts, plan_nodes
 
@@ -54,6 +54,9 @@ def test_the_example_of_the_documents_has_eighteen_inference_nodes_and_three_rou
     cfg = config(tmp_path, "--dry-run")
     plan = plan_nodes(cfg, cfg.run_dir)
     assert plan.hosts == tuple(f"node-{i}" for i in range(22))
+    planning.write(plan, tmp_path / "written")
+    for cls in (RLConfig, TrainerConfig, OrchestratorConfig):  # what each process is started from
+        assert load(cls, ["@", str(tmp_path / "written" / "configs" / "run.json"), "--dry-run"])
     by_node = {node: [spec.name for spec in plan.processes if spec.node == node] for node in range(22)}
     assert by_node[0] == ["orchestrator", *(f"trainer_{rank}" for rank in range(8))]
     assert by_node[3] == [f"trainer_{rank}" for rank in range(24, 32)]

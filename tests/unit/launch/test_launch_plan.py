@@ -16,6 +16,7 @@ import pytest
 from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.base.status import SUPERVISED_VAR
 from stretto.config.load import PARTS, dump, load, shown_text
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
@@ -83,6 +84,23 @@ def test_every_process_is_started_from_the_config_the_plan_writes(config) -> Non
     # The run's port is not written: another process may use it when the eval is run.
     assert "port" not in evaluation.inference.server.model_fields_set
     assert json.loads(plan.run.plan.read_text())["batch"]["rollouts"] == 32
+
+
+@pytest.mark.parametrize("is_supervised", [False, True])
+@pytest.mark.parametrize(
+    "words", ["--no-inference.router", "--inference.router.port 8123", "--inference.engine vllm"]
+)
+def test_the_config_of_a_run_with_several_engines_is_loaded_by_its_processes(
+    config, words, is_supervised, monkeypatch
+) -> None:
+    plan = planned(config("--inference.deployment.num-replicas", "2", "--dry-run", *words.split()))
+    planning.write(plan, plan.run.path)
+    path = str(plan.run.config("run"))
+    assert load(RLConfig, ["@", path]).orchestrator.client == plan.config.orchestrator.client
+    if is_supervised:
+        monkeypatch.setenv(SUPERVISED_VAR, "1")
+    for cls in (TrainerConfig, OrchestratorConfig):
+        assert load(cls, ["@", path]) == PARTS[cls](plan.config).model_copy(update={"dry_run": False})
 
 
 def test_the_eval_config_of_a_run_has_the_settings_of_its_evals_without_their_intervals(

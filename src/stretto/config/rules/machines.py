@@ -39,6 +39,8 @@ def other_address(cfg: RLConfig) -> str | None:
     given = urls(cfg.orchestrator.client)
     if cfg.inference is None or not any(map(is_address, given)):
         return None
+    if given[1:] and (cfg.deployment.type == "multi_node" or cfg.inference.deployment.num_engines > 1):
+        return None  # a resolved config has the addresses of all engines
     return None if is_served(given, cfg.inference, is_only=False) else ", ".join(given)
 
 
