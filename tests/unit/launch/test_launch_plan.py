@@ -88,7 +88,7 @@ def test_every_process_is_started_from_the_config_the_plan_writes(config) -> Non
 
 @pytest.mark.parametrize("is_supervised", [False, True])
 @pytest.mark.parametrize(
-    "words", ["--no-inference.router", "--inference.router.port 8123", "--inference.engine vllm"]
+    "words", ["--no-inference.router", "--inference.router.policy round_robin", "--inference.engine vllm"]
 )
 def test_the_config_of_a_run_with_several_engines_is_loaded_by_its_processes(
     config, words, is_supervised, monkeypatch
