@@ -60,6 +60,7 @@ def log_handlers_end_with_their_test():
     for handler in root.handlers[:]:
         if handler not in before:
             root.removeHandler(handler)
+            handler.close()
     root.setLevel(level)
 
 
