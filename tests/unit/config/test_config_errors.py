@@ -100,9 +100,7 @@ WRONG_RL = {
         '[orchestrator.algo]\ntype = "opsd"\n[trainer.advantages]\ntype = "gae"\n[trainer.critic]\nlr = 1e-5\n'
         + ENV,
         "",
-        [
-            "trainer.advantages and trainer.critic do nothing with orchestrator.algo (opsd learn from a teacher"
-        ],
+        ["trainer.advantages and trainer.critic would do nothing: opsd have no advantages", "leave them out"],
     ),
     "a bound on a ratio that is 1": (
         '[trainer.loss]\ntype = "ppo"\nuse_rollout_logprobs = false\nclip_high = 0.28\n' + ENV,
@@ -128,6 +126,12 @@ WRONG_RL = {
         + ENV,
         "",
         ["c.toml:5: trainer.loss.correction.weights.high = 0.9 leaves out the ratio 1", "give 1 or more"],
+    ),
+    "returns that are the score": (
+        '[orchestrator.algo]\ntype = "reinforce_plus_plus"\n[trainer.advantages]\ntype = "returns"\nwhiten = false\n'
+        + ENV,
+        "",
+        ['trainer.advantages.type = "returns" does nothing with gamma = 1, kl_coef = 0 and whiten = false'],
     ),
     "a control beside others": (
         ENV + '[[orchestrator.env]]\nid = "reverse-text"\nalgo = { type = "zero" }\n',
@@ -177,11 +181,12 @@ WRONG_RL = {
     "credit that no environment uses": (
         '[orchestrator.algo]\ntype = "rloo"\n' + ENV + 'algo = { type = "max_rl" }\n',
         "",
-        [
-            "orchestrator.algo does nothing with orchestrator.env",
-            "each has an algo of its own",
-            "drop one of those",
-        ],
+        ["c.toml:1: orchestrator.algo does nothing: every environment has an `algo` of its own"],
+    ),
+    "a length penalty of nothing": (
+        "[orchestrator.algo.length_penalty]\noutput_weight = 0\ninput_weight = 0\nturns_weight = 0\n" + ENV,
+        "",
+        ["c.toml:1: orchestrator.algo.length_penalty: all its weights are 0, so it does nothing"],
     ),
     "an overlong penalty that nobody pays": (
         "seq_len = 64\n[orchestrator.algo.overlong]\nmax_tokens = 200\nbuffer_tokens = 10\n" + ENV,
@@ -195,6 +200,11 @@ WRONG_RL = {
         ENV + 'algo = { type = "grpo", overlong = { max_tokens = 8, buffer_tokens = 10 } }\n',
         "",
         ["orchestrator.env.0.algo.overlong.buffer_tokens = 10 is longer than", "max_tokens = 8"],
+    ),
+    "a correction of nothing": (
+        "[trainer.loss.correction]\n" + ENV,
+        "",
+        ["c.toml:1: trainer.loss.correction: the section does nothing by itself"],
     ),
     "a ratio that would act twice": (
         '[trainer.loss]\ntype = "ppo"\n[trainer.loss.correction.weights]\nhigh = 3\n' + ENV,
@@ -483,6 +493,17 @@ WRONG_RL = {
         "",
         ['c.toml:5: trainer.advantages.kl_estimator = "k3" does nothing with trainer.advantages.kl_coef = 0'],
     ),
+    "shaped without a price": (
+        '[orchestrator.algo]\ntype = "reinforce_plus_plus_baseline"\n[trainer.advantages]\ntype = "shaped"\n'
+        + ENV,
+        "",
+        ['c.toml:4: trainer.advantages.type = "shaped" does nothing with trainer.advantages.kl_coef = 0'],
+    ),
+    "ratio that reinforce does not have": (
+        '[trainer.loss]\ntype = "reinforce"\nuse_rollout_logprobs = false\n' + ENV,
+        "",
+        ['trainer.loss.use_rollout_logprobs = false does nothing: "reinforce" has no ratio'],
+    ),
     "zero advantages before there are baselines": (
         '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\nalgo = { type = "reinforce_plus_plus" }\n'
         + ENV,
@@ -576,6 +597,11 @@ WRONG_RL = {
         'max_steps = 5\n[trainer.scheduler]\ntype = "cosine"\nwarmup_steps = 5\n' + ENV,
         "",
         ["c.toml:4, c.toml:1: trainer.scheduler.warmup_steps = 5 must be under max_steps = 5"],
+    ),
+    "a schedule that does nothing": (
+        'max_steps = 5\n[trainer.scheduler]\ntype = "linear"\nwarmup_steps = 0\ndecay_steps = 0\n' + ENV,
+        "",
+        ["c.toml:2: trainer.scheduler: a linear schedule neither rises nor falls"],
     ),
     "an end above the peak": (
         'max_steps = 50\n[trainer.scheduler]\ntype = "cosine"\nmin_lr = 1e-3\n' + ENV,

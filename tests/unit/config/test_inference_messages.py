@@ -84,7 +84,7 @@ WRONG = {
     ),
     "an option of another policy": (
         '[router]\npolicy = "round_robin"\n[router.extra]\nbalance_abs_threshold = 0',
-        'router.extra.balance_abs_threshold = 0 does nothing with router.policy = "round_robin"; leave out, or use',
+        'router.extra.balance_abs_threshold does nothing with router.policy = "round_robin"; use "cache_aware"',
     ),
     "an address that is none": ('router.address = "nonsense"', "is not an address; write it like"),
     "a port of no router": ('router = "None"\ndeployment.router_port = 9000', "there is no router"),

@@ -52,6 +52,7 @@ def test_what_is_written_out_loads_again():
             ["knows the parts of our own modules only"],
         ),
         ('[model.ac]\nmode = "selective"\ntargets = ["attention"]\n', ["attention", "attn_proj"]),
+        ('[model.ac]\nmode = "selective"\ntargets = []\n', ["model.ac.targets is empty"]),
         ("[model]\nfsdp_cpu_offload = true\noptim_cpu_offload = true\n", ["drop model.optim_cpu_offload"]),
         (
             '[model]\nfsdp_cpu_offload = true\n[optim]\ntype = "muon"\n',
@@ -62,6 +63,7 @@ def test_what_is_written_out_loads_again():
         "targets of full",
         "selective of transformers",
         "unknown target",
+        "no target",
         "offloaded twice",
         "muon on a CPU",
     ],

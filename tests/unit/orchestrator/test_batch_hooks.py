@@ -503,15 +503,23 @@ def test_vime_s_names_of_hooks_are_understood():
             "does nothing with eval = None (there are no evals)",
         ),
         (
+            {"hooks": {"eval_function": "environments"}, "eval": {}},
+            'hooks.eval_function = "environments" is what happens without hooks.rollout_function',
+        ),
+        (
             {
                 "hooks": {"eval_function": "json:loads"},
                 "eval": {"env": [{"id": "sort-letters", "group_size": 2, "sampling": {"top_k": 3}}]},
             },
-            "do nothing with hooks (eval_function makes the evals)",
+            "eval.env.0.group_size does nothing: hooks.eval_function makes the evals",
+        ),
+        (
+            {"hooks": {"reward_post_process": "json:loads"}, "algo": {"type": "opsd"}},
+            'hooks.reward_post_process does nothing for sort-letters: its algo "opsd" learns from a teacher',
         ),
         (
             {"hooks": {"rollout_function": "json:loads"}, "env": [{"id": "sort-letters", "group_size": 2}]},
-            "env.0.group_size = 2 does nothing with hooks.rollout_function",
+            "env.0.group_size = 2: hooks.rollout_function gets groups of one size",
         ),
     ],
 )

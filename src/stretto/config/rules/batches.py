@@ -9,9 +9,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stretto.config.rules.learning import GROUP_BASELINE
-from stretto.config.rules.rule import Each, Idle, Rule, Rules
+from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
 from stretto.config.sections.curriculum import AdvantageGate, DifficultySampler, RewardGate
 from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD
+from stretto.config.sections.hooks import ENVIRONMENTS
 from stretto.config.sections.orchestrator import (
     ClientSection,
     EvalSection,
@@ -129,6 +130,30 @@ def steps_early(section: OrchestratorKeys) -> str | None:
     return f"{ahead:g}" if is_lost else None
 
 
+# -- a user's own functions --
+
+
+def hook_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
+    """Hooks whose answer nobody would use."""
+    hooks = section.hooks
+    for index, env in enumerate(section.env):
+        algo = (env.algo or section.algo).type
+        for key in ("reward_post_process", "rollout_function"):
+            if algo in WITHOUT_REWARD and getattr(hooks, key) is not None:
+                rule = (
+                    f'does nothing for {{it}}: its algo "{algo}" learns from a teacher, and not from rewards'
+                )
+                yield f"hooks.{key}", f"{{0.path}} {rule}; leave one of them out", env.name or env.id
+        if hooks.rollout_function is not None and env.group_size not in (None, section.group_size):
+            message = "{0}: {1.path} gets groups of one size; leave it out"
+            yield f"env.{index}.group_size | hooks.rollout_function", message
+    for pattern in () if section.eval is None else ("eval.env.*.group_size", "eval.env.*.sampling"):
+        for unused, value, default in matching(section, pattern):
+            if hooks.eval_setting is not None and value != default:
+                message = "{0.path} does nothing: {1.path} makes the evals; leave it out"
+                yield f"{unused} | hooks.{hooks.eval_setting}", message
+
+
 # fmt: off
 SHORT_ROLLOUTS = Rule("batch_order max_off_policy_steps max_async_level",
      lambda s: s.batch_order == "finished" and s.max_off_policy_steps <= s.max_async_level and s.max_async_level + 1,
@@ -167,10 +192,12 @@ RULES: Rules = {
              '{0.path}: "{it}" stands there twice; give it once'),
         Idle("hooks.args", "hooks", lambda s: s.hooks.is_empty and "no function is named", "name one"),
         Idle("hooks.eval_function", "eval", lambda s: s.eval is None and "there are no evals", "add [eval]"),
-        Idle("env.*.sampling.* env.*.group_size", "hooks.rollout_function",
-             lambda s: s.hooks.rollout_function and "it samples by itself, and groups of one size", "name none"),
-        Idle("eval.env.*.group_size eval.env.*.sampling", "hooks",
-             lambda s: s.hooks.eval_setting and f"{s.hooks.eval_setting} makes the evals", "name none"),
+        Rule("hooks.eval_function hooks.rollout_function",
+             lambda s: s.eval and s.hooks.eval_function == ENVIRONMENTS and s.hooks.rollout_function is None,
+             "{0} is what happens without {1.path}; leave it out"),
+        Idle("env.*.sampling.*", "hooks.rollout_function",
+             lambda s: s.hooks.rollout_function is not None and "it samples by itself", "name none"),
+        Each(hook_faults),
         Each(sampling_faults),
         Rule("max_async_level max_off_policy_steps", lambda s: s.max_async_level > s.max_off_policy_steps,
              "{0} lets rollouts start that many versions early, and {1} drops what is so old, so that most would "

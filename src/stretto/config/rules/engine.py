@@ -13,7 +13,7 @@ from stretto.config.flags.vllm import VLLM
 from stretto.config.root import InferenceConfig
 from stretto.config.rules.rule import At, Each, Idle, Problem, Rule, Rules, problem
 from stretto.config.section import show
-from stretto.config.sections.engines import CACHE_AWARE_OPTIONS, RouterSection
+from stretto.config.sections.engines import RouterSection, cache_aware_options
 from stretto.config.sections.inference import VLLM_KEYS, InferenceSection, ParallelSection
 
 PLANNED = (
@@ -67,9 +67,13 @@ def check_vllm_options(section: InferenceSection, at: At) -> Iterator[Problem]:
 
 
 def check_router_options(router: RouterSection, at: At) -> Iterator[Problem]:
-    """Options that the router does not have."""
+    """Options that the router has, and that its policy uses."""
     for key, value in router.extra.items():
         yield from _refused(router_arguments, key, value, at(f"extra.{key}"))
+    idle = cache_aware_options(router.extra)
+    if idle and router.policy != "cache_aware":
+        way = 'use "cache_aware", or leave it out'
+        yield problem(router, at, f"extra.{idle[0]} policy", f"{{0.path}} does nothing with {{1}}; {way}")
 
 
 def _refused(check: Callable[..., object], *given: Any) -> Iterator[Problem]:
@@ -149,8 +153,6 @@ RULES: Rules = {
     ),
     RouterSection: (
         check_router_options,
-        Idle(" ".join(f"extra.{key} extra.{key.replace('_', '-')}" for key in CACHE_AWARE_OPTIONS), "policy",
-             lambda s: s.policy != "cache_aware", 'use "cache_aware"'),
         Rule("address", lambda s: s.address is not None and not s.address.startswith(("http://", "https://")),
              "{0} is not an address; write it like http://host:3000"),
     ),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from stretto.config.root import OrchestratorConfig, RLConfig
-from stretto.config.rules.rule import Each, Idle, Rule, Rules
+from stretto.config.rules.rule import Each, Idle, Rule, Rules, matching
 from stretto.config.sections import algorithm
 from stretto.config.sections.algorithm import Algo, CreditSection, KlShapingSection, LossSection
 from stretto.config.sections.distill import WITHOUT_REWARD, OpdAlgo, OpsdAlgo, SftAlgo
@@ -69,10 +69,23 @@ def one_update(section: TrainerKeys) -> str | bool:
 # -- advantages --
 
 
+def needs_no_shaping(cfg: KlShapingSection) -> bool:
+    """Are discounted returns the scores themselves?"""
+    return (
+        isinstance(cfg, algorithm.ReturnsAdvantages) and cfg.gamma == 1 and not cfg.kl_coef and not cfg.whiten
+    )
+
+
 def credit_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     """The trainer's advantages are made of what the orchestrator's rule sends."""
     algos = algos_of(cfg.orchestrator)
     kind = None if cfg.trainer.advantages is None else cfg.trainer.advantages.type
+    if kind is not None and all(algo.type in WITHOUT_REWARD for algo in algos.values()):
+        what = " and ".join(sorted({algo.type for algo in algos.values()}))
+        keys, them = ("{0.path}", "it") if cfg.trainer.critic is None else ("{0.path} and {1.path}", "them")
+        rule = f"would do nothing: {what} have no advantages, and no environment has another algo; leave {them} out"
+        yield "trainer.advantages" + " trainer.critic" * (them == "them"), f"{keys} {rule}"
+        return
     for path, algo in algos.items():
         paths = f"orchestrator.{path}.type trainer.advantages | orchestrator.{path}.whiten"
         if kind is None and algo.type == "ppo":
@@ -106,24 +119,44 @@ def control_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         yield f"trainer.loss.{key}{blamed} | orchestrator.{zeros[0]}.type", f"{zero} with {what}"
 
 
-def only_taught(cfg: RLConfig) -> str | bool:
-    """Why [trainer.loss] and advantages do nothing; False where some environment learns from rewards."""
-    kinds = sorted(algo_types(cfg.orchestrator))
-    is_taught = bool(kinds) and set(kinds) <= set(WITHOUT_REWARD)
-    return is_taught and f"{' and '.join(kinds)} learn from a teacher, with a loss of their own"
+def loss_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """[trainer.loss] where no environment has an rl component: everything in it would do nothing."""
+    kinds, loss = algo_types(cfg.orchestrator), cfg.trainer.loss
+    if not kinds or not kinds <= set(WITHOUT_REWARD):
+        return
+    rule = f"does nothing: {' and '.join(sorted(kinds))} have a loss of their own, and no environment has another algo"
+    given = sorted(key for key, value, default in matching(loss, "*") if value != default)
+    for key in ["type"] if loss.type != "default" else given:
+        yield f"trainer.loss.{key}", f"{{0.path}} {rule}; drop it"
 
 
 # -- credit --
 
 
 def algo_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
-    """No filter or gate asks for advantages that are not there yet, or never."""
+    """Every rule of credit is used, and no filter or gate asks for advantages that are not there yet or never."""
     algos = algos_of(section)
+    if "algo" not in algos and section.algo != type(section).model_fields["algo"].default:
+        yield (
+            "algo",
+            "{0.path} does nothing: every environment has an `algo` of its own; drop it or one of those",
+        )
+        return
+    kinds = {algo.type for algo in algos.values()}
     late = next((path for path, algo in algos.items() if algo.type in BATCH_BASELINE), "")
-    zero = [index for index, each in enumerate(section.filters) if each.type == "zero_advantage"]
-    if zero and late:
-        rule = f"the baseline of {algos[late].type} is known only when the batch is made; drop the filter"
-        yield f"filters.{zero[0]}.type {late}.type", f"{{0}} with {{1}} flags rewards of 0, for {rule}"
+    for index, each in enumerate(section.filters):
+        where = f"filters.{index}.type"
+        if each.type != "zero_advantage":
+            continue
+        if kinds <= set(WITHOUT_REWARD):
+            yield (
+                where,
+                f"{{0}} does nothing: {' and '.join(sorted(kinds))} have no advantages; drop the filter",
+            )
+        elif late:
+            rule = f"the baseline of {algos[late].type} is known only when the batch is made; drop the filter"
+            yield f"{where} {late}.type", f"{{0}} with {{1}} flags rewards of 0, for {rule}"
+            break
     for index, env in enumerate(section.env):
         kind = (env.algo or section.algo).type
         for name, gate in env.curriculum.gates.items():
@@ -131,12 +164,10 @@ def algo_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
             if gate.type == "advantage_range" and kind in BATCH_BASELINE:
                 rule = f"the baseline of {kind} is known only when the batch is made"
                 yield where, f'{{0}} sees rewards, for {rule}; use "reward_range"'
-            elif (
-                gate.type == "advantage_range"
-                and kind in WITHOUT_REWARD
-                and gate.reject_min <= 0 <= gate.reject_max
-            ):
-                rule = f"{kind} has no advantages, they are all 0: every group would be rejected"
+            elif gate.type == "advantage_range" and kind in WITHOUT_REWARD:
+                is_covered = gate.reject_min <= 0 <= gate.reject_max
+                what = "every group would be rejected" if is_covered else "it would never reject"
+                rule = f"{kind} has no advantages, they are all 0: {what}"
                 yield where, f'{{0}}: {rule}; drop it or use "reward_range"'
 
 
@@ -158,12 +189,15 @@ def uses_run_teacher(algo: Algo) -> bool:
 
 
 def teacher_faults(section: OrchestratorSection) -> Iterator[tuple[str, str]]:
-    """A teacher that runs, where an algo needs one."""
+    """A teacher if an algo needs one, and only then."""
     taught = {path: algo for path, algo in algos_of(section).items() if isinstance(algo, OpdAlgo | SftAlgo)}
     users = [path for path, algo in taught.items() if uses_run_teacher(algo)]
     if users and section.teacher is None:
         rule = "needs [{1.path}] with the base_url of an engine that serves the teacher"
         yield f"{users[0]}.type | teacher", f"{{0}} {rule}"
+    elif section.teacher is not None and not users:
+        rule = 'does nothing: no algo has type = "opd" or "sft" without a teacher of its own; drop it'
+        yield "teacher", f"{{0.path}} {rule}"
     for path, algo in taught.items():
         if algo.teacher is not None and algo.teacher.base_url is None:
             yield (
@@ -187,6 +221,10 @@ RULES: Rules = {
         Idle("reduction_tokens", "reduction", lambda s: s.reduction != "constant", 'use "constant"'),
         Rule("adv_tau kl_tau", lambda s: getattr(s, "adv_tau", 1.0) == getattr(s, "kl_tau", 1.0) == 0,
              "{0.path} = {1} leave no loss; give one of them a value"),
+        Rule("use_rollout_logprobs type", lambda s: is_without_ratio(s) and s.type == "reinforce",
+             "{0} does nothing: {1.value} has no ratio; drop it, add a correction, or take another loss"),
+        Rule("correction", lambda s: s.correction is not None and not any(s.correction.model_dump().values()),
+             "{0.path}: the section does nothing by itself; give weights, reject or veto, or drop it"),
         Rule("correction.weights type", acts_twice,
              "{0.path}: type = {1.value} already contains the ratio of trainer to sampler, which would act twice;"
              ' use type = "reinforce", or use_rollout_logprobs = false, or reject and veto instead of weights'),
@@ -220,6 +258,16 @@ RULES: Rules = {
     ),
     KlShapingSection: (
         Idle("kl_estimator kl_model", "kl_coef", lambda s: not s.kl_coef, "raise that"),
+        Rule("type kl_coef", lambda s: s.type == "shaped" and not s.kl_coef,
+             "{0} does nothing with {1}; raise that, or leave the section out"),
+        Rule("type gamma kl_coef whiten", needs_no_shaping,
+             "{0} does nothing with gamma = 1, kl_coef = 0 and whiten = false; change one, or leave the section "
+             "out"),
+    ),
+    CreditSection: (
+        Rule("length_penalty",
+             lambda s: s.length_penalty is not None and not any(s.length_penalty.model_dump().values()),
+             "{0.path}: all its weights are 0, so it does nothing; drop it or give one a value"),
     ),
     algorithm.OverlongSection: (
         Rule("buffer_tokens max_tokens", lambda s: s.buffer_tokens > s.max_tokens,
@@ -230,30 +278,21 @@ RULES: Rules = {
              lambda s: next( ((role, role.partition("/")[0]) for role in s.episode_agents if "/" in role), None ),
              '{0.path}: "{it[0]}" is one player of a role; name the role, "{it[1]}"'),
     ),
+    algorithm.EchoAlgo: (
+        Rule("type", lambda s: s.tool is s.user is s.system is None,
+             "{0}: no role has a weight, so that it would be grpo; give tool, user or system one"),
+    ),
     OpsdAlgo: (
         Rule("template", lambda s: s.template.count("{demonstration}") != 1,
              "{0.path} must hold {{demonstration}} once: that is what it shows"),
     ),
-    OrchestratorKeys: (
-        Idle("algo", "env", lambda s: "algo" not in algos_of(s) and "each has an algo of its own", "drop one of those"),
-        Each(algo_faults),
-    ),
+    OrchestratorKeys: (Each(algo_faults),),
     OrchestratorConfig: (
         Rule("teacher.base_url",
              lambda s: s.teacher and s.teacher.base_url is None and any(map(uses_run_teacher, algos_of(s).values())),
              "{0.path}: give the address of the engine that serves it; only `rl` starts one"),
     ),
-    OrchestratorSection: (
-        Idle("teacher", "algo",
-             lambda s: not any(map(uses_run_teacher, algos_of(s).values())) and "no algo learns from it",
-             'use "opd" or "sft"'),
-        Each(teacher_faults),
-        Each(overlong_faults),
-    ),
-    RLConfig: (
-        Idle("trainer.loss trainer.advantages trainer.critic", "orchestrator.algo", only_taught),
-        Each(credit_faults),
-        Each(control_faults),
-    ),
+    OrchestratorSection: (Each(teacher_faults), Each(overlong_faults)),
+    RLConfig: (Each(credit_faults), Each(control_faults), Each(loss_faults)),
 }
 # fmt: on

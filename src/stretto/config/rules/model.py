@@ -31,8 +31,10 @@ def schedule_faults(section: Any) -> Iterator[tuple[str, str]]:
     if hasattr(scheduler, "decay_steps"):
         decay = num_steps(scheduler.decay_steps, last)
     if decay == 0:
-        return
-    if last is None:
+        if warmup == 0:
+            message = 'neither rises nor falls with warmup_steps = decay_steps = 0; use type = "constant"'
+            yield "scheduler", f"{{0.path}}: a linear schedule {message}"
+    elif last is None:
         message = 'falls towards max_steps; give {1.path}, or use type = "constant"'
         yield "scheduler max_steps", f"{{0.path}}: a {scheduler.type} schedule {message}"
     elif warmup + (decay or 0) + (decay is None) > last - frozen:
@@ -122,6 +124,8 @@ RULES: Rules = {
     ActivationCheckpointSection: (
         Idle("targets", "mode", lambda ac: ac.mode == "full" and "whole blocks are computed again",
              'use "selective"'),
+        Rule("targets", lambda ac: ac.mode == "selective" and not ac.targets,
+             "{0.path} is empty: nothing would be computed again; name some parts"),
     ),
 }
 # fmt: on

@@ -364,13 +364,30 @@ WRONG = {
         ENV + 'algo = { type = "opsd" }\ncurriculum = { gates = { g = { type = "advantage_range" } } }\n',
         ["opsd has no advantages, they are all 0: every group would be rejected"],
     ),
+    "a gate of advantages that would reject none": (
+        ENV + 'algo = { type = "opsd" }\n'
+        'curriculum = { gates = { g = { type = "advantage_range", reject_min = 0.5, reject_max = 1 } } }\n',
+        ["opsd has no advantages, they are all 0: it would never reject"],
+    ),
+    "a filter of advantages that nobody has": (
+        '[orchestrator]\nfilters = [{ type = "zero_advantage" }]\n' + ENV + 'algo = { type = "opsd" }\n',
+        ['orchestrator.filters.0.type = "zero_advantage" does nothing: opsd have no advantages'],
+    ),
     "a loss that nobody uses": (
         '[trainer.loss]\ntype = "ppo"\n' + ENV + 'algo = { type = "opsd" }\n',
-        ["c.toml:1: trainer.loss does nothing with orchestrator.algo (opsd learn from a teacher, with a loss of"],
+        ["c.toml:2: trainer.loss.type does nothing: opsd have a loss of their own"],
+    ),
+    "a setting of a loss that nobody uses": (
+        "[trainer.loss]\nentropy_coef = 0.1\n" + ENV + 'algo = { type = "opsd" }\n',
+        ["c.toml:2: trainer.loss.entropy_coef does nothing"],
     ),
     "a template without its demonstration": (
         ENV + 'algo = { type = "opsd", template = "look" }\n',
         ["orchestrator.env.0.algo.template must hold {demonstration} once"],
+    ),
+    "echo of nobody": (
+        ENV + 'algo = { type = "echo", tool = "None" }\n',
+        ["no role has a weight, so that it would be grpo"],
     ),
     "masking what is never continued": (
         "[orchestrator]\npartial_rollout = false\nmask_offpolicy_in_partial_rollout = true\n" + ENV,

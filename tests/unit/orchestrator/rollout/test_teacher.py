@@ -120,5 +120,5 @@ def test_distance_to_the_teacher_is_over_sampled_tokens():
 def test_a_teacher_is_configured_if_needed_and_only_then(tmp_path):
     with pytest.raises(ConfigError, match=r"needs \[teacher\]"):
         config(tmp_path, teacher=None)
-    with pytest.raises(ConfigError, match="no algo learns from it"):
+    with pytest.raises(ConfigError, match="no algo has type"):
         config(tmp_path, env=[{"id": "fakes:EchoEnv"}])
