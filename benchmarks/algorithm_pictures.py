@@ -1,6 +1,6 @@
 """Pictures of what `algorithms.py` has measured: a heat map of credits and losses, and dots in a colour per loss.
 
-    python benchmarks/algorithm_pictures.py [--out docs/algorithms-pairs.png]
+    python benchmarks/algorithm_pictures.py [--out docs/algorithms-pairs.png] [--seeds-out docs/algorithms-seeds.png]
 
 Draws the tables in README.md, so that text and picture cannot differ. `algorithms.py --picture` draws its own rows with
 the same functions; with rows of several seeds a dot is a run, and the heat map has their mean.
@@ -67,6 +67,60 @@ def cells_of_rows(rows: Sequence[dict[str, Any]]) -> list[Cell]:
     return [Cell(row["task"], credit, loss, row["before"], row["after"]) for row, credit, loss in pairs]
 
 
+class Seeds(NamedTuple):
+    """A loss on several seeds: held-out reward of each before and after training."""
+
+    task: str
+    loss: str
+    before: list[float]
+    after: list[float]
+
+
+def seeds_of_table(page: str) -> list[Seeds]:
+    """The table of losses on several seeds: a line per task and loss, `before -> after` per seed."""
+    lines = re.findall(r"^\| `(\S+)` with `(\S+)`( with TIS)? ((?:\| [\d.]+ -> [\d.]+ )+)\|", page, re.M)
+    found = []
+    for task, loss, tis, values in lines:
+        pairs = [[float(value) for value in pair] for pair in re.findall(r"([\d.]+) -> ([\d.]+)", values)]
+        before, after = map(list, zip(*pairs))
+        found.append(Seeds(task, loss + "+tis" * bool(tis), before, after))
+    return found
+
+
+def against_mean(found: Sequence[Seeds]) -> dict[str, list[float]]:
+    """By loss of one task: its rewards after training, minus the mean of all losses on the same seed.
+
+    Seeds begin and end at different rewards; a loss is better than another if it is so on the same seeds.
+    """
+    means = [statistics.fmean(values) for values in zip(*(each.after for each in found))]
+    return {each.loss: [value - mean for value, mean in zip(each.after, means)] for each in found}
+
+
+def summary(values: Sequence[float]) -> str:
+    """Mean and standard deviation over seeds, as in the table."""
+    return f"{statistics.fmean(values):+.3f} ± {statistics.stdev(values):.3f}"
+
+
+def draw_seeds(found: Sequence[Seeds], path: Path) -> None:
+    """Per task a line per loss: a dot per seed, a bar at their mean, and a line of one deviation to each side."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(each.task for each in found))
+    figure = Figure(figsize=(5.5 * len(tasks) + 2, 3.6), dpi=110, layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
+        values = against_mean([each for each in found if each.task == task])
+        for height, (loss, own) in enumerate(values.items()):
+            mean, spread, line = statistics.fmean(own), statistics.stdev(own), [height, height]
+            axes.plot([mean - spread, mean + spread], line, color=COLORS[loss], linewidth=1.5)
+            axes.plot([mean], [height], "|", color=COLORS[loss], markersize=16, markeredgewidth=2.5)
+            axes.plot(own, [height] * len(own), "o", color=COLORS[loss], markersize=6, alpha=0.7)
+        axes.axvline(0, color="#666666", linewidth=1, linestyle="--")
+        axes.set_title(f"{task}, grpo, {len(own)} seeds", loc="left", fontsize=11)
+        axes.set_yticks(range(len(values)), list(values))
+        _finish_dots(axes, "held-out reward minus the mean of all losses on the same seed", "loss")
+    figure.savefig(path)
+
+
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """Per task a heat map (mean over runs) and, beside it, a dot per run."""
     from matplotlib.figure import Figure
@@ -123,9 +177,13 @@ def _dots(axes: Any, cells: Sequence[Cell]) -> None:
     start = statistics.fmean(cell.before for cell in cells)
     axes.axvline(start, color="#666666", linewidth=1, linestyle="--", label="before training")
     axes.set_yticks(range(len(credits)), credits)
+    _finish_dots(axes, "held-out reward after training", "credit")
+
+
+def _finish_dots(axes: Any, x: str, y: str) -> None:
     axes.invert_yaxis()
-    axes.set_xlabel("held-out reward after training")
-    axes.set_ylabel("credit")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -137,7 +195,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=README.parents[1] / "docs" / "algorithms-pairs.png")
-    draw(cells_of_tables(README.read_text()), parser.parse_args().out)
+    parser.add_argument("--seeds-out", type=Path, default=README.parents[1] / "docs" / "algorithms-seeds.png")
+    args, page = parser.parse_args(), README.read_text()
+    draw(cells_of_tables(page), args.out)
+    draw_seeds(seeds_of_table(page), args.seeds_out)
 
 
 if __name__ == "__main__":

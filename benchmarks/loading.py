@@ -136,7 +136,7 @@ def publish(learner: Learner) -> dict[str, float]:
     found["publish_peak_mib"] = (resident("VmHWM") - before) / MIB
     mine = sum(entry.num_bytes for entry in manifest.tensors if entry.shard == ranks.rank)
     found["published_mib"] = mine / MIB
-    ranks.gather(None)
+    ranks.gather(None, None)
     publisher.close()
     return found
 

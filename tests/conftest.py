@@ -42,7 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A session that leaves something behind fails.
-from leftovers import pytest_configure, pytest_sessionfinish  # noqa: E402, F401  (hooks; they need the package)
+from processes.leftovers import pytest_configure, pytest_sessionfinish  # noqa: E402, F401  (hooks; they need the package)
 
 # The same examples every time where a run must not depend on luck; new ones at a developer's desk.
 if hypothesis is not None:

@@ -16,6 +16,7 @@ from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 
 VOCAB = 40
 EOS = 1
+USE_KERNELS = True  # set by the fixture both_engines
 
 
 def build_model(seed: int = 0, **shape) -> Decoder:
@@ -29,7 +30,8 @@ def build_model(seed: int = 0, **shape) -> Decoder:
 
 
 def build_core(model: Decoder | None = None, **settings) -> EngineCore:
-    settings = {"kv_cache_tokens": 4096, "max_num_seqs": 64, "eos_ids": (EOS,)} | settings
+    defaults = {"kv_cache_tokens": 4096, "max_num_seqs": 64, "eos_ids": (EOS,), "use_kernels": USE_KERNELS}
+    settings = defaults | settings
     return EngineCore(model or build_model(), CoreSettings(**settings))
 
 

@@ -148,7 +148,7 @@ def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """Of the source, without a cache."""
+        """The code of the source with its checks, never from a cache."""
         tree = ast.parse(self.get_data(self.path))
         _Checked(tree)
         place = next(i for i, n in enumerate([*tree.body, None]) if not _is_head(n))

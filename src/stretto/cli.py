@@ -47,7 +47,11 @@ SUMMARIES = {
     "show": "print rollouts of a run: stretto show RUN --worst 3",
     "init": "write a small project of your own: stretto init DIR",
     "completion": "completion for a shell: source <(stretto completion bash)",
+    "pod": "the part of an rl run that belongs to this Kubernetes pod",
     "push": "upload a run's weights and a model card to the Hub: stretto push RUN",
+    "status": "how far a run is, and who runs it: stretto status RUN",
+    "logs": "the end of a run's logs: stretto logs RUN --follow",
+    "stop": "let a run finish its step, save a checkpoint and end: stretto stop RUN",
     "plot": "draw metrics of runs: stretto plot RUN [RUN ...] --key entropy/mean",
 }
 
@@ -168,7 +172,13 @@ def _rl(cfg: RLConfig, words: list[str]) -> int:
 
 
 def _sft(cfg: SFTConfig, words: list[str]) -> int:
+    if cfg.slurm is not None:
+        from stretto.launch.slurm.submit import main as submit
+
+        return submit(cfg)
     _let_waiting_threads_sleep()
+    if "WORLD_SIZE" not in os.environ:
+        _check_first_rows(cfg)
     from stretto.launch.run.ranks import start_ranks
 
     if (code := start_ranks(cfg, words)) is not None:
@@ -176,6 +186,19 @@ def _sft(cfg: SFTConfig, words: list[str]) -> int:
     from stretto.trainer.sft import main as run
 
     return run(cfg)
+
+
+def _check_first_rows(cfg: SFTConfig) -> None:
+    """Read the first row of each file before torch is imported and a run directory is made.
+
+    Raises: ConfigError or DataError with file and line for a file or row that cannot be read.
+    """
+    from stretto.config.sections.sft import FileData
+    from stretto.trainer.batch.sft_data import read_rows
+
+    for data in [cfg.data] + ([cfg.val.data] if cfg.val is not None else []):
+        if isinstance(data, FileData):
+            next(read_rows(data, cfg.seed), None)
 
 
 def _trainer(cfg: TrainerConfig, words: list[str]) -> int:
@@ -194,6 +217,10 @@ def _orchestrator(cfg: OrchestratorConfig, words: list[str]) -> int:
 
 
 def _inference(cfg: InferenceConfig, words: list[str]) -> int:
+    if cfg.slurm is not None and not cfg.dry_run:
+        from stretto.launch.slurm.submit import main as submit
+
+        return submit(cfg)
     _let_waiting_threads_sleep()
     from stretto.launch.plan.engines import has_router
 
@@ -202,6 +229,10 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
 
         served = serve(cfg, dry_run=cfg.dry_run)
         if isinstance(served, int):
+            if cfg.slurm is not None:
+                from stretto.launch.slurm.submit import screen
+
+                print(screen(cfg))
             return served
         cfg = served
     if cfg.dry_run:
@@ -321,6 +352,30 @@ def _demo(words: list[str]) -> int:
     return demo(words)
 
 
+def _pod(words: list[str]) -> int:
+    from stretto.launch.kubernetes.run import main as run
+
+    return run(words)
+
+
+def _status(words: list[str]) -> int:
+    from stretto.launch.control import status
+
+    return status(words)
+
+
+def _logs(words: list[str]) -> int:
+    from stretto.launch.control import logs
+
+    return logs(words)
+
+
+def _stop(words: list[str]) -> int:
+    from stretto.launch.control import stop
+
+    return stop(words)
+
+
 def _push(words: list[str]) -> int:
     from stretto.view.push import push
 
@@ -333,7 +388,11 @@ _PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
     "completion": _completion,
     "show": _show,
     "plot": _plot,
+    "pod": _pod,
     "push": _push,
+    "status": _status,
+    "logs": _logs,
+    "stop": _stop,
 }
 """Verbs that take their own words, and no configuration."""
 
@@ -391,6 +450,8 @@ def _start_command() -> None:
     _signals[:] = [number for number in _SIGNAL_LINES if signal.getsignal(number) is not signal.SIG_IGN]
     for number in _signals:
         signal.signal(number, _end_at_once)
+    # A scheduler's request to finish the step: a verb that has none yet goes on until it has.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:

@@ -50,7 +50,7 @@ def rl(cfg: RLConfig) -> str:
     tasks, missing = preview(cfg.orchestrator_config())
     rows = [*_model(cfg.model, missing), *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
     written = f"{_run_directory(cfg)}\nits configs and commands are in {directory / 'configs'} and plan.json"
-    return _screen(rows, _first_tasks(tasks), table(plan), written)
+    return _screen(rows, _first_tasks(tasks), table(plan), written, _job(cfg))
 
 
 def orchestrator(cfg: OrchestratorConfig) -> str:
@@ -88,7 +88,7 @@ def sft(cfg: SFTConfig) -> str:
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
     rows = [*_model(cfg.model, missing), *_code(checked), *_monitors(cfg.monitors)]
-    return _screen(rows, example, f"{ranks}; {trains}", _run_directory(cfg))
+    return _screen(rows, example, f"{ranks}; {trains}", _run_directory(cfg), _job(cfg))
 
 
 def evaluate(cfg: EvalConfig) -> str:
@@ -107,9 +107,15 @@ def inference(cfg: InferenceConfig) -> str:
     """The screen of `inference` with one engine."""
     server = cfg.server
     model = _model(ModelSection(name=cfg.model or ModelSection().name))
-    return _screen(
-        model, f"inference  engine {cfg.engine}, http://{server.host}:{server.port}", _run_directory(cfg)
-    )
+    engine = f"inference  engine {cfg.engine}, http://{server.host}:{server.port}"
+    return _screen(model, engine, _run_directory(cfg), _job(cfg))
+
+
+def _job(cfg: RLConfig | SFTConfig | InferenceConfig) -> str:
+    """What would be submitted to Slurm; nothing without [slurm]."""
+    from stretto.launch.slurm.submit import screen
+
+    return "" if cfg.slurm is None else screen(cfg)
 
 
 def _screen(checked: Rows, *parts: str) -> str:

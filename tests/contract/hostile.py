@@ -218,3 +218,19 @@ async def fire(url: str, shots: Iterator[Shot], *, key: str | None = None, at_a_
     async with aiohttp.ClientSession() as session:
         await asyncio.gather(*(worker(session) for _ in range(at_a_time)))
     return outcome
+
+
+async def greedy(url: str, key: str | None = None) -> list[int]:
+    """The engine's reply to a plain request, token by token."""
+    body = {
+        "token_ids": [20, 21, 22],
+        "sampling_params": {"max_tokens": 24, "temperature": 0, "ignore_eos": True},
+    }
+    body["sampling_params"]["logprobs"] = 0
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(url + api.GENERATE, json=body) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        return (await answer.json())["choices"][0]["token_ids"]

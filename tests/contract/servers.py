@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,8 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from ports import free_port
+from processes import forked
 
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.sections.model import ScratchSection
@@ -24,28 +25,6 @@ from stretto.models.hub import random_model, save_hf
 VOCAB = 112
 STOP_S = 60.0
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def free_ports_in_a_row(count: int) -> int:
-    """The first of `count` consecutive free ports."""
-    for first in range(20_000 + 16 * os.getpid() % 10_000, 32_000):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for offset, each in enumerate(sockets):
-                each.bind(("127.0.0.1", first + offset))
-            return first
-        except OSError:
-            continue
-        finally:
-            for each in sockets:
-                each.close()
-    raise AssertionError("no free ports")
 
 
 def scratch(seed: int, *, is_tied: bool = True):
@@ -76,7 +55,8 @@ def serve(
     words = ["--model", str(model), "--server.port", str(port), "--output-dir", str(log.parent)]
     words += ["--engine", engine, "--max-model-len", "512", *flags]
     with log.open("wb") as out:
-        child = subprocess.Popen(
+        popen = forked.Popen if engine == "embedded" else subprocess.Popen
+        child = popen(
             [sys.executable, "-m", "stretto", "inference", *words],
             stdout=out,
             stderr=out,

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from servers import VOCAB, free_port, logprobs_of, needs_vllm, save, scratch, serve
+from ports import free_port
+from servers import VOCAB, logprobs_of, needs_vllm, save, scratch, serve
 
 from stretto.base.errors import EngineError
 from stretto.config.sections.model import LoRASection, ScratchSection

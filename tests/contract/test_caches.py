@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from servers import free_port, free_ports_in_a_row, logprobs_of, needs_vllm, save, scratch, serve
+from ports import free_port, free_ports_in_a_row
+from servers import logprobs_of, needs_vllm, save, scratch, serve
 
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams

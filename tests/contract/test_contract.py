@@ -13,7 +13,9 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
-from servers import free_port, logprobs_of, scratch
+from hostile import fire, greedy, shots
+from ports import free_port
+from servers import logprobs_of, scratch
 
 from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
@@ -339,3 +341,12 @@ async def test_chat_completions_speak_openai(engine):
             reply = await answer.json()
     assert reply["choices"][0]["message"]["role"] == "assistant"
     assert reply["usage"]["completion_tokens"] <= 4
+
+
+async def test_no_request_is_answered_with_5xx_and_a_plain_one_stays_as_it_was(engine):
+    name, url = engine
+    before = await greedy(url)
+    outcome = await fire(url, shots(seed=1, count=400))
+    assert outcome.failures == [], name
+    assert outcome.statuses[200] > 50 and outcome.statuses[400] > 150
+    assert await greedy(url) == before

@@ -6,7 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from servers import free_port, logprobs_of, needs_vllm, save, scratch, serve
+from ports import free_port
+from servers import logprobs_of, needs_vllm, save, scratch, serve
 
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams

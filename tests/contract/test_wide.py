@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from servers import free_port, logprobs_of, needs_vllm, save
+from ports import free_port
+from servers import logprobs_of, needs_vllm, save
 from test_contract_moe import mixture
 
 from stretto.base import keeper

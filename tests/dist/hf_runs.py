@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from mesh_runs import batches, optim_of, whole_tensors
+from ranks import gather_anything
 from safetensors.torch import load_file, save_file
 from tiny import save_checkpoint
 
@@ -106,7 +107,7 @@ def play(kind: str, folder: Path, stage: str) -> dict:
     )
     metrics.append(step(learner))
     owned = {name: tensor.clone() for name, tensor in learner.export_tensors()}
-    parts = learner.mesh.gather(owned)
+    parts = gather_anything(owned)
     return {
         "metrics": metrics,
         "tensors": whole_tensors(learner),

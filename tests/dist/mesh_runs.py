@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from msgspec.structs import replace
+from ranks import gather_anything
 from tiny import build_policy, documents, pack
 
 from stretto.config.sections.algorithm import GaeAdvantages
@@ -269,7 +270,7 @@ def train(learner: Learner, kind: str) -> dict:
     out["after"] = learner.logprobs(scored)[0]
     out["state"], out["tensors"] = learner.state(), whole_tensors(learner)
     owned = {name: tensor.clone() for name, tensor in learner.export_tensors()}
-    everybodys = learner.mesh.gather(owned)
+    everybodys = gather_anything(owned)
     out["owned"] = [sorted(mine) for mine in everybodys]
     out["exported"] = {name: tensor for mine in everybodys for name, tensor in mine.items()}
     return out
@@ -278,7 +279,7 @@ def train(learner: Learner, kind: str) -> dict:
 def whole_tensors(learner: Learner) -> dict[str, torch.Tensor]:
     """The learner's state as whole tensors, assembled from the slices of all ranks."""
     found = {}
-    for parts in learner.mesh.gather(learner.state().slices):
+    for parts in gather_anything(learner.state().slices):
         for name, part in parts.items():
             tensor = found.setdefault(name, torch.full(part.shape, 99, dtype=part.tensor.dtype))
             tensor[part.region] = part.tensor

@@ -6,13 +6,17 @@ Ranks are forked from one process that has imported torch and the trainer: impor
 from __future__ import annotations
 
 import multiprocessing
+from ports import free_port
 import os
+import pickle
 import runpy
-import socket
 import sys
 import time
 import warnings
 from pathlib import Path
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 # Modules that start no threads when they are imported.
 PRELOADED = (
@@ -25,12 +29,6 @@ PRELOADED = (
 )
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(list(PRELOADED))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(script: str, *args: str | Path, world_size: int, log: Path, deadline_s: float = 200.0) -> None:
@@ -61,6 +59,29 @@ def run_ranks(script: str, *args: str | Path, world_size: int, log: Path, deadli
     assert [rank.exitcode for rank in ranks] == [0] * world_size, log.read_text()[-6000:]
 
 
+def gather_anything(value: T) -> list[T]:
+    """What all ranks have of something that only tests exchange, tensors for example."""
+    import torch.distributed as dist
+
+    from stretto.trainer.parallel import exchange
+
+    if not dist.is_initialized():  # a single rank
+        return [value]
+    return [pickle.loads(each) for each in exchange.gather(pickle.dumps(value), bytes)]
+
+
+def _refuse_pickles() -> None:
+    """Let torch's functions for objects fail: no rank may unpickle what another one sends."""
+    from torch.distributed import distributed_c10d
+
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("a pickle from another rank")
+
+    for name in ("_object_to_tensor", "_tensor_to_object"):
+        assert hasattr(distributed_c10d, name)
+        setattr(distributed_c10d, name, refuse)
+
+
 def _run(words: list[str], env: dict[str, str], log: Path) -> None:
     """In a rank: what `python -W error WORDS` does."""
     out = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -70,4 +91,5 @@ def _run(words: list[str], env: dict[str, str], log: Path) -> None:
     os.environ.update(env)
     sys.argv[:] = words
     warnings.simplefilter("error")
+    _refuse_pickles()
     runpy.run_path(words[0], run_name="__main__")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ports import free_ports
+from processes import forked
 
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
@@ -51,10 +53,13 @@ class Ended:
         return LedgerReader(self.run)
 
 
-def start(verb: str, words: list[str], cwd: Path) -> subprocess.Popen[str]:
-    """A verb as a user types it, in a directory from which `envs:<class>` is found."""
+def start(verb: str, words: list[str], cwd: Path, *, is_forked: bool = True) -> subprocess.Popen[str]:
+    """A verb as a user types it, in a directory from which `envs:<class>` is found.
+
+    is_forked: its processes need not import everything anew (forked.py).
+    """
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
+    return (forked.Popen if is_forked else subprocess.Popen)(
         [sys.executable, "-m", "stretto", verb, *words],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": path},
@@ -75,16 +80,48 @@ def wait(popen: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> tuple[
     return popen.returncode, output
 
 
-def start_rl(directory: Path, settings: Mapping[str, Any], *words: str) -> subprocess.Popen[str]:
+def start_rl(
+    directory: Path, settings: Mapping[str, Any], *words: str, is_forked: bool = True
+) -> subprocess.Popen[str]:
     """`rl @ <settings as TOML>` with its run directory in `directory`/run."""
     path = directory / "rl.toml"
     path.write_text(toml({"output_dir": str(directory), "run": {"name": "run"}} | dict(settings)))
-    return start("rl", ["@", str(path), *words], directory)
+    return start("rl", ["@", str(path), *words], directory, is_forked=is_forked)
 
 
-def rl(directory: Path, settings: Mapping[str, Any], *words: str, is_ok: bool = True) -> Ended:
+def over_addresses(model: Path, num_hosts: int, max_steps: int) -> dict[str, Any]:
+    """Settings of a run whose machines are addresses of this one: two of the trainer, the others of inference."""
+    control, rollouts, weights, rendezvous, http = free_ports(5)
+    return {
+        "max_steps": max_steps,
+        "seq_len": 256,
+        "model": {"name": str(model)},
+        "control": {"port": control},
+        "rollout_transport": {"port": rollouts},
+        "weight_broadcast": {"type": "collective", "port": weights},
+        "deployment": {
+            "type": "multi_node",
+            "hosts": [f"127.0.0.{number + 1}" for number in range(num_hosts)],
+            "num_train_nodes": 2,
+            "num_infer_replicas": num_hosts - 2,
+            "gpus_per_node": 0,
+            "rendezvous_port": rendezvous,
+        },
+        "inference": {"device": "cpu", "server": {"port": http}},
+        "orchestrator": {
+            "batch_size": 32,
+            "group_size": 4,
+            "train": {"sampling": {"max_completion_tokens": 6}},
+            "env": [{"id": "sort-letters", "args": {"num_letters": 4}}],
+        },
+    }
+
+
+def rl(
+    directory: Path, settings: Mapping[str, Any], *words: str, is_ok: bool = True, is_forked: bool = True
+) -> Ended:
     """Run `rl` to its end; with is_ok, anything but exit 0 is a failure that shows its output."""
-    code, output = wait(start_rl(directory, settings, *words))
+    code, output = wait(start_rl(directory, settings, *words, is_forked=is_forked))
     assert not is_ok or code == 0, output
     ended = Ended(code, output, RunDir(directory / "run"))
     for role in ("orchestrator", "trainer"):
@@ -145,18 +182,6 @@ def _inline(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_inline, value)) + "]"
     return json.dumps(str(value) if value is None or isinstance(value, Path) else value)
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports nobody listens on at the moment, all different."""
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def until(

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import Ended, free_ports, merged, rl, start, start_rl, toml, until, wait
+from ports import free_ports
+from runs import Ended, merged, rl, start, start_rl, toml, until, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -210,7 +211,7 @@ def test_three_verbs_started_by_hand_train_what_rl_trains(
     for name, settings in files.items():
         (tmp_path / f"{name}.toml").write_text(toml({"output_dir": tmp_path} | settings))
     verbs = {"inference": "infer.toml", "orchestrator": "orch.toml", "trainer": "train.toml"}
-    started = {verb: start(verb, ["@", file], tmp_path) for verb, file in verbs.items()}
+    started = {verb: start(verb, ["@", file], tmp_path, is_forked=False) for verb, file in verbs.items()}
     try:
         for verb in ("trainer", "orchestrator"):
             code, output = wait(started[verb])
@@ -376,10 +377,11 @@ def without_skill(model: Path, env: Settings, *more: Settings) -> Settings:
 
 
 def test_weights_change_in_flight_and_staleness_stays_bounded(sorter: Path, tmp_path: Path) -> None:
-    """Replies of 200 tokens last for several steps: their tokens come from several versions."""
+    """Replies of 200 tokens, four at a time, last for several steps: their tokens come from several versions."""
     lead = 2
     long = {
         "max_steps": 10,
+        "inference": {"max_num_seqs": 4},
         "orchestrator": {
             "max_async_level": lead,
             "train": {"sampling": {"max_completion_tokens": 200, "ignore_eos": True}},
@@ -409,7 +411,8 @@ def test_weights_change_in_flight_and_staleness_stays_bounded(sorter: Path, tmp_
 
 def test_an_environment_that_always_fails_stops_the_run_with_the_cause(sorter: Path, tmp_path: Path) -> None:
     few = {"orchestrator": {"max_failed_groups": 6}}
-    ended = rl(tmp_path, without_skill(sorter, {"id": "envs:Broken"}, few), is_ok=False)
+    # Not forked: a trainer that ends faster than the orchestrator is named in its place.
+    ended = rl(tmp_path, without_skill(sorter, {"id": "envs:Broken"}, few), is_ok=False, is_forked=False)
     assert ended.code == 1
     assert "RuntimeError: the judge is on holiday" in ended.output, ended.output
     assert "6 groups in a row failed" in ended.output, ended.output

@@ -6,40 +6,15 @@ import signal
 import subprocess
 from pathlib import Path
 
-from runs import free_ports, start_rl, wait
+from runs import over_addresses, start_rl, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
 from stretto.monitors.file import read_metrics
 
-LETTERS = {"num_letters": 4}
-
 
 def test_nodes_train_together_and_each_starts_what_is_its_own(sorter: Path, tmp_path: Path) -> None:
-    control, rollouts, weights, rendezvous, http = free_ports(5)
-    settings = {
-        "max_steps": 4,
-        "seq_len": 256,
-        "model": {"name": str(sorter)},
-        "control": {"port": control},
-        "rollout_transport": {"port": rollouts},
-        "weight_broadcast": {"type": "collective", "port": weights},
-        "deployment": {
-            "type": "multi_node",
-            "hosts": [f"127.0.0.{number}" for number in (1, 2, 3, 4)],
-            "num_train_nodes": 2,
-            "num_infer_replicas": 2,
-            "gpus_per_node": 0,
-            "rendezvous_port": rendezvous,
-        },
-        "inference": {"device": "cpu", "server": {"port": http}},
-        "orchestrator": {
-            "batch_size": 32,
-            "group_size": 4,
-            "train": {"sampling": {"max_completion_tokens": 6}},
-            "env": [{"id": "sort-letters", "args": LETTERS}],
-        },
-    }
+    settings = over_addresses(sorter, num_hosts=4, max_steps=4)
     nodes = [start_rl(tmp_path, settings, "--deployment.node-rank", str(rank)) for rank in range(4)]
     try:
         code, output = wait(nodes[0])

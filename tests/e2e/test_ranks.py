@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Ended, free_ports, merged, rl, untrained_model
+from ports import free_ports
+from runs import Ended, merged, rl, untrained_model
 
 from stretto.models import hub
 

@@ -17,7 +17,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("**/README.md")),
 ]
-KINDS = {name: name for name in ("bash", "python", "toml", "json")} | {
+KINDS = {name: name for name in ("bash", "python", "toml", "json", "yaml")} | {
     "sh": "bash",
     "console": "bash",
     "py": "python",
@@ -27,10 +27,13 @@ CONFIG_VERBS = ("rl", "sft", "trainer", "orchestrator", "inference", "eval")
 VIEW_VERBS = ("show", "plot", "init")
 
 _DEMO = "the demo itself: tests/e2e/documents trains with its files for fewer steps"
+_BY_HAND = "on several hosts: tests/cluster/test_by_hand.py"
 _ELSEWHERE = "an engine or teacher is on another machine"
 _PUSH = "uploads to a server with the Hub's API: tests/unit/hub/test_push.py"
 _RECIPE = "with a small model: tests/e2e/learning/test_recipe_runs.py"
 _SHELL = "a command of the shell"
+
+_CHART = "needs a cluster; the chart is rendered, checked and run by tests/cluster"
 
 NOT_RUN = {
     ("README.md", "make demo"): _DEMO,
@@ -51,15 +54,24 @@ NOT_RUN = {
     ("examples/multi_turn_tools/README.md", "multi"): _RECIPE,
     ("docs/first_hour.md", "make demo"): _DEMO,
     ("docs/first_hour.md", "source .venv/bin/activate"): _SHELL,
-    ("docs/scaling.md", "export STRETTO_RUN_SECRET="): _SHELL,
+    ("docs/security.md", "export STRETTO_RUN_SECRET="): _SHELL,
     ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/hub",
     ("docs/environments.md", "(McpToolEnv)"): "its servers are the reader's: tests/unit/envs/test_mcp.py",
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",
     ("docs/lora.md", 'engine = "vllm"'): "vLLM on a CPU takes larger heads: tests/contract/test_adapters.py",
     ("docs/algorithms.md", 'base_url = "http://10.0.0.7'): _ELSEWHERE,
     ("docs/orchestrator.md", "--client.base_url http"): _ELSEWHERE,
-    ("docs/inference.md", "--hosts 10.0.0.1"): _ELSEWHERE,
-    ("docs/inference.md", "--deployment.hosts 10.0.0.1"): _ELSEWHERE,
+    ("docs/deployment.md", "helm install"): _CHART,
+    ("docs/deployment.md", "kubectl"): _CHART,
+    ("docs/deployment.md", "docker build"): "needs docker; tests/unit/test_images.py reads the Dockerfiles",
+    ("docs/deployment.md", "--hosts 10.0.0.1"): _ELSEWHERE,
+    ("docs/deployment.md", "--deployment.hosts 10.0.0.1"): _ELSEWHERE,
+    ("docs/deployment.md", "export "): _SHELL,
+    ("docs/deployment.md", "INFERENCE_SERVER_"): _BY_HAND,
+    ("docs/deployment.md", "torchrun --n"): _BY_HAND,
+    ("docs/deployment.md", "--data-parallel-address"): "vLLM on two machines: tests/contract/test_wide.py",
+    ("docs/deployment.md", "scripts/tmux.sh"): _BY_HAND,
+    ("docs/deployment.md", "--trainer-gpu-ids"): "needs GPUs; without them: tests/cluster/test_by_hand.py",
 }
 """Why a block or command is not run as a whole, by page and a piece of it. Configurations are planned all the same."""
 

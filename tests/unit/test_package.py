@@ -77,7 +77,8 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
         for name in names
     )
     files = set(found)
-    assert {"stretto/py.typed", "stretto/chat/letters.jinja"} <= files
+    assert {"stretto/py.typed", "stretto/chat/letters.jinja", "stretto/config/page.md"} <= files
+    assert {f"stretto/config/shells/completion.{shell}" for shell in ("bash", "zsh", "fish")} <= files
     assert {f"stretto/examples/sort_letters/{verb}.toml" for verb in ("sft", "rl")} <= files
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

@@ -23,7 +23,7 @@ from shapes import ROOMS, arguments_of, checked, is_shape, words_of
 SOURCE = Path(__file__).parents[2] / "src" / "stretto"
 ARRAYS = {"Tensor", "ndarray"}
 NAMED = {"dict", "Mapping", "tuple"}
-"""Of str and arrays: weights by name, or metrics, have as many shapes as names."""
+"""Containers of str and arrays may be untyped: weights by name, or metrics, have as many shapes as names."""
 
 
 def test_an_array_of_other_dims_or_dtype_than_the_signature_says_is_refused():
@@ -90,6 +90,7 @@ def _is_named(node: ast.AST) -> bool:
     return names in NAMED and isinstance(key, ast.Name) and key.id == "str"
 
 
+@pytest.mark.heavy
 def test_no_process_of_a_run_imports_what_checks_shapes():
     modules = "stretto.orchestrator.main, stretto.trainer.rl, stretto.inference.server"
     program = (

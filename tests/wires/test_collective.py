@@ -6,14 +6,17 @@ import contextlib
 import signal
 import socket
 import threading
+import zlib
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import msgspec
 import pytest
 import torch
-from peers import Peer, free_port, peer
+from peers import Peer, peer
+from ports import free_port
 from pydantic import TypeAdapter
 from torch.distributed import TCPStore
 
@@ -28,7 +31,8 @@ from stretto.config.sections.transport import (
 )
 from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights import host_copy, receive
-from stretto.transports.weights.collective import Board, CollectivePublisher, buckets_of, close_all
+from stretto.transports.weights.board import Board
+from stretto.transports.weights.collective import CollectivePublisher, buckets_of, close_all
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -53,8 +57,8 @@ def publisher(request):
     close_all()
 
 
-def group(request: str, rank: int = 0, world_size: int = 1, epoch: str = "0") -> WeightGroup:
-    return WeightGroup(epoch=epoch, request=request, world_size=world_size, rank=rank)
+def group(request: str, rank: int = 0, world_size: int = 1) -> WeightGroup:
+    return WeightGroup(request=request, world_size=world_size, rank=rank)
 
 
 def received(manifest: WeightManifest, who: WeightGroup) -> list[tuple[str, torch.Tensor]]:
@@ -91,11 +95,11 @@ def test_a_version_may_be_asked_for_again_until_it_is_released(publisher):
     sent = weights()
     manifest = publisher.publish(1, sent)
     assert_same(received(manifest, group("first")), sent)
-    assert_same(received(manifest, group("second", epoch="1")), sent)
+    assert_same(received(manifest, group("second")), sent)
     publisher.publish(2, weights(2))
     publisher.release(1)
     with pytest.raises(WireError, match="version 1 is no longer held, only 2"):
-        received(manifest, group("third", epoch="2"))
+        received(manifest, group("third"))
 
 
 def test_without_a_group_nothing_is_received(publisher):
@@ -114,7 +118,7 @@ for line in sys.stdin:
     manifest, group = msgspec.json.decode(line, type=tuple[WeightManifest, WeightGroup])
     crc = 0
     with receive(manifest, group) as tensors:
-        for name, tensor in tensors:
+        for name, tensor in sorted(tensors):
             crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
     print(crc, flush=True)
 """
@@ -126,6 +130,7 @@ import torch.distributed as dist
 from pathlib import Path
 from stretto.base.paths import RunDir
 from stretto.config.sections.transport import WeightBroadcast
+from stretto.trainer.parallel import exchange
 from stretto.transports.weights import build_publisher
 from pydantic import TypeAdapter
 from torch.distributed import TCPStore
@@ -134,10 +139,8 @@ rank, count, meeting, settings, place = sys.argv[1:]
 
 class Ranks:
     rank, world_size = int(rank), int(count)
-    def gather(self, value):
-        out = [None] * self.world_size
-        dist.all_gather_object(out, value)
-        return out
+    def gather(self, value, kind):
+        return exchange.gather(value, kind)
 
 dist.init_process_group(
     "gloo", init_method=f"tcp://127.0.0.1:{meeting}", rank=int(rank), world_size=int(count),
@@ -210,12 +213,69 @@ def test_processes_receive_together_and_one_that_dies_fails_the_rest():
             first.write_line(encoded(manifest, group("r3", 0, 2)))
             with pytest.raises(AssertionError, match="WireError: weights of version 2: receiver 1 of 2"):
                 first.line()
-        with peer(RECEIVE) as alone:  # the next epoch is without the dead one
+        with peer(RECEIVE) as alone:
             assert alone.line() == "ready"
-            alone.write_line(encoded(manifest, group("r4", 0, 1, epoch="1")))
+            alone.write_line(encoded(manifest, group("r4", 0, 1)))
             assert alone.line() in crcs
     finally:
         publisher.close()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[Peer]]:
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(peer(RECEIVE)) for _ in range(4)]
+        assert [process.line() for process in processes] == ["ready"] * 4
+        yield processes
+
+
+def assert_received(receivers: list[Peer], manifest: WeightManifest) -> None:
+    """An update with the_tensors, which succeeds at the first attempt."""
+    request, crc = uuid4().hex, 0
+    for rank, process in enumerate(receivers):
+        process.write_line(encoded(manifest, group(request, rank, len(receivers))))
+    for _, tensor in sorted(the_tensors(manifest.version).items()):
+        crc = zlib.crc32(tensor.view(torch.uint8).numpy().tobytes(), crc)
+    assert [process.line() for process in receivers] == [str(crc)] * len(receivers)
+
+
+def test_engines_receive_at_once_from_a_trainer_that_was_killed_and_restarted(engines, tmp_path):
+    cfg = CollectiveWeights(port=free_port(), bucket_bytes=5000, join_timeout_s=600)
+    everything = [list(range(12))]
+    with senders([cfg], tmp_path, 1) as ranks:
+        for version in range(4):
+            assert_received(engines[::2], old := published(ranks, version, everything))
+        received(old, group("here"))
+        ranks[0].kill()
+        with pytest.raises(WireError, match=f"the trainer's store at 127.0.0.1:{cfg.port} is gone"):
+            received(old, group("gone"))
+    with senders([cfg], tmp_path, 1) as ranks:
+        for version in (2, 3, 4):  # the newest checkpoint was that of version 2
+            assert_received(engines[::2], published(ranks, version, everything))
+            with pytest.raises(WireError, match="is not the one that published this version"):
+                received(old, group("late"))
+
+
+def test_an_engine_receives_with_the_others_at_once_though_it_was_restarted_or_has_another_rank(engines):
+    """Nobody has noticed that it was killed: the one that follows it has its address and its rank."""
+    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=5000, timeout_s=600)
+    a, b, c, after_b = engines
+    try:
+        for version, receivers in enumerate(([a, b], [b, a], [a], [a], [c, a, b], [c, b], [c, b])):
+            assert_received(receivers, publisher.publish(version, the_tensors(version).items()))
+        b.kill()
+        for version in (7, 8):
+            assert_received([c, after_b], publisher.publish(version, the_tensors(version).items()))
+    finally:
+        publisher.close()
+
+
+def test_an_update_that_an_engine_breaks_off_leaves_nothing_for_the_next(publisher):
+    sent = [(f"t{i}", torch.full((400,), float(i))) for i in range(20)]
+    manifest = publisher.publish(1, sent)
+    with receive(manifest, group("broken off")) as tensors:
+        next(iter(tensors))
+    assert_same(received(manifest, group("next")), sent)
 
 
 TOGETHER = [

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 import zmq
-from peers import free_port, peer
+from peers import peer
+from ports import free_port
 
 from stretto.base.errors import EngineError, WireError
 from stretto.base.secret import Secret
@@ -31,7 +32,7 @@ from stretto.records.control import (
 from stretto.records.weights import TensorEntry, WeightManifest
 from stretto.transports.control import MAX_POSTED, WIRE, ControlClient, ControlServer, Event
 from stretto.transports.guard import guard_client
-from stretto.transports.link import MESSAGE, REGISTER, RESEND_AFTER_S, Link
+from stretto.transports.stream import MESSAGE, REGISTER, RESEND_AFTER_S, Link
 
 SECRET = Secret("s" * 32)
 MANIFEST = WeightManifest(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from peers import free_port
+from ports import free_port
 
 from stretto.base.runtime import raise_file_limit
 from stretto.base.secret import Secret
@@ -19,7 +19,7 @@ from stretto.records.codec import decode, encode
 from stretto.records.control import Bye, Message, Register, StepDone, Stop, VersionLoaded
 from stretto.transports.control import WIRE, ControlServer, Event
 from stretto.transports.guard import guard_client
-from stretto.transports.link import ACK, HEARTBEAT, MESSAGE, REGISTER
+from stretto.transports.stream import ACK, HEARTBEAT, MESSAGE, REGISTER
 
 NUM_RANKS = 1000
 NUM_STEPS = 3

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from peers import free_port, peer
+from peers import peer
+from ports import free_port
 
 from stretto.base import locked
 from stretto.base.errors import EngineError, WireError
@@ -109,7 +110,7 @@ def publisher(cfg: WeightBroadcast, tmp_path: Path, run: str = "a run"):
 def group(manifest: WeightManifest, request: str, rank: int = 0, world_size: int = 1) -> WeightGroup | None:
     if not manifest.needs_group:
         return None
-    return WeightGroup(epoch=f"{world_size}", request=request, world_size=world_size, rank=rank)
+    return WeightGroup(request=request, world_size=world_size, rank=rank)
 
 
 def copies(tmp_path: Path) -> list[Path]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from ports import free_port
 
 from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
@@ -28,12 +29,6 @@ from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.shm import ShmPublisher
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def scratch(seed: int):

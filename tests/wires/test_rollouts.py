@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from peers import free_port, peer
+from peers import peer
+from ports import free_port
 
 from stretto.base.errors import EngineError, WireError
 from stretto.base.paths import RunDir
@@ -21,10 +22,10 @@ from stretto.records.codec import encode
 from stretto.records.control import Register
 from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.transports.guard import guard_client
-from stretto.transports.link import ACK, HEARTBEAT, MESSAGE, REGISTER, REGISTERED
 from stretto.transports.rollouts import Receiver, Sender, build_receiver, build_sender
 from stretto.transports.rollouts.delivery import StepGate
 from stretto.transports.rollouts.zmq import WIRE, ZmqReceiver
+from stretto.transports.stream import ACK, HEARTBEAT, MESSAGE, REGISTER, REGISTERED
 
 
 @pytest.fixture(params=["zmq", "filesystem"])

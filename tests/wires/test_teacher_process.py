@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from test_engine_http import free_port, model_dir, scratch, serve
+from ports import free_port
+from test_engine_http import model_dir, scratch, serve
 
 from stretto.config.sections.distill import TeacherSection
 from stretto.models.attention import PackedLayout

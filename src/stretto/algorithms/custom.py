@@ -37,9 +37,9 @@ class LossInputs:
     """
 
     logprobs: Float[Tensor, " tokens"]
-    """Of the trained policy, with gradient."""
+    """Those of the trained policy, with gradient."""
     behavior_logprobs: Float[Tensor, " tokens"]
-    """Of the policy that sampled; with use_rollout_logprobs = false of the policy before the step."""
+    """Those of the policy that sampled; with use_rollout_logprobs = false of the policy before the step."""
     advantages: Float[Tensor, " tokens"]
     is_member: Bool[Tensor, " tokens"]
     samples: SampleIndex

@@ -52,7 +52,7 @@ class TokenStreams:
     ref_kl_weights: Float[Tensor, " tokens"] | None = None
     ref_logprobs: Float[Tensor, " tokens"] | None = None
     old_logprobs: Float[Tensor, " tokens"] | None = None
-    """Of the policy before the step; None if that is the policy of this pass."""
+    """Those of the policy before the step; None if that is the policy of this pass."""
     sample_index: SampleIndex | None = None
     """The sample of each token; required if `needs_samples`."""
 

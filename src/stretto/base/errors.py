@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+ENDED_FIRST = "ended while this rank was still working"
+"""In the message of a process that fails because the orchestrator has ended: that one knows the cause."""
+
 
 class StrettoError(Exception):
     """Something is wrong outside our own code; the command line prints it without a traceback."""

@@ -145,7 +145,10 @@ def _log_first(where: str, error: BaseException) -> None:
     key = (type(error), error_location(error))
     if key not in _logged and len(_logged) < _MOST_LOGGED:
         _logged.add(key)
-        logger.warning("%s: the first %s at this place:", where, type(error).__name__, exc_info=error)
+        kind = type(error).__name__
+        logger.warning(
+            "%s: the first %s at this place; the log has its traceback", where, kind, exc_info=error
+        )
 
 
 async def call_async(work: Callable[[], Any], where: str) -> Any:

@@ -282,7 +282,7 @@ def _mapped(pid: int) -> set[int]:
 def main() -> None:
     """Wait until the parent has ended, then clean up after it."""
     parent, token, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # only the end of its parent ends it
     with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(parent)

@@ -48,6 +48,16 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def launch(self) -> Path:
+        """Who runs it: a launcher on some host, or a job."""
+        return self.path / "launch.json"
+
+    @property
+    def slurm(self) -> Path:
+        """Directory of the job: its script, its config and its log."""
+        return self.path / "slurm"
+
+    @property
     def lock(self) -> Path:
         """Locked (flock) by the launcher while the run is live.
 

@@ -28,14 +28,20 @@ logger = logging.getLogger(__name__)
 
 # Runs in the child's process before its program: it asks the kernel to send SIGKILL when the parent's thread ends
 # (1 is PR_SET_PDEATHSIG, which survives exec). A separate program, because preexec_fn is unsafe with threads.
+# What schedulers send to all processes of a job is meant for the launcher, which tells its children what to do.
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
+from _signal import SIGHUP, SIGUSR2, SIG_IGN, signal
+signal(SIGHUP, SIG_IGN)
+signal(SIGUSR2, SIG_IGN)
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     os._exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 _LEFTOVER_GRACE_S = 1.0
+TRAIN_NODES_VAR = "STRETTO_TRAIN_NODES"
+"""Environment variable of the first rank: the addresses of the trainer's nodes, for messages."""
 
 
 # -- resources of this machine --

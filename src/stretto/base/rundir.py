@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
+from stretto.base.files import write_atomic
 from stretto.base.locked import try_lock
 from stretto.base.paths import RunDir
 
@@ -25,13 +27,15 @@ from stretto.base.paths import RunDir
 # step; they are no reason to refuse a new run.
 _HARMLESS = frozenset(
     {"configs", "plan.json", "run.lock", "run.orchestrator.lock", "run.trainer.lock", "dry_run", "secret"}
-    | {"logs", "dumps", "tokenizer"}
+    | {"logs", "dumps", "tokenizer", "launch.json", "slurm"}
 )
 # What else a run that trained no step may have left: it is deleted when a new run takes its name.
 _UNTRAINED = frozenset(
     {"ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "metrics", "tokens", "evals"}
     | {"broadcasts", "rollouts", "summary.json"}
 )
+JOB_VAR = "STRETTO_JOB"
+"""Set in a scheduler's job, whose submission is recorded in RUN/launch.json already."""
 CHECKPOINT = re.compile(r"/checkpoints/step_(\d+)$")
 """The end of a checkpoint's path."""
 _LOCK_WAIT_S = 10.0  # the children of a killed launcher have ended by then
@@ -74,6 +78,9 @@ def claim(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: P
             drop_unfinished(run)
         if not resume or origin is not None:
             discard(run)
+        if JOB_VAR not in os.environ:
+            record = {"by": "local", "host": socket.gethostname()}
+            write_atomic(run.launch, json.dumps(record).encode() + b"\n")
     except BaseException:
         os.close(fd)
         raise
@@ -321,11 +328,14 @@ def _is_alive(pid: str) -> bool:
 
 
 def _empty(run: RunDir) -> None:
-    """Delete everything except the lock that is held and the secret, which others may have read.
+    """Delete everything but the lock that is held, the secret, which others may have read, and a job's own files.
 
     The configs, which mark a run directory, are deleted last: an interrupted deletion can then be repeated.
     """
-    rest = [entry for entry in run.path.iterdir() if entry not in (run.lock, run.secret, run.configs)]
+    kept = [run.lock, run.secret, run.configs]
+    if JOB_VAR in os.environ:
+        kept += [run.launch, run.slurm]
+    rest = [entry for entry in run.path.iterdir() if entry not in kept]
     _delete([*rest, run.configs])
 
 
@@ -339,7 +349,9 @@ def _delete(entries: Iterable[Path]) -> None:
 
 def _is_run(run: RunDir) -> bool:
     contents = set(_contents(run.path))
-    is_just_created = bool(contents) and contents <= {run.lock.name, run.secret.name}
+    is_just_created = bool(contents) and contents <= {
+        path.name for path in (run.lock, run.secret, run.launch, run.slurm)
+    }
     return run.configs.is_dir() or run.ledger.exists() or is_just_created
 
 

@@ -6,7 +6,9 @@ same line instead. A field that is missing or None is not shown. The first repor
 tells the launcher that the process handles SIGINT and has work to finish: install signal handlers before it.
 
     phase    text, is_early                what the run does until the first step ("waiting for the engine"); early:
-                                           no rollout has started yet, so nothing is lost if the run ends
+                                           no rollout has started yet, so nothing is lost if the run ends. The first
+                                           one says that config, data and the user's code have been checked: the
+                                           launcher starts the other processes
     note     text                          a line that stays visible ("resumed from step 40: 37 rollouts reused")
     step     step, max_steps, time_s       one trained step
              reward, loss, mismatch_kl     means over the batch; mismatch_kl in nats
@@ -17,6 +19,7 @@ tells the launcher that the process handles SIGINT and has work to finish: insta
     warning  role, text                    a warning of any process (base/log.py), once per kind
     engine   url, state, reason            an engine that is "down"; the launcher restarts it
     eval     step, sampled, greedy, env    mean reward on held-out tasks
+    ready    is_early                      a trainer rank whose first version is published
     summary  the fields of summary.json
 """
 
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 STATUS_FD_VAR = "STRETTO_STATUS_FD"
 SUPERVISED_VAR = "STRETTO_SUPERVISED"
 """Set for children of a launcher, which sends SIGINT for an orderly end and SIGTERM for a quick one."""
-KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warning"})
+KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warning", "ready"})
 
 _pipe: int | None = None
 
@@ -46,11 +49,11 @@ def is_supervised() -> bool:
 def stop_signals() -> tuple[signal.Signals, ...]:
     """Signals that ask to finish the step and save.
 
-    Without a launcher that is also SIGTERM, which a preemption sends.
+    Without a launcher that is also SIGTERM, which a preemption sends, and SIGUSR2, which our jobs send.
     """
     if is_supervised():
         return (signal.SIGINT,)
-    return (signal.SIGINT, signal.SIGTERM)
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 def adopt_pipe() -> bool:

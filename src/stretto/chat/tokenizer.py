@@ -179,7 +179,8 @@ def _find_directory(name: str) -> Path:
     except (HFValidationError, LocalEntryNotFoundError) as cause:
         raise ConfigError(
             f"no directory {name!r}, and no model of that name in the local hub cache; "
-            "give the directory of a model, or download it first with `hf download`."
+            "give the directory of a model as model.name (or tokenizer.name), "
+            f"or download it first with `hf download {name}`."
         ) from cause
 
 

@@ -1,7 +1,7 @@
 """Help texts and docs/config.md, both written from the config classes.
 
-`python -m stretto.config.describe > docs/config.md` writes the page; `help_text` is what `<verb> --help` prints.
-Every key stands there with its type, range, default and meaning.
+`python -m stretto.config.describe > docs/config.md` writes the page out of page.md; `help_text` is what `<verb> --help`
+prints. Every key stands there with its type, range, default and meaning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from stretto.config.root import (
     EvalConfig,
@@ -75,6 +76,11 @@ COMMON_KEYS: dict[type[Section], str] = {
         scheduler.type scheduler.warmup_steps
         ckpt.interval num_threads deployment.num_train_gpus monitors.wandb
     """,
+    EvalConfig: """
+        model client.base_url client.api seq_len seed output_dir run.name clean dry_run print_config eval.env
+        eval.num_examples eval.group_size eval.greedy eval.sampling.max_completion_tokens eval.sampling.temperature
+        tokenizer.name inference.engine max_inflight_rollouts monitors.wandb
+    """,
 }
 """What people set most often, by root: `--help` alone shows these."""
 
@@ -87,7 +93,8 @@ def help_text(verb: str, cls: type[Section], wanted: str = "", width: int | None
     if wanted == "all":
         wanted = ""
     wanted_flag = wanted.replace("_", "-")
-    meant = {"--" + path.replace("_", "-") for path in keys_meant(wanted)} if wanted else set()
+    paths = [re.sub(r"\.args\..*", ".args", path) for path in keys_meant(wanted)] if wanted else []
+    meant = {"--" + path.replace("_", "-") for path in paths}
     found = _help(verb, cls, width, lambda flag, key: wanted_flag in flag or flag in meant, wanted_flag)
     if not found:  # the word may stand in a description
         found = _help(verb, cls, width, lambda flag, key: wanted.lower() in key.doc.lower(), wanted_flag)
@@ -163,7 +170,8 @@ def markdown() -> str:
         about = _about(section) + " The default." * note.endswith("the default")
         about += " Off unless the section is present." * (note == "off unless present")
         sections.append(_part(title, about + f" Also at {', '.join(others)}." * bool(others), section))
-    return "\n\n".join([_HEAD.strip(), *roots, _ALONE.strip(), *sections]) + "\n"
+    page = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
+    return page.replace("@ROOTS@", "\n\n".join(roots)).replace("@SECTIONS@", "\n\n".join(sections))
 
 
 def _part(title: str, about: str, section: type[Section]) -> str:
@@ -211,53 +219,6 @@ usage: {verb} [@ FILE.toml ...] [--SECTION @ FILE.toml ...] [--KEY VALUE ...] [-
 Files compose left to right, flags override files. Also: --no-KEY (false, or None for a section),
 --SECTION (turns an optional section on), --KEY=VALUE, lists as `a b` or `[1, 2]`, tables as JSON,
 None. `{verb} --help WORD` shows the keys whose name contains WORD, or that others call so."""
-
-_HEAD = """
-# Configuration
-
-Written from the config classes by `python -m stretto.config.describe`; do not edit by hand.
-
-```sh
-rl @ examples/sort_letters/rl.toml                                   # one file
-rl @ base.toml @ mine.toml --max-steps 40                            # files left to right, then flags
-rl --trainer @ train.toml --orchestrator @ orch.toml --inference @ infer.toml
-rl @ rl.toml --trainer.optim.lr 1e-5 --no-inference --dry-run        # nothing is started
-rl --help optim                                                      # keys whose name contains `optim`
-```
-
-- A flag is a key's path with dashes: `orchestrator.group_size` is `--orchestrator.group-size`; `--key value`
-  and `--key=value` are the same.
-- `--no-key` sets false, or None for an optional section or value; `--section` alone turns an optional section
-  on.
-- Lists are `--key a b`, JSON (`--key '["a", "b"]'`) or, for numbers, `--key 0,1`; tables are JSON; one item
-  of a list of tables is `--orchestrator.env.0.id sort-letters`.
-- A text that begins with `{output_dir}/` names something in the directory of all runs, as in
-  `model.name = "{output_dir}/warm-up/weights/latest"`: it follows `--output-dir`.
-- TOML has no null: write `"None"` (on the command line `None`).
-- Where a section has several forms, `type` chooses; without it the default's form is meant. A file or flag
-  that names another `type` replaces the section, it does not mix with the old one's keys.
-- A key that several processes of `rl` need stands once, at the root. Files of the processes give it in their own tables
-  (`[trainer] max_steps`, `[orchestrator.model] name`), which mean the root's key; two values that differ are an error
-  that names both. `inference.dtype`, `inference.seed` and `inference.log` follow the root where they are not given.
-- A mistake names file and line, or the flag; all mistakes are listed at once, and the exit status is 2.
-- `--dry-run` starts nothing: it checks configuration, code and data and shows the first task and the processes.
-  `--print-config` prints the resolved config as TOML, without secrets, which can be given with `@`. A run's own is
-  `RUN/configs/run.json`: its trainer and orchestrator are started from it, and `rl`, `trainer`, `orchestrator` and
-  `inference` take it as `@ RUN/configs/run.json`.
-"""
-
-_ALONE = """
-## Roots of `trainer`, `orchestrator` and `inference`
-
-Each process can be started alone. Its root holds the keys of its section (`[trainer]`, `[orchestrator]`,
-`[inference]` below) and `output_dir`, `run`, `resume`, `clean` and `dry_run`; those of trainer and orchestrator also
-hold the keys that both need (`model` to `log` at the root of `rl`), and the trainer's holds `ckpt`. Processes of one
-run need the same `output_dir` and `run.name`; when no name is given all three are called `rl-<model>`. `inference`
-needs a `model`.
-
-Each also takes the file of a whole run, such as `rl.toml` or `RUN/configs/run.json`, and its section of that. Flags are
-then those of `rl`: `trainer @ RUN/configs/run.json --trainer.optim.lr 1e-5`.
-"""
 
 
 if __name__ == "__main__":

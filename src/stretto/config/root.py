@@ -24,6 +24,7 @@ from stretto.config.sections.deployment import (
     ResumeSection,
     RunSection,
     SingleNodeDeployment,
+    SlurmSection,
 )
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection, RendererSection, TokenizerSection
@@ -79,21 +80,17 @@ class RunRoot(Section):
         return RunDir(self.run_path)
 
     def _default_name(self) -> str:
-        raise NotImplementedError
+        """That of a process alone: the same for the three processes of a run, which know the model."""
+        model = getattr(self, "model", None)
+        return f"rl-{short_name(getattr(model, 'name', model) or ModelSection().name)}"
 
 
 class TrainerConfig(TrainerSection, RunRoot):
     """`trainer`: the learner alone; orchestrator and engines are started elsewhere with the same run name."""
 
-    def _default_name(self) -> str:
-        return f"rl-{short_name(self.model.name)}"
-
 
 class OrchestratorConfig(OrchestratorSection, RunRoot):
     """`orchestrator`: environments, batches and the ledger alone."""
-
-    def _default_name(self) -> str:
-        return f"rl-{short_name(self.model.name)}"
 
 
 class InferenceConfig(InferenceSection, RunRoot):
@@ -105,9 +102,8 @@ class InferenceConfig(InferenceSection, RunRoot):
     """Addresses of the nodes of a deployment over several, as they reach each other; None: one machine."""
     node_rank: int | None = Field(None, ge=0)
     """Which of the hosts this machine is, from 0; None: the one whose address is this machine's."""
-
-    def _default_name(self) -> str:
-        return f"rl-{short_name(self.model or ModelSection().name)}"
+    slurm: SlurmSection | None = None
+    """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
 
 
 def comma_list(value: Any) -> Any:
@@ -135,6 +131,8 @@ class RLConfig(RunKeys, RunRoot):
     """The engine of a frozen teacher, started and ended with the run; orchestrator.teacher.model without a base_url
     is enough. None: the teacher, if there is one, runs at orchestrator.teacher.base_url."""
     deployment: Deployment = SingleNodeDeployment()
+    slurm: SlurmSection | None = None
+    """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
     trainer_gpu_ids: GpuIds = None
     """GPUs of the trainer, one rank each; None: the first after inference's."""
     inference_gpu_ids: GpuIds = None
@@ -231,6 +229,8 @@ class SFTConfig(RunRoot):
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of a rank; None: OMP_NUM_THREADS, else the cores divided by the ranks, fewer for a small model."""
     deployment: RanksDeployment = RanksDeployment()
+    slurm: SlurmSection | None = None
+    """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
     trainer_gpu_ids: GpuIds = Field(None, min_length=1)
     """GPUs, one rank each; None: the first ones, as many as deployment.num_train_gpus says."""
     monitors: MonitorsSection = MonitorsSection()
@@ -376,16 +376,9 @@ def _derive_num_train_workers(values: Values) -> dict[str, Any]:
     """One rank per trainer GPU, if the GPUs are given; ranks of the axes cp and tp share their batches."""
     ids = comma_list(values.get("trainer_gpu_ids"))
     ranks = len(ids) if isinstance(ids, list) and ids else values.get("deployment.num_train_gpus")
-    sizes = [
-        values.get(f"deployment.{key}", default)
-        for key, default in (("num_train_nodes", 1), ("gpus_per_node", 8))
-    ]
-    if (
-        ranks is None
-        and values.get("deployment.type") == "multi_node"
-        and all(isinstance(n, int) for n in sizes)
-    ):
-        ranks = sizes[0] * max(1, sizes[1])
+    if ranks is None and values.get("deployment.type") == "multi_node":
+        nodes, gpus = values.get("deployment.num_train_nodes", 1), values.get("deployment.gpus_per_node", 8)
+        ranks = nodes * max(1, gpus) if isinstance(nodes, int) and isinstance(gpus, int) else None
     degrees = (values.get(f"model.{axis}") for axis in ("cp", "tp"))
     sharing = math.prod(degree if isinstance(degree, int) and degree > 0 else 1 for degree in degrees)
     if not isinstance(ranks, int) or ranks <= 0:

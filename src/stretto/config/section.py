@@ -6,8 +6,11 @@ where None is allowed, a union without its `type` (the default's variant), and t
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -25,12 +28,12 @@ Path = tuple[str | int, ...]
 
 
 class Section(BaseModel):
-    """Unknown keys are errors; values cannot change after loading; a field's docstring is its help text."""
+    """Unknown keys are errors; values cannot change after loading; a field's docstring is its help text, also where
+    a class that extends this one gives the field another default."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
         validate_default=True,
         protected_namespaces=(),
         allow_inf_nan=False,
@@ -119,6 +122,7 @@ def dotted(path: Path) -> str:
 class Key:
     """One key of a section."""
 
+    owner: type[Section]
     name: str
     field: FieldInfo
     members: tuple[Any, ...]
@@ -133,12 +137,11 @@ class Key:
     @cached_property
     def item_sections(self) -> tuple[type[Section], ...]:
         """The sections of a list of tables; empty for everything else."""
-        items = (item for member in self.members if get_origin(member) is list for item in get_args(member))
-        return tuple(section for item in items for section in members(item) if _is_section(section))
+        return self.inner_sections if self.is_list else ()
 
     @cached_property
     def inner_sections(self) -> tuple[type[Section], ...]:
-        """The same, and the sections of a table with names of the user's own."""
+        """The sections of a list of tables, or of a table with names of the user's own."""
         items = (args[-1] for member in self.members if (args := get_args(member)))
         return tuple(section for item in items for section in members(item) if _is_section(section))
 
@@ -178,8 +181,11 @@ class Key:
 
     @property
     def doc(self) -> str:
-        """Its docstring; a section's own where the key has none."""
-        text = self.field.description or (self.sections[0].__doc__ if len(self.sections) == 1 else "") or ""
+        """Its docstring, or that of the key it replaces; a section's own where the key has none."""
+        above = [section for section in self.owner.__mro__ if issubclass(section, Section)]
+        found = (_field_docs(section.__module__).get((section.__name__, self.name)) for section in above)
+        own = self.sections[0].__doc__ if len(self.sections) == 1 else None
+        text = next(filter(None, found), own) or ""
         if not text and self.sections:
             text = f"By `type`: {', '.join(str(tag_of(section)) for section in self.sections)}."
         return " ".join((text or ("Which form of the section." if self.name == "type" else "")).split())
@@ -205,8 +211,20 @@ def keys(cls: type[Section]) -> dict[str, Key]:
     result = {}
     for name, field in cls.model_fields.items():
         types = tuple(members(field.annotation))
-        result[name] = Key(name, field, tuple(t for t in types if t is not NoneType), NoneType in types)
+        result[name] = Key(cls, name, field, tuple(t for t in types if t is not NoneType), NoneType in types)
     return result
+
+
+@cache
+def _field_docs(module: str) -> dict[tuple[str, str], str]:
+    """The docstrings below fields, by names of class and field. Read when somebody asks: imports need none of them."""
+    return {
+        (section.name, ast.unparse(field.target)): ast.literal_eval(text.value)
+        for section in ast.parse(inspect.getsource(sys.modules[module])).body
+        if isinstance(section, ast.ClassDef)
+        for field, text in itertools.pairwise(section.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 @cache
@@ -292,7 +310,8 @@ def suggest(cls: type[Section], path: Path, here: type[Section] | None = None) -
     level = tuple("0" if part.isdigit() else part for part in above)
     known = [(tuple(each.split(".")), section) for each, section, _ in all_paths(cls)]
     for meant in (tuple(key.split(".")) for key in keys_meant(name)):
-        if any(meant == each for each, _ in known):
+        place = find(cls, meant)
+        if place.is_known or (place.key is not None and place.key.is_free_table):
             return [meant]
     around = [here] if here else [section for each, section in known if each[:-1] == level]
     if near := difflib.get_close_matches(

@@ -23,7 +23,7 @@ beta kl_coef init_kl_coef kl_loss_coef                  trainer.loss.kl_tau
 loss_type policy_loss                                   trainer.loss.type
 advantage_estimator adv_estimator                       orchestrator.algo.type
 model_name_or_path pretrain hf_checkpoint model_id      model.name model
-dataset_name train_files prompt_data dataset            orchestrator.env.0.args data.name
+dataset_name train_files prompt_data dataset            orchestrator.env.0.args.path data.name
 max_completion_length max_new_tokens response_length    orchestrator.train.sampling.max_completion_tokens
 max_response_length generate_max_len                    orchestrator.train.sampling.max_completion_tokens
 rollout_max_response_len                                orchestrator.train.sampling.max_completion_tokens
@@ -46,7 +46,7 @@ lora_alpha                                              model.lora.alpha
 tensor_model_parallel_size tensor_parallel_size         model.tp parallel.tp
 context_parallel_size sequence_parallel_size            model.cp
 expert_model_parallel_size                              model.ep
-reward_funcs reward_model custom_rm_path reward_function orchestrator.env.0.args
+reward_funcs reward_model custom_rm_path reward_function orchestrator.env.0.args.reward
 async_steps max_staleness staleness                     orchestrator.max_off_policy_steps orchestrator.max_async_level
 """
 

@@ -26,11 +26,11 @@ def toml_text(cls: type[Section], data: dict[str, Any]) -> str:
 def _table(cls: type[Section], path: Path, data: dict[str, Any]) -> Iterator[str]:
     """Lines of a table: its values, then the tables in it."""
     for name, value in data.items():
-        if not _is_table(value) and not _is_list_of_tables(value):
+        if not isinstance(value, dict) and not _is_list_of_tables(value):
             yield _line(cls, (*path, name), name, value)
     for name, value in data.items():
         header = ".".join(_key(part) for part in (*path, name) if isinstance(part, str))
-        if _is_table(value):
+        if isinstance(value, dict):
             yield from ("", f"[{header}]", *_table(cls, (*path, name), value))
         elif _is_list_of_tables(value):
             for index, item in enumerate(value):
@@ -63,10 +63,6 @@ def _key(name: str) -> str:
 def is_secret(name: str) -> bool:
     """Is a key of this name not for the screen?"""
     return name.replace("-", "_") in SECRETS
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _is_list_of_tables(value: Any) -> bool:

@@ -12,12 +12,13 @@ paths of functions in vime's terms (stretto.vime).
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -292,8 +293,9 @@ class Records:
     def _row(self, record: dict[str, Any], where: str) -> dict[str, Any]:
         settings = self.settings
         if settings.input_key not in record:
-            keys = ", ".join(sorted(record)) or "nothing"
-            raise DataError(f"{where}: no {settings.input_key!r} (input_key); the record has {keys}")
+            raise DataError(
+                f"{where}: no {settings.input_key!r} (input_key); {_keys_of(record, settings.input_key)}"
+            )
         needs_label = settings.reward in REWARDS
         label = None if settings.label_key is None else record.get(settings.label_key)
         if settings.label_pattern is not None and label is not None:
@@ -328,8 +330,8 @@ class Records:
         key = self.settings.metadata_key
         if isinstance(key, list):
             if missing := [each for each in key if each not in record]:
-                keys = ", ".join(sorted(record)) or "nothing"
-                raise DataError(f"{where}: no {missing[0]!r} (metadata_key); the record has {keys}")
+                keys = _keys_of(record, missing[0])
+                raise DataError(f"{where}: no {missing[0]!r} (metadata_key); {keys}")
             return {each: record[each] for each in key}
         metadata = {} if key is None else record.get(key) or {}
         if not isinstance(metadata, dict):
@@ -432,7 +434,8 @@ class Dataset:
                 raise EnvError(f"{self._reward.where} returned {returned!r}; {rule}")
             for sample, reward in zip(samples, returned):
                 sample.reward = reward if sample.reward is None else sample.reward
-        rewards = [[sample.get_reward_value(self.args) for sample in of_member] for of_member in notes]
+        where = self._reward.where
+        rewards = [[sample.get_reward_value(self.args, where) for sample in of_member] for of_member in notes]
         return [sum(each) / len(each) for each in rewards]
 
     # -- one sample --
@@ -478,7 +481,7 @@ class Dataset:
     async def _reward_of(self, sample: Sample) -> float:
         if sample.reward is None:
             sample.reward = await self._compute_reward(sample)
-        return sample.get_reward_value(self.args)
+        return sample.get_reward_value(self.args, "" if self._reward is None else self._reward.where)
 
     async def _compute_reward(self, sample: Sample) -> Any:
         if self._reward is not None:
@@ -501,6 +504,13 @@ class SingleTurnDataset(Dataset, SingleTurnEnv):
         sample = self._sample(task, None)
         sample.response, sample.status = text, Status.COMPLETED
         return await checked_score(await self._reward_of(sample), f"environment {self.name}: score")
+
+
+def _keys_of(record: Mapping[str, Any], wanted: str) -> str:
+    """What a record has, and which of it may have been meant."""
+    near = difflib.get_close_matches(wanted, record, n=1)
+    meant = f"did you mean {near[0]!r}?" if near else "name one of them"
+    return f"the record has {', '.join(sorted(record))}; {meant}" if record else "the record has nothing"
 
 
 def build_arguments(settings: DatasetSettings, run: RunInfo) -> Arguments:

@@ -100,13 +100,13 @@ def checked_number(value: Any, where: str, what: str) -> float:
         or getattr(value, "ndim", 0)
         or not hasattr(value, "__float__")
     ):
-        raise EnvError(problem)
+        raise EnvError(f"{problem}; return a float")
     try:
         number = float(value)
     except Exception as cause:  # whatever a foreign __float__ raises
-        raise EnvError(problem) from cause
+        raise EnvError(f"{problem}; return a float") from cause
     if not math.isfinite(number):
-        raise EnvError(problem)
+        raise EnvError(f"{problem}; look for a division by zero or an overflow")
     return number
 
 

@@ -24,6 +24,7 @@ from stretto.base import log
 from stretto.base.errors import ConfigError, StrettoError, WireError
 from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
+from stretto.base.status import is_supervised
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR
 from stretto.inference.boundary import MAX_ADMIN_BYTES, RUNNER_SETTINGS, build_app, max_body_bytes, read_body
 from stretto.inference.embedded.core import CoreSettings, EngineCore
@@ -229,6 +230,7 @@ def main(cfg: InferenceConfig) -> int:
     """Serve until SIGTERM or SIGINT (0), or until the engine fails (1)."""
     log.setup("inference", cfg.run_dir if cfg.run.name else None, cfg.log.level, cfg.log.json_logging)
     raise_file_limit()
+    cfg = with_address(cfg)
     if cfg.chosen_engine(has_gpu=bool(visible_gpus())) == "vllm":
         from stretto.inference.vllm.launch import main as serve_vllm
 
@@ -237,6 +239,19 @@ def main(cfg: InferenceConfig) -> int:
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     return asyncio.run(serve(cfg))
+
+
+def with_address(cfg: InferenceConfig) -> InferenceConfig:
+    """Listen at all addresses if this engine was started alone, has a key, and was given no address.
+
+    The key is what guards it. Engines that a launcher starts have an address in their config.
+    """
+    if cfg.key is None or "host" in cfg.server.model_fields_set or is_supervised():
+        return cfg
+    logger.info(
+        "listening at all addresses, because a key is set; --host 127.0.0.1 is for this machine alone"
+    )
+    return cfg.model_copy(update={"server": cfg.server.model_copy(update={"host": "0.0.0.0"})})
 
 
 async def serve(cfg: InferenceConfig) -> int:

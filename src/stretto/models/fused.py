@@ -3,7 +3,8 @@
 Weights that multiply the same rows (q, k and v; gate and up) are stacked in one tensor, of which the model's
 parameters are views: parameters keep their names, and an update of a parameter takes effect in the next pass. The pass
 computes what decoder.py does, which is its slow reference; mixtures of experts use their module (moe.py). In float32 a
-norm is four operations, and the matrix product adds the residual. In other dtypes every rounding is that of the
+norm is four operations, and the matrix product adds the residual; with kernels in C (native/) whatever is between two
+products is one call. In other dtypes every rounding is that of the
 modules, so that the engine stays as close to the trainer as possible.
 """
 
@@ -21,12 +22,16 @@ from torch import Tensor, nn
 from stretto.models.attention import Attend
 from stretto.models.decoder import MLP, Block, Decoder, RMSNorm, rotate
 from stretto.models.moe import MoE, Routing
+from stretto.models.native.kernels import Kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 Adapt = Callable[[str, Tensor, Tensor], None]
 """(parameter name, x [rows, in], out [rows, out]): add the outputs of this parameter's adapters to `out`."""
+
+NativeAttend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
+"""(layer, q, k and v side by side [rows, columns], weights of the norms of q and k) -> [rows, heads * head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +76,14 @@ class _Layer:
 class _Norms:
     """RMSNorms of one width: their weights as rows of one tensor, which each pass scales."""
 
-    def __init__(self, norms: Sequence[RMSNorm], repeats: Sequence[int] = (1,)) -> None:
+    def __init__(
+        self, norms: Sequence[RMSNorm], repeats: Sequence[int] = (1,), kernels: Kernels | None = None
+    ) -> None:
         """repeats: in each group of len(repeats) norms, norm i is used for repeats[i] heads."""
+        self.kernels = kernels
         self.eps, dim = norms[0].eps, len(norms[0].weight)
         self.weights = pack_parameters([norm.weight for norm in norms]).view(-1, dim)
+        self.rows = self.weights.unbind()
         self.root = math.sqrt(dim)
         self.floor = torch.tensor(math.sqrt(self.eps * dim), device=self.weights.device)
         heads = [i for i, count in enumerate(repeats) for _ in range(count)]
@@ -83,6 +92,8 @@ class _Norms:
 
     def scaled(self) -> tuple[Tensor, ...]:
         """The weights for `apply`: one tensor per norm, or [heads, dim] per group."""
+        if self.kernels is not None:
+            return self.rows
         weights = self.weights
         if self.heads is not None:
             weights = weights.view(-1, self.group, weights.shape[1]).index_select(1, self.heads)
@@ -92,6 +103,8 @@ class _Norms:
 
     def apply(self, x: Float[Tensor, "*rows dim"], weight: Tensor) -> Float[Tensor, "*rows dim"]:
         """x / rms(x) * weight; in float32 the weight from `scaled` includes the factor sqrt(dim)."""
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, weight, self.eps)
         if x.dtype is not torch.float32:
             return weight * F.rms_norm(x.float(), weight.shape[-1:], None, self.eps).to(x.dtype)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -101,17 +114,18 @@ class _Norms:
 class FusedDecoder:
     """`Decoder.forward` over the same parameters, with fused layers."""
 
-    def __init__(self, model: Decoder) -> None:
-        cfg, self.model = model.config, model
+    def __init__(self, model: Decoder, kernels: Kernels | None = None) -> None:
+        """kernels: compute what is between the products; `attend` is then a `NativeAttend`."""
+        cfg, self.model, self.kernels = model.config, model, kernels
         self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         blocks = list(model.model.layers)
         self.layers = [_fuse(block, f"model.layers.{i}") for i, block in enumerate(blocks)]
         norms = [norm for b in blocks for norm in (b.input_layernorm, b.post_attention_layernorm)]
-        self.norms = _Norms([*norms, model.model.norm])
+        self.norms = _Norms([*norms, model.model.norm], kernels=kernels)
         self.qk_norms = None
         if cfg.has_qk_norm:
             pairs = [norm for b in blocks for norm in (b.self_attn.q_norm, b.self_attn.k_norm)]
-            self.qk_norms = _Norms(pairs, (cfg.num_heads, cfg.num_kv_heads))
+            self.qk_norms = _Norms(pairs, (cfg.num_heads, cfg.num_kv_heads), kernels)
 
     @property
     def linears(self) -> list[FusedLinear]:
@@ -125,30 +139,48 @@ class FusedDecoder:
         self,
         token_ids: Int[Tensor, " rows"],
         position_ids: Int[Tensor, " rows"],
-        attend: Attend,
+        attend: Attend | NativeAttend,
         routing: Routing,
         adapt: Adapt | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all rows, after the final norm."""
         x = F.embedding(token_ids, self.model.model.embed_tokens.weight)
-        angles = self.model.angles(position_ids, x.dtype)
         weights, normed = self.norms.scaled(), self.norms.apply
-        qk_weights = None if self.qk_norms is None else self.qk_norms.scaled()
-        num_rows, num_turned = x.shape[0], self.heads + self.kv_heads
+        project = (
+            self._native_attention(attend) if self.kernels else self._attention(attend, position_ids, x.dtype)
+        )
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(normed(x, weights[2 * i]), adapt)
-            qkv = qkv.view(num_rows, num_turned + self.kv_heads, self.head_dim)
-            qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
-            if qk_weights is not None:
-                qk = self.qk_norms.apply(qk, qk_weights[i])
-            qk = rotate(qk, angles)
-            attended = attend(i, qk[:, : self.heads], qk[:, self.heads :], v).flatten(1)
+            attended = project(i, layer.qkv(normed(x, weights[2 * i]), adapt))
             x = layer.output_proj.add_to(x, attended, adapt)
             x = self._mlp(layer.mlp, x, normed(x, weights[2 * i + 1]), i, routing, adapt)
         return normed(x, weights[-1])
 
-    @staticmethod
+    def _attention(
+        self, attend: Attend, position_ids: Tensor, dtype: torch.dtype
+    ) -> Callable[[int, Tensor], Tensor]:
+        """(layer, q, k and v [rows, columns]) -> attended values [rows, heads * head_dim]."""
+        angles = self.model.angles(position_ids, dtype)
+        qk_weights = None if self.qk_norms is None else self.qk_norms.scaled()
+        num_turned = self.heads + self.kv_heads
+
+        def project(layer: int, qkv: Tensor) -> Tensor:
+            qkv = qkv.view(len(qkv), num_turned + self.kv_heads, self.head_dim)
+            qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
+            if qk_weights is not None:
+                qk = self.qk_norms.apply(qk, qk_weights[layer])
+            qk = rotate(qk, angles)
+            return attend(layer, qk[:, : self.heads], qk[:, self.heads :], v).flatten(1)
+
+        return project
+
+    def _native_attention(self, attend: NativeAttend) -> Callable[[int, Tensor], Tensor]:
+        if self.qk_norms is None:
+            return lambda layer, qkv: attend(layer, qkv, None, None)
+        norms = self.qk_norms.rows
+        return lambda layer, qkv: attend(layer, qkv, norms[2 * layer], norms[2 * layer + 1])
+
     def _mlp(
+        self,
         mlp: tuple[FusedLinear, FusedLinear] | MoE,
         x: Tensor,
         normed: Tensor,
@@ -159,6 +191,8 @@ class FusedDecoder:
         if isinstance(mlp, MoE):
             return x + mlp(normed, layer, routing, None)
         gate_up, down = mlp
+        if self.kernels is not None:
+            return down.add_to(x, self.kernels.silu_product(gate_up(normed, adapt)), adapt)
         gate, up = gate_up(normed, adapt).chunk(2, dim=-1)
         return down.add_to(x, F.silu(gate).mul_(up), adapt)
 

@@ -73,7 +73,7 @@ def eval_run_info(run: RunInfo, section: EvalSection) -> RunInfo:
     return replace(run, group_size=section.group_size, **_sampling_info(section.sampling))
 
 
-def _sampling_info(sampling: SamplingSection | SamplingOverrides) -> dict[str, Any]:
+def _sampling_info(sampling: SamplingOverrides) -> dict[str, Any]:
     return sampling.model_dump(include={"temperature", "top_p", "top_k", "max_completion_tokens"})
 
 

@@ -21,6 +21,9 @@ MISMATCH_BOUND = 0.3  # nats per token; asynchronous runs that learn stay below 
 SOLVED = 0.9
 """Share of zero-signal groups above which hardly anything is learned."""
 
+VITAL = ("loss/mean", "reward/mean", "optim/grad_norm")
+"""Metrics without which nothing is learned."""
+
 Row = Mapping[str, float]
 
 
@@ -74,13 +77,20 @@ class Diagnosis:
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         row = self.last[-1]
-        for name in ("loss/mean", "reward/mean", "optim/grad_norm"):
+        for name in VITAL:
             if not math.isfinite(row.get(name, 0.0)):
                 yield (
                     "finite",
                     f"{name} is {row[name]}: the weights are unusable or will be soon. Lower trainer.optim.lr or "
                     "trainer.optim.max_norm, and continue from the last checkpoint.",
                 )
+        for name, value in row.items():
+            if name not in VITAL and math.isnan(value):
+                yield (
+                    "nan",
+                    f"the metric {name} is nan at step {self.num_rows}: look at what measures it (docs/metrics.md).",
+                )
+                break
         if self.num_rows < WINDOW:
             return
         if (share := self._mean("groups/zero_signal_share")) >= SOLVED:

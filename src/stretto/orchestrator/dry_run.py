@@ -1,4 +1,4 @@
-"""Checks the user's code and files in a dry run.
+"""Checks the user's code and files: in a dry run, and before the launcher of a run starts other processes.
 
 Imports functions, reads first records, makes the first task of each environment and renders its prompt as the policy
 will get it. No reward is computed, and only what the config names is imported.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import ConfigError, DataError, EnvError, boundary
 from stretto.base.foreign import call_async, load_function, load_object
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, OrchestratorConfig, SFTConfig
@@ -21,8 +21,17 @@ from stretto.config.sections.hooks import ENVIRONMENTS, HooksSection
 from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys, SamplingSection
 from stretto.config.sections.sft import FileData
 from stretto.data.records import read_records
-from stretto.envs.base import Environment, Message, RunInfo, checked_prompt, needs_worker, tasks_of
+from stretto.envs.base import (
+    Environment,
+    Message,
+    RunInfo,
+    SingleTurnEnv,
+    checked_prompt,
+    needs_worker,
+    tasks_of,
+)
 from stretto.envs.dataset import Dataset
+from stretto.envs.multi_turn import MultiTurnEnv
 from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info
 from stretto.records.rollout import Task
 
@@ -123,19 +132,35 @@ async def _preview(section: EnvSection, renderer: Renderer | None, info: RunInfo
             f"environment {name}: runs in worker processes, which a dry run does not start", is_made=False
         )
     async with AsyncExitStack() as stack:
-        env = open_env(section, Path(), stack, info)
-        source = tasks_of(env, split)
-        task = source.task(0)
-        count = "without end" if source.num_tasks is None else f"{source.num_tasks} {SPLITS[split]}"
-        about = f"environment {name}: tasks {count}; the first is {task.task_id}"
-        where = f"environment {name}, task {task.task_id}, prompt"
-        prompt, tools = await _first_prompt(env, task, where)
-        if prompt is None:
-            return FirstTask(f"{about}, whose prompt it makes while it is played")
-        if renderer is None:
-            return FirstTask(f"{about}, not rendered:", _plain(prompt))
+        return await _first_task(open_env(section, Path(), stack, info), renderer, split)
+
+
+async def check_first_tasks(
+    train: Sequence[Environment], held_out: Sequence[Environment], renderer: Renderer
+) -> None:
+    """Make and render the first task of each environment, as a dry run does.
+
+    Raises: ConfigError, EnvError that name the environment, the task, and file and line of what raised.
+    """
+    for split, envs in (("train", train), ("eval", held_out)):
+        for env in envs:
+            await _first_task(env, renderer, split)
+
+
+async def _first_task(env: Environment, renderer: Renderer | None, split: str) -> FirstTask:
+    source = tasks_of(env, split)
+    task = source.task(0)
+    count = "without end" if source.num_tasks is None else f"{source.num_tasks} {SPLITS[split]}"
+    about = f"environment {env.name}: tasks {count}; the first is {task.task_id}"
+    where = f"environment {env.name}, task {task.task_id}, prompt"
+    prompt, tools = await _first_prompt(env, task, where)
+    if prompt is None:
+        return FirstTask(f"{about}, whose prompt it makes while it is played")
+    if renderer is None:
+        return FirstTask(f"{about}, not rendered:", _plain(prompt))
+    with boundary(EnvError, where):
         ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
-        return FirstTask(f"{about}, {len(ids)} tokens:", renderer.decode(ids))
+    return FirstTask(f"{about}, {len(ids)} tokens:", renderer.decode(ids))
 
 
 Prompt = str | list[Message] | None
@@ -148,7 +173,7 @@ async def _first_prompt(
     """What the policy is asked first, and the tools it is shown."""
     if isinstance(env, Dataset):
         return task.data["prompt"], task.data["tools"]
-    if not hasattr(env, "prompt"):
+    if not isinstance(env, SingleTurnEnv | MultiTurnEnv):  # another class may call anything its prompt
         return None, None
     messages = checked_prompt(await call_async(lambda: env.prompt(task), where), where)
     return messages, env.tool_schemas() if hasattr(env, "tool_schemas") else None

@@ -42,6 +42,7 @@ from stretto.orchestrator.build import (
     urls_of,
 )
 from stretto.orchestrator.clients import build_engines, build_teacher_client
+from stretto.orchestrator.dry_run import check_first_tasks
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.baselines import Baselines
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
@@ -89,8 +90,9 @@ async def run(cfg: OrchestratorConfig) -> int:
     progress = starting_point(cfg)
     renderer = build_policy_renderer(cfg)
     async with AsyncExitStack() as stack:
-        # First, so that its errors are reported before anything waits.
+        # First: the launcher starts the other processes only when all of this has been checked.
         user_code = open_user_code(cfg, renderer, stack)
+        await check_first_tasks(user_code.envs, user_code.eval_envs, renderer)
         wires = await open_wires(cfg, progress.step, stack)
         loop = build_loop(cfg, wires, renderer, progress, stack, user_code)
         handle_interrupts(loop)
@@ -115,6 +117,7 @@ class UserCode:
     hooks: BatchHooks | None
     rollouts: UserRolloutFunction | None
     evals: UserRolloutFunction | None
+    eval_envs: list[Environment] = field(default_factory=list)
 
 
 def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExitStack) -> UserCode:
@@ -132,7 +135,9 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
     for env in envs:
         tasks_of(env, "train")  # raises if there are none
         check_overlong(env, cfg.algo_of(env.name), cfg.sampling_of(env.name), cfg.algo_path(env.name))
-    return UserCode(info, envs, hooks, *functions)
+    section = cfg.eval_as_trained()
+    held_out = [] if section is None else eval_envs(section, envs, cfg.run_dir, stack, info)
+    return UserCode(info, envs, hooks, *functions, held_out)
 
 
 @dataclass(frozen=True)
@@ -184,16 +189,7 @@ def build_loop(
     user_code = user_code or open_user_code(cfg, renderer, stack)
     envs = user_code.envs
     progress = with_fingerprints(cfg, progress, envs)
-    player = Player(
-        engine=wires.engines,
-        renderer=renderer,
-        sampling=cfg.train.sampling,
-        seq_len=cfg.seq_len,
-        seed=cfg.seed,
-        run_id=cfg.run_name,
-        timeout_s=cfg.rollout_timeout_s,
-        max_retries=cfg.max_rollout_retries,
-    )
+    player = build_player(cfg, wires.engines, renderer)
     ledger = Ledger.open(run_dir, keep_steps=cfg.ledger.keep_steps, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
     buffer = Buffer(build_bounds(cfg), ledger, next_step=progress.step + 1)
@@ -204,14 +200,7 @@ def build_loop(
     ledger.event("data", progress.data)
     monitors = build_monitors(cfg.monitors, run_dir, "orchestrator", cfg.run_name, resumed_step=resumed_step)
     stack.callback(monitors.close)
-    versions = VersionLoader(
-        wires.engines,
-        ledger,
-        start=progress.step,
-        timeout_s=cfg.weight_broadcast.timeout_s,
-        tolerance=cfg.weight_broadcast.canary_tolerance,
-        generation=lambda: wires.engines.generation,
-    )
+    versions = build_versions(cfg, wires.engines, ledger, start=progress.step)
     watch = Watch(
         cfg.stall_timeout_s,
         run_dir.dumps,
@@ -237,13 +226,41 @@ def build_loop(
         progress=progress,
         hooks=user_code.hooks,
         rollout_function=user_code.rollouts,
-        evaluator=build_evaluator(cfg, user_code, player, watch, run_dir, stack),
+        evaluator=build_evaluator(cfg, user_code, player, watch, run_dir),
         curriculum=curriculum,
         baselines=build_baselines(cfg, envs, progress),
         teachers=build_teachers(cfg, wires, envs, renderer),
         vocab_size=vocab_size,
     )
     return Loop(parts)
+
+
+def build_player(cfg: OrchestratorConfig, engine: EngineClient, renderer: Renderer) -> Player:
+    """Build what plays the rollouts of training, and of the run's evals."""
+    return Player(
+        engine=engine,
+        renderer=renderer,
+        sampling=cfg.train.sampling,
+        seq_len=cfg.seq_len,
+        seed=cfg.seed,
+        run_id=cfg.run_name,
+        timeout_s=cfg.rollout_timeout_s,
+        max_retries=cfg.max_rollout_retries,
+    )
+
+
+def build_versions(
+    cfg: OrchestratorSection, engines: EngineClient, ledger: Ledger, *, start: int
+) -> VersionLoader:
+    """Build what loads new versions into the engines, which have version `start`."""
+    return VersionLoader(
+        engines,
+        ledger,
+        start=start,
+        timeout_s=cfg.weight_broadcast.timeout_s,
+        tolerance=cfg.weight_broadcast.canary_tolerance,
+        generation=lambda: engines.generation,
+    )
 
 
 def build_baselines(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Baselines:
@@ -316,14 +333,13 @@ def build_evaluator(
     player: Player,
     watch: Watch,
     run_dir: RunDir,
-    stack: AsyncExitStack,
 ) -> Evaluator | None:
     """Build the evaluator; None if no evals are configured."""
     section = cfg.eval_as_trained()
     if section is None:
         return None
     return Evaluator(
-        eval_envs(section, user_code.envs, run_dir, stack, user_code.info),
+        user_code.eval_envs,
         section,
         player,
         max_inflight_rollouts=cfg.max_inflight_rollouts or (cfg.max_async_level + 1) * cfg.batch_size,

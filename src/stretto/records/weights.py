@@ -33,7 +33,6 @@ class Canary(msgspec.Struct, frozen=True):
 class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The processes that receive a version together, for transports that send to all at once."""
 
-    epoch: str  # stays the same while the group has the same processes
     request: str  # id of this update
     world_size: int  # number of receiving processes
     rank: int  # rank of this engine's first process

@@ -96,7 +96,7 @@ class OnlineEvals:
         if has_ended and not self._has_failed:
             logger.error("%s", self._exit_message())
         self._has_failed = has_ended
-        if self._learner.mesh.broadcast(has_ended):
+        if self._learner.mesh.broadcast(has_ended, bool):
             return
         start = time.perf_counter()
         self._publisher.publish(step, self._learner.export_tensors(is_merged=True))

@@ -31,7 +31,7 @@ from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.runtime import freeze_objects, keep_freed_memory
 from stretto.base.secret import load_secret
-from stretto.base.status import is_supervised, stop_signals
+from stretto.base.status import is_supervised, report, stop_signals
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.trainer import CriticSection, num_kept
@@ -72,7 +72,7 @@ from stretto.trainer.throughput import Throughput
 from stretto.trainer.updates import Updates
 from stretto.transports.control import ControlClient
 from stretto.transports.rollouts import build_receiver
-from stretto.transports.weights import build_publisher
+from stretto.transports.weights import build_publisher, meeting_host
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,10 @@ def _train(cfg: TrainerConfig) -> int:
     torch.manual_seed(cfg.seed)
     keep_freed_memory()
     signal.signal(signal.SIGTERM, _exit_cleanly)
+    timeout_s = max(cfg.batch_timeout_s, 2 * cfg.weight_broadcast.timeout_s) + GROUP_MARGIN_S
     with (
         stop_on_signal(*stop_signals()) as interrupt,
-        process_group(max(cfg.batch_timeout_s, 2 * cfg.weight_broadcast.timeout_s) + GROUP_MARGIN_S),
+        process_group(timeout_s, reaches=meeting_host(cfg.weight_broadcast)),
         ExitStack() as stack,
     ):
         Trainer(cfg, interrupt, stack).run()
@@ -120,7 +121,9 @@ class Trainer:
     def __init__(self, cfg: TrainerConfig, interrupt: StopFlag, stack: ExitStack) -> None:
         self.cfg, self.run_dir = cfg, cfg.run_dir
         self.interrupt, self.stack = interrupt, stack
-        self.tokenizer_dir = run_on_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
+        self.tokenizer_dir = Path(
+            run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str)
+        )
         self.learner = build_learner(cfg, self.tokenizer_dir)
         self.mesh = mesh = self.learner.mesh
         self.updates = Updates(self.learner, cfg)
@@ -164,6 +167,7 @@ class Trainer:
         try:
             self.open()
             self.publish()
+            report("ready", is_early=True)
             freeze_objects()
             self.step_started_at = time.perf_counter()
             while self.learner.step != self.cfg.max_steps and (batch := self.next_batch()) is not None:
@@ -192,13 +196,13 @@ class Trainer:
         self.wait_s = -time.perf_counter()
         batch = self.receive(self.should_stop) if self.is_lead else None
         # A signal may reach any rank: a preemption can take one machine of several.
-        ranks = self.mesh.gather((batch is not None, self.interrupt.is_set))
+        ranks = self.mesh.gather((batch is not None, self.interrupt.is_set), tuple[bool, bool])
         lead_has_batch = ranks[0][0]
         if not lead_has_batch or any(is_interrupted for _, is_interrupted in ranks):
             return None
         if self.is_batch_lead and not self.is_lead:
             batch = self.receive(lambda: False)
-        batch = self.mesh.broadcast_to_cp_tp(batch)
+        batch = self.mesh.broadcast_to_cp_tp(batch, TrainBatch | None)
         self.wait_s += time.perf_counter()
         return batch
 
@@ -270,7 +274,9 @@ class Trainer:
         start = time.perf_counter()
         if self.is_lead:
             self.handle_messages()
-        self.loaded_version, self.wants_canary = self.mesh.broadcast((self.loaded_version, self.wants_canary))
+        self.loaded_version, self.wants_canary = self.mesh.broadcast(
+            (self.loaded_version, self.wants_canary), tuple[int, bool]
+        )
         self.publisher.release(self.loaded_version - 1)
         manifest = self.publisher.publish(self.learner.step, self.learner.export_tensors())
         canary = self.canary()
@@ -405,7 +411,7 @@ class Trainer:
         """Save unless Stop says not to; return once no other process needs this one."""
         step = self.learner.step
         should_save = self.stop is None or self.stop.save
-        if self.mesh.broadcast(should_save):
+        if self.mesh.broadcast(should_save, bool):
             self.save_if_due(is_last=True)
         if self.is_lead:
             if self.cfg.ckpt is None and step:
@@ -419,7 +425,7 @@ class Trainer:
             what = f"the engines to load the last version, {step}"
             self.wait_until(lambda: self.loaded_version == step, timeout_s, what)
         # All ranks wait here: closing a publisher frees the memory from which engines load a version.
-        self.mesh.broadcast(None)
+        self.mesh.barrier()
 
     def report_failure(self, error: Exception) -> None:
         try:

@@ -69,7 +69,10 @@ VAL_SEED_OFFSET = 1_000_003  # so that an environment's validation rows are not 
 def main(cfg: SFTConfig) -> int:
     """Train until the last step or the first Ctrl-C; the exit status."""
     with process_group(GROUP_TIMEOUT_S), ExitStack() as stack:
-        start, changed = run_on_lead(lambda: _prepare_run_dir(cfg, stack))
+        found, changed = run_on_lead(
+            lambda: _prepare_run_dir(cfg, stack), tuple[tuple[str, int] | None, list[str]]
+        )
+        start = None if found is None else (RunDir(Path(found[0])), found[1])
         log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
         for line in changed if is_lead_process() else []:
             logger.info("changed since the run was last started: %s", line)
@@ -87,8 +90,8 @@ ResumePoint = tuple[RunDir, int]
 """The run and the step whose checkpoint a run resumes from."""
 
 
-def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[ResumePoint | None, list[str]]:
-    """Claim the run directory until the stack is closed; where to resume, if at all, and the keys changed since.
+def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] | None, list[str]]:
+    """Claim the run directory until the stack is closed; directory and step to resume from, and the keys changed since.
 
     If the launcher has claimed it already, that claim stays.
     """
@@ -100,13 +103,16 @@ def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[ResumePoint | No
     run.configs.mkdir(parents=True, exist_ok=True)
     changed = changes(run.config("run"), cfg) if resume is not None and origin is None else []
     write_json(run.config("run"), dump(cfg))
-    return (None if resume is None else rundir.find_checkpoint(run, step, origin)), changed
+    if resume is None:
+        return None, changed
+    origin_run, step = rundir.find_checkpoint(run, step, origin)
+    return (str(origin_run), step), changed
 
 
 def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     """Build model, data and learner, and load the checkpoint of `start` if there is one."""
     run = cfg.run_dir
-    tokenizer_dir = run_on_lead(lambda: find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir))
+    tokenizer_dir = Path(run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str))
     tokenizer = load_tokenizer(tokenizer_dir)
     policy = load_policy(
         cfg.model,
@@ -268,7 +274,7 @@ def run_steps(session: Session, stop: StopFlag) -> int:
 
 def _should_stop(session: Session, stop: StopFlag) -> bool:
     """True if any rank got a stop signal; all ranks then stop after the same step."""
-    return any(session.learner.mesh.gather(stop.is_set))
+    return any(session.learner.mesh.gather(stop.is_set, bool))
 
 
 def train_step(session: Session) -> dict[str, float]:

@@ -21,7 +21,8 @@ from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.records.codec import BytesLike, decode, encode
 from stretto.records.control import Bye, Failed, Message, Register, Registered
-from stretto.transports.link import LinkClient, LinkServer, Peer, Wire
+from stretto.transports.link import LinkClient, LinkServer, Peer
+from stretto.transports.stream import Wire
 
 WIRE = "control"
 MAX_BYTES = 1 << 28

@@ -105,7 +105,7 @@ def _draw(axes: Any, rows: Sequence[dict[str, Any]], key: str, name: str, *, col
 
 
 def _standard_error(row: dict[str, Any]) -> float:
-    """Of the batch's mean reward: its rollouts are those of the run so far per step."""
+    """The standard error of a batch's mean reward; its rollouts are those of the run so far, divided by the steps."""
     num_rollouts = max(1.0, row.get("progress/rollouts", 1.0) / row["step"])
     return row.get("reward/std", 0.0) / math.sqrt(num_rollouts)
 

@@ -82,10 +82,10 @@ class Sample:
                 setattr(sample, key, value)
         return sample
 
-    def get_reward_value(self, args: Any) -> float:
+    def get_reward_value(self, args: Any, where: str = "") -> float:
         """The reward as a number; if it is a dictionary, its entry `args.reward_key`.
 
-        Raises: EnvError if that is no number.
+        Raises: EnvError if that is no number; it names `where`, the function that made it, if there is one.
         """
         value = self.reward
         if isinstance(value, dict):
@@ -94,7 +94,8 @@ class Sample:
                 raise EnvError(f"the reward has the keys {sorted(value)}; name one of them as reward_key")
             value = value[key]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise EnvError(f"the reward is {value!r}, not a number")
+            place = f"{where}: " if where else ""
+            raise EnvError(f"{place}the reward is {value!r}, not a number; return a float")
         return float(value)
 
     def append_response_tokens(

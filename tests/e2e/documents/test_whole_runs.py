@@ -31,6 +31,9 @@ FLAGS = {
     "[eval]\ninterval": ("--max-steps", "3", "--eval.interval", "2"),
 }
 """How a configuration is made short where three steps are not enough for it."""
+WHOLE = ("examples/python_code/sft.toml",)
+"""Warm-ups that are not made short: a network that cannot write an expression earns nothing in any group, and each of
+its replies is another program for the sandbox."""
 
 
 def cases(kind: str, is_quick: Callable[[Block], bool], is_meant: Callable[[Block], bool]) -> list[Any]:
@@ -49,7 +52,7 @@ def is_run(command: Command) -> bool:
 def shortened(command: Command) -> list[str]:
     """The words after the verb, for a few steps, and over what the folder has under that name already."""
     words = list(command.words[1:])
-    if command.verb not in ("rl", "sft"):
+    if command.verb not in ("rl", "sft") or any(name in words for name in WHOLE):
         return words
     if "--max-steps" in words:
         at = words.index("--max-steps")

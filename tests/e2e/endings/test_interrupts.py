@@ -50,7 +50,7 @@ class Command:
         )
 
     def start(self, *words: str) -> Popen[str]:
-        return start(self.verb, ["@", "c.toml", *words], self._directory)
+        return start(self.verb, ["@", "c.toml", *words], self._directory, is_forked=False)
 
     def words(self) -> list[str]:
         """What a person adds after a stop: nothing before the first step."""
@@ -143,11 +143,11 @@ def test_rl_that_is_stopped_while_it_starts_can_be_started_again(rl: Command) ->
         ("imports", takes_signals, [signal.SIGTERM, signal.SIGTERM], {143, 0}),
         ("claim", lambda popen: rl.run.lock.exists(), [signal.SIGTERM], {143, 0}),
         ("first child", lambda popen: bool(children(popen.pid)), [signal.SIGINT, signal.SIGINT], {0}),
-        ("all children", lambda popen: len(children(popen.pid)) == 3, [signal.SIGTERM], {0}),
     ]
     stop_at_each(rl, moments)
 
-    rl.gate.touch()
+    rl.gate.touch()  # the others are started after the tasks are there
+    stop_at_each(rl, [("all children", lambda popen: len(children(popen.pid)) == 3, [signal.SIGTERM], {0})])
     popen = rl.start()
     trainer = wait_for_child(popen, "trainer")
     os.kill(trainer, signal.SIGSTOP)  # nothing is played before it has published the first weights

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import forked
 from runs import DEADLINE_S, untrained_model
 
 from stretto.base.paths import RunDir
@@ -54,7 +55,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """One run directory and the commands on it; nothing of it outlives the test."""
 
-    def __init__(self, directory: Path, model: Path, max_steps: int) -> None:
+    def __init__(self, directory: Path, model: Path, max_steps: int, is_forked: bool) -> None:
+        self._kind = forked.Popen if is_forked else subprocess.Popen
         self.run = RunDir(directory / "killed")
         self._popen: subprocess.Popen[str] | None = None
         self._toml = directory / "rl.toml"
@@ -62,7 +64,7 @@ class Job:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "stretto", "rl", "@", str(self._toml), *words]
-        self._popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._popen = self._kind(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return self._popen
 
     def close(self) -> None:
@@ -119,11 +121,11 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.fixture
-def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[[int], Job]]:
+def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def build(max_steps: int) -> Job:
-        jobs.append(Job(tmp_path, model, max_steps))
+    def build(max_steps: int, is_forked: bool = True) -> Job:
+        jobs.append(Job(tmp_path, model, max_steps, is_forked))
         return jobs[-1]
 
     yield build
@@ -132,9 +134,9 @@ def start_job(tmp_path: Path, model: Path) -> Iterator[Callable[[int], Job]]:
 
 
 def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(
-    start_job: Callable[[int], Job],
+    start_job: Callable[..., Job],
 ) -> None:
-    job = start_job(100_000)
+    job = start_job(100_000, is_forked=False)  # it is killed while it imports, too
     moments = random.Random(7)
     words: list[str] = []
     reached = []
@@ -172,7 +174,7 @@ def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(
     assert summary["resumed"] and summary["steps"] == job.run.latest_complete_checkpoint()
 
 
-def test_a_preempted_run_saves_ends_well_and_goes_on(start_job: Callable[[int], Job]) -> None:
+def test_a_preempted_run_saves_ends_well_and_goes_on(start_job: Callable[..., Job]) -> None:
     job = start_job(40)
     popen = job.start()
     wait_for_step(job, popen, 3)
@@ -187,7 +189,7 @@ def test_a_preempted_run_saves_ends_well_and_goes_on(start_job: Callable[[int], 
 
 
 def test_a_launcher_that_is_killed_takes_everyone_with_it_and_the_run_goes_on(
-    start_job: Callable[[int], Job],
+    start_job: Callable[..., Job],
 ) -> None:
     job = start_job(12)
     popen = job.start()

@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import free_ports, start, start_rl, until, untrained_model, wait
+from ports import free_ports
+from runs import start, start_rl, until, untrained_model, wait
 
 from stretto.base.paths import RunDir
 from stretto.base.secret import SECRET_VAR

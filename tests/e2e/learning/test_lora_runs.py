@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Ended, fine_tuned, free_ports, merged, rl
+from ports import free_ports
+from runs import Ended, fine_tuned, merged, rl
 from safetensors.numpy import load_file
 
 from stretto.trainer.state.slice_files import SliceFiles

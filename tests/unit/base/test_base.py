@@ -106,7 +106,7 @@ async def test_work_in_slices_ends_with_its_error() -> None:
 
 
 class Node:
-    """Of a cycle; `alive` says how many there are."""
+    """A part of a cycle; `alive` says how many there are."""
 
     alive = 0
 

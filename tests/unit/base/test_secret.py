@@ -107,16 +107,18 @@ def test_engines_of_several_nodes_ask_for_a_key_that_every_node_makes_alike(
     secret = Secret(GIVEN)
     first, second = (plan_nodes(cfg, run, secret=secret) for _ in range(2))
     key = secret.text_key("inference.api_key")
-    assert first.config.inference is not None and first.config.inference.api_key == key
-    [orchestrator] = [spec for spec in second.processes if spec.role == "orchestrator"]
-    assert orchestrator.env[cfg.orchestrator.client.api_key_var] == key
+    for plan in (first, second):
+        env = {spec.role: spec.env for spec in plan.processes}
+        assert (
+            env["orchestrator"][cfg.orchestrator.client.api_key_var]
+            == env["inference"]["VLLM_API_KEY"]
+            == key
+        )
+        assert not any(key in word for spec in plan.processes for word in spec.argv)
     planning.write(first, run.path)
-    holding = [path for path in run.path.rglob("*.json") if key in path.read_text()]
-    assert holding and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in holding)
+    assert not [path for path in run.path.rglob("*.json") if key in path.read_text()]
     shown = planning.table(first) + json.dumps(planning.as_json(first))
     assert key not in shown and GIVEN not in shown and "made from the run's secret" in shown
-    # what trackers are given
-    assert key not in json.dumps(masked(json.loads(run.config("run").read_text())))
 
 
 def test_a_key_that_is_given_stays(tmp_path: Path, run: RunDir) -> None:
@@ -126,6 +128,11 @@ def test_a_key_that_is_given_stays(tmp_path: Path, run: RunDir) -> None:
     plan = plan_nodes(cfg, run, secret=Secret(GIVEN))
     assert plan.config.inference is not None and plan.config.inference.api_key == "mine"
     assert plan_nodes(load(RLConfig, ["@", str(path)]), run).config.inference.api_key is None  # a dry run
+    planning.write(plan, run.path)
+    holding = [each for each in run.path.rglob("*.json") if '"mine"' in each.read_text()]
+    assert holding and all(stat.S_IMODE(each.stat().st_mode) == 0o600 for each in holding)
+    # what trackers are given
+    assert '"mine"' not in json.dumps(masked(json.loads(run.config("run").read_text())))
 
 
 def test_a_key_of_the_environment_goes_before_the_one_that_is_made(
@@ -146,4 +153,5 @@ def test_a_key_of_the_environment_goes_before_the_one_that_is_made(
     monkeypatch.delenv("OURS")
     made = plan_nodes(cfg, run, secret=Secret(GIVEN))
     env = {spec.role: spec.env for spec in made.processes}
-    assert env["inference"]["VLLM_API_KEY"] == env["orchestrator"]["OURS"] == made.config.inference.api_key
+    key = Secret(GIVEN).text_key("inference.api_key")
+    assert env["inference"]["VLLM_API_KEY"] == env["orchestrator"]["OURS"] == key

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 import tokenizers
+from cases.renderers import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderer_families import FAMILIES
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from stretto.chat.render import Renderer, build_renderer

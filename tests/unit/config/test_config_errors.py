@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from config_cases import ENV, complaints
+from cases.config import ENV, complaints
 
 from stretto.config.describe import ROOTS
 from stretto.config.load import load

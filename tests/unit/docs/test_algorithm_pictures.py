@@ -28,6 +28,21 @@ def test_the_tables_are_read(pictures: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "pairs.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_seeds_are_read_and_their_mean_and_deviation_are_those_of_the_table(
+    pictures: ModuleType, tmp_path: Path
+) -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    found = pictures.seeds_of_table(page)
+    losses = [name for name in pictures.COLORS if "icepop" not in name]
+    assert found and [each.loss for each in found] == losses * (len(found) // len(losses))
+    assert all(len(each.before) == len(each.after) >= 3 for each in found)
+    for task in {each.task for each in found}:
+        for loss, values in pictures.against_mean([each for each in found if each.task == task]).items():
+            assert f"| {pictures.summary(values)} |" in page, (task, loss)
+    pictures.draw_seeds(found, tmp_path / "seeds.png")
+    assert (tmp_path / "seeds.png").read_bytes()[:4] == b"\x89PNG"
+
+
 def test_a_loss_has_its_colour_and_a_run_its_dot(
     pictures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ That they also train is tests/e2e/documents.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from pages.blocks import CONFIG_VERBS, NOT_RUN, ROOT, VIEW_VERBS, Block, Command, all_commands, blocks
 from pages.workplace import build_workplace, link_models, reader_files, whole_config
 
+from stretto.base import ports
 from stretto.cli import main
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
@@ -29,8 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workplace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder as working directory; what is imported from it is forgotten afterwards."""
+    """The folder as working directory; what is imported from it is forgotten afterwards.
+
+    Commands give ports, which other programs of this machine may have: all count as free.
+    """
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
+    monkeypatch.setattr(ports, "is_free", lambda host, port: True)
     monkeypatch.syspath_prepend(str(folder))
     yield folder
     for name in reader_files():

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from dataset_cases import RUN, play, sampled_text
+from cases.dataset import RUN, play, sampled_text
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
 

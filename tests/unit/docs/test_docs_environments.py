@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from cases.renderers import FAMILIES
 from fakes import CharRenderer, FakeEngine
-from renderer_families import FAMILIES
 
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import load_environment

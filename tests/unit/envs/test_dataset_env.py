@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from aiohttp import web
-from dataset_cases import RENDERER, RUN, play, sampled_text
+from cases.dataset import RENDERER, RUN, play, sampled_text
 from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot, run_virtual
 from orchestrator_runs import config, train
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ports import free_port
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
@@ -78,9 +78,7 @@ async def test_a_server_that_dies_fails_the_episode_and_is_started_again():
 
 
 async def test_a_server_at_a_url_offers_its_tools():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, SCRIPT, "http", str(port)], stderr=subprocess.DEVNULL)
     try:
         env = Letters()

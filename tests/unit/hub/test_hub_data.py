@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from dataset_cases import RUN
+from cases.dataset import RUN
 from hub_site import open_hub
 
 from stretto.base.errors import ConfigError, DataError

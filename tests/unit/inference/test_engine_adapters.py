@@ -23,6 +23,8 @@ from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
 
+pytestmark = pytest.mark.usefixtures("both_engines")
+
 SHAPES = {"dense": {}, "moe": {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}}
 PROMPT = np.arange(3, 24, dtype=np.int32)
 
@@ -190,7 +192,7 @@ async def test_the_policys_adapter_comes_over_every_transport(transport, shape, 
                 policy = adapted(seed, **shape)
                 manifest = publisher.publish(version, Adapter.of(policy).tensors())
                 manifest = msgspec.structs.replace(manifest, adapter=AdapterInfo(4, 2.0))
-                group = WeightGroup(epoch="e", request=uuid4().hex, world_size=1, rank=0)
+                group = WeightGroup(request=uuid4().hex, world_size=1, rank=0)
                 await engine.update(manifest, group if transport == "collective" else None)
                 done = await engine.generate(of(None, label=f"v{version}"))
                 [completion] = done.completions
@@ -200,7 +202,7 @@ async def test_the_policys_adapter_comes_over_every_transport(transport, shape, 
                     completion.logprobs, expected[len(PROMPT) - 1 :], atol=2e-5, rtol=0
                 )
             whole = publisher.publish(3, hub.export_tensors(build_model(9, **shape)))
-            group = WeightGroup(epoch="e", request=uuid4().hex, world_size=1, rank=0)
+            group = WeightGroup(request=uuid4().hex, world_size=1, rank=0)
             await engine.update(whole, group if transport == "collective" else None)
             [completion] = (await engine.generate(of(None, label="whole"))).completions
             expected = logprobs_of(build_model(9, **shape), np.concatenate([PROMPT, completion.token_ids]))

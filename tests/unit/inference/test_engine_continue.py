@@ -8,6 +8,8 @@ from engine_runs import ask, build_core, build_model, prompt, run, submit
 
 from stretto.records.generate import member_seed
 
+pytestmark = pytest.mark.usefixtures("both_engines")
+
 MODEL = build_model()
 
 

@@ -23,6 +23,8 @@ from stretto.inference.embedded.sampler import stream_key, uniforms
 from stretto.models.hub import export_tensors
 from stretto.records.generate import VersionSpan
 
+pytestmark = pytest.mark.usefixtures("both_engines")
+
 MODEL = build_model()
 
 

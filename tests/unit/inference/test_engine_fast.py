@@ -1,4 +1,7 @@
-"""The engine's fused pass and its slabs against the modules' pass over blocks, with requests that come and go."""
+"""The engine's fused passes against the modules' pass over blocks, with requests that come and go.
+
+There are two: in torch's operations, with slabs, and with kernels in C.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,19 @@ def varied(seed: int = 0, **shape) -> Decoder:
 
 def slow(model: Decoder, **sizes) -> EngineCore:
     """A core that runs the modules' pass and reads every key from its block."""
-    core = build_core(model, **sizes)
+    core = build_core(model, use_kernels=False, **sizes)
     core.cache.running.max_tokens = 0
     core.runner.model = lambda ids, at, attend, routing, adapt: model(ids, at, attend, None, routing)
     return core
 
 
+def slabbed(model: Decoder, **sizes) -> EngineCore:
+    """The fused pass in torch's operations, with slabs."""
+    return build_core(model, use_kernels=False, **sizes)
+
+
 def unslabbed(model: Decoder, **sizes) -> EngineCore:
-    core = build_core(model, **sizes)
+    core = slabbed(model, **sizes)
     core.cache.running.max_tokens = 0
     return core
 
@@ -109,39 +117,43 @@ def test_fast_is_slow(shape, random):
         "max_model_len": 160,
     }
     script = draw_script(random, [varied(seed, **shape) for seed in (1, 2)])
-    fast, reference, paged = (
-        play(build(varied(**shape), **sizes), script) for build in (build_core, slow, unslabbed)
+    fast, kernels, reference, paged = (
+        play(build(varied(**shape), **sizes), script) for build in (slabbed, build_core, slow, unslabbed)
     )
-    for i, request in fast.items():
-        for ours, theirs, other in zip(request.completions, reference[i].completions, paged[i].completions):
-            assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-            assert ours.versions == theirs.versions
-            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-5, rtol=0)
+    for i, expected in reference.items():
+        for ours, other in zip(fast[i].completions, paged[i].completions):
             assert bits(ours) == bits(other)
-            if ours.prompt_logprobs is not None and request.spec.n == 1:
-                np.testing.assert_allclose(ours.prompt_logprobs, theirs.prompt_logprobs, atol=2e-5, rtol=0)
+        for request in (fast[i], kernels[i]):
+            for ours, theirs in zip(request.completions, expected.completions):
+                assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+                assert ours.versions == theirs.versions
+                np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-5, rtol=0)
+                if ours.prompt_logprobs is not None and request.spec.n == 1:
+                    np.testing.assert_allclose(
+                        ours.prompt_logprobs, theirs.prompt_logprobs, atol=2e-5, rtol=0
+                    )
 
 
 def test_a_slot_that_is_used_again_at_the_next_position_is_not_the_sequence_before():
     model, rng = varied(), np.random.default_rng(0)
-    core = build_core(model, max_num_seqs=1, enable_prefix_caching=False)
+    core = slabbed(model, max_num_seqs=1, enable_prefix_caching=False)
     first = prompt(rng, 20)
     run(core, ask("first", first, max_tokens=5))
     # The first one's last computed token stood at 23; this one is decoded at 24, in the same slot and slab.
     second = ask("second", prompt(rng, 24), max_tokens=6)
     got = run(core, second)[0][0]
-    assert bits(got) == bits(run(build_core(model), second)[0][0])
+    assert bits(got) == bits(run(slabbed(model), second)[0][0])
 
 
 def test_a_sequence_that_was_preempted_and_computed_anew_under_other_weights_does_not_read_its_old_keys():
     other, rng = varied(1), np.random.default_rng(1)
     ids = prompt(rng, 20)
-    slabbed, reference = (
+    cores = [
         build(varied(), max_num_batched_tokens=4096, enable_prefix_caching=False)
-        for build in (build_core, unslabbed)
-    )
+        for build in (slabbed, unslabbed)
+    ]
     answers = []
-    for core in (slabbed, reference):
+    for core in cores:
         [request] = submit(core, ask("r", ids, max_tokens=20))
         submit(core, ask("keeps the engine from being empty", prompt(rng, 5)[:1], max_tokens=30))
         for _ in range(6):
@@ -184,9 +196,9 @@ def test_parameters_are_moved_once():
 def test_slabs_hold_no_more_than_they_may():
     model, rng = varied(), np.random.default_rng(2)
     specs = [ask(f"r{i}", prompt(rng, int(rng.integers(1, 90))), n=3, max_tokens=50) for i in range(8)]
-    expected = [[bits(c) for c in group] for group in run(build_core(model), *specs)]
+    expected = [[bits(c) for c in group] for group in run(slabbed(model), *specs)]
     for tokens in (0, 700, 1600, 3000):
-        core = build_core(model)
+        core = slabbed(model)
         core.cache.running.max_tokens = tokens
         requests, most = submit(core, *specs), 0
         while core.has_work:

@@ -1,12 +1,12 @@
 """No request ends the engine: what cannot be served is refused, and a request that fails does so alone."""
 
 import asyncio
-import socket
 
 import msgspec
 import numpy as np
 import pytest
 from engine_runs import VOCAB, ask, bits, build_core, build_model, finish, prompt, run, submit
+from ports import free_port
 
 from stretto.base.errors import EngineError, WireError
 from stretto.inference.embedded import limits
@@ -118,19 +118,13 @@ async def test_the_failure_of_a_request_reaches_its_caller_and_the_engine_goes_o
         assert engine.state is EngineState.RUNNING and not engine._tickets
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.heavy
 async def test_a_broadcast_that_fails_before_its_first_tensor_changes_nothing():
     before = run(build_core(build_model()), ask("r", PROMPT))[0][0]
-    publisher = CollectivePublisher("127.0.0.1", _free_port(), bucket_bytes=1 << 20, timeout_s=1)
+    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1 << 20, timeout_s=1)
     try:
         manifest = publisher.publish(1, export_tensors(build_model(1)))
-        alone_of_two = WeightGroup(epoch="e", request="r", world_size=2, rank=0)
+        alone_of_two = WeightGroup(request="r", world_size=2, rank=0)
         async with running(Engine(build_core(build_model()))) as engine:
             with pytest.raises(WireError, match="receiver 1 of 2"):
                 await engine.update(manifest, alone_of_two)

@@ -14,7 +14,7 @@ from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing, is_missing
 from stretto.transports.engine import api
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("both_engines")]
 
 RNG = np.random.default_rng(0)
 PROMPTS = [prompt(RNG, length) for length in (3, 17, 40, 5, 33, 16, 64)]

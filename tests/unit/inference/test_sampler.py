@@ -3,11 +3,26 @@ import pytest
 import torch
 from sampling_cases import SETTINGS, build_rows, slow_distribution
 
-from stretto.inference.embedded.sampler import SamplingRows, sample, stream_key, token_logprobs, uniforms
+from stretto.inference.embedded import sampler
+from stretto.inference.embedded.sampler import SamplingRows, stream_key, token_logprobs, uniforms
+from stretto.models.native.kernels import Kernels
+from stretto.models.native.library import find_library
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def sample(request):
+    """`sample` in C, and in torch's operations."""
+    if request.param == "torch":
+        return sampler.sample
+    library = find_library()
+    if library is None:
+        pytest.skip("needs a C compiler")
+    kernels = Kernels(library)
+    return lambda logits, rows, u, supports=None: sampler.sample(logits, rows, u, supports, kernels)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_draws_follow_the_processed_distribution(setting):
+def test_draws_follow_the_processed_distribution(setting, sample):
     vocab, draws = 24, 20_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
     u = uniforms(np.full(draws, stream_key(3, 0), np.uint64), np.arange(draws))
@@ -19,7 +34,7 @@ def test_draws_follow_the_processed_distribution(setting):
     assert np.abs(frequency - expected).max() < 0.015
 
 
-def test_greedy_takes_the_likeliest_with_its_unscaled_logprob():
+def test_greedy_takes_the_likeliest_with_its_unscaled_logprob(sample):
     logits = torch.randn(32, 50)
     reference = torch.log_softmax(logits, -1)
     tokens, logprobs = sample(logits.clone(), build_rows(32, temperature=0), np.full(32, 0.9999))
@@ -27,7 +42,7 @@ def test_greedy_takes_the_likeliest_with_its_unscaled_logprob():
     np.testing.assert_allclose(logprobs, reference.max(-1).values.numpy(), atol=1e-6)
 
 
-def test_rows_with_different_settings_do_not_see_each_other():
+def test_rows_with_different_settings_do_not_see_each_other(sample):
     logits = torch.randn(len(SETTINGS) * 10, 40)
     rows = [build_rows(1, **SETTINGS[i % len(SETTINGS)]) for i in range(len(logits))]
     merged = SamplingRows(
@@ -41,12 +56,21 @@ def test_rows_with_different_settings_do_not_see_each_other():
         assert together[1][i].tobytes() == alone[1][0].tobytes()
 
 
-def test_extreme_uniforms_never_pick_an_impossible_token():
+def test_extreme_uniforms_never_pick_an_impossible_token(sample):
     logits = torch.full((4, 8), -torch.inf)
     logits[:, 3] = 0.0
     tokens, logprobs = sample(logits, build_rows(4), np.array([0.0, 0.5, 1 - 2**-53, 2**-53]))
     assert (tokens == 3).all()
     assert (logprobs == 0).all()
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_one_logit_that_is_no_number_shows_in_the_logprob_of_its_row(sample, at, value):
+    logits = torch.zeros(2, 8)
+    logits[1, at] = value
+    _, logprobs = sample(logits, build_rows(2), np.array([0.9, 0.9]))
+    assert np.isfinite(logprobs).tolist() == [True, False]
 
 
 def test_uniforms_depend_on_seed_sample_and_position_only():

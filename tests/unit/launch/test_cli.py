@@ -262,10 +262,11 @@ def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description
 
 def test_every_key_that_another_name_points_at_exists() -> None:
     known = {path for root in ROOTS.values() for path, _, _ in all_paths(root)}
+    known |= {f"orchestrator.env.0.args.{name}" for name in ("path", "reward")}  # arguments of `dataset`
     assert {path for paths in SYNONYMS.values() for path in paths} <= known
 
 
-@pytest.mark.parametrize("verb", ["rl", "sft"])
+@pytest.mark.parametrize("verb", ["rl", "sft", "eval"])
 def test_help_alone_is_one_screen_of_what_people_set(verb: str) -> None:
     lines = help_text(verb, ROOTS[verb], width=120).splitlines()
     assert len(lines) < 50 and f"`{verb} --help all` shows all" in lines[-1]

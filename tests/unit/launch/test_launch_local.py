@@ -26,12 +26,19 @@ if "deaf" in plan:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(f"{role} is up", flush=True)
 (directory / f"{role}.pid").write_text(str(os.getpid()))
-if "meets" in plan:
+if role == "orchestrator" and "unchecked" not in plan:
     report("phase", text="waiting for the engine", is_early=True)
 if "talks" in plan:
     report("step", step=1, max_steps=3, reward=0.5)
 if "says" in plan:
     print("error: it says why", flush=True)
+if "late" in plan:
+    while not (directory / "follower_ended").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+if "second" in plan:
+    print("error: orchestrator (pid 1) ended while this rank was still working; see its log.", flush=True)
+    (directory / "follower_ended").touch()
 if "exits" in plan:
     sys.exit(int(plan.split("exits")[1]))
 while True:
@@ -125,6 +132,15 @@ async def test_any_killed_process_ends_the_run_with_its_name_its_signal_and_its_
     await launcher.all_have_ended()
 
 
+async def test_other_processes_are_not_started_before_the_orchestrator_has_checked_everything(
+    tmp_path: Path,
+) -> None:
+    launcher = Launcher(tmp_path, inference="waits", orchestrator="unchecked says exits2", trainer="waits")
+    code, output = await launcher.end()
+    assert code == 2 and output.startswith("error: it says why") and "stopped" not in output
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["orchestrator.log"]
+
+
 async def test_processes_that_ignore_sigterm_are_killed(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, inference="deaf", orchestrator="deaf talks", trainer="deaf")
     await launcher.is_up()
@@ -146,6 +162,16 @@ async def test_an_exit_code_of_the_trainer_is_reported(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, inference="waits", orchestrator="talks finishes", trainer="exits3")
     code, output = await launcher.end()
     assert code == 1 and "FAILED: trainer" in output and "exit code 3" in output
+
+
+async def test_a_rank_that_ends_because_the_orchestrator_does_is_not_named_in_its_place(
+    tmp_path: Path,
+) -> None:
+    launcher = Launcher(
+        tmp_path, inference="waits", orchestrator="talks late says exits1", trainer="second exits1"
+    )
+    code, output = await launcher.end()
+    assert code == 1 and "FAILED: orchestrator" in output and "FAILED: trainer" not in output
 
 
 @pytest.mark.parametrize(
@@ -210,8 +236,21 @@ async def test_a_signal_before_the_first_report_has_nothing_to_save(tmp_path: Pa
     await launcher.all_have_ended()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_while_the_orchestrator_checks_ends_it_and_starts_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    launcher = Launcher(tmp_path, **(ALL | {"orchestrator": "unchecked waits"}))
+    await launcher.pid("orchestrator")
+    launcher.popen.send_signal(number)
+    code, output = await launcher.end()
+    assert code == 0 and "nothing to save" in output
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["orchestrator.log"]
+    await launcher.all_have_ended()
+
+
 async def test_a_signal_while_processes_wait_for_each_other_stops_at_once(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path, **(ALL | {"orchestrator": "meets finishes"}))
+    launcher = Launcher(tmp_path, **(ALL | {"orchestrator": "finishes"}))
     await launcher.is_up()
     await launcher.says("waiting for the engine")
     launcher.popen.send_signal(signal.SIGINT)

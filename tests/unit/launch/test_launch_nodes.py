@@ -12,7 +12,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.nodes import find_node_rank, node_hosts, plan_nodes
+from stretto.launch.plan.nodes import check_ports, find_node_rank, node_hosts, plan_nodes
 
 # The last example of disaggregation in the documents: 3 x (2 x 2 + 1 x 2) inference nodes, 4 trainer nodes.
 TOML = """
@@ -42,6 +42,12 @@ num_decode_nodes = 2
 num_prefill_replicas = 2
 num_decode_replicas = 1
 """
+
+
+FOUR_NODES = TOML.partition("[deployment]")[0] + (
+    '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\nnum_infer_replicas = 2\ngpus_per_node = 0\n'
+    '[inference]\ndevice = "cpu"\n'
+)
 
 
 def config(tmp_path: Path, *words: str, text: str = TOML) -> RLConfig:
@@ -179,3 +185,33 @@ def test_a_node_finds_its_number(monkeypatch):
         find_node_rank(None, ["198.51.100.1"], "deployment.node_rank")
     monkeypatch.setenv("SLURM_NODEID", "0")
     assert find_node_rank(None, hosts, "deployment.node_rank") == 0
+
+
+def test_a_machine_that_is_given_twice_is_named(tmp_path):
+    cfg = config(tmp_path, "--deployment.hosts", "a", "b", "c", "b", text=FOUR_NODES)
+    with pytest.raises(
+        ConfigError, match=r"deployment\.hosts: nodes 1 and 3 are both b; give each machine once"
+    ):
+        plan_nodes(cfg, cfg.run_dir)
+
+
+def test_a_port_that_is_taken_names_the_node_the_port_and_the_process(tmp_path):
+    with socket.create_server(("127.0.0.4", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = (
+            "--inference.server.port",
+            str(port),
+            "--deployment.hosts",
+            "127.0.0.1",
+            "127.0.0.2",
+            "127.0.0.3",
+        )
+        cfg = config(tmp_path, *words, "127.0.0.4", text=FOUR_NODES)
+        plan = plan_nodes(cfg, cfg.run_dir)
+        of_node = {node: [spec for spec in plan.processes if spec.node == node] for node in range(4)}
+        for node in range(1, 3):
+            check_ports(of_node[node], node, plan.hosts[node], "inference.server.port")
+        with pytest.raises(
+            ConfigError, match=f"node 3, 127.0.0.4: port {port} .http of inference_1. is taken"
+        ):
+            check_ports(of_node[3], 3, plan.hosts[3], "inference.server.port")

@@ -414,7 +414,7 @@ def test_clean_deletes_a_run_and_nothing_else(tmp_path: Path) -> None:
     with_checkpoint(run, 10)
     run.configs.mkdir()
     claim = rundir.claim(run, resume=False, step=None, clean=True)
-    assert os.listdir(run.path) == ["run.lock"]
+    assert sorted(os.listdir(run.path)) == ["launch.json", "run.lock"]
     claim.close()
 
     precious = RunDir(tmp_path / "precious")
@@ -443,7 +443,7 @@ def test_an_interrupted_clean_can_be_repeated(
         patch.setattr(shutil, "rmtree", delete_until_stopped)
         rundir.claim(run, resume=False, step=None, clean=True)
     rundir.claim(run, resume=False, step=None, clean=True).close()
-    assert os.listdir(run.path) == ["run.lock"]
+    assert sorted(os.listdir(run.path)) == ["launch.json", "run.lock"]
 
 
 def test_a_run_without_a_trained_step_frees_its_name_and_keeps_its_logs(tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_a_run_without_a_trained_step_frees_its_name_and_keeps_its_logs(tmp_path
     run.ledger.touch()
     rundir.discard(run)
     claim.close()
-    assert sorted(os.listdir(run.path)) == ["configs", "logs", "run.lock"]
+    assert sorted(os.listdir(run.path)) == ["configs", "launch.json", "logs", "run.lock"]
     fresh(run).close()
 
 

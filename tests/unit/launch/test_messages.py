@@ -388,6 +388,38 @@ def test_the_installed_command_says_the_same(place, case):
     check(done.stderr + done.stdout, parts)
 
 
+PROMPT = mine("pass", "TaskSource(lambda i: Task(env='mine', task_id=str(i), data={}))").replace(
+    "return []", "return task.data['question']"
+)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("files", "parts"),
+    [
+        (
+            {"my_env.py": "from stretto.records.rollout import Task\n" + PROMPT},
+            ["environment my_env:Mine, task 0, prompt: ", "my_env.py:10 in prompt: KeyError: 'question'"],
+        ),
+        ({"my_env.py": mine("pass", "open('no-such-file')")}, ["my_env.py:7 in tasks: FileNotFoundError"]),
+    ],
+)
+def test_a_fault_of_the_users_code_is_found_before_engine_and_trainer_are_started(place, files, parts):
+    prepare(place, environment("my_env:Mine").replace("[[env]]", "[[orchestrator.env]]"), files)
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", "rl", "@", "c.toml", "--run.name", "x"],
+        cwd=place,
+        env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode not in (0, None)
+    check(done.stderr + done.stdout, parts)
+    logs = {path.name for path in (place / "outputs" / "x" / "logs").iterdir()}
+    assert not logs & {"inference.log", "trainer.log"}, logs
+
+
 def test_a_misspelt_verb_is_reported(capsys):
     assert cli.main(["evla"]) == 2
     assert "error: stretto has no verb `evla`; did you mean `eval" in capsys.readouterr().err

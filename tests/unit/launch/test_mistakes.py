@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         f"{OK} --model.name Qwen/Qwen3-0.6B",
         "model ",
         "no directory 'Qwen/Qwen3-0.6B', and no model of that name in the local hub cache",
-        "`hf download`",
+        "`hf download Qwen/Qwen3-0.6B`",
     ),
     "a directory that is no model": (
         f"{OK} --model.name empty",
@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         f"rl {env('dataset', path='rows.jsonl', input_key='promt')}",
         "rows.jsonl:1",
         "no 'promt' (input_key)",
-        "the record has label, prompt",
+        "the record has label, prompt; did you mean 'prompt'?",
     ),
     "a malformed line": (
         f"rl {env('dataset', path='malformed.jsonl')}",
@@ -179,6 +179,18 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "actor_rollout_ref.rollout.n=4",
         "unexpected word",
         "did you mean --orchestrator.group-size 4?",
+    ),
+    "a data file of TRL": (
+        f"{OK} --dataset_name rows.jsonl",
+        "--dataset_name rows.jsonl",
+        "unknown flag",
+        "did you mean --orchestrator.env.0.args.path?",
+    ),
+    "a data file of verl": (
+        f"{OK} data.train_files=rows.jsonl",
+        "data.train_files=rows.jsonl",
+        "unexpected word",
+        "did you mean --orchestrator.env.0.args.path rows.jsonl?",
     ),
     "GPUs as verl counts them": (
         f"{OK} trainer.n_gpus_per_node=2",

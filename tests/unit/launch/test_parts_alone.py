@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from stretto.base import rundir
 from stretto.base.errors import ConfigError
@@ -51,12 +51,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if each.poll() is None:
             each.kill()
             each.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def until(is_so: Callable[[], object], popen: subprocess.Popen[str]) -> None:

@@ -279,7 +279,7 @@ def test_a_run_with_an_origin_continues_alone_and_restarts_from_the_origin() -> 
 def test_a_verb_is_typed_by_name_where_the_shell_finds_it_and_never_as_the_shells_own_eval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for verb in ("rl", "eval"):
+    for verb in ("rl", "stretto", "eval"):
         (tmp_path / verb).write_text("#!/bin/sh\n")
         (tmp_path / verb).chmod(0o755)
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
@@ -287,6 +287,7 @@ def test_a_verb_is_typed_by_name_where_the_shell_finds_it_and_never_as_the_shell
     assert report.program("rl") == str(tmp_path / "rl")
     monkeypatch.chdir(tmp_path.parent)
     assert report.program("rl") == f"{tmp_path.name}/rl"
+    assert report.program("eval") == f"{tmp_path.name}/stretto eval"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (report.program("rl"), report.program("eval")) == ("rl", "stretto eval")
     assert report.program("sft").endswith("python -m stretto sft")

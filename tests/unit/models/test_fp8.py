@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_cases import assert_kernels_agree
+from cases.fp8 import assert_kernels_agree
 
 from stretto.models.fp8.reference import (
     BLOCK,
@@ -151,7 +151,7 @@ def test_triton_kernels_give_the_reference_in_the_interpreter():
     env = os.environ | {"TRITON_INTERPRET": "1"}
     here = Path(__file__).parents[2]
     check = "c.assert_kernels_agree(k.Triton(), 'cpu', is_interpreted=True)"
-    code = f"import fp8_cases as c, stretto.models.fp8.kernels as k; {check}"
+    code = f"import cases.fp8 as c, stretto.models.fp8.kernels as k; {check}"
     subprocess.run([sys.executable, "-c", code], env=env, cwd=here, check=True, timeout=120)
 
 

@@ -56,6 +56,7 @@ def test_a_run_that_learns_gets_no_warning(seed: int) -> None:
         ),
         ({"loss/mean": math.nan}, "loss/mean is nan"),
         ({"reward/mean": math.inf}, "reward/mean is inf"),
+        ({"clip/share": math.nan}, "the metric clip/share is nan at step 1"),
     ],
 )
 def test_each_kind_gives_one_warning(bad: dict[str, float], words: str) -> None:

@@ -80,6 +80,19 @@ class Ask(SingleTurnEnv):
 
     def score(self, task, text):
         raise AssertionError("no reward is asked for")
+
+
+class Own:
+    prompt = "You are a guide."
+
+    def __init__(self):
+        self.name = "own"
+
+    def tasks(self, split):
+        return TaskSource(lambda i: Task(env="own", task_id=f"{split}-{i}", data={}))
+
+    async def rollout(self, task, ctx):
+        raise AssertionError("nothing is played")
 """
 
 
@@ -99,6 +112,8 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
         "environment mine: tasks 7 to train on; the first is train-0, 17 tokens:\n"
         "<|im_start|>user\nsay a<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
+    with pytest.raises(EnvError, match="environment mine, task train-0, prompt: TypeError: "):
+        shown(prompt=[{"role": "assistant", "content": "a", "tool_calls": 5}])
     with pytest.raises(EnvError, match="environment mine, task train-0, prompt is 3; return a text"):
         shown(prompt=3)
     with pytest.raises(EnvError, match=r"prompt: .*previewed.py:14 in prompt: KeyError: 'absent'"):
@@ -109,6 +124,8 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
         preview(of_env("sort-leters"))
     [task], _ = preview(of_env("sort-letters", num_workers=2))
     assert "worker processes" in task.about and not task.prompt
+    [task], _ = preview(of_env("previewed:Own"))
+    assert "whose prompt it makes while it is played" in task.about
     [task], missing = preview(of_env("sort-letters"))
     assert (
         "not rendered" in task.about and task.prompt.startswith("user: ") and "no directory 'Qwen" in missing

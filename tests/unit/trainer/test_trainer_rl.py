@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from ports import free_port
 from tiny import documents, pack
 
 from stretto.base.errors import ConfigError, DataError, EngineError, StrettoError, WireError
@@ -36,12 +36,6 @@ from stretto.transports.rollouts import build_sender
 from stretto.transports.weights import receive
 
 TIMEOUT_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def build_config(directory, **settings) -> TrainerConfig:

@@ -17,20 +17,10 @@ from stretto.config.sections.engines import RouterSection, cache_aware_options
 from stretto.config.sections.inference import VLLM_KEYS, InferenceSection, ParallelSection
 
 PLANNED = (
-    "data-parallel-size-local",
-    "data-parallel-start-rank",
-    "data-parallel-rank",
-    "data-parallel-address",
-    "data-parallel-rpc-port",
-    "data-parallel-hybrid-lb",
-    "data-parallel-external-lb",
-    "data-parallel-multi-port-external-lb",
-    "headless",
-    "nnodes",
-    "node-rank",
-    "master-addr",
-    "master-port",
-)
+    "data-parallel-size-local", "data-parallel-start-rank", "data-parallel-rank", "data-parallel-address",
+    "data-parallel-rpc-port", "data-parallel-hybrid-lb", "data-parallel-external-lb",
+    "data-parallel-multi-port-external-lb", "headless", "nnodes", "node-rank", "master-addr", "master-port",
+)  # fmt: skip
 """Options of vLLM that say which part of an engine a process is; the plan sets them for several engines."""
 
 

@@ -53,8 +53,7 @@ class ReferenceKlSection(Section):
     estimator: Literal["k1", "k2", "k3", "low_var"] = "k3"
     """Per-token estimator; `low_var` is k3 cut at 10. k1 needs is_unbiased."""
     is_unbiased: bool = False
-    """Multiply by the ratio of trainer to sampler: with k1 and k3 the gradient is then, on average, that of
-    the KL divergence itself."""
+    """Multiply by the ratio of trainer to sampler; the gradient of k1 and k3 is then that of the KL on average."""
     model: str | None = None
     """Directory or name of the reference; None: the weights that training starts from."""
 
@@ -111,8 +110,7 @@ class PpoLoss(LossSection):
     clip_low: float = Field(0.2, ge=0, le=1)
     """A ratio below 1 - clip_low no longer pushes a token of negative advantage down."""
     clip_high: float = Field(0.2, ge=0)
-    """A ratio above 1 + clip_high no longer pushes a token of positive advantage up; 0.28 is DAPO's
-    clip-higher."""
+    """A ratio above 1 + clip_high no longer pushes a token of positive advantage up; DAPO's clip-higher is 0.28."""
     clip_dual: float | None = Field(None, gt=1)
     """A ratio above it no longer pushes a token of negative advantage; None: no such bound. 3.0 is usual."""
 
@@ -166,8 +164,7 @@ class KlShapingSection(Section):
 
     type: str
     kl_coef: float = Field(0.0, ge=0)
-    """Price of a token's divergence from the reference policy, taken off its reward. The trainer then holds a
-    second model."""
+    """Price of a token's divergence from the reference policy (a second model in the trainer), off its reward."""
     kl_estimator: Literal["k1", "k2", "k3", "low_var"] = "k1"
     """Per-token estimator of that divergence; `low_var` is k3 cut at 10."""
     kl_model: str | None = None
@@ -181,7 +178,7 @@ class GaeAdvantages(KlShapingSection):
 
     type: Literal["gae"] = "gae"
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of rewards, a trained token."""
+    """Discount of rewards per trained token."""
     lambd: float = Field(1.0, ge=0, le=1)
     """1: returns less values (no bias); towards 0 values are trusted more."""
 
@@ -191,7 +188,7 @@ class ReturnsAdvantages(KlShapingSection):
 
     type: Literal["returns"] = "returns"
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of rewards, a trained token."""
+    """Discount of rewards per trained token."""
 
 
 class ShapedAdvantages(KlShapingSection):

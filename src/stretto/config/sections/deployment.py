@@ -1,4 +1,4 @@
-"""[deployment], [run], [resume]: where processes run, and what the run is called."""
+"""[deployment], [slurm], [run], [resume]: where processes run, who starts them, and what the run is called."""
 
 from __future__ import annotations
 
@@ -60,8 +60,44 @@ class RanksDeployment(Section):
 
     type: Literal["single_node"] = "single_node"
     num_train_gpus: int | None = Field(None, ge=1)
-    """GPUs, one rank each; on a machine without GPUs, ranks on its CPU. None: one rank, or what torchrun has
-    started."""
+    """GPUs, one rank each; without GPUs, ranks on the CPU. None: one rank, or what torchrun has started."""
+
+
+class SlurmSection(Section):
+    """Present: the command submits itself to Slurm and returns; the job runs it on every node."""
+
+    job_name: str | None = None
+    """Name of the job; None: the run's name."""
+    partition: str | None = None
+    """Partition; None: the cluster's default."""
+    account: str | None = None
+    """Account that is charged; None: the user's default."""
+    qos: str | None = None
+    """Quality of service; None: the default."""
+    time: str | None = None
+    """Time limit in Slurm's notation, such as 24:00:00 or 2-12:00:00; None: the partition's."""
+    nodelist: str | None = None
+    """Nodes that the job must have, in Slurm's notation, such as node[0-3,7]; None: any."""
+    exclude: str | None = None
+    """Nodes that the job must not have."""
+    reservation: str | None = None
+    """Reservation to run in; None: none."""
+    gres: str | None = None
+    """Generic resources of each node, such as gpu:h200:8; None: gpu:N, where a node's processes take N GPUs."""
+    exclusive: bool = True
+    """Whether the job has its nodes, with all their memory, to itself."""
+    requeue: bool = True
+    """Whether the job is queued again when a node is lost, its time is over or it is preempted; it then resumes from
+    its latest checkpoint."""
+    finish_within_s: int = Field(600, ge=60)
+    """Seconds before the end of the job's time at which it finishes its step, saves a checkpoint and is queued again.
+    Slurm may be up to a minute early or late."""
+    extra: dict[str, bool | int | str] = Field(default_factory=dict)
+    """Further options of sbatch by their long names, such as {"constraint" = "h200"}; true: an option without value."""
+    pre_run_command: str | None = None
+    """Shell commands that every node runs first, such as "module load cuda"; what they export is kept."""
+    template_path: Path | None = None
+    """Template of the job's script; None: the built-in one, which a --dry-run shows."""
 
 
 class RunSection(Section):

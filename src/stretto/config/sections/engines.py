@@ -19,23 +19,12 @@ HOLD_VAR = "STRETTO_HOLD"
 """Environment variable: set, an engine is not admitted before it was given this run's weights."""
 
 Policy = Literal[
-    "consistent_hash",
-    "round_robin",
-    "random",
-    "cache_aware",
-    "kv_aware",
-    "power_of_two",
-    "sticky_least_loaded",
-]
-
+    "consistent_hash", "round_robin", "random", "cache_aware", "kv_aware", "power_of_two", "sticky_least_loaded"
+]  # fmt: skip
 
 CACHE_AWARE_OPTIONS = (
-    "balance_abs_threshold",
-    "balance_rel_threshold",
-    "cache_threshold",
-    "eviction_interval_secs",
-    "max_tree_size",
-)
+    "balance_abs_threshold", "balance_rel_threshold", "cache_threshold", "eviction_interval_secs", "max_tree_size"
+)  # fmt: skip
 """Options of the router that do something with policy = "cache_aware" alone."""
 
 
@@ -76,8 +65,7 @@ class SingleNode(Section):
     num_replicas: int = Field(1, gt=0)
     """Independent engines, each with inference.parallel; more than one are behind a router."""
     router_port: int | None = Field(None, ge=1, le=65535)
-    """Port of the router, which a single engine has too then; None: inference.server.port, and engines listen above
-    it."""
+    """Port of the router, which a single engine has too then; None: inference.server.port, with engines above it."""
     backend_port: int | None = Field(None, ge=1, le=65535)
     """Port of the first engine behind a router, which a single engine has too then; None: 100 above the router's."""
 

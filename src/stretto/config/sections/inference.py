@@ -19,25 +19,17 @@ SERVED_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 KEY_VAR = "VLLM_API_KEY"
 """Environment variable of an engine's process: its key, where the config has none."""
 
+_SAME_IN_VLLM = (
+    "served_model_name", "dtype", "max_model_len", "gpu_memory_utilization", "block_size", "max_num_seqs",
+    "max_num_batched_tokens", "enable_prefix_caching", "enable_return_routed_experts", "enable_expert_parallel",
+    "enable_dbo", "enable_eplb", "enforce_eager", "seed",
+)  # fmt: skip
 VLLM_KEYS = {
     "tensor_parallel_size": "parallel.tp",
     "pipeline_parallel_size": "parallel.pp",
     "data_parallel_size": "parallel.dp",
-    "served_model_name": "served_model_name",
-    "dtype": "dtype",
-    "max_model_len": "max_model_len",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "block_size": "block_size",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "enable_return_routed_experts": "enable_return_routed_experts",
     "return_sampling_mask": "enable_return_sampling_mask",
-    "enable_expert_parallel": "enable_expert_parallel",
-    "enable_dbo": "enable_dbo",
-    "enable_eplb": "enable_eplb",
-    "enforce_eager": "enforce_eager",
-    "seed": "seed",
+    **{key: key for key in _SAME_IN_VLLM},
 }
 """Options of vLLM's that are keys of [inference], also where vllm_extra has them: each has one value."""
 
@@ -46,7 +38,7 @@ class ServerSection(Section):
     """The HTTP server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on."""
+    """Address to listen on. An engine that `inference` starts alone, with a key and without this, listens on all."""
     port: int = Field(8000, ge=1, le=65535)
     """TCP port."""
     max_waiting_requests: int = Field(4096, gt=0)

@@ -114,71 +114,64 @@ def dtype_on(dtype: Dtype, *, is_gpu: bool) -> Literal["float32", "bfloat16"]:
 
 
 class ModelSection(Section):
-    """The policy network."""
+    """The policy network. All keys but name, impl, dtype, trust_remote_code, lora and scratch are for training only."""
 
     name: str = "Qwen/Qwen3-0.6B"
     """Directory with Hugging Face safetensors, config and tokenizer (or the name of a cached hub model)."""
     impl: Literal["auto", "custom", "hf"] = "auto"
-    """`custom`: our own module (llama, qwen2, qwen3, qwen3_moe); `hf`: transformers'; `auto`: custom where there is
-    one."""
+    """`custom`: our module (llama, qwen2, qwen3, qwen3_moe); `hf`: transformers'; `auto`: custom where there is one."""
     dtype: Dtype = "auto"
     """Type of weights and activations in the forward pass; `auto`: bfloat16 on a GPU, float32 on a CPU, found by each
     process on its own device."""
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights the optimizer updates (trainer only)."""
+    """Type of the weights the optimizer updates."""
     trust_remote_code: bool = False
     """Let transformers run code from the model directory (impl = "hf" only)."""
     fused_lm_head_token_chunk_size: int = Field(2048, gt=0)
-    """Tokens per chunk of the fused output head, which never builds [tokens, vocab] (trainer only)."""
+    """Tokens per chunk of the fused output head, which never builds [tokens, vocab]."""
     moe_use_grouped_mm: bool = True
-    """Compute all experts in one grouped matrix product; false: one after the other, the slow reference (trainer
-    only)."""
+    """Compute all experts in one grouped matrix product; false: one after the other, the slow reference."""
     freeze_moe_router: bool = False
-    """Do not train the routers of a mixture of experts (trainer only)."""
+    """Do not train the routers of a mixture of experts."""
     moe_bias_update_rate: float | None = Field(None, gt=0)
     """Step of the bias on the choice of experts that balances their loads without a loss; None: it stays as it is.
-    Refused for models without such a bias (trainer only)."""
+    Refused for models without such a bias."""
     dp_replicate: int = Field(1, gt=0)
-    """Copies of the sharded weights (HSDP): shards are gathered within a copy, gradients summed over all (trainer
-    only)."""
+    """Copies of the sharded weights (HSDP): shards are gathered within a copy, gradients summed over all."""
     cp: int = Field(1, gt=0)
-    """Ranks that share the tokens of one packed row, context parallelism (trainer only)."""
+    """Ranks that share the tokens of one packed row, context parallelism."""
     cp_style: Literal["ulysses", "ring"] = "ulysses"
-    """`ulysses`: ranks exchange heads for tokens, so cp divides the query heads; `ring`: keys and values go round, for
-    any cp (trainer only)."""
+    """`ulysses`: ranks swap heads for tokens, cp divides the query heads; `ring`: keys and values go round, any cp."""
     tp: int = Field(1, gt=0)
-    """Ranks that share the features of one token, tensor parallelism; a divisor of the key and value heads (trainer
-    only)."""
+    """Ranks that share the features of one token, tensor parallelism; a divisor of the key and value heads."""
     ep: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Ranks that share the experts of a mixture, out of those that share a copy of the weights; `auto`: as many as
-    can (trainer only)."""
+    """Ranks that share the experts of a mixture, among those that share the weights; `auto`: as many as can."""
     ep_comm_backend: Literal["torch", "deepep"] = "torch"
     """How tokens travel to their experts: `torch` is its all-to-all; `deepep` is DeepEP's, for experts over several
-    nodes (GPUs, dtype bfloat16, the package deep_ep). Gradients are clipped with both (trainer only)."""
+    nodes (GPUs, dtype bfloat16, the package deep_ep). Gradients are clipped with both."""
     deepep_num_sms: int = Field(20, gt=0, multiple_of=2)
-    """Multiprocessors of a GPU that DeepEP takes for itself (trainer only)."""
+    """Multiprocessors of a GPU that DeepEP takes for itself."""
     deepep_token_chunk_size: int | None = Field(None, gt=0)
-    """Rows that DeepEP sends at once, which bounds its buffers; None: all of a pass (trainer only)."""
+    """Rows that DeepEP sends at once, which bounds its buffers; None: all of a pass."""
     reshard_after_forward: bool = True
     """Give up a block's gathered weights after its forward pass and gather them again in the backward pass; false:
-    faster, and all weights are in memory (trainer only)."""
+    faster, and all weights are in memory."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are summed over ranks (trainer only)."""
+    """Type in which gradients are summed over ranks."""
     fsdp_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in CPU memory; needs several ranks with a GPU each (trainer only)."""
+    """Keep weights, gradients and optimizer state in CPU memory; needs several ranks with a GPU each."""
     optim_cpu_offload: bool = False
-    """Keep optimizer state in CPU memory between updates; it streams through the GPU while weights are updated. Needs
-    a GPU (trainer only)."""
+    """Keep optimizer state in CPU memory between updates, which stream it through the GPU; needs a GPU."""
     ac: ActivationCheckpointSection | None = None
-    """Present: less memory for activations, for computing them twice (trainer only)."""
+    """Present: less memory for activations, for computing them twice."""
     ac_offloading: ActivationOffloadSection | None = None
-    """Present: what is kept for the backward pass waits in CPU memory (trainer only)."""
+    """Present: what is kept for the backward pass waits in CPU memory."""
     compile: CompileSection | None = None
-    """Present: compile blocks; the first step takes longer (trainer only)."""
+    """Present: compile blocks; the first step takes longer."""
     fp8: bool | Literal["reference"] = False
     """Multiply in block-scaled 8-bit floats in linear layers and experts, forward and backward; weights keep their
     types. Needs a GPU of compute capability 9.0 or newer. `reference`: the same roundings in plain torch on any
-    device, slowly, to see what they do to a run (trainer only)."""
+    device, slowly, to see what they do to a run."""
     lora: LoRASection | None = None
     """Present: train an adapter only (trainer and `sft`); engines are sent the adapter."""
     scratch: ScratchSection | None = None

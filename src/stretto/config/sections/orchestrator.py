@@ -49,34 +49,6 @@ class ClientSection(Section):
     aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s", "wait_for_ready_timeout": "ready_timeout_s"}
 
 
-class SamplingSection(Section):
-    """How the policy is sampled."""
-
-    temperature: float = Field(1.0, ge=0, le=2)
-    """0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus."""
-    top_k: int | None = Field(None, gt=0)
-    """Keep the k likeliest tokens; None: all."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Drop tokens less likely than min_p times the likeliest."""
-    max_completion_tokens: int | None = Field(None, gt=0)
-    """Tokens in one reply; None: up to seq_len."""
-    ignore_eos: bool = False
-    """Go on past end tokens up to the limit: fixed lengths, for benchmarks."""
-
-    aliases: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
-
-    def cuts(self) -> dict[str, float]:
-        """The settings in force that leave only a part of the vocabulary to draw from, and their values."""
-        found = {
-            "top_p": self.top_p if self.top_p < 1 else None,
-            "top_k": self.top_k,
-            "min_p": self.min_p or None,
-        }
-        return {key: value for key, value in found.items() if value is not None}
-
-
 class SamplingOverrides(Section):
     """How one environment is sampled; None: as the others."""
 
@@ -91,13 +63,35 @@ class SamplingOverrides(Section):
     max_completion_tokens: int | None = Field(None, gt=0)
     """Tokens in one reply."""
     ignore_eos: bool | None = None
-    """Go on past end tokens up to the limit."""
+    """Go on past end tokens up to the limit: fixed lengths, for benchmarks."""
 
     aliases: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
 
     def over(self, sampling: SamplingSection) -> SamplingSection:
         """The sampling with what is set here."""
         return sampling.model_copy(update=self.model_dump(exclude_none=True))
+
+
+class SamplingSection(SamplingOverrides):
+    """How the policy is sampled."""
+
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, gt=0)
+    """Keep the k likeliest tokens; None: all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_completion_tokens: int | None = Field(None, gt=0)
+    """Tokens in one reply; None: up to seq_len."""
+    ignore_eos: bool = False
+
+    def cuts(self) -> dict[str, float]:
+        """The settings in force that leave only a part of the vocabulary to draw from, and their values."""
+        found = {
+            "top_p": self.top_p if self.top_p < 1 else None,
+            "top_k": self.top_k,
+            "min_p": self.min_p or None,
+        }
+        return {key: value for key, value in found.items() if value is not None}
 
 
 class EnvSection(Section):

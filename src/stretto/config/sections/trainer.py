@@ -42,7 +42,6 @@ class SgdOptim(OptimSection):
 
     type: Literal["sgd"] = "sgd"
     lr: float = Field(1e-3, gt=0)
-    """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
     """L2 penalty."""
     momentum: float = Field(0.9, ge=0, lt=1)
@@ -131,8 +130,7 @@ class CriticSection(Section):
     lr_warmup_steps: int = Field(0, ge=0)
     """Steps of linear rise from 0; then the rate stays."""
     num_critic_only_steps: int = Field(0, ge=0)
-    """First steps in which the critic learns and the policy stays as it is; the policy's scheduler begins behind
-    them."""
+    """First steps in which only the critic learns; the policy's scheduler begins behind them."""
     value_clip: float | None = Field(0.2, gt=0)
     """Most that a value may move within a step of several updates, in reward units; None: no limit. The first update of
     a step is not limited, so that with one update it does nothing."""

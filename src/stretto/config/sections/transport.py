@@ -51,15 +51,15 @@ class WeightsSection(Section):
 
     delta: DeltaSection | None = None
     """Send only the elements that changed; None: all weights every time."""
-
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait until every engine has loaded a version."""
     canary_interval: int | None = Field(10, gt=0)
     """Versions between two checks: the engine scores fixed tokens and must agree with the trainer; None: never. The
     first ten versions after a start, and the next one after an engine joined or left, are checked as well."""
     canary_tokens: int = Field(64, gt=1)
     """Tokens that are scored."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest mean difference of log-probabilities, nats; None: 0.001 where trainer and engine compute in float32,
-    else 0.1."""
+    """Largest mean difference of logprobs, nats; None: 0.001 if trainer and engine compute in float32, else 0.1."""
 
 
 class ShmWeights(WeightsSection):
@@ -67,15 +67,12 @@ class ShmWeights(WeightsSection):
 
     type: Literal["shm"] = "shm"
     timeout_s: float = Field(300.0, gt=0)
-    """Longest wait until every engine has loaded a version."""
 
 
 class FilesystemWeights(WeightsSection):
     """Weights are safetensors files with a manifest under RUN/broadcasts."""
 
     type: Literal["filesystem"] = "filesystem"
-    timeout_s: float = Field(600.0, gt=0)
-    """Longest wait until every engine has loaded a version."""
     keep_versions: int = Field(2, ge=2)
     """Versions kept on disk."""
 
@@ -95,8 +92,6 @@ class CollectiveWeights(WeightsSection):
     join_timeout_s: float = Field(60.0, gt=0)
     """Longest wait of engines for each other before a broadcast, and of one broadcast: what an engine costs that
     dies in an update."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Longest wait until every engine has loaded a version."""
 
     aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s"}
 
@@ -108,7 +103,6 @@ class IpcWeights(WeightsSection):
     bucket_bytes: int = Field(256_000_000, gt=0)
     """Bytes of one piece of memory that is shared."""
     timeout_s: float = Field(300.0, gt=0)
-    """Longest wait until the engine has loaded a version."""
 
 
 WeightBroadcast = Annotated[

@@ -26,6 +26,7 @@ from stretto.inference.embedded.blocks import BlockPool
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.kv_cache import KVCache
 from stretto.inference.embedded.limits import refusal_reason
+from stretto.inference.embedded.native_cache import NativeCache
 from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, RequestState, Scheduler
@@ -33,6 +34,7 @@ from stretto.inference.embedded.slots import SequenceSlots, SequenceState
 from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
+from stretto.models.native.kernels import Kernels
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
 
@@ -60,6 +62,7 @@ class CoreSettings:
     enable_return_sampling_mask: bool = False
     seed: int = 0
     eos_ids: tuple[int, ...] = ()
+    use_kernels: bool = True  # in C, where there are some for the model; False: torch's operations only
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +103,8 @@ class EngineCore:
         self.settings, self.config = settings, model.config
         is_exact = weight.device.type == "cpu" and weight.dtype == torch.float32
         num_blocks, self.max_model_len = _cache_size(model, settings)
-        self.cache = KVCache(
-            model.config, num_blocks + 1, settings.block_size, self.max_model_len, dtype=weight.dtype,
-            device=weight.device, is_exact=is_exact,
-            slab_tokens=(
-                num_blocks * settings.block_size // _BLOCK_KEYS_PER_SLAB_KEY if weight.device.type == "cpu" else 0
-            ),
-        )  # fmt: skip
+        kernels = self.kernels = Kernels.find(model.config, weight) if settings.use_kernels else None
+        self.cache = self._build_cache(num_blocks, weight, kernels, is_exact=is_exact)
         self.expert_choices = _build_expert_choices(model, settings, num_blocks + 1)
         self.adapters = Adapters(model, find_tile=find_tile if is_exact else None)
         self.runner = Runner(model, self.cache, self.adapters, expert_choices=self.expert_choices)
@@ -124,6 +122,20 @@ class EngineCore:
         self.version = version
         self.requests: dict[str, EngineRequest] = {}
         self._latest_batch: _SamplingBatch | None = None  # from the step before
+
+    def _build_cache(
+        self, num_blocks: int, weight: Tensor, kernels: Kernels | None, *, is_exact: bool
+    ) -> KVCache:
+        block_size = self.settings.block_size
+        if kernels is not None:
+            return NativeCache(self.config, num_blocks + 1, block_size, self.max_model_len, kernels)
+        slab_tokens = (
+            num_blocks * block_size // _BLOCK_KEYS_PER_SLAB_KEY if weight.device.type == "cpu" else 0
+        )
+        return KVCache(
+            self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,
+            device=weight.device, is_exact=is_exact, slab_tokens=slab_tokens,
+        )  # fmt: skip
 
     @property
     def version(self) -> int:
@@ -303,7 +315,7 @@ class EngineCore:
         at = slots.num_tokens[chosen]
         with torch.inference_mode():
             supports = {} if self.scheduler.returns_supports else None
-            tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports)
+            tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports, self.kernels)
         for row, ids in (supports or {}).items():
             self.scheduler.supports[int(chosen[row])].append(ids)
         slots.tokens[chosen, at] = tokens

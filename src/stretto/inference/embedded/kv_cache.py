@@ -4,7 +4,7 @@ Every query row (one token, of a prompt or of a sequence being decoded) attends 
 padded to one of a few widths that depends on its own position only. In float32 on a CPU (`is_exact`) the shapes of the
 matrix products do not depend on the rest of the batch, on how a prompt was cut into chunks, or on what came from the
 prefix cache, so a row has equal bits in every batch. Rows of one long prompt share one read of its keys; sequences
-that are being decoded have their keys in one piece (running.py).
+that are being decoded have their keys in one piece (running.py). With kernels in C all of this is native_cache.py's.
 
 Shape of the cache: [layers, 2 * kv_heads, blocks, block_size * head_dim], keys before values, so that one row gather
 yields a batch of [keys, head_dim] matrices for a batched product without another copy.

@@ -19,6 +19,7 @@ from torch import Tensor
 from stretto.inference.embedded.adapters import Adapters
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.kv_cache import KVCache, PassLayout, PassRows
+from stretto.inference.embedded.native_cache import NativeCache
 from stretto.inference.embedded.sampler import token_logprobs
 from stretto.inference.embedded.scheduler import StepPlan
 from stretto.inference.embedded.slots import SequenceSlots
@@ -101,7 +102,8 @@ class Runner:
         expert_choices: ExpertChoices | None = None,
     ) -> None:
         self.cache, self.adapters = cache, adapters
-        self.model = FusedDecoder(model)
+        kernels = cache.kernels if isinstance(cache, NativeCache) else None
+        self.model = FusedDecoder(model, kernels)
         self.output_weight = model.output_weight
         self.tile, self.expert_choices = tile, expert_choices
         self.device = cache.device
@@ -172,7 +174,7 @@ class Runner:
             inverse = np.empty_like(order)
             inverse[order] = nth
         num_left = 0
-        if plan.is_decode and (places >= 0).all():
+        if plan.is_decode and (isinstance(self.cache, NativeCache) or (places >= 0).all()):
             num_left = int((self.cache.widths[width_index] - positions).min()) - 1
         return _Pass(len(order), inverse, layouts, plan.slots, num_left)
 

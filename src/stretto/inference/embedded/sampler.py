@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.models.native.kernels import Kernels
 from stretto.records.generate import member_seed
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def sample(
     rows: SamplingRows,
     u: Float[np.ndarray, " rows"],
     supports: dict[int, Int[np.ndarray, " kept"]] | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
     """Sample tokens; returns them with their logprobs (nats) under the processed distribution.
 
@@ -82,6 +84,9 @@ def sample(
         logits[index], order, sizes = _filter(logits[index], rows, index)
         if supports is not None:
             supports.update(zip(index.tolist(), _support_ids(order, sizes)))
+    if kernels is not None:
+        has_greedy = not rows.is_plain and rows.is_greedy.any()
+        return kernels.sample(logits.contiguous(), u, rows.is_greedy if has_greedy else None)
     probs = torch.softmax(logits, dim=-1)
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     # The target is strictly below the total, so the first entry above it is a token of positive probability.

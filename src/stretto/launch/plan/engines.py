@@ -112,7 +112,7 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
         return EnginesPlan(tuple(engines), (), stores, admin, admin)
     if router.address is not None:
         return EnginesPlan(tuple(engines), (), stores, (router.address,), admin)
-    spec = _router(router, engines, hosts, section)
+    spec = plan_router(router, engines, hosts, section)
     return EnginesPlan(tuple(engines), (spec,), stores, (f"http://{hosts[0]}:{spec.port}",), admin)
 
 
@@ -422,9 +422,10 @@ def _metrics_port(port: int) -> int:
     return next((found for found in range(first, first + 500) if is_free("127.0.0.1", found)), first)
 
 
-def _router(
+def plan_router(
     router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str], section: InferenceSection
 ) -> HelperSpec:
+    """Plan the vllm-router before engines on these hosts; it is on the first."""
     shape = section.deployment
     port = shape.router_port or section.server.port
     words = ["--host", listen_address(section.server.host, hosts[0]), "--port", str(port)]

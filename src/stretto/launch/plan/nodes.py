@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.base.ports import is_own_address
+from stretto.base.ports import is_free, is_own_address
 from stretto.base.secret import Secret
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import MultiNodeDeployment
@@ -54,7 +54,8 @@ def plan_nodes(
     shape = cfg.deployment
     assert isinstance(shape, MultiNodeDeployment), shape
     hosts = node_hosts(cfg)
-    cfg, notes = _with_key(_with_addresses(cfg, hosts[0]), secret)
+    cfg = _with_addresses(cfg, hosts[0])
+    keyed, notes = _with_key(cfg, secret)
     engines = _engines(cfg, hosts[shape.num_train_nodes :])
     has_gpus, samples = bool(shape.gpus_per_node), cfg.inference is not None and cfg.inference.device != "cpu"
     cfg = with_canary_tolerance(cfg, trains_on_gpus=has_gpus, samples_on_gpus=has_gpus and samples)
@@ -64,9 +65,9 @@ def plan_nodes(
         cfg = cfg.model_copy(update={"resume": resume})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
     cfg = _with_threads(cfg, shape)
-    processes = [_orchestrator(cfg, run), *_trainers(cfg, run, hosts)]
-    if engines is not None and cfg.inference is not None:
-        key = engine_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
+    processes = [_orchestrator(cfg, run, keyed), *_trainers(cfg, run, hosts)]
+    if engines is not None and cfg.inference is not None and keyed is not None:
+        key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
         started = engine_processes(
             cfg.inference, engines, run, first_node=shape.num_train_nodes, is_held=True
         )
@@ -85,6 +86,7 @@ def node_hosts(cfg: RLConfig) -> list[str]:
     shape = cfg.deployment
     assert isinstance(shape, MultiNodeDeployment), shape
     if shape.hosts is not None:
+        check_hosts(shape.hosts, "deployment.hosts")
         return shape.hosts
     if not cfg.dry_run:
         raise ConfigError(
@@ -112,6 +114,48 @@ def find_node_rank(node_rank: int | None, hosts: Sequence[str], key: str) -> int
     raise ConfigError(f"{key}: {found} this machine's ({', '.join(hosts)}); say which node this is, from 0")
 
 
+def check_hosts(hosts: Sequence[str], key: str) -> None:
+    """Raises: ConfigError if an address is given for two nodes."""
+    for node, host in enumerate(hosts):
+        if (first := hosts.index(host)) < node:
+            raise ConfigError(f"{key}: nodes {first} and {node} are both {host}; give each machine once")
+
+
+def check_ports(specs: Sequence[ProcessSpec], node: int, host: str, ways: str) -> None:
+    """Look whether a node can listen where its processes will; ways: the keys of their ports.
+
+    Raises: ConfigError that names the node and the port that is taken.
+    """
+    if not is_own_address(host):  # processes may be told to listen elsewhere; one that cannot listen says so
+        return
+    for spec in specs:
+        for what, port in spec.ports.items():
+            if not is_free(host, port):
+                raise ConfigError(
+                    f"node {node}, {host}: port {port} ({what} of {spec.name}) is taken; end what has it, or give "
+                    f"another on all nodes with {ways}"
+                )
+
+
+def check_reachable(hosts: Sequence[str], node: int) -> None:
+    """Raises: ConfigError if this node's own name is an address that the others cannot reach.
+
+    Debian and others give a machine's name to 127.0.1.1; what listens there hears this machine alone.
+    """
+    host = hosts[node]
+    if len(set(hosts)) == 1 or host == "localhost" or host.replace(".", "").isdigit() or ":" in host:
+        return
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as cause:
+        raise ConfigError(f"node {node}, {host}: this machine cannot resolve that name ({cause})") from cause
+    if address.startswith("127."):
+        raise ConfigError(
+            f"node {node}, {host}: on this machine that name is {address}, where other nodes cannot reach it; correct "
+            "/etc/hosts, or give addresses instead of names."
+        )
+
+
 # -- addresses --
 
 
@@ -123,18 +167,20 @@ def _with_addresses(cfg: RLConfig, head: str) -> RLConfig:
     return cfg
 
 
-def _with_key(cfg: RLConfig, secret: Secret | None) -> tuple[RLConfig, list[str]]:
-    """Set the API key of engines that other hosts reach; also a note that says where it comes from.
+def _with_key(cfg: RLConfig, secret: Secret | None) -> tuple[InferenceSection | None, list[str]]:
+    """[inference] with the API key of engines that other hosts reach; also a note that says where it comes from.
 
-    First choice is the config, then the environment; else every node makes the same key from the run's secret.
+    First choice is the config, then the environment; else every node makes the same key from the run's secret. That
+    key is given to processes in their environment, and the configs that are written do not have it.
     """
-    if cfg.inference is None or cfg.inference.api_key is not None:
-        return cfg, []
+    section = cfg.inference
+    if section is None or section.api_key is not None:
+        return section, []
     if os.environ.get(variable := cfg.orchestrator.client.api_key_var):
-        return cfg, [f"the engines' key is that of {variable}: it must be set on every node"]
+        return section, [f"the engines' key is that of {variable}: it must be set on every node"]
     if secret is not None:
-        cfg = replaced(cfg, "inference.api_key", secret.text_key("inference.api_key"))
-    return cfg, [
+        section = section.model_copy(update={"api_key": secret.text_key("inference.api_key")})
+    return section, [
         "inference.api_key is made from the run's secret: engines answer the run's own processes alone"
     ]
 
@@ -176,13 +222,13 @@ def _engine_threads(section: InferenceSection) -> int:
     return max(1, min(most, process.num_cores() // on_one))
 
 
-def _orchestrator(cfg: RLConfig, run: RunDir) -> ProcessSpec:
+def _orchestrator(cfg: RLConfig, run: RunDir, keyed: InferenceSection | None) -> ProcessSpec:
     ports = {"control": cfg.control.port}
     if cfg.rollout_transport.type == "zmq":
         ports["rollouts"] = cfg.rollout_transport.port
     env = {**process.thread_env(1), **process.device_env([])}
-    if cfg.inference is not None:
-        env |= client_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
+    if keyed is not None:
+        env |= client_key_env(keyed, cfg.orchestrator.client.api_key_var)
     return ProcessSpec("orchestrator", 0, 1, _argv("orchestrator", run, "run"), env, (), 1, ports)
 
 
@@ -198,6 +244,8 @@ def _trainers(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessS
         gpus = (str(local),) if shape.gpus_per_node else ()
         env = {**process.thread_env(threads), **process.device_env(gpus)}
         env |= rank_env(rank, local, ranks, hosts[0], shape.rendezvous_port)
+        if rank == 0 and ranks > 1:
+            env[process.TRAIN_NODES_VAR] = " ".join(hosts[: shape.num_train_nodes])
         argv = _argv("trainer", run, "run")
         ports = {"rendezvous": shape.rendezvous_port} if rank == 0 and ranks > 1 else {}
         if rank == 0 and cfg.weight_broadcast.type == "collective":

@@ -168,13 +168,15 @@ def restart_command(argv: Sequence[str] | None = None, *, keeps_resume: bool = F
 
 def program(verb: str) -> str:
     """How to type this installation's command for a verb: its name if the shell finds it, else its path."""
-    beside_python = Path(sys.executable).with_name(verb)
-    found = shutil.which(verb)
+    # `eval` alone is the shell's own command
+    name, rest = ("stretto", " eval") if verb == "eval" else (verb, "")
+    beside_python = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
     if found and Path(found).resolve() == beside_python.resolve():
-        return "stretto eval" if verb == "eval" else verb  # `eval` alone is the shell's own command
+        return name + rest
     if beside_python.exists():
         is_below = beside_python.is_relative_to(Path.cwd())
-        return shlex.quote(os.path.relpath(beside_python) if is_below else str(beside_python))
+        return shlex.quote(os.path.relpath(beside_python) if is_below else str(beside_python)) + rest
     return f"{shlex.quote(sys.executable)} -m stretto {verb}"
 
 

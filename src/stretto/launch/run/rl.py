@@ -25,10 +25,16 @@ from stretto.launch.plan.model_check import check_model
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
+from stretto.launch.slurm import commands as slurm
+from stretto.launch.slurm import submit
 from stretto.monitors.base import find_trackers
 
 logger = logging.getLogger(__name__)
 
+PORT_KEYS = (
+    "control.port, rollout_transport.port, weight_broadcast.port, deployment.rendezvous_port, "
+    "inference.server.port"
+)
 SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the first one
 
 
@@ -38,13 +44,18 @@ def main(cfg: RLConfig) -> int:
     check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
     _check_model(cfg)
     find_trackers(cfg.monitors)
+    if cfg.slurm is not None:
+        return submit.main(cfg)
     if cfg.deployment.type == "multi_node":
         hosts = nodes.node_hosts(cfg)
         node = nodes.find_node_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
+        nodes.check_reachable(hosts, node)
         if node > 0:
             return _run_other_node(cfg, run, node)
     with closing(rundir.claim(run, **_resume_options(cfg))) as claim, closing(PortClaims()) as ports:
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
+        if plan.hosts:
+            nodes.check_ports([s for s in plan.processes if s.node == 0], 0, plan.hosts[0], PORT_KEYS)
         changed = changes(run.config("run"), cfg, plan.config) if not claim.is_new else []
         planning.write(plan, run.path)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
@@ -78,10 +89,12 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
         with suppress(ConfigError):
             _, step = rundir.find_checkpoint(run, step, cfg.resume.dir)
     plan = nodes.plan_nodes(cfg, run, step, find_secret(run, SECRET_TIMEOUT_S))
+    mine = [spec for spec in plan.processes if spec.node == node]
+    nodes.check_ports(mine, node, plan.hosts[node], PORT_KEYS)
     own.path.mkdir(parents=True, exist_ok=True)
     planning.write(plan, own.path)
     log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
-    specs = [nodes.with_config_dir(spec, run, own) for spec in plan.processes if spec.node == node]
+    specs = [nodes.with_config_dir(spec, run, own) for spec in mine]
     title = f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}"
     return serve(specs, own, title, cfg.orchestrator.stall_timeout_s)
 
@@ -145,6 +158,8 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
         code = asyncio.run(supervisor.run())
     finally:
         console.close()
+        if plan.hosts:
+            slurm.end_other_nodes()
     if supervisor.was_stopped_before_begin:
         if claim.is_new:
             rundir.discard(plan.run)

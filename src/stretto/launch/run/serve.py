@@ -7,18 +7,22 @@ starts the same command and runs its own processes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.base import log, process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.base.ports import is_free
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
 from stretto.config.rules.engine import product
 from stretto.launch.plan.engines import EnginesPlan, plan_engines
-from stretto.launch.plan.nodes import engine_processes, find_node_rank, with_config_dir
+from stretto.launch.plan.nodes import (
+    check_hosts,
+    check_ports,
+    engine_processes,
+    find_node_rank,
+    with_config_dir,
+)
 from stretto.launch.plan.placement import client_host
 from stretto.launch.plan.plan import ProcessSpec, process_table, section_of
 from stretto.launch.run import supervisor
@@ -51,6 +55,7 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
         hosts = [client_host(cfg.server.host)] if nodes == 1 else [f"node-{node}" for node in range(nodes)]
     gpus = process.visible_gpus() if nodes == 1 else None
     is_cpu = cfg.device == "cpu" or gpus == []
+    check_hosts(hosts, "hosts")
     engines = plan_engines(cfg, hosts, is_cpu=is_cpu)
     needed = sum(engine.num_gpus for engine in engines.engines)
     if gpus and not is_cpu and needed > len(gpus):
@@ -76,7 +81,8 @@ def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
     node = find_node_rank(cfg.node_rank, plan.hosts, "node_rank") if len(plan.hosts) > 1 else 0
     own = run if len(plan.hosts) == 1 else RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
     specs = [with_config_dir(spec, run, own) for spec in plan.processes if spec.node == node]
-    _check_ports(specs, plan.hosts[node])
+    ways = "--server.port, --deployment.backend-port, --deployment.router-port"
+    check_ports(specs, node, plan.hosts[node], ways)
     write(plan, cfg, own)
     log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     title = f"inference at {', '.join(plan.engines.base_urls)}"
@@ -88,13 +94,3 @@ def write(plan: ServingPlan, cfg: InferenceConfig, run: RunDir) -> None:
     run.configs.mkdir(parents=True, exist_ok=True)
     for engine in plan.engines.engines:
         write_json(run.config(engine.name), dump(section_of(cfg, engine)))
-
-
-def _check_ports(specs: Sequence[ProcessSpec], host: str) -> None:
-    for spec in specs:
-        for what, port in spec.ports.items():
-            if not is_free(host, port):
-                raise ConfigError(
-                    f"port {port} ({what} of {spec.name}) is taken on {host}; give others with --server.port, "
-                    f"--deployment.backend-port, --deployment.router-port"
-                )

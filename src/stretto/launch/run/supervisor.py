@@ -1,11 +1,13 @@
 """Starts the processes of a command on this machine, watches them, and ends them together.
 
 `rl` (rl.py), `inference` with several processes (serve.py) and `sft` with several ranks (ranks.py) use it. One process
-may lead: the orchestrator of `rl`, rank 0 of `sft`. It is asked to finish at the first signal, and ends first.
+may lead: the orchestrator of `rl`, rank 0 of `sft`. It is asked to finish at the first signal, and ends first. An
+orchestrator is also started first and alone: the others follow when it reports that it has checked everything.
 
 States: RUNNING -> FINISHING (after the first signal: the lead finishes its step and a checkpoint is saved) -> ENDED;
 from both, STOPPING when a process fails, a deadline passes, or a second signal comes. The children are in process
-groups of their own, so Ctrl-C reaches only the launcher; the kernel kills them when it dies.
+groups of their own, so Ctrl-C reaches only the launcher; the kernel kills them when it dies. SIGUSR2, which a job sends
+to all nodes, asks the lead to finish and nobody else.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from types import FrameType, MappingProxyType
 from urllib.parse import urlsplit
 
 from stretto.base import process
+from stretto.base.errors import ENDED_FIRST
 from stretto.base.paths import RunDir
 from stretto.base.process import Child
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
@@ -37,11 +40,12 @@ logger = logging.getLogger(__name__)
 
 STALL_SLACK_S = 60.0  # the processes' own watchdogs fire first and say more
 RESTART_GRACE_S = 2.0
-LAST_WORDS_S = 3.0  # for the other ranks to say why they end when one has failed
+LAST_WORDS_S = 3.0  # for other processes to say why they end when one has failed
 WEDGED_AFTER_S = 60.0  # after its start; before, an engine may be loading its model
 SERVERS = ("inference", "teacher", "router", "kv_store")
 """Roles that never end by themselves."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FINISH = signal.SIGUSR2
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, FINISH)
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -125,8 +129,12 @@ class Supervisor:
         self._restarts_left = {spec.name: spec.max_restarts for spec in specs}
         self._status = _StatusPipe(self._on_status)
         self._stop_now = asyncio.Event()
+        self._has_checked = asyncio.Event()
+        if console is None or self._lead is None:
+            self._has_checked.set()
         # Is there something to finish? A status line of the orchestrator says so.
         self.has_begun = console is None
+        self._must_finish = False
         self._last_status_at = time.monotonic()
         self._finish_deadline: float | None = None
         self._end_deadline: float | None = None
@@ -135,8 +143,6 @@ class Supervisor:
         """Start, watch, stop; the exit status."""
         with _handle_signals(self._on_signal):
             try:
-                for spec in self._specs.values():
-                    self._start(spec)
                 self._status.open()
                 return await self._watch()
             finally:
@@ -155,12 +161,24 @@ class Supervisor:
         self._children[spec.name] = child
         return child
 
+    def _start_due(self, running: dict[asyncio.Task, Child]) -> None:
+        """Start the lead and, once it has checked everything, the others."""
+        for spec in self._specs.values():
+            is_due = spec.name == self._lead or self._has_checked.is_set()
+            if is_due and spec.name not in self._children:
+                child = self._start(spec)
+                running[asyncio.create_task(child.wait())] = child
+        if len(self._children) == len(self._specs):
+            self._status.close_writer()
+
     async def _watch(self) -> int:
-        running = {asyncio.create_task(child.wait()): child for child in self._children.values()}
+        running: dict[asyncio.Task, Child] = {}
         stop_now = asyncio.create_task(self._stop_now.wait())
+        checked = asyncio.create_task(self._has_checked.wait())
         try:
             while True:
-                tasks = {*running, stop_now}
+                self._start_due(running)
+                tasks = {*running, stop_now} if checked.done() else {*running, stop_now, checked}
                 done, _ = await asyncio.wait(tasks, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
                 ended = [running.pop(task) for task in done if task in running]
                 # If several ended together, one killed by a signal is the likelier cause.
@@ -170,7 +188,7 @@ class Supervisor:
                         running[asyncio.create_task(restarted.wait())] = restarted
                         continue
                     if child.returncode != 0 or self._specs[child.name].role in SERVERS:
-                        return await self._failed(child, running)
+                        return await self._failed(await self._cause(child, running), running)
                     logger.info("%s ended", child.name)
                 working = [c.name for c in running.values() if self._specs[c.name].role not in SERVERS]
                 if not working and not self._are_servers:
@@ -180,7 +198,7 @@ class Supervisor:
                 if self._lead is not None and (status := self._overdue(working)):
                     return status
         finally:
-            for task in (*running, stop_now):
+            for task in (*running, stop_now, checked):
                 task.cancel()
 
     async def _restart(self, child: Child) -> Child:
@@ -214,6 +232,15 @@ class Supervisor:
 
     # -- what ends a run --
 
+    async def _cause(self, child: Child, running: Mapping[asyncio.Task, Child]) -> Child:
+        """The lead, if this process failed because the lead has; else this process."""
+        lead = self._children.get(self._lead or "")
+        if lead is None or not any(ENDED_FIRST in line for line in last_error(child)):
+            return child
+        if ends := [task for task, other in running.items() if other is lead]:
+            await asyncio.wait(ends, timeout=LAST_WORDS_S)
+        return lead if lead.returncode else child
+
     async def _failed(self, child: Child, running: Mapping[asyncio.Task, Child]) -> int:
         """Say which process failed, and how; the exit status."""
         returncode = child.returncode
@@ -241,7 +268,7 @@ class Supervisor:
             how += ", by hand or because memory ran out (`dmesg` says)"
         after = time.monotonic() - child.started_at
         lines = [f"FAILED: {child.name} (pid {child.pid}) ended after {after:.0f}s: {how}"]
-        tail = child.tail()
+        tail = last_error(child) or child.tail()  # lines before a known reason would hide it
         lines.append(f"  the end of {child.log}:" if tail else f"  {child.log}: it wrote nothing")
         lines += [f"    {line}" for line in tail]
         cause = self._likely_causes.get(self._specs[child.name].role)
@@ -298,9 +325,13 @@ class Supervisor:
     # -- what comes in --
 
     def _on_status(self, status: dict) -> None:
-        if status.get("kind") not in ("note", "warning") and not status.get("is_early"):
-            self.has_begun = True
+        if status.get("kind") not in ("note", "warning"):
+            self._has_checked.set()
+            self.has_begun |= not status.get("is_early")
         self._last_status_at = time.monotonic()
+        if self._must_finish and self.has_begun:
+            self._must_finish = False
+            self._on_signal(FINISH)
         if status.get("kind") == "engine":
             self._show(f"engine {status['url']} is {status['state']}: {status['reason']}")
             self._kill_wedged(status["url"])
@@ -310,6 +341,11 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         logger.info("%s while %s", name, self.state)
+        if number == FINISH and (self._lead is None or self.state is not RunState.RUNNING):
+            return
+        if number == FINISH and not self.has_begun:
+            self._must_finish = True  # its first step: an early request is no reason to lose the start
+            return
         can_finish = self.state is RunState.RUNNING and self.has_begun
         if self._lead is not None and (can_finish or self._console is None):
             self._children[self._lead].signal(signal.SIGINT)
@@ -320,7 +356,8 @@ class Supervisor:
         self.was_asked_to_finish = True
         if self._timeouts.finish_s is not None:
             self._finish_deadline = time.monotonic() + self._timeouts.finish_s
-        self._show(f"{name}: finishing this step, then saving a checkpoint; once more stops at once")
+        once_more = "" if number == FINISH else "; once more stops at once"
+        self._show(f"{name}: finishing this step, then saving a checkpoint{once_more}")
 
     def _show(self, text: str, *, is_failure: bool = False) -> None:
         """Write it to the console; without one, only failures, since the lead has the terminal."""
@@ -358,18 +395,20 @@ class _StatusPipe:
         self._partial = b""
 
     def open(self) -> None:
-        """Begin to read; only the run's processes hold the writing end from now on."""
-        os.close(self.writer)
-        self.writer = -1
+        """Begin to read."""
         asyncio.get_running_loop().add_reader(self._reader, self.read)
+
+    def close_writer(self) -> None:
+        """Leave the writing end to the run's processes: the pipe ends with the last of them."""
+        if self.writer >= 0:
+            os.close(self.writer)
+        self.writer = -1
 
     def close(self) -> None:
         """Read what is left, then stop."""
-        if self.writer >= 0:
-            os.close(self.writer)
-        else:
-            self.read()
-            asyncio.get_running_loop().remove_reader(self._reader)
+        self.close_writer()
+        self.read()
+        asyncio.get_running_loop().remove_reader(self._reader)
         os.close(self._reader)
 
     def read(self) -> None:

@@ -5,33 +5,40 @@ on different micro batches; ranks that differ in cp split the tokens of one row,
 of one token. Weights are sharded over dp_shard x cp. The axis ep divides dp_shard x cp: ranks that differ in ep have
 different experts, and each expert is sharded over dp_shard x cp / ep ranks (the axis `efsdp`).
 
-Groups use nccl on GPUs, and gloo on CPUs and for objects. The other modules of parallel/ use them. A single rank has a
-mesh too, without groups.
+Groups use nccl on GPUs, and gloo on CPUs and for values (exchange.py). The other modules of parallel/ use them. A
+single rank has a mesh too, without groups.
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stretto.base.errors import ConfigError
-from stretto.base.process import num_cores
+from stretto.base.errors import ConfigError, WireError
+from stretto.base.process import TRAIN_NODES_VAR, num_cores
 from stretto.config.rules.mesh_degrees import Degrees, find_degrees, find_plain_degrees
 from stretto.config.sections.model import ModelSection
 from stretto.models.shape import ModelConfig
+from stretto.trainer.parallel import exchange
+from stretto.transports.weights.store import connect_store, create_store, use_interface_to
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+JOIN_POLL_S = 0.1
+MAX_NAMED = 16
+"""Missing ranks that an error message names."""
 
 _THREADS_BELOW = ((1e6, 1), (30e6, 4))
 """(number of parameters, threads): a model with fewer parameters is not faster with more threads."""
@@ -81,8 +88,8 @@ class Mesh:
         # Ranks of one micro batch are neighbours: tp and cp are the fastest axes.
         sharing = init_device_mesh(kind, (d.dp, d.cp * d.tp), mesh_dim_names=("dp", "sharing"))
         self._sharing, self._batch_lead = sharing.get_group("sharing"), self.dp_rank * d.cp * d.tp
-        # Objects travel over gloo: a wait for the next batch must not hold a GPU stream.
-        self._objects = dist.new_group(backend="gloo") if kind != "cpu" else dist.group.WORLD
+        # Values travel over gloo: a wait for the next batch must not hold a GPU stream.
+        self._values = new_values_group() if kind != "cpu" else dist.group.WORLD
 
     @property
     def is_lead(self) -> bool:
@@ -108,34 +115,30 @@ class Mesh:
 
     def _merge_sums(self, sums: dict[str, float]) -> dict[str, float]:
         total: dict[str, float] = {}
-        for of_rank in self.gather(sums):
+        for of_rank in self.gather(sums, dict[str, float]):
             for name, value in of_rank.items():
                 if name in total:
                     value = max(total[name], value) if name.startswith("max/") else total[name] + value
                 total[name] = value
         return total
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order, on every rank."""
-        if self.world_size == 1:
-            return [value]
-        out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, value, group=self._objects)
-        return out
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """The values of all ranks, in rank order, on every rank; kind: their type."""
+        return [value] if self.world_size == 1 else exchange.gather(value, kind, self._values)
 
-    def broadcast(self, value: T) -> T:
-        """The lead's value, on every rank."""
-        box = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(box, src=0, group=self._objects)
-        return box[0]
+    def broadcast(self, value: T, kind: Any) -> T:
+        """The lead's value, on every rank; kind: its type."""
+        return value if self.world_size == 1 else exchange.broadcast(value, kind, group=self._values)
 
-    def broadcast_to_cp_tp(self, value: T) -> T:
-        """The batch lead's value, on all ranks that train on the same micro batches."""
-        box = [value]
-        if self.degrees.cp * self.degrees.tp > 1:
-            dist.broadcast_object_list(box, src=self._batch_lead, group=self._sharing)
-        return box[0]
+    def broadcast_to_cp_tp(self, value: T, kind: Any) -> T:
+        """The batch lead's value, on all ranks that train on the same micro batches; kind: its type."""
+        if self.degrees.cp * self.degrees.tp == 1:
+            return value
+        return exchange.broadcast(value, kind, self._batch_lead, self._sharing, self.device)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.gather(None, None)
 
 
 def _sharding(mesh: DeviceMesh, name: str, num_replicas: int) -> DeviceMesh:
@@ -172,12 +175,12 @@ def rank_name(role: str) -> str:
     return role if num_ranks() == 1 else f"{role}_{os.environ.get('RANK', '0')}"
 
 
-def run_on_lead(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 only; its result, on every rank."""
-    box = [function() if is_lead_process() else None]
+def run_on_lead(function: Callable[[], T], kind: Any) -> T:
+    """Call `function` on rank 0 only; its result, which is of this type, on every rank."""
+    result = function() if is_lead_process() else None
     if num_ranks() > 1:
-        dist.broadcast_object_list(box, src=0)
-    return cast(T, box[0])
+        result = exchange.broadcast(result, kind)
+    return cast(T, result)
 
 
 def build_mesh(section: ModelSection, shape: ModelConfig | Any) -> Mesh:
@@ -208,10 +211,16 @@ def training_device() -> torch.device:
 
 
 @contextmanager
-def process_group(timeout_s: float) -> Iterator[None]:
+def process_group(
+    timeout_s: float, join_timeout_s: float = 600.0, *, reaches: str | None = None
+) -> Iterator[None]:
     """Open the process group of all trainer ranks; does nothing for a single rank.
 
-    timeout_s: longest wait for another rank. Raises: ConfigError when the ranks cannot find each other.
+    timeout_s: longest wait of one rank for another, and for the first rank, which `rl` starts only when the
+    orchestrator has checked everything. join_timeout_s: longest wait of the first rank until all are there.
+    reaches: an address whose network ranks listen on; None: that of MASTER_ADDR.
+
+    Raises: ConfigError if the environment does not say where the ranks meet, WireError if they do not find each other.
     """
     if num_ranks() == 1:
         yield
@@ -221,12 +230,61 @@ def process_group(timeout_s: float) -> Iterator[None]:
         raise ConfigError(
             f"WORLD_SIZE = {num_ranks()} but {', '.join(missing)} is not set; start several ranks with torchrun, or rl"
         )
-    device = training_device()
+    device, rank = training_device(), int(os.environ["RANK"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    host, port, timeout = (
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        timedelta(seconds=timeout_s),
+    )
+    use_interface_to(reaches or host)
+    meeting: dict[str, Any] = {}  # torchrun has its own store, which torch finds by itself
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        open_store, wait_s = (create_store, join_timeout_s) if rank == 0 else (connect_store, timeout_s)
+        store = open_store(host, port, wait_s, "the trainer's ranks")
+        _wait_for_ranks(store, rank, join_timeout_s)
+        meeting = {"store": store, "rank": rank, "world_size": num_ranks()}
+    dist.init_process_group(backend, timeout=timeout, **meeting)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def new_values_group() -> Any:
+    """A gloo group of all ranks, in which they wait for each other as long as in that of `process_group`.
+
+    By itself torch ends waits in a new group after half an hour; a rank may wait longer for the lead's next batch.
+    """
+    all_ranks: Any = dist.group.WORLD
+    options = all_ranks._get_backend(torch.device("cpu")).options
+    return dist.new_group(backend="gloo", timeout=options._timeout)
+
+
+def _wait_for_ranks(store: dist.Store, rank: int, timeout_s: float) -> None:
+    """Wait on rank 0 until all ranks are there; the others wait for it in the group.
+
+    Raises: WireError that names the missing ranks and their nodes; or if this rank has been there already: then the
+    store is that of ranks that are about to end, and what it says of them is no longer so.
+    """
+    if store.add(f"here/{rank}", 1) > 1:
+        raise WireError(
+            f"trainer rank {rank} was already in this group, whose first rank has not ended yet; start this rank again"
+        )
+    store.add("num_here", 1)
+    deadline, world_size = time.monotonic() + timeout_s, num_ranks()
+    while rank == 0 and store.add("num_here", 0) < world_size:
+        if time.monotonic() > deadline:
+            missing = [each for each in range(world_size) if not store.check([f"here/{each}"])][:MAX_NAMED]
+            nodes = os.environ.get(TRAIN_NODES_VAR, "").split()
+            names = [
+                f"{each} ({nodes[each * len(nodes) // world_size]})" if nodes else str(each)
+                for each in missing
+            ]
+            raise WireError(
+                f"trainer rank {', '.join(names)} did not come within {timeout_s:g} s; was the command started "
+                "there, and does it reach this node? See its log."
+            )
+        time.sleep(JOIN_POLL_S)

@@ -21,11 +21,13 @@ from torch import Tensor
 from stretto.models import hub
 from stretto.models.lora import Adapter, is_adapter_parameter, pair_names, peft_name
 from stretto.models.safetensors_file import StreamWriter, TensorEntry
-from stretto.models.tensor_map import Region, TensorSlice
+from stretto.models.tensor_map import Region, Shape, TensorSlice
 from stretto.trainer.optim.build import MasterWeights
 from stretto.trainer.parallel.collectives import group_by_size
 from stretto.trainer.parallel.shard import ShardedWeights, local_tensor
 
+_Place = tuple[Shape, Shape, Shape]
+"""Start and size of a rank's slice of a parameter, and the shape of the whole."""
 ROUND_BYTES = 1 << 27
 """The most bytes that a rank receives in one round of exchanges, unless a single tensor is larger."""
 
@@ -170,7 +172,7 @@ def assign_owners(index: ShardIndex) -> list[list[TensorEntry]]:
     weights = index.weights
     entries, num_owners = _entries(weights), _num_owner_ranks(weights)
     num_held = [sum(_num_elements(held.region) for held in index.held_slices(entry)) for entry in entries]
-    counts = weights.mesh.gather(num_held)[:num_owners]
+    counts = weights.mesh.gather(num_held, list[int])[:num_owners]
     owned: list[list[TensorEntry]] = [[] for _ in range(weights.mesh.world_size)]
     owned_bytes = [0] * num_owners
     for entry, found in zip(entries, zip(*counts, strict=True), strict=True):
@@ -219,11 +221,15 @@ class ShardIndex:
 
     def __init__(self, weights: ShardedWeights) -> None:
         self.weights = weights
-        self._mine = {name: _without_data(part) for name, part in weights.all_slices().items()}
+        places = {
+            name: (part.start, tuple(part.tensor.shape), part.shape)
+            for name, part in weights.all_slices().items()
+        }
+        self._mine = {name: _without_data(*place) for name, place in places.items()}
         self._all: dict[str, dict[tuple[int, ...], tuple[TensorSlice, list[int]]]] = {}
-        for rank, of_rank in enumerate(weights.mesh.gather(self._mine)):
-            for name, part in of_rank.items():
-                if part.tensor.numel():
+        for rank, of_rank in enumerate(weights.mesh.gather(places, dict[str, _Place])):
+            for name, place in of_rank.items():
+                if (part := _without_data(*place)).tensor.numel():
                     self._all.setdefault(name, {}).setdefault(part.start, (part, []))[1].append(rank)
 
     def start(self, name: str) -> tuple[int, ...]:
@@ -251,8 +257,8 @@ class ShardIndex:
                     yield _find_sender(ranks, owner), _HeldSlice(entry, shared.ours, *overlap)
 
 
-def _without_data(part: TensorSlice) -> TensorSlice:
-    return replace(part, tensor=part.tensor.to("meta"))
+def _without_data(start: Shape, size: Shape, shape: Shape) -> TensorSlice:
+    return TensorSlice(torch.empty(size, device="meta"), start, shape)
 
 
 def _find_sender(ranks: list[int], owner: int) -> int:

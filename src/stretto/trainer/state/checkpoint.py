@@ -31,7 +31,7 @@ from stretto.base.rundir import recovery_advice
 from stretto.config.sections.trainer import CkptSection
 from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.learner import Learner
-from stretto.trainer.parallel.mesh import Mesh, is_lead_process, num_ranks
+from stretto.trainer.parallel.mesh import Mesh, is_lead_process, new_values_group, num_ranks
 from stretto.trainer.state.learner_state import TensorInfo
 from stretto.trainer.state.slice_files import DamagedError, SliceFiles, write_slices
 
@@ -55,7 +55,7 @@ class Saver:
         """on_written: called on the lead when a step is written; in another thread if is_async."""
         self._run, self._is_async, self._on_written = run, is_async, on_written
         # A group of its own, because training uses the others at the same time.
-        self._group = dist.new_group(backend="gloo") if num_ranks() > 1 else None
+        self._group = new_values_group() if num_ranks() > 1 else None
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -219,7 +219,7 @@ class Due:
         if self._ckpt.interval is not None or self._ckpt.minutes is None:
             return is_interval_end(step, self._ckpt.interval)
         now = time.monotonic()
-        is_due = self._mesh.broadcast(now - self._last_s >= 60 * self._ckpt.minutes)
+        is_due = self._mesh.broadcast(now - self._last_s >= 60 * self._ckpt.minutes, bool)
         self._last_s = now if is_due else self._last_s
         return is_due
 

@@ -77,13 +77,13 @@ def _atomic_directory(target: Path, weights: TrainedWeights) -> Iterator[Path]:
     if mesh.is_lead:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-    mesh.gather(None)
+    mesh.barrier()
     try:
         yield directory
     except (OSError, SafetensorError) as cause:
         first = (str(cause).splitlines() or [""])[0]
         raise EngineError(f"{directory}: cannot be written: {first}; is the disk full?") from cause
-    mesh.gather(None)
+    mesh.barrier()
     if mesh.is_lead:
         put_in_place(directory, target, is_durable=True)
 

@@ -8,14 +8,16 @@ directory and when it is complete.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,12 +35,20 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
-from stretto.base.errors import DataError
-from stretto.models.tensor_map import TensorSlice
+from stretto.base.errors import DataError, EngineError
+from stretto.models.tensor_map import Shape, TensorSlice
+from stretto.trainer.parallel import exchange
 from stretto.trainer.state.learner_state import TensorInfo
 
+T = TypeVar("T")
+
 INDEX = ".metadata"
+_Item = tuple[str, Shape, Shape, Shape, str]
+"""A slice to be written: name, start, size, shape of the whole tensor, dtype."""
+_Written = tuple[str, Shape, int, str, int, int]
+"""A slice that is written: name, start, bytes; file, offset and length in it."""
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -47,25 +57,18 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan(
-            [_write_item(name, p) for name, p in self.state_dict.items() if p.tensor.numel()]
-        )
-        return self.plan
-
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].tensor
 
 
-def _write_item(name: str, part: TensorSlice) -> WriteItem:
-    start = torch.Size(part.start)
+def _write_item(name: str, start: Shape, size: Shape, shape: Shape, dtype: str) -> WriteItem:
     return WriteItem(
-        index=MetadataIndex(name, start),
+        index=MetadataIndex(name, torch.Size(start)),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=start, sizes=part.tensor.shape),
-            properties=TensorProperties.create_from_tensor(part.tensor),
-            size=torch.Size(part.shape),
+            chunk=ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(size)),
+            properties=TensorProperties(dtype=getattr(torch, dtype)),
+            size=torch.Size(shape),
         ),
     )
 
@@ -111,21 +114,82 @@ class _LoadPlanner(LoadPlanner):
 def write_slices(parts: dict[str, TensorSlice], directory: Path, group: Any = None) -> None:
     """Write this rank's slices and, on rank 0, the index; flush them to the disk.
 
-    group: a gloo group of all ranks, which must all call this; None if there is one rank.
+    group: a gloo group of all ranks, which must all call this; None if there is one rank. Plans are exchanged as
+    numbers and names: torch's `dcp.save` would send pickles.
+
+    Raises: on every rank an error if one rank could not write.
     """
+    ranks = _Group(group)
     writer, planner = dcp.FileSystemWriter(directory, thread_count=1, sync_files=True), _SavePlanner()
-    if group is not None:
-        dcp.save(parts, storage_writer=writer, planner=planner, process_group=group)
-        return
     writer.reset(directory)
-    planner.set_up_planner(parts, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    plans = [writer.prepare_local_plan(planner.create_local_plan())]
-    plans, metadata = planner.create_global_plan(plans)
-    [plan] = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner)
-    results.wait()
-    writer.finish(metadata, [results.value()])
+    planner.set_up_planner(parts, writer.storage_meta(), is_coordinator=ranks.rank == 0)
+    writer.set_up_storage_writer(is_coordinator=ranks.rank == 0)
+    plans = ranks.gather([_item_of(name, p) for name, p in parts.items() if p.tensor.numel()], list[_Item])
+    plans, metadata = planner.create_global_plan(
+        [SavePlan([_write_item(*i) for i in items]) for items in plans]
+    )
+    plan = writer.prepare_global_plan([writer.prepare_local_plan(each) for each in plans])[ranks.rank]
+
+    def write() -> list[_Written]:
+        results = writer.write_data(planner.finish_plan(plan), planner)
+        results.wait()
+        return [_written_of(result) for result in results.value()]
+
+    written = ranks.call(write, list[_Written] | None)
+
+    def finish() -> None:
+        if ranks.rank == 0:
+            writer.finish(metadata, [[_result_of(*each) for each in of_rank] for of_rank in written])
+
+    ranks.call(finish, None)
+
+
+class _Group:
+    """The ranks that write together, or one rank alone."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.rank = group, 0 if group is None else dist.get_rank(group)
+
+    def gather(self, value: T, kind: Any) -> list[T]:
+        return [value] if self._group is None else exchange.gather(value, kind, self._group)
+
+    def call(self, function: Callable[[], T], kind: Any) -> list[T]:
+        """The function's results on all ranks; kind: their type, or None.
+
+        Raises: this rank's error, or EngineError with that of another rank.
+        """
+        error: Exception | None = None
+        try:
+            result = function()
+        except Exception as cause:
+            result, error = None, cause
+        answers = self.gather((None if error is None else _reason(error), result), tuple[str | None, kind])
+        if error is not None:
+            raise error
+        for rank, (why, _) in enumerate(answers):
+            if why is not None:
+                raise EngineError(f"trainer rank {rank} could not write its part of the checkpoint: {why}")
+        return [result for _, result in answers]
+
+
+def _item_of(name: str, part: TensorSlice) -> _Item:
+    return (
+        name,
+        part.start,
+        tuple(part.tensor.shape),
+        part.shape,
+        str(part.tensor.dtype).removeprefix("torch."),
+    )
+
+
+def _written_of(result: WriteResult) -> _Written:
+    info = result.storage_data
+    offset = tuple(result.index.offset or ())
+    return result.index.fqn, offset, result.size_in_bytes, info.relative_path, info.offset, info.length
+
+
+def _result_of(name: str, start: Shape, num_bytes: int, path: str, offset: int, length: int) -> WriteResult:
+    return WriteResult(MetadataIndex(name, torch.Size(start)), num_bytes, _StorageInfo(path, offset, length))
 
 
 class DamagedError(DataError):

@@ -256,11 +256,8 @@ class EngineClient:
             return [None] * len(urls)
         sizes = [(await self._fetch_receivers(url)).world_size for url in urls]
         request, total = uuid4().hex, sum(sizes)
-        # After a failure the state of the old group is unknown, so a new one is made.
-        salt = request if self._failed_once else str(self.fleet.generation)
-        epoch = f"{salt}-{zlib.crc32(' '.join(urls).encode()):08x}"
         firsts = itertools.accumulate(sizes[:-1], initial=0)
-        return [WeightGroup(epoch=epoch, request=request, world_size=total, rank=rank) for rank in firsts]
+        return [WeightGroup(request=request, world_size=total, rank=rank) for rank in firsts]
 
     async def _load(self, url: str, group: WeightGroup | None) -> None:
         """Load the newest version on one engine; if a call fails, the engine stays paused.

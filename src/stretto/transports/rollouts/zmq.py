@@ -21,8 +21,9 @@ from stretto.config.sections.transport import ZmqRollouts
 from stretto.records.codec import BytesLike, decode, decode_blob, encode, encode_blob, split_blobs
 from stretto.records.control import Register
 from stretto.records.sample import MicroBatch, TrainBatch
-from stretto.transports.link import LinkClient, LinkServer, Peer, Wire
+from stretto.transports.link import LinkClient, LinkServer, Peer
 from stretto.transports.rollouts.delivery import StepGate, check_batches, no_batch_error
+from stretto.transports.stream import Wire
 
 WIRE = "rollouts"
 FRAME_BYTES = 1 << 20  # smallest frame of blobs; each frame costs as much as copying some tens of KiB

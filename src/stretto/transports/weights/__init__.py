@@ -29,13 +29,24 @@ from stretto.transports.weights.shm import ShmPublisher
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ONE_RANK", "MappedReceiver", "Publisher", "Ranks", "build_publisher", "receive"]
+__all__ = ["ONE_RANK", "MappedReceiver", "Publisher", "Ranks", "build_publisher", "meeting_host", "receive"]
 
 
 def build_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: Ranks = ONE_RANK) -> Publisher:
     """The publisher that `[weight_broadcast]` describes; every trainer rank has one."""
     publisher = _build_full_publisher(cfg, run_dir, run_id, ranks)
     return publisher if cfg.delta is None else DeltaPublisher(publisher, run_id, cfg.delta, ranks)
+
+
+def meeting_host(cfg: WeightBroadcast) -> str | None:
+    """The address on the network where trainer ranks and engines meet; None if they do not, or on one machine.
+
+    A process has one interface for gloo and NCCL, so the ranks' own group has to use this network too: engines of
+    another machine could not connect to ranks that listen at 127.0.0.1 because all ranks are on one machine.
+    """
+    if isinstance(cfg, CollectiveWeights) and cfg.host not in ("127.0.0.1", "localhost", "::1"):
+        return cfg.host
+    return None
 
 
 def _build_full_publisher(cfg: WeightBroadcast, run_dir: RunDir, run_id: str, ranks: Ranks) -> Publisher:

@@ -5,44 +5,47 @@ bucket_bytes) and returns; a thread sends them when engines request them, while 
 receive as a WeightGroup, which the orchestrator makes: the processes that receive together, and their ranks. For each
 trainer rank t that has something to send:
 
-    first receiver  board: request/<t>/<n> = {version, epoch, request, world_size}
-    sender t        board: answer/<t>/<request> = "go", or the reason for an error
-    all             one process group of the sender (rank 0) and the receivers (1 ...), reused during the epoch;
-                    one broadcast per bucket, then one of the buckets' checksums (on CPUs)
+    all receivers   board: join/<request>/<rank> = names of the process groups that they hold, by sender
+    first receiver  board: request/<t>/<n> = {version, request, world_size, held}
+    sender t        board: answer/<t>/<request> = {group}, the process group to enter, or {error}
+    all             broadcasts from the sender (rank 0) to the receivers (1 ...): one per bucket, then one of the
+                    buckets' checksums (on CPUs)
+
+A process group is named after the request for which it was made. It is used again if the sender and all receivers hold
+it, with the same ranks; otherwise all make a new one. During an update nobody holds it, so that a group in which one
+process failed is never used again. A process that was restarted holds none, so that nobody waits in a group with a dead
+one. Engines recognise a restarted trainer by its key, and drop what they have of the dead one.
 
 Receivers take one bucket of each sender in turn and start to receive the next ones early, so that several senders work
-at the same time. gloo on CPUs, NCCL on GPUs. Receivers wait for each other at the board (join/<request>/<rank>) before
-they enter a group. If one process dies, the update fails for all within timeout_s, and the orchestrator makes another
-group without it.
+at the same time. gloo on CPUs, NCCL on GPUs. Receivers wait for each other at the board before they enter a group. If
+one process dies in an update, it fails for all within timeout_s, and the orchestrator tries again without that process.
 
-The store listens at `host` only. It accepts any connection, so every message on the board is signed with a key that is
-new for each publisher and is sent only in manifests: messages of outsiders are not trusted. The process groups (gloo,
-NCCL) have no authentication: use them in private networks only. Messages are deleted when all have read them.
+The store listens at `host` only. It accepts any connection, so messages at the board are signed (board.py). The process
+groups (gloo, NCCL) have no authentication: use them in private networks only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import itertools
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
 from stretto.base.errors import WireError
 from stretto.records.weights import TensorEntry, WeightGroup, WeightManifest
+from stretto.transports.weights.board import Board
 from stretto.transports.weights.checksum import KIND, check_kind, checksum_of_bytes
 from stretto.transports.weights.layout import (
     ONE_RANK,
@@ -57,11 +60,17 @@ from stretto.transports.weights.layout import (
     padded,
     tensors_of,
 )
+from stretto.transports.weights.store import (
+    connect_store,
+    create_store,
+    gloo_device_to,
+    use_interface_to,
+)
 
 logger = logging.getLogger(__name__)
 
-FOREVER = timedelta(days=365)
 CLOSE = "close"
+TITLE = "weight_broadcast"
 RETRY_S = 0.2
 FORGED_PAUSE_S = 0.1
 """Pause after a message with a wrong signature, which limits the work that an outsider can cause."""
@@ -73,9 +82,16 @@ class SendRequest(msgspec.Struct, frozen=True):
     """Request of a group's first receiver to a sender."""
 
     version: int
-    epoch: str
     request: str
     world_size: int
+    held: str | None  # the process group that all receivers hold
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Answer of a sender to all receivers."""
+
+    group: str | None = None
+    error: str | None = None
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -105,15 +121,17 @@ class CollectivePublisher:
     ) -> None:
         self._ranks, self._rank = ranks, ranks.rank
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        key = ranks.gather(secrets.token_hex(32))[0]
-        open_store = _create_store if self._rank == 0 else _connect_store
-        store = open_store(host, port, timeout_s)
+        key = ranks.gather(secrets.token_hex(32), str)[0]
+        open_store = create_store if self._rank == 0 else connect_store
+        store = open_store(host, port, timeout_s, TITLE)
         self._board = Board(store, key)
+        if self._rank == 0:
+            self._board.mark_own()
         self._location = Location(host, store.port, bucket_bytes, timeout_s, key)
         self._buckets: dict[int, list[torch.Tensor]] = {}  # by version
         self._free_buckets: list[list[torch.Tensor]] = []  # of a released version, to be reused
         self._lock = threading.Lock()
-        self._groups = ProcessGroups()
+        self._group: HeldGroup | None = None
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._thread.start()
@@ -134,7 +152,9 @@ class CollectivePublisher:
             _fill(buffers[-1], bucket)
         with self._lock:
             self._buckets[version] = buffers
-        merged = merge_shards(self._ranks.gather(RankShards((f"rank {self._rank}",), (), tuple(entries))))
+        merged = merge_shards(
+            self._ranks.gather(RankShards((f"rank {self._rank}",), (), tuple(entries)), RankShards)
+        )
         return WeightManifest(
             version=version,
             transport="collective",
@@ -158,10 +178,10 @@ class CollectivePublisher:
         # The thread waits in a call on its connection, which is blocked meanwhile: use another connection.
         with contextlib.suppress(WireError, RuntimeError):
             location = self._location
-            store = _connect_store(location.host, location.port, RETRY_S)
+            store = connect_store(location.host, location.port, RETRY_S, TITLE)
             Board(store, location.key).send_request(self._rank, CLOSE)
         self._thread.join(timeout=5.0)
-        self._groups.close()
+        self._group = None
         self._buckets.clear()
 
     def _pop_free_buckets(self) -> list[torch.Tensor]:
@@ -194,35 +214,40 @@ class CollectivePublisher:
                 self._send(request)
             except Exception as error:
                 # The engines see the same failure, and the orchestrator decides which of them try again.
-                logger.warning("version %d did not reach group %s: %s", request.version, request.epoch, error)
-                self._groups.drop(request.epoch)
+                logger.warning("version %d did not reach its receivers: %s", request.version, error)
 
     def _send(self, request: SendRequest) -> None:
-        answer = f"answer/{self._rank}/{request.request}"
+        held, self._group = self._group, None
         with self._lock:
             buffers = self._buckets.get(request.version)
         if buffers is None:
             versions = ", ".join(map(str, self._buckets)) or "none"
-            self._board.set(answer, why := f"version {request.version} is no longer held, only {versions}")
+            why = f"version {request.version} is no longer held, only {versions}"
+            self._answer(request, Answer(error=why))
             raise WireError(why)
-        self._board.set(answer, "go")
+        name = request.held if held is not None and held.name == request.held else request.request
+        self._answer(request, Answer(group=name))
         device = buffers[0].device if buffers else torch.device("cpu")
-        group = self._groups.get(
-            self._board.store, request.epoch, self._rank, 0, request.world_size + 1, device, self._timeout_s
-        )
+        store, size = self._board.store, request.world_size + 1
+        held = _enter_group(held, name, store, self._rank, 0, size, device, self._timeout_s)
+        group = held.process_group
         started = time.perf_counter()
         for buffer in buffers:
             _broadcast(group, buffer).wait()
         if device.type == "cpu":
             _broadcast(group, _checksums(buffers)).wait()
-        size = sum(map(len, buffers))
+        self._group = held
         logger.debug(
             "sent version=%d bytes=%d to %d in %.3fs",
             request.version,
-            size,
+            sum(map(len, buffers)),
             request.world_size,
             time.perf_counter() - started,
         )
+
+    def _answer(self, request: SendRequest, answer: Answer) -> None:
+        text = msgspec.json.encode(answer).decode()
+        self._board.set(f"answer/{self._rank}/{request.request}", text)
 
 
 def _reuse_or_allocate(free: list[torch.Tensor], size: int, device: torch.device) -> torch.Tensor:
@@ -249,8 +274,6 @@ def _checksums(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
 
 # -- an engine's end --
 
-_LOCAL_GROUPS_LOCK = threading.Lock()
-
 
 class CollectiveReceiver:
     """Iterable of the (name, tensor) of one version, in order of arrival; iterate over it once.
@@ -273,51 +296,58 @@ class CollectiveReceiver:
         self._location = msgspec.json.decode(manifest.location.encode(), type=Location)
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        board = _board_of(self._location)
-        self._wait_for_receivers(board)
-        senders = sorted({entry.shard for entry in self.manifest.tensors})
-        if self._rank == 0:
-            for sender in senders:
-                request = SendRequest(
-                    self.manifest.version, self._group.epoch, self._group.request, self._group.world_size
-                )
-                board.send_request(sender, msgspec.json.encode(request).decode())
-        streams = {sender: self._stream(sender, board) for sender in senders}
-        ahead: deque[tuple[_Stream, Bucket, torch.Tensor, Any]] = deque()
-        for stream, bucket in _round_robin(streams):
-            # The next buckets are received while one is loaded.
-            with self._sender_errors(stream.sender):
-                ahead.append((stream, bucket, *stream.start_receive(bucket)))
-            if len(ahead) > NUM_AHEAD:
+        with _connected(self._location) as trainer:
+            board, held = trainer.board, trainer.groups
+            trainer.groups = {}
+            all_held = self._wait_for_receivers(board, held)
+            senders = sorted({entry.shard for entry in self.manifest.tensors})
+            if self._rank == 0:
+                for sender in senders:
+                    self._request(board, sender, all_held.get(sender))
+            streams = {sender: self._stream(sender, board, held.get(sender)) for sender in senders}
+            ahead: deque[tuple[_Stream, Bucket, torch.Tensor, Any]] = deque()
+            for stream, bucket in _round_robin(streams):
+                # The next buckets are received while one is loaded.
+                with self._sender_errors(stream.sender):
+                    ahead.append((stream, bucket, *stream.start_receive(bucket)))
+                if len(ahead) > NUM_AHEAD:
+                    yield from self._finish_receive(*ahead.popleft())
+            while ahead:
                 yield from self._finish_receive(*ahead.popleft())
-        while ahead:
-            yield from self._finish_receive(*ahead.popleft())
+            trainer.groups = held | {sender: stream.group for sender, stream in streams.items()}
 
-    def _wait_for_receivers(self, board: Board) -> None:
-        """Wait until all receivers of the group are ready."""
+    def _wait_for_receivers(self, board: Board, held: Mapping[int, HeldGroup]) -> dict[int, str]:
+        """Wait until all receivers are ready; returns the process groups that all of them hold, by sender."""
+        ranks = self._rank + 1, self._group.world_size + 1
+        own = {sender: group.name for sender, group in held.items() if (group.rank, group.size) == ranks}
         what = f"weights of version {self.manifest.version}: receiver"
-        board.exchange(
-            f"join/{self._group.request}", self._rank, self._group.world_size, "here", what, self._location
+        messages = board.exchange(
+            f"join/{self._group.request}",
+            self._rank,
+            self._group.world_size,
+            msgspec.json.encode(own).decode(),
+            what,
+            self._location.timeout_s,
         )
+        others = [msgspec.json.decode(message, type=dict[int, str]) for message in messages]
+        return {sender: name for sender, name in own.items() if all(o.get(sender) == name for o in others)}
 
-    def _stream(self, sender: int, board: Board) -> _Stream:
+    def _request(self, board: Board, sender: int, held: str | None) -> None:
+        group = self._group
+        request = SendRequest(self.manifest.version, group.request, group.world_size, held)
+        board.send_request(sender, msgspec.json.encode(request).decode())
+
+    def _stream(self, sender: int, board: Board, held: HeldGroup | None) -> _Stream:
         """Wait for a sender's answer and enter a process group with it."""
-        timeout_s, receivers = self._location.timeout_s, self._group
+        timeout_s, world_size = self._location.timeout_s, self._group.world_size
         with self._sender_errors(sender) as what:
-            name = f"answer/{sender}/{receivers.request}"
-            answer = board.wait(name, timeout_s, what)
-            board.mark_read(name, receivers.world_size, [name])
-            if answer != "go":
-                raise WireError(f"{what}: {answer}.")
-            group = _groups_of(self._location).get(
-                board.store,
-                receivers.epoch,
-                sender,
-                self._rank + 1,
-                receivers.world_size + 1,
-                self._device,
-                timeout_s,
-            )
+            name = f"answer/{sender}/{self._group.request}"
+            answer = msgspec.json.decode(board.wait(name, timeout_s, what), type=Answer)
+            board.mark_read(name, world_size, [name])
+            if answer.group is None:
+                raise WireError(f"{what}: {answer.error}.")
+            rank, size = self._rank + 1, world_size + 1
+            group = _enter_group(held, answer.group, board.store, sender, rank, size, self._device, timeout_s)
         buckets = buckets_of(self.manifest.tensors, sender, self._location.bucket_bytes)
         return _Stream(sender, group, self._device, buckets)
 
@@ -333,14 +363,13 @@ class CollectiveReceiver:
 
     @contextlib.contextmanager
     def _sender_errors(self, sender: int) -> Iterator[str]:
-        """Turn errors into a WireError that names the sender, and drop the groups of this epoch."""
+        """Turn errors into a WireError that names the sender, except those of the store."""
         what = f"weights of version {self.manifest.version} from trainer rank {sender}"
         try:
             yield what
-        except (WireError, RuntimeError, ValueError) as error:
-            _groups_of(self._location).drop(self._group.epoch)
-            if isinstance(error, WireError):
-                raise
+        except (WireError, DistNetworkError):
+            raise
+        except (RuntimeError, ValueError) as error:
             raise WireError(f"{what}: {str(error).splitlines()[0]}") from error
 
     def __enter__(self) -> CollectiveReceiver:
@@ -358,15 +387,15 @@ class CollectiveReceiver:
 class _Stream:
     """The buckets of one sender, in order, and their checksums (on CPUs)."""
 
-    def __init__(self, sender: int, group: object, device: torch.device, buckets: list[Bucket]) -> None:
-        self.sender, self.buckets = sender, buckets
-        self._group, self._device = group, device
+    def __init__(self, sender: int, group: HeldGroup, device: torch.device, buckets: list[Bucket]) -> None:
+        self.sender, self.group, self.buckets = sender, group, buckets
+        self._device = device
         self._checksums: list[int] = []
 
     def start_receive(self, bucket: Bucket) -> tuple[torch.Tensor, Any]:
         """Start to receive the next bucket; returns its buffer, and the work to wait for."""
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
-        return buffer, _broadcast(self._group, buffer)
+        return buffer, _broadcast(self.group.process_group, buffer)
 
     def verify(self, buffer: torch.Tensor) -> bool:
         """Add a bucket; after the last one, whether the checksums of all are those of the sender."""
@@ -376,7 +405,7 @@ class _Stream:
         if len(self._checksums) < len(self.buckets):
             return True
         sent = torch.zeros(len(self.buckets), dtype=torch.int64)
-        _broadcast(self._group, sent).wait()
+        _broadcast(self.group.process_group, sent).wait()
         return sent.tolist() == self._checksums
 
 
@@ -398,58 +427,60 @@ def min_over_receivers(
     location = msgspec.json.decode(manifest.location.encode(), type=Location)
     what = f"weights of version {manifest.version}: receiver"
     name, rank = f"min/{group.request}/{topic}", group.rank + worker
-    values = _board_of(location).exchange(name, rank, group.world_size, str(value), what, location)
+    with _connected(location) as trainer:
+        values = trainer.board.exchange(name, rank, group.world_size, str(value), what, location.timeout_s)
     return min(map(int, values))
 
 
 # -- what both ends share --
 
 
-class ProcessGroups:
-    """The process groups of one end, by epoch and sender; a new epoch ends the older ones."""
+@dataclass(frozen=True)
+class HeldGroup:
+    """A process group that this process holds after an update, until the next one begins."""
 
-    def __init__(self) -> None:
-        self._groups: dict[tuple[str, int], object] = {}
-
-    def get(
-        self,
-        store: TCPStore,
-        epoch: str,
-        sender: int,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout_s: float,
-    ) -> object:
-        key = (epoch, sender)
-        if key not in self._groups:
-            for old in [k for k in self._groups if k[0] != epoch and k[1] == sender]:
-                del self._groups[old]
-            prefix = PrefixStore(f"group/{sender}/{epoch}", store)
-            self._groups[key] = _new_group(prefix, rank, size, device, timeout_s)
-        return self._groups[key]
-
-    def drop(self, epoch: str) -> None:
-        for key in [k for k in self._groups if k[0] == epoch]:
-            del self._groups[key]
-
-    def close(self) -> None:
-        self._groups.clear()
+    name: str
+    rank: int
+    size: int
+    process_group: object
 
 
-def _new_group(store: PrefixStore, rank: int, size: int, device: torch.device, timeout_s: float) -> object:
+def _enter_group(
+    held: HeldGroup | None,
+    name: str,
+    store: TCPStore,
+    sender: int,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+) -> HeldGroup:
+    """The held process group if it has this name, else a new one."""
+    if held is not None and held.name == name:
+        return held
+    return HeldGroup(
+        name, rank, size, _new_group(store, f"group/{sender}/{name}", rank, size, device, timeout_s)
+    )
+
+
+def _new_group(
+    store: TCPStore, prefix: str, rank: int, size: int, device: torch.device, timeout_s: float
+) -> object:
     """A process group that torch does not register, so that an engine's own is not affected."""
-    timeout = timedelta(seconds=timeout_s)
+    timeout, meeting = timedelta(seconds=timeout_s), PrefixStore(prefix, store)
     if device.type == "cuda":
         from torch.distributed import ProcessGroupNCCL
 
+        use_interface_to(store.host)
         torch.cuda.set_device(device)
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return ProcessGroupNCCL(store, rank, size, options)
+        return ProcessGroupNCCL(meeting, rank, size, options)
     from torch.distributed import ProcessGroupGloo
 
-    return ProcessGroupGloo(store, rank, size, timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout, options._devices = timeout, [gloo_device_to(store.host)]
+    return ProcessGroupGloo(meeting, rank, size, options)
 
 
 def _broadcast(group: object, tensor: torch.Tensor):
@@ -459,128 +490,49 @@ def _broadcast(group: object, tensor: torch.Tensor):
     return group.broadcast([tensor], options)  # type: ignore[attr-defined]
 
 
-def _create_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A store that listens at `host` only.
+class Connection:
+    """This process's connection to a publisher, and the process groups that it holds, by sender."""
 
-    TCPStore by itself would listen at all addresses of the machine.
+    def __init__(self, location: Location) -> None:
+        store = connect_store(location.host, location.port, location.timeout_s, TITLE)
+        self.key, self.board = location.key, Board(store, location.key)
+        self.groups: dict[int, HeldGroup] = {}
+        if not self.board.is_own():
+            raise WireError(
+                f"{TITLE}: the trainer at {location.host}:{location.port} is not the one that published this version; "
+                "it was restarted since, and publishes anew."
+            )
+
+
+_connections: dict[tuple[str, int], Connection] = {}
+_connections_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _connected(location: Location) -> Iterator[Connection]:
+    """This process's connection to a publisher; the next call connects anew after an error, or if the key differs.
+
+    Raises: WireError if the connection is lost.
     """
+    address = location.host, location.port
+    with _connections_lock:
+        connection = _connections.get(address)
+        if connection is None or connection.key != location.key:
+            connection = _connections[address] = Connection(location)
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.create_server(address[:2], family=family, backlog=1024) as listener:
-            port = listener.getsockname()[1]
-            return _open_store(host, port, timeout_s, master_listen_fd=listener.detach(), is_master=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise WireError(
-            f"weight_broadcast: cannot listen at {host}:{port}: {str(error).splitlines()[0]}; the host must be "
-            "an address of the trainer's first rank, and the port free there."
-        ) from error
-
-
-def _connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    try:
-        return _open_store(host, port, timeout_s)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise WireError(
-            f"weight_broadcast: cannot connect to {host}:{port}: {str(error).splitlines()[0]}; trainer ranks and "
-            "engines must be able to connect to that port of the trainer's first rank."
-        ) from error
-
-
-def _open_store(host: str, port: int, timeout_s: float, **master: Any) -> TCPStore:
-    return TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), **master)
-
-
-class Board:
-    """Signed messages at a store, by name; only who has the key can make valid ones."""
-
-    def __init__(self, store: TCPStore, key: str) -> None:
-        self.store = store
-        self._key = key.encode()
-
-    def set(self, name: str, message: str) -> None:
-        self.store.set(name, f"{self._sign(name, message)} {message}")
-
-    def wait(self, name: str, timeout_s: float, what: str) -> str:
-        """Wait for the message with this name; what: who sends it, for error messages.
-
-        Raises: WireError if there is none in time, or its signature is wrong.
-        """
-        try:
-            self.store.wait([name], timedelta(seconds=timeout_s))
-        except Exception as error:
-            raise WireError(f"{what}: no message in {timeout_s:g} s.") from error
-        return self._verified(name, self.store.get(name), what)
-
-    def pop(self, name: str) -> str:
-        """Wait for a message as long as the store lives, delete it and return it.
-
-        Raises: WireError if its signature is wrong. It is not deleted then: the real one might just replace it.
-        """
-        self.store.wait([name], FOREVER)
-        message = self._verified(name, self.store.get(name), f"weight_broadcast: {name}")
-        self.delete(name)
-        return message
-
-    def delete(self, name: str) -> None:
-        self.store.delete_key(name)
-
-    def send_request(self, sender: int, message: str) -> None:
-        """Append a message to a sender's requests."""
-        count = self.store.add(f"count/{sender}", 1) - 1
-        self.set(f"request/{sender}/{count}", message)
-
-    def exchange(
-        self, name: str, rank: int, world_size: int, message: str, what: str, location: Location
-    ) -> list[str]:
-        """All-gather: the messages of all ranks of a group.
-
-        Raises: WireError, `what` and the rank, if a rank sends none in time.
-        """
-        self.set(f"{name}/{rank}", message)
-        timeout_s = location.timeout_s
-        messages = [
-            self.wait(f"{name}/{other}", timeout_s, f"{what} {other} of {world_size}")
-            for other in range(world_size)
-        ]
-        self.mark_read(name, world_size, [f"{name}/{other}" for other in range(world_size)])
-        return messages
-
-    def mark_read(self, name: str, world_size: int, messages: Sequence[str]) -> None:
-        """Record that one of world_size readers has read these messages; the last one deletes them."""
-        if self.store.add(f"{name}/num_read", 1) == world_size:
-            for each in (*messages, f"{name}/num_read"):
-                self.delete(each)
-
-    def _sign(self, name: str, message: str) -> str:
-        return hmac.digest(self._key, f"{name} {message}".encode(), hashlib.sha256).hex()
-
-    def _verified(self, name: str, text: bytes, what: str) -> str:
-        signature, _, message = text.decode(errors="replace").partition(" ")
-        if not hmac.compare_digest(signature.encode(), self._sign(name, message).encode()):
-            raise WireError(f"{what}: a message with a wrong signature, from outside this run.")
-        return message
-
-
-_boards: dict[tuple[str, int, str], Board] = {}
-_groups: dict[tuple[str, int], ProcessGroups] = {}
-
-
-def _board_of(location: Location) -> Board:
-    """This process's board at a trainer's store; connects at the first call."""
-    key = (location.host, location.port, location.key)
-    with _LOCAL_GROUPS_LOCK:
-        if key not in _boards:
-            _boards[key] = Board(_connect_store(*key[:2], location.timeout_s), location.key)
-        return _boards[key]
-
-
-def _groups_of(location: Location) -> ProcessGroups:
-    with _LOCAL_GROUPS_LOCK:
-        return _groups.setdefault((location.host, location.port), ProcessGroups())
+        yield connection
+    except BaseException as error:
+        with _connections_lock:
+            if _connections.get(address) is connection:
+                del _connections[address]
+        if isinstance(error, DistNetworkError):
+            raise WireError(
+                f"{TITLE}: the trainer's store at {location.host}:{location.port} is gone."
+            ) from error
+        raise
 
 
 def close_all() -> None:
-    """Close all groups and boards of this process: at its end, and in tests."""
-    with _LOCAL_GROUPS_LOCK, contextlib.suppress(RuntimeError):
-        _groups.clear()
-        _boards.clear()
+    """Close all connections of this process: at its end, and in tests."""
+    with _connections_lock, contextlib.suppress(RuntimeError):
+        _connections.clear()

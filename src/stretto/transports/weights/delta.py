@@ -182,7 +182,7 @@ class DeltaPublisher:
                 size += value.nbytes + (gap_bytes or 0)
             np.copyto(old, words)
         is_new_set, self._rank_entries = tuple(entries) != self._rank_entries, tuple(entries)
-        gathered = self._ranks.gather((secrets.token_hex(4), is_new_set, size))
+        gathered = self._ranks.gather((secrets.token_hex(4), is_new_set, size), tuple[str, bool, int])
         if any(is_new_set for _, is_new_set, _ in gathered):
             self._chain_id, limit = gathered[0][0], None
         if limit is None or sum(size for _, _, size in gathered) > limit:

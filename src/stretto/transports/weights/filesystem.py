@@ -58,14 +58,14 @@ class FilesystemPublisher:
         if ranks.rank == 0:
             for path in directory.glob(".version_*"):  # left incomplete by a process that died
                 shutil.rmtree(path, ignore_errors=True)
-        ranks.gather(None)  # a barrier: no rank writes before that
+        ranks.gather(None, None)  # a barrier: no rank writes before that
 
     def publish(self, version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
         started = time.perf_counter()
         ranks, final = self._ranks, self._directory / f"version_{version}"
         partial = self._directory / f".version_{version}.{ranks.rank}.{os.getpid()}"
         try:
-            gathered = ranks.gather((partial.name, self._write(partial, tensors)))
+            gathered = ranks.gather((partial.name, self._write(partial, tensors)), tuple[str, RankShards])
             merged = merge_shards(shards for _, shards in gathered)
             manifest = WeightManifest(
                 version=version,

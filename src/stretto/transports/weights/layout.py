@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -73,8 +73,8 @@ class Ranks(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on every rank."""
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """The values of all ranks, on every rank; kind: their type."""
         ...
 
 
@@ -85,7 +85,7 @@ class OneRank:
     rank: int = 0
     world_size: int = 1
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, kind: Any) -> list[T]:
         return [value]
 
 

@@ -78,7 +78,7 @@ class ShmPublisher:
 
     def publish(self, version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
         assert not self._is_closed, "publish after close"
-        merged = merge_shards(self._ranks.gather(self._write(version, tensors)))
+        merged = merge_shards(self._ranks.gather(self._write(version, tensors), RankShards))
         return WeightManifest(
             version=version,
             transport="shm",

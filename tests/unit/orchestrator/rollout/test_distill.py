@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from config_cases import ENV, complaints
+from cases.config import ENV, complaints
 from fakes import CharRenderer, FakeEngine, FakeTrainer, GuessEnv, parrot, run_virtual
 
 from stretto.base.errors import ConfigError, StrettoError

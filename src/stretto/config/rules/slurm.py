@@ -1,0 +1,148 @@
+"""Rules of [slurm]: what sbatch would refuse later, or understand in another way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
+from stretto.config.rules.rule import Each, Rules
+from stretto.config.sections.deployment import SlurmSection
+
+Found = Iterator[tuple[str, str] | tuple[str, str, Any]]
+TIME = re.compile(r"(\d+-\d+(:\d+(:\d+)?)?|\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE)")
+OPTION = re.compile(r"[a-z][a-z0-9-]*")
+WRITTEN = frozenset(
+    {"array", "chdir", "error", "exclusive", "job-name", "mem", "no-requeue", "nodes", "ntasks"}
+    | {"ntasks-per-node", "open-mode", "output", "requeue", "signal", "wrap"}
+)
+"""Options of sbatch that the script has already, or that it does not work with."""
+NODES = re.compile(r"([^\[\],]+)(?:\[([\d,-]+)\])?(?:,|$)")
+
+
+def node_names(nodelist: str) -> list[str]:
+    """The nodes of a list in Slurm's notation: `a[0-1,07],b` is a0, a1, a07, b.
+
+    Raises: ValueError if it cannot be read.
+    """
+    names: list[str] = []
+    end = 0
+    while end < len(nodelist):
+        if (match := NODES.match(nodelist, end)) is None:
+            raise ValueError(nodelist)
+        stem, numbers = match[1], match[2]
+        names += [stem] if numbers is None else [f"{stem}{number}" for number in _numbers(numbers)]
+        end = match.end()
+    return names
+
+
+def _numbers(text: str) -> Iterator[str]:
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from (str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1))
+
+
+def seconds(time: str) -> float:
+    """A time limit in Slurm's notation: `90` is minutes, `1:30:00` hours, `1-12` days and hours."""
+    if not time[0].isdigit():
+        return math.inf
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    unit = 3600 if days or len(parts) == 3 else 60
+    return 86400 * int(days or 0) + sum(part * unit // 60**index for index, part in enumerate(parts))
+
+
+def option_faults(section: SlurmSection) -> Found:
+    """Values that would break the script or are no option of sbatch."""
+    for key, value in section:
+        if key != "pre_run_command" and isinstance(value, str) and (not value or re.search(r"\s", value)):
+            yield key, "{0}: one word is needed, for it is an option of sbatch; leave it out for None"
+    for option, value in section.extra.items():
+        own = option.replace("-", "_")
+        if not OPTION.fullmatch(option):
+            yield (
+                "extra",
+                '{0.path}: "{it}" is no long option of sbatch; write it as in --constraint, without the dashes',
+                option,
+            )
+        elif own in SlurmSection.model_fields and own != "extra":
+            yield "extra", "{0.path}: {it} is a key of [slurm]; give it there", option
+        elif option in WRITTEN:
+            yield "extra", "{0.path}: --{it} is written by stretto, which depends on it; leave it out", option
+        elif isinstance(value, str) and re.search(r"[\r\n]", value):
+            yield "extra", "{0.path}: the value of {it} has several lines; give one", option
+    if section.time is not None and not TIME.fullmatch(section.time):
+        yield "time", "{0} is no time of Slurm; write minutes, H:MM:SS or D-HH:MM:SS"
+    elif section.time is not None and (limit := seconds(section.time)) <= section.finish_within_s:
+        yield (
+            "time finish_within_s",
+            "{0} is {it} s, all of which is for the end, {1}; raise it, or lower the latter",
+            limit,
+        )
+
+
+def node_list_faults(section: SlurmSection) -> Found:
+    """Lists of nodes that cannot be read, name a node twice, or contradict each other."""
+    lists: dict[str, list[str]] = {}
+    for key in ("nodelist", "exclude"):
+        try:
+            lists[key] = names = node_names(getattr(section, key) or "")
+        except ValueError:
+            yield key, "{0} cannot be read; write it as Slurm does, such as node[0-3,7],big0"
+            continue
+        if twice := [name for name, found in itertools.groupby(sorted(names)) if len([*found]) > 1]:
+            yield key, "{0} has {it} twice; name each node once", twice[0]
+    if both := sorted(set(lists.get("nodelist", ())) & set(lists.get("exclude", ()))):
+        yield "nodelist exclude", "{0} and {1} both name {it}; leave it out of one", both[0]
+
+
+def num_nodes(cfg: Any) -> int:
+    """Nodes that the command runs on."""
+    if isinstance(cfg, InferenceConfig):
+        return cfg.deployment.num_nodes
+    if isinstance(cfg, SFTConfig) or cfg.deployment.type != "multi_node":
+        return 1
+    engines = 0 if cfg.inference is None else cfg.inference.deployment.num_nodes
+    return cfg.deployment.num_train_nodes + cfg.deployment.num_infer_replicas * engines
+
+
+def job_faults(cfg: Any) -> Found:
+    """[slurm] against the command that is submitted."""
+    if cfg.slurm is None:
+        return
+    at = "" if isinstance(cfg, InferenceConfig) else "deployment."
+    for key in ("hosts", "node_rank"):
+        owner = cfg if not at else cfg.deployment
+        if getattr(owner, key, None) is not None:
+            way_out = "leave it out; slurm.nodelist asks for certain nodes"
+            yield (
+                f"{at}{key} slurm",
+                f"{{0.path}}: with [slurm] the job's nodes are not known before it starts; {way_out}",
+            )
+    needed = num_nodes(cfg)
+    try:
+        wanted = node_names(cfg.slurm.nodelist or "")
+    except ValueError:
+        wanted = []
+    if len(wanted) > needed:
+        rule = f"names {len(wanted)} nodes, and the plan has {needed}"
+        yield (
+            "slurm.nodelist deployment",
+            f"{{0}} {rule}; leave {len(wanted) - needed} out, or raise the deployment",
+        )
+    if not isinstance(cfg, InferenceConfig) and cfg.slurm.requeue and cfg.ckpt is None:
+        yield (
+            "slurm.requeue ckpt",
+            "{0} without checkpoints would begin anew every time; set it to false, or keep [ckpt]",
+        )
+
+
+RULES: Rules = {
+    SlurmSection: (Each(option_faults), Each(node_list_faults)),
+    RLConfig: (Each(job_faults),),
+    SFTConfig: (Each(job_faults),),
+    InferenceConfig: (Each(job_faults),),
+}

@@ -1,0 +1,69 @@
+"""The cache as the compiled kernels read it: attention in place over blocks, without gathers and slabs.
+
+A row reads exactly the keys up to its position, block by block, so its bits do not depend on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.inference.embedded.kv_cache import KVCache, PassLayout, PassRows
+from stretto.models.decoder import angle_table
+from stretto.models.fused import NativeAttend
+from stretto.models.native.kernels import AttentionPass, Kernels
+from stretto.models.shape import ModelConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class NativeCache(KVCache):
+    """Blocks of keys are [head_dim, block_size] here; only kernels read them."""
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, kernels: Kernels
+    ) -> None:
+        super().__init__(
+            config,
+            num_blocks,
+            block_size,
+            max_len,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            is_exact=True,
+        )
+        self.widths = np.array([max_len], np.int64)
+        self.kernels = kernels
+        self._angles = angle_table(config, self.device, torch.float32)
+        cos, sin = (x.data_ptr() for x in self._angles)
+        self._sizes = {
+            "heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
+            "block_size": block_size, "num_blocks": num_blocks, "cos": cos, "sin": sin,
+            "eps": config.rms_norm_eps, "scale": self.scale,
+        }  # fmt: skip
+        self._layers = list(self.blocks.unbind())
+
+    def layout(self, rows: PassRows) -> PassLayout:
+        return PassLayout(rows, torch.empty(0), [])
+
+    def advance(self, layout: PassLayout) -> None:
+        """Nothing to prepare: `attend` reads the rows."""
+
+    def attend(self, layout: PassLayout) -> NativeAttend:
+        rows = layout.rows
+        how = AttentionPass(
+            rows=len(rows.owners), table_width=rows.tables.shape[1], threads=torch.get_num_threads(),
+            owners=rows.owners.ctypes.data, positions=rows.positions.ctypes.data, tables=rows.tables.ctypes.data,
+            **self._sizes,
+        )  # fmt: skip
+
+        def attend(
+            layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+        ) -> Float[Tensor, "rows dim"]:
+            return self.kernels.attend(how, qkv, q_norm, k_norm, self._layers[layer])
+
+        return attend

@@ -1,0 +1,102 @@
+"""Slurm's commands: submit a job, ask about it, signal it.
+
+Only what every cluster has: sbatch, squeue, scancel and scontrol. No accounting database is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from stretto.base.errors import ConfigError, EngineError
+
+TIMEOUT_S = 120.0
+UNKNOWN = "Invalid job id"
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job that Slurm knows: its state, why it waits or which nodes it has, and times as Slurm writes them."""
+
+    job: str
+    state: str
+    reason: str
+    nodes: str
+    elapsed: str
+    left: str
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "RUNNING"
+
+
+def submit(script: str) -> str:
+    """Submit a script file; the number of its job.
+
+    Raises: ConfigError with Slurm's words if it refuses the job.
+    """
+    ended = _run("sbatch", "--parsable", script)
+    if ended.returncode:
+        reason = " ".join(ended.stderr.replace("sbatch: error: ", "").split())
+        raise ConfigError(f"Slurm refuses the job: {reason}. Its script is {script}; correct [slurm].")
+    return ended.stdout.strip().split(";")[0]
+
+
+def find_job(job: str) -> Queued | None:
+    """What the queue says about a job; None if it is not, or no longer, there."""
+    ended = _run("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r|%N|%M|%L")
+    if ended.returncode and UNKNOWN not in ended.stderr:
+        raise EngineError(f"squeue does not answer: {' '.join(ended.stderr.split())}")
+    lines = ended.stdout.strip().splitlines()
+    return Queued(job, *lines[0].split("|")) if lines else None
+
+
+def is_live(job: Queued | None) -> bool:
+    """Whether the job waits, runs, or will do so again."""
+    ended = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE", "BOOT_FAIL", "OUT_OF_MEMORY")
+    return job is not None and job.state not in (*ended, "NODE_FAIL", "PREEMPTED", "REVOKED")
+
+
+def cancel(job: str) -> None:
+    """End a job at once, or take it out of the queue."""
+    _checked("scancel", job)
+
+
+def ask_to_finish(job: str) -> None:
+    """Let the launchers of a running job finish the step; the script itself is not told, so it does not requeue."""
+    _checked("scancel", "--signal=USR2", job)
+
+
+def end_other_nodes() -> None:
+    """On the first node of a step over several: tell the launchers of the others that the run has ended.
+
+    Their children ignore SIGHUP; the launcher ends them.
+    """
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "")
+    if (
+        job
+        and step.isdigit()
+        and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
+        and shutil.which("scancel")
+    ):
+        _run("scancel", "--signal=HUP", f"{job}.{step}")
+
+
+def _checked(*words: str) -> None:
+    ended = _run(*words)
+    if ended.returncode:
+        raise EngineError(f"`{' '.join(words)}` failed: {' '.join(ended.stderr.split())}")
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"[slurm]: there is no `{words[0]}` on this machine; run the command where Slurm is installed, such as the "
+            "cluster's login node, or leave [slurm] out (--slurm None) to run here."
+        )
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as cause:
+        raise EngineError(f"`{' '.join(words)}` did not answer within {TIMEOUT_S:g} s") from cause

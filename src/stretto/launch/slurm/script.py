@@ -1,0 +1,233 @@
+"""The job of [slurm] as data: the nodes and GPUs that a command takes, and the script that sbatch gets.
+
+In: a checked root with a [slurm] section. Out: a `Job`, whose script runs the same command on every node by one srun:
+
+    time is nearly over    Slurm sends the script SIGUSR2; it passes it on to the launchers (the first node finishes its
+                           step and saves, the others wait for it), and queues the job again when all have ended well
+    a node is lost         Slurm ends the job and queues it again
+    started again          the run resumes from its latest checkpoint; if it has none it begins anew
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
+from stretto.config.rules.slurm import num_nodes
+from stretto.config.sections.deployment import SlurmSection
+from stretto.launch.plan.nodes import plan_nodes
+from stretto.launch.run.serve import plan_serving
+
+SubmittedConfig = RLConfig | SFTConfig | InferenceConfig
+VERBS: dict[type, str] = {RLConfig: "rl", SFTConfig: "sft", InferenceConfig: "inference"}
+PLACEHOLDER = re.compile(r"\{\{\s*(\w*)\s*\}\}")
+
+TEMPLATE = """\
+#!/bin/bash
+{{ options }}
+set -eu
+run={{ run }}
+export STRETTO_JOB=$SLURM_JOB_ID
+{{ start }}
+again=
+trap 'again=yes; scancel --signal=USR2 "$SLURM_JOB_ID"' USR2
+{{ command }} &
+while kill -0 $! 2>/dev/null; do wait $! || true; done  # a signal interrupts the wait
+status=0
+wait $! || status=$?
+if [ "$again" ] && [ "$status" = 0 ]; then scontrol requeue "$SLURM_JOB_ID" || true; fi
+exit $status
+"""
+
+RESTART = """\
+start={first}
+if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then
+    if compgen -G "$run/checkpoints/step_*/COMPLETE" >/dev/null
+    then start="--resume --resume.step None --resume.dir None"
+    else start=--clean
+    fi
+fi"""
+
+ON_EACH_NODE = """\
+srun --kill-on-bad-exit=1 --cpu-bind=none bash -c '
+    if ! [ -r "$0" ]; then
+        echo "error: $(hostname) does not see $0: output_dir must be on a file system that all nodes share" >&2; exit 2
+    fi
+{setup}    exec "$@"' "$run"/slurm/{verb}.json \\
+    {python} -m stretto {verb} @ "$run"/slurm/{verb}.json{words} $start"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is submitted."""
+
+    verb: str
+    run: RunDir
+    """Its absolute path."""
+    num_nodes: int
+    num_gpus: int
+    """GPUs of each node."""
+    script: str
+
+    @property
+    def config_file(self) -> Path:
+        """The config that every node loads."""
+        return self.run.slurm / f"{self.verb}.json"
+
+    @property
+    def script_file(self) -> Path:
+        return self.run.slurm / "job.sh"
+
+    @property
+    def log(self) -> Path:
+        """What the launchers of all nodes print, of all times that the job was started."""
+        return self.run.slurm / "job.log"
+
+
+def plan_job(cfg: SubmittedConfig) -> Job:
+    """The job of a root.
+
+    Raises: ConfigError if nodes get too few GPUs, or the template cannot be used.
+    """
+    section = cfg.slurm
+    assert section is not None, "a root without [slurm] is not submitted"
+    verb, run = VERBS[type(cfg)], RunDir(cfg.run_path.absolute())
+    gpus = _gpus_per_node(cfg)
+    _check_gres(section, gpus)
+    parts = {
+        "options": _options(cfg, section, run, gpus),
+        "run": shlex.quote(str(run)),
+        "start": _start(cfg),
+        "command": _command(cfg, section, verb),
+        "job_name": section.job_name or run.path.name,
+        "num_nodes": str(num_nodes(cfg)),
+        "num_gpus": str(gpus),
+    }
+    return Job(verb, run, num_nodes(cfg), gpus, fill(*_template(section), parts))
+
+
+def _template(section: SlurmSection) -> tuple[str, str]:
+    """The template's text, and how messages call it.
+
+    Raises: ConfigError if it cannot be read.
+    """
+    if (path := section.template_path) is None:
+        return TEMPLATE, "the built-in template"
+    try:
+        return path.expanduser().read_text(), f'[slurm] template_path = "{path}"'
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f'[slurm] template_path = "{path}" cannot be read: {cause}') from cause
+
+
+def fill(template: str, name: str, parts: Mapping[str, str]) -> str:
+    """The template with each `{{ part }}` in its place.
+
+    Raises: ConfigError for a part that does not exist, or if the command or sbatch's options are missing.
+    """
+    found = PLACEHOLDER.findall(template)
+    known = ", ".join(f"{{{{ {part} }}}}" for part in parts)
+    for part in found:
+        if part not in parts:
+            raise ConfigError(f"{name}: there is no {{{{ {part} }}}}; a template may have {known}.")
+    for part in ("options", "command"):
+        if part not in found:
+            raise ConfigError(
+                f"{name} has no {{{{ {part} }}}}, so the job would run nothing of ours; it needs one."
+            )
+    return PLACEHOLDER.sub(lambda match: parts[match[1]], template)
+
+
+# -- parts of the script --
+
+
+def _options(cfg: SubmittedConfig, section: SlurmSection, run: RunDir, gpus: int) -> str:
+    given: dict[str, str | int | bool | None] = {
+        "job-name": section.job_name or run.path.name,
+        "nodes": num_nodes(cfg),
+        "ntasks-per-node": 1,
+        "chdir": str(Path.cwd()),
+        "output": str(run.slurm / "job.log").replace("%", "%%"),
+        "open-mode": "append",
+        "gres": section.gres or (f"gpu:{gpus}" if gpus else None),
+        "exclusive": section.exclusive,
+        "mem": 0 if section.exclusive else None,
+        "requeue" if section.requeue else "no-requeue": True,
+        "signal": None if isinstance(cfg, InferenceConfig) else f"B:USR2@{section.finish_within_s}",
+    }
+    for key in ("partition", "account", "qos", "time", "nodelist", "exclude", "reservation"):
+        given[key] = getattr(section, key)
+    lines = []
+    for option, value in (given | section.extra).items():
+        if value is not None and value is not False:
+            lines.append(f"#SBATCH --{option}" + ("" if value is True else f"={_word(value)}"))
+    return "\n".join(lines)
+
+
+def _word(value: str | int) -> str:
+    """A value in a line of #SBATCH, where quotes are those of a shell."""
+    text = str(value)
+    return text if re.fullmatch(r"[^\s\"'\\]+", text) else shlex.quote(text)
+
+
+def _start(cfg: SubmittedConfig) -> str:
+    """The lines that choose the words by which the run starts or continues."""
+    if isinstance(cfg, InferenceConfig):
+        return "start="
+    return RESTART.format(first="--clean" if cfg.clean else "")
+
+
+def _command(cfg: SubmittedConfig, section: SlurmSection, verb: str) -> str:
+    key = "--hosts" if isinstance(cfg, InferenceConfig) else "--deployment.hosts"
+    hosts = f' \\\n    {key} $(scontrol show hostnames "$SLURM_JOB_NODELIST")' if num_nodes(cfg) > 1 else ""
+    setup = (section.pre_run_command or "").strip().replace("'", "'\\''")
+    setup = "".join(f"    {line}\n" for line in setup.splitlines())
+    return ON_EACH_NODE.format(setup=setup, verb=verb, python=shlex.quote(sys.executable), words=hosts)
+
+
+# -- GPUs --
+
+
+def _gpus_per_node(cfg: SubmittedConfig) -> int:
+    """GPUs that the processes of one node take, at most; 0 if none are named or counted."""
+    if isinstance(cfg, InferenceConfig) and cfg.device == "cpu":
+        return 0
+    if isinstance(cfg, InferenceConfig) and num_nodes(cfg) == 1:
+        return cfg.parallel.num_gpus * cfg.deployment.num_engines
+    planned = cfg.model_copy(update={"dry_run": True})
+    if isinstance(planned, InferenceConfig):
+        processes = plan_serving(planned, planned.run_dir).processes
+    elif isinstance(planned, RLConfig) and planned.deployment.type == "multi_node":
+        processes = plan_nodes(planned, planned.run_dir).processes
+    else:
+        return _named_gpus(planned)
+    used = Counter(node for node, _ in {(spec.node, gpu) for spec in processes for gpu in spec.devices})
+    return max(used.values(), default=0)
+
+
+def _named_gpus(cfg: RLConfig | SFTConfig) -> int:
+    """GPUs of a run on one node: those that are named or counted."""
+    if isinstance(cfg, SFTConfig):
+        return cfg.num_ranks if cfg.trainer_gpu_ids or cfg.deployment.num_train_gpus else 0
+    shape, parts = cfg.deployment, ("train", "infer", "teacher")
+    ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids)
+    named = {gpu for each in ids for gpu in each or ()}
+    counted = sum(getattr(shape, f"num_{part}_gpus") or 0 for part, given in zip(parts, ids) if given is None)
+    return max(len(named) + counted, max(named, default=-1) + 1)
+
+
+def _check_gres(section: SlurmSection, gpus: int) -> None:
+    """Raises: ConfigError if [slurm] asks for fewer GPUs than a node's processes take."""
+    asked = re.search(r"(?:^|,)gpu(?::[^:,]+)?:(\d+)(?:,|$)", section.gres or "")
+    if asked and int(asked[1]) < gpus:
+        raise ConfigError(
+            f"[slurm] gres = {section.gres} gives a node {asked[1]} GPUs, and its processes take {gpus}; ask for "
+            f"gpu:{gpus}, leave gres out, or lower what [deployment] and [inference] take."
+        )

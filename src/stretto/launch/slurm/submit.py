@@ -1,0 +1,84 @@
+"""A command with a [slurm] section: writes the job into the run directory, submits it, and says how to follow it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+
+from stretto.base import rundir
+from stretto.base.errors import ConfigError
+from stretto.base.files import write_atomic
+from stretto.base.paths import RunDir
+from stretto.config.load import dump, write_json
+from stretto.config.root import InferenceConfig
+from stretto.launch.slurm.commands import find_job, is_live, submit
+from stretto.launch.slurm.script import Job, SubmittedConfig, plan_job
+
+
+def main(cfg: SubmittedConfig) -> int:
+    """Submit the job; the exit status."""
+    job = plan_job(cfg)
+    refuse_second(job.run)
+    if not isinstance(cfg, InferenceConfig):
+        resume = cfg.resume
+        step, origin = (None, None) if resume is None else (resume.step, resume.dir)
+        rundir.check(job.run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
+    write(job, cfg)
+    number = submit(str(job.script_file))
+    record = {"by": "slurm", "verb": job.verb, "job": number, "host": socket.gethostname()}
+    write_atomic(job.run.launch, json.dumps(record).encode() + b"\n")
+    sys.stdout.write(submitted(job, number) + "\n")
+    return 0
+
+
+def refuse_second(run: RunDir) -> None:
+    """Raises: ConfigError if a job of this run waits or runs already."""
+    try:
+        record = json.loads(run.launch.read_text())
+    except (OSError, ValueError):
+        return
+    if record.get("by") == "slurm" and is_live(queued := find_job(record["job"])):
+        assert queued is not None
+        raise ConfigError(
+            f"run {run.path.name!r} in {run} is job {record['job']} already, which is {queued.state}; follow it with "
+            f"`stretto status {run}`, end it with `stretto stop {run}`, or give this run another name with --run.name."
+        )
+
+
+def write(job: Job, cfg: SubmittedConfig, directory: RunDir | None = None) -> None:
+    """Write script and config; directory: another than the run's, for a dry run."""
+    target = job.run if directory is None else directory
+    target.slurm.mkdir(parents=True, exist_ok=True)
+    data = dump(cfg) | {"output_dir": str(job.run.path.parent), "run": {"name": job.run.path.name}}
+    del data["slurm"]
+    write_json(target.slurm / job.config_file.name, data)
+    write_atomic(target.slurm / job.script_file.name, job.script.encode())
+
+
+def submitted(job: Job, number: str) -> str:
+    """The lines after the submission."""
+    size = f"{job.num_nodes} node{'s' * (job.num_nodes != 1)}"
+    gpus = f" with {job.num_gpus} GPU{'s' * (job.num_gpus != 1)} each" if job.num_gpus else ""
+    rows = {
+        "script": str(job.script_file),
+        "log": str(job.log),
+        "status": f"stretto status {job.run}",
+        "follow": f"stretto logs {job.run} --follow",
+        "stop": f"stretto stop {job.run}",
+    }
+    return "\n".join(
+        [
+            f"job {number} is submitted: {job.verb} on {size}{gpus}",
+            *(f"  {name:<7} {text}" for name, text in rows.items()),
+        ]
+    )
+
+
+def screen(cfg: SubmittedConfig) -> str:
+    """What a dry run shows of the job: its script."""
+    job = plan_job(cfg)
+    note = ""
+    if not job.num_gpus and job.num_nodes == 1 and (cfg.slurm is None or cfg.slurm.gres is None):
+        note = "\nnote: no GPUs are named or counted, so the job asks for none; give slurm.gres or a count"
+    return f"sbatch would get, as {job.script_file}:\n\n{job.script}{note}".rstrip()

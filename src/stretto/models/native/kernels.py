@@ -1,0 +1,126 @@
+"""What a decoder's pass does between its matrix products, as one call each.
+
+For float32 on a CPU. A call costs a few microseconds, and an operation of torch as many: in a pass over few rows of a
+small model there are four times fewer calls. Every row is computed by itself, so it has equal bits in every batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.models.native.library import find_library
+from stretto.models.shape import ModelConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+LANES = 16
+"""Widths that the kernels work with are multiples of this."""
+
+
+class AttentionPass(Structure):
+    """`Pass` in kernels.c. Row i is token positions[i] of the sequence with block table owners[i] (-1: padding).
+
+    A layer's cache is [2 * kv_heads, num_blocks, block]: blocks of keys are [head_dim, block_size], those of
+    values [block_size, head_dim].
+    """
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "heads", "kv_heads", "head_dim", "block_size", "num_blocks")),
+        *((name, c_int64) for name in ("table_width", "threads")),
+        *((name, c_void_p) for name in ("owners", "positions", "tables", "cos", "sin")),
+        *((name, c_float) for name in ("eps", "scale")),
+    )
+
+
+class Kernels:
+    """The functions of kernels.c over contiguous float32 tensors of a CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._rms_norm = _declare(library.rms_norm, "pppllfi")
+        self._silu_product = _declare(library.silu_product, "pplli")
+        self._sample = _declare(library.sample, "ppppplli")
+        self._attend = library.attend
+        self._attend.argtypes, self._attend.restype = [POINTER(AttentionPass), *[c_void_p] * 5], None
+
+    @staticmethod
+    def find(config: ModelConfig, weight: Float[Tensor, "vocab dim"]) -> Kernels | None:
+        """Kernels for a model with such weights; None if they do not fit it, or cannot be compiled here."""
+        if (
+            weight.device.type != "cpu"
+            or weight.dtype is not torch.float32
+            or type(weight.data) is not Tensor
+        ):
+            return None
+        if any(n % LANES for n in (config.hidden_size, config.intermediate_size, config.head_dim)):
+            return None
+        library = find_library()
+        return None if library is None else Kernels(library)
+
+    def rms_norm(
+        self, x: Float[Tensor, "rows dim"], weight: Float[Tensor, " dim"], eps: float
+    ) -> Float[Tensor, "rows dim"]:
+        """x / sqrt(mean(x ** 2) + eps) * weight."""
+        assert x.is_contiguous()
+        out = torch.empty_like(x)
+        rows, dim = x.shape
+        self._rms_norm(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, eps, torch.get_num_threads()
+        )
+        return out
+
+    def silu_product(self, gate_up: Float[Tensor, "rows two_dims"]) -> Float[Tensor, "rows dim"]:
+        """silu(gate) * up, where each row is gate, then up."""
+        assert gate_up.is_contiguous()
+        rows, dims = gate_up.shape
+        out = gate_up.new_empty(rows, dims // 2)
+        self._silu_product(gate_up.data_ptr(), out.data_ptr(), rows, dims // 2, torch.get_num_threads())
+        return out
+
+    def attend(
+        self,
+        how: AttentionPass,
+        qkv: Float[Tensor, "rows columns"],
+        q_norm: Float[Tensor, " head_dim"] | None,
+        k_norm: Float[Tensor, " head_dim"] | None,
+        cache: Float[Tensor, "planes blocks block"],
+    ) -> Float[Tensor, "rows heads_dim"]:
+        """Attention from the result of the q, k and v product, which is overwritten.
+
+        Normalises heads if there are norms, rotates them, writes keys and values to the cache of this layer, and
+        reads the keys and values up to each row's position.
+        """
+        assert qkv.is_contiguous() and cache.is_contiguous()
+        out = qkv.new_empty(how.rows, how.heads * how.head_dim)
+        norms = (None if norm is None else norm.data_ptr() for norm in (q_norm, k_norm))
+        self._attend(byref(how), qkv.data_ptr(), *norms, cache.data_ptr(), out.data_ptr())
+        return out
+
+    def sample(
+        self,
+        logits: Float[Tensor, "rows vocab"],
+        u: Float[np.ndarray, " rows"],
+        is_greedy: Bool[np.ndarray, " rows"] | None,
+    ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
+        """Sample a token per row of softmax(logits) with one uniform number, or take the best; and its logprob."""
+        assert logits.is_contiguous() and u.flags.c_contiguous
+        rows, vocab = logits.shape
+        tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
+        greedy = None if is_greedy is None else is_greedy.ctypes.data
+        self._sample(
+            logits.data_ptr(), u.ctypes.data, greedy, tokens.ctypes.data, logprobs.ctypes.data, rows, vocab,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return tokens, logprobs
+
+
+def _declare(function: ctypes._NamedFuncPointer, arguments: str) -> ctypes._NamedFuncPointer:
+    types = {"p": c_void_p, "l": c_int64, "f": c_float, "i": c_int}
+    function.argtypes, function.restype = [types[a] for a in arguments], None
+    return function

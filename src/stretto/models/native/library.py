@@ -1,0 +1,76 @@
+"""Compiles kernels.c for this machine, once, and loads it.
+
+The library is kept in $XDG_CACHE_HOME/stretto (or ~/.cache/stretto), under a name made from the source, the compiler
+and the processor.
+Without a C compiler there are no kernels, and their callers use torch's operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
+_COMPILE_S = 60
+
+
+@functools.cache
+def find_library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, with one line in the log, if this machine cannot compile them."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if not compiler or shutil.which(compiler[0]) is None:
+        logger.info(
+            "no C compiler (cc, or $CC): torch's operations are used, which are slower for small models"
+        )
+        return None
+    try:
+        path = _cache_dir() / f"kernels-{_fingerprint(compiler)}.so"
+        if not path.exists():
+            _compile(compiler, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        logger.warning(
+            "cannot compile %s, so torch's operations are used, which are slower: %s", _SOURCE, said
+        )
+        return None
+
+
+def _cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "stretto"
+
+
+def _fingerprint(compiler: list[str]) -> str:
+    """Of what the library depends on; the processor, because machines may share the directory."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    features = [line for line in lines if line.startswith(("flags", "Features"))][:1]
+    facts = (_SOURCE.read_text(), *compiler, *_FLAGS, platform.machine(), platform.processor(), *features)
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: list[str], path: Path) -> None:
+    """Write the library to `path`, whole or not at all; with OpenMP if the compiler has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        made = Path(directory) / path.name
+        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"]
+        how = {"check": True, "capture_output": True, "text": True, "timeout": _COMPILE_S}
+        try:
+            subprocess.run([*command, "-fopenmp"], **how)
+        except subprocess.CalledProcessError:
+            subprocess.run(command, **how)
+        made.replace(path)

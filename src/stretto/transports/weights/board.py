@@ -1,0 +1,100 @@
+"""Signed messages between trainer and engines at a TCP store, which accepts any connection.
+
+Every publisher has a key of its own, new at each start and sent only in manifests: who has it can tell the messages of
+others, and the store of another publisher. Messages are deleted when all have read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistStoreError, TCPStore
+
+from stretto.base.errors import WireError
+
+FOREVER = timedelta(days=365)
+
+
+class Board:
+    """Signed messages at a store, by name; only who has the key can make valid ones."""
+
+    def __init__(self, store: TCPStore, key: str) -> None:
+        self.store = store
+        self._key = key.encode()
+
+    def mark_own(self) -> None:
+        """Mark the store as that of the publisher with this key."""
+        self.store.set(self._mark, "")
+
+    def is_own(self) -> bool:
+        """Whether the store is that of the publisher with this key."""
+        return self.store.check([self._mark])
+
+    @property
+    def _mark(self) -> str:
+        return f"publisher/{self._sign('publisher', '')}"
+
+    def set(self, name: str, message: str) -> None:
+        self.store.set(name, f"{self._sign(name, message)} {message}")
+
+    def wait(self, name: str, timeout_s: float, what: str) -> str:
+        """Wait for the message with this name; what: who sends it, for error messages.
+
+        Raises: WireError if there is none in time, or its signature is wrong; DistNetworkError if the store is gone.
+        """
+        try:
+            self.store.wait([name], timedelta(seconds=timeout_s))
+        except DistStoreError as error:
+            raise WireError(f"{what}: no message in {timeout_s:g} s.") from error
+        return self._verified(name, self.store.get(name), what)
+
+    def pop(self, name: str) -> str:
+        """Wait for a message as long as the store lives, delete it and return it.
+
+        Raises: WireError if its signature is wrong. It is not deleted then: the real one might just replace it.
+        """
+        self.store.wait([name], FOREVER)
+        message = self._verified(name, self.store.get(name), f"weight_broadcast: {name}")
+        self.delete(name)
+        return message
+
+    def delete(self, name: str) -> None:
+        self.store.delete_key(name)
+
+    def send_request(self, sender: int, message: str) -> None:
+        """Append a message to a sender's requests."""
+        count = self.store.add(f"count/{sender}", 1) - 1
+        self.set(f"request/{sender}/{count}", message)
+
+    def exchange(
+        self, name: str, rank: int, world_size: int, message: str, what: str, timeout_s: float
+    ) -> list[str]:
+        """All-gather: the messages of all ranks of a group.
+
+        Raises: WireError, `what` and the rank, if a rank sends none in time.
+        """
+        self.set(f"{name}/{rank}", message)
+        messages = [
+            self.wait(f"{name}/{other}", timeout_s, f"{what} {other} of {world_size}")
+            for other in range(world_size)
+        ]
+        self.mark_read(name, world_size, [f"{name}/{other}" for other in range(world_size)])
+        return messages
+
+    def mark_read(self, name: str, world_size: int, messages: Sequence[str]) -> None:
+        """Record that one of world_size readers has read these messages; the last one deletes them."""
+        if self.store.add(f"{name}/num_read", 1) == world_size:
+            for each in (*messages, f"{name}/num_read"):
+                self.delete(each)
+
+    def _sign(self, name: str, message: str) -> str:
+        return hmac.digest(self._key, f"{name} {message}".encode(), hashlib.sha256).hex()
+
+    def _verified(self, name: str, text: bytes, what: str) -> str:
+        signature, _, message = text.decode(errors="replace").partition(" ")
+        if not hmac.compare_digest(signature.encode(), self._sign(name, message).encode()):
+            raise WireError(f"{what}: a message with a wrong signature, from outside this run.")
+        return message

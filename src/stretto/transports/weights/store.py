@@ -1,0 +1,98 @@
+"""Where processes meet for collectives: a TCP store and sockets at one address only, that of the cluster's network.
+
+By itself torch's store listens at all addresses of a machine, and gloo at the one that the machine's own name has,
+which other nodes often cannot reach. The store accepts any connection: it is for private networks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo, TCPStore
+
+from stretto.base.errors import WireError
+
+_SIOCGIFADDR = 0x8915
+_INTERFACE_VARS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def create_store(host: str, port: int, timeout_s: float, title: str) -> TCPStore:
+    """A store that listens at `host` only; title: what it is for, in messages.
+
+    Raises: WireError if it cannot listen there.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(address[:2], family=family, backlog=1024) as listener:
+            port = listener.getsockname()[1]
+            return _open_store(host, port, timeout_s, master_listen_fd=listener.detach(), is_master=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise WireError(
+            f"{title}: cannot listen at {host}:{port}: {str(error).splitlines()[0]}; the host must be an address of "
+            "the trainer's first rank, and the port free there."
+        ) from error
+
+
+def connect_store(host: str, port: int, timeout_s: float, title: str) -> TCPStore:
+    """The store that another process has created; waits until it is there.
+
+    Raises: WireError if it is not there in time.
+    """
+    try:
+        return _open_store(host, port, timeout_s)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise WireError(
+            f"{title}: cannot connect to {host}:{port}: {str(error).splitlines()[0]}; that is the trainer's first "
+            "rank, and all other processes of the run must be able to connect to it."
+        ) from error
+
+
+def _open_store(host: str, port: int, timeout_s: float, **master: Any) -> TCPStore:
+    return TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), **master)
+
+
+def use_interface_to(host: str) -> None:
+    """Let gloo and NCCL listen only where this machine reaches `host`, unless the user has named an interface."""
+    name = find_interface(find_address(host))
+    for variable, exactly in zip(_INTERFACE_VARS, ("", "=")):
+        if name is not None:
+            os.environ.setdefault(variable, exactly + name)
+
+
+def gloo_device_to(host: str) -> Any:
+    """gloo's listener at the address from which this machine reaches `host`; or as the user has said."""
+    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ProcessGroupGloo.create_device(interface=name)
+    return ProcessGroupGloo.create_device(hostname=find_address(host))
+
+
+def find_address(host: str) -> str:
+    """This machine's address on the network through which it reaches `host`.
+
+    Raises: WireError if there is no way to that host.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: the kernel only chooses a route
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise WireError(f"this machine has no route to {host}: {error.strerror or error}.") from error
+
+
+def find_interface(address: str) -> str | None:
+    """The interface that has this IPv4 address; None if there is none, for example because several share one name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,1 @@
+"""Cases that tests of several rooms share."""

@@ -1,0 +1,62 @@
+"""Nothing in the source opens a pickle that came from elsewhere, or sends one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import stretto
+
+SOURCE = Path(stretto.__file__).parent
+PICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+OBJECTS = {
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "send_pyobj",
+    "recv_pyobj",
+}
+"""Functions of torch and pyzmq whose messages are pickles."""
+EXCEPTIONS = {"trainer/state/slice_files.py": {"pickle.UnpicklingError"}}
+"""Names of such modules that open nothing: errors of torch's checkpoint reader, which reads files of the user."""
+
+
+def uses(tree: ast.AST) -> Iterator[str]:
+    """Names of modules that pickle, functions that do, and `torch.load`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PICKLING:
+            yield f"from {node.module}"
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = ast.unparse(node)
+            head, _, last = name.rpartition(".")
+            if last in OBJECTS or head in PICKLING or name == "torch.load" or name == "dcp.save":
+                yield name
+        if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            is_safe = isinstance(node.value, ast.Constant) and node.value.value is (
+                node.arg == "weights_only"
+            )
+            if not is_safe:
+                yield f"{node.arg} = {ast.unparse(node.value)}"
+
+
+def test_no_module_opens_or_sends_pickles() -> None:
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = str(path.relative_to(SOURCE))
+        if name.startswith("examples/"):
+            continue
+        found = set(uses(ast.parse(path.read_text()))) - EXCEPTIONS.get(name, set())
+        assert not found, f"{name}: {', '.join(sorted(found))}"
+
+
+def test_the_check_finds_what_it_looks_for() -> None:
+    code = "import pickle\npickle.loads(x)\ntorch.load(f)\ndist.all_gather_object(a, b)\nnp.load(f, allow_pickle=True)"
+    assert set(uses(ast.parse(code))) == {
+        "pickle.loads",
+        "torch.load",
+        "dist.all_gather_object",
+        "allow_pickle = True",
+    }
