@@ -109,9 +109,15 @@ class Dialogue:
 
     name = "dialogue"
 
-    def __init__(self, max_tokens: int | None = None) -> None:
-        """max_tokens: of a reply; each has a length of its own, from half of that, so that few turns end together."""
+    def __init__(self, max_tokens: int | None = None, gate: str | None = None, num_free: int = 0) -> None:
+        """max_tokens: of a reply; each has a length of its own, from half of that, so that few turns end together.
+
+        gate: a file that the rollouts after the first `num_free` wait for, one half of them before their second turn,
+        the other before their third: a test can act in the middle of rollouts, however fast the run is.
+        """
         self.max_tokens = max_tokens
+        self.gate = None if gate is None else Path(gate)
+        self.num_free, self.num_started = num_free, 0
 
     def tasks(self, split: str) -> TaskSource:
         return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"word": f"{i:x}"}))
@@ -119,7 +125,11 @@ class Dialogue:
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         messages = Vowels().prompt(task)
         texts: list[str] = []
-        for _ in range(3):
+        self.num_started += 1
+        is_free, held_turn = self.num_started <= self.num_free, 1 + self.num_started % 2
+        for turn in range(3):
+            while self.gate is not None and not is_free and turn == held_turn and not self.gate.exists():
+                await asyncio.sleep(0.01)
             reply = await ctx.chat(messages, **self._length("".join(texts)))
             texts.append(reply.text)
             messages = [*messages, reply.message, {"role": "user", "content": "and then"}]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from runs import Ended, merged, rl, start_rl, until, untrained_model, wait
 from test_kill import kill, wait_for_child
@@ -19,7 +19,7 @@ from stretto.ledger.token_file import Place, load_turns
 
 NUM_STEPS = 4
 BATCH_SIZE = 8
-REPLY = 150  # tokens at most, three times per rollout
+REPLY = 300  # tokens at most, three times per rollout
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A synchronous run on episodes of three turns, with a random network of a few thousand parameters."""
     return {
         "max_steps": NUM_STEPS,
-        "seq_len": 1024,
+        "seq_len": 2048,
         "model": {"name": untrained_model(tmp_path_factory.mktemp("model"))},
         "ckpt": {"interval": 1, "weights": {"interval": 1}},
         "orchestrator": {
@@ -60,25 +60,37 @@ def turns_kept(run: RunDir) -> list:
     return [turn for place in places for turn in load_turns(run, place, "test")]
 
 
-def interrupted(directory: Path, settings: dict[str, Any], how: str) -> RunDir:
-    """A run that was stopped by Ctrl-C, or whose orchestrator was killed, in the replies of its third step."""
+def gated(settings: dict[str, Any], gate: Path) -> dict[str, Any]:
+    """The settings with rollouts of the third step and later that wait in the middle until the file `gate` exists."""
+    args = {"max_tokens": REPLY, "gate": str(gate), "num_free": 2 * BATCH_SIZE}
+    return merged(settings, {"orchestrator": {"env": [{"id": "envs:Dialogue", "args": args}]}})
+
+
+def interrupted(directory: Path, settings: dict[str, Any], gate: Path, how: str) -> RunDir:
+    """A run of `gated` settings that was stopped by Ctrl-C in the middle of replies of its third step, or whose
+    orchestrator was killed between them."""
     run = RunDir(directory / "run")
     popen = start_rl(directory, settings)
     until(lambda: (run.latest_complete_checkpoint() or 0) >= 2, popen, "checkpoint of step 2")
     if settings["orchestrator"].get("partial_rollout", True):
-        # One second turn was played: the others are being played, each as far as its length has let it come.
-        until(lambda: len(turns_kept(run)) > BATCH_SIZE, popen, "second turns of the third step")
+        # One half waits before its second turn, the other before its third.
+        until(lambda: len(turns_kept(run)) >= BATCH_SIZE * 3 // 2, popen, "turns of the third step")
     else:
-        until(lambda: bool(running(run)), popen, "rollouts of the third step")
+        until(lambda: len(running(run)) >= BATCH_SIZE, popen, "rollouts of the third step")
     if how == "stopped":
-        # The engine stands still until the orchestrator has heard of it: no reply ends meanwhile.
-        engine = wait_for_child(popen, "inference")
-        os.kill(engine, signal.SIGSTOP)
+        # The engine begins with the next replies and then stands still until the orchestrator has heard of the signal:
+        # no reply ends meanwhile.
+        engine = psutil.Process(wait_for_child(popen, "inference"))
+        before = sum(engine.cpu_times()[:2])
+        gate.touch()
+        until(lambda: sum(engine.cpu_times()[:2]) >= before + 0.05, popen, "tokens of the next turns")
+        engine.suspend()
         popen.send_signal(signal.SIGINT)
         until(lambda: "interrupted: " in run.log("orchestrator").read_text(), popen, "word of the signal")
-        os.kill(engine, signal.SIGCONT)
+        engine.resume()
     else:
         kill(popen, wait_for_child(popen, "orchestrator"))
+        gate.touch()
     code, output = wait(popen)
     assert code == (0 if how == "stopped" else 1), output
     return run
@@ -88,7 +100,8 @@ def interrupted(directory: Path, settings: dict[str, Any], how: str) -> RunDir:
 def test_an_interrupted_run_goes_on_from_its_tokens_and_ends_with_the_same_bits(
     settings: dict[str, Any], unbroken: Ended, tmp_path: Path, how: str
 ) -> None:
-    run = interrupted(tmp_path, settings, how)
+    settings = gated(settings, tmp_path / "gate")
+    run = interrupted(tmp_path, settings, tmp_path / "gate", how)
     turns = turns_kept(run)
     cut = [turn for turn in turns if not turn.is_done]
     if how == "stopped":
@@ -115,8 +128,8 @@ def test_older_tokens_of_an_asynchronous_run_are_masked_after_a_stop(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     changes = {"orchestrator": {"max_async_level": 1, "mask_offpolicy_in_partial_rollout": True}}
-    asynchronous = merged(settings, changes, {"max_steps": 6})
-    run = interrupted(tmp_path, asynchronous, "stopped")
+    asynchronous = gated(merged(settings, changes, {"max_steps": 6}), tmp_path / "gate")
+    run = interrupted(tmp_path, asynchronous, tmp_path / "gate", "stopped")
     ended = rl(tmp_path, asynchronous, "--resume")
     assert ended.summary()["steps"] == 6 and audit(run) == []
     with ended.ledger() as ledger:
@@ -133,8 +146,8 @@ def test_older_tokens_of_an_asynchronous_run_are_masked_after_a_stop(
 def test_a_stop_without_partial_rollouts_plays_them_again(
     settings: dict[str, Any], unbroken: Ended, tmp_path: Path
 ) -> None:
-    off = merged(settings, {"orchestrator": {"partial_rollout": False}})
-    run = interrupted(tmp_path, off, "stopped")
+    off = gated(merged(settings, {"orchestrator": {"partial_rollout": False}}), tmp_path / "gate")
+    run = interrupted(tmp_path, off, tmp_path / "gate", "stopped")
     assert turns_kept(run) == []
     ended = rl(tmp_path, off, "--resume")
     assert "rollouts continue from" not in ended.output
