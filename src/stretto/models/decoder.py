@@ -8,26 +8,22 @@ except for the rules of a family (tensor_map.py). The engine runs the same pass 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from stretto.models.attention import Attend, PackedLayout
-from stretto.models.config import inverse_frequencies
 from stretto.models.families import FAMILIES
 from stretto.models.moe import MoE, Routing
 from stretto.models.norm import rms_norm
+from stretto.models.parts.mlp import MLP
+from stretto.models.parts.rope import Angles, angle_table, rotate
 from stretto.models.shape import ModelConfig
 from stretto.models.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-CosSin = tuple[Tensor, Tensor]
-"""cos and sin of every token, [tokens, 1, head_dim]; the first half of sin is negated for `rotate`."""
 
 
 class RMSNorm(nn.Module):
@@ -63,7 +59,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "tokens dim"],
-        angles: CosSin,
+        angles: Angles,
         layer: int,
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
@@ -72,7 +68,7 @@ class Attention(nn.Module):
         return self.o_proj(_select_rows(attended, rows))
 
     def project(
-        self, x: Float[Tensor, "tokens dim"], angles: CosSin
+        self, x: Float[Tensor, "tokens dim"], angles: Angles
     ) -> tuple[
         Float[Tensor, "tokens heads head_dim"],
         Float[Tensor, "tokens kv_heads head_dim"],
@@ -88,19 +84,6 @@ class Attention(nn.Module):
         return rotate(q, angles), rotate(k, angles), v
 
 
-class MLP(nn.Module):
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
-        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
-        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
-
-    def forward(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     """Attention, then an MLP or a mixture of experts, each on the normalised residual stream."""
 
@@ -108,14 +91,18 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.self_attn = Attention(cfg)
-        self.mlp = MoE(cfg) if cfg.is_sparse(layer) else MLP(cfg)
+        self.mlp = (
+            MoE(cfg)
+            if cfg.is_sparse(layer)
+            else MLP(cfg.hidden_size, cfg.intermediate_size, has_bias=cfg.mlp_bias)
+        )
         self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(
         self,
         x: Float[Tensor, "tokens dim"],
-        angles: CosSin,
+        angles: Angles,
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
         routing: Routing,
@@ -149,7 +136,7 @@ class Decoder(nn.Module):
         self.model = Stack(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
-        self._angle_table: CosSin | None = None
+        self._angle_table: Angles | None = None
 
     @property
     def output_weight(self) -> Float[Tensor, "vocab dim"]:
@@ -193,51 +180,14 @@ class Decoder(nn.Module):
         """Hidden states of packed documents, each as if it were alone in the row."""
         return self(token_ids, layout.position_ids, layout.attend, rows, routing)
 
-    def angles(self, position_ids: Int[Tensor, " tokens"], dtype: torch.dtype) -> CosSin:
-        """cos and sin of these positions, [tokens, 1, head_dim]; computed once for all layers."""
-        table = self._angle_table
-        if table is None or table[0].device != position_ids.device or table[0].dtype != dtype:
-            table = self._angle_table = angle_table(self.config, position_ids.device, dtype)
-        return table[0].index_select(0, position_ids), table[1].index_select(0, position_ids)
-
-
-def angle_table(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> CosSin:
-    """cos and sin by position, [positions, 1, head_dim]."""
-    freqs, scale = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
-    positions = torch.arange(cfg.max_position_embeddings, dtype=torch.float32)
-    angles = torch.outer(positions, torch.tensor(freqs, dtype=torch.float32))
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    return cos.unsqueeze(1).to(device, dtype), sin.unsqueeze(1).to(device, dtype)
-
-
-def rotate(x: Float[Tensor, "tokens heads dim"], angles: CosSin) -> Float[Tensor, "tokens heads dim"]:
-    """Rotate each pair (x[i], x[i + dim/2]) by its position's angle.
-
-    Source: RoPE, arXiv:2104.09864, in the half-split layout of Hugging Face checkpoints.
-    """
-    if torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
-        return _Rotation.apply(x, *angles)
-    return _rotate_pairs(x, *angles)
-
-
-class _Rotation(torch.autograd.Function):
-    """RoPE with a backward pass of the same operations: the gradient is rotated back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate_pairs(x, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate_pairs(grad, cos, sin, sign=-1), None, None
-
-
-def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=sign)
+    def angles(self, position_ids: Int[Tensor, " tokens"], dtype: torch.dtype) -> Angles:
+        """cos and sin of these positions; computed once for all layers."""
+        cfg, table = self.config, self._angle_table
+        if table is None or table.cos.device != position_ids.device or table.cos.dtype != dtype:
+            table = self._angle_table = angle_table(
+                cfg.rope, cfg.head_dim, cfg.max_position_embeddings, position_ids.device, dtype
+            )
+        return table.select(position_ids)
 
 
 def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stretto.models.shape import ModelConfig
+from stretto.models.shape import ModelConfig, MoEShape
 from stretto.models.tensor_map import WeightRule
+
+if TYPE_CHECKING:
+    from stretto.config.sections.model import ScratchSection
 
 DENSE_TP_PLAN: dict[str, str] = {
     "model.embed_tokens": "vocab",
@@ -30,6 +33,24 @@ column: by output features (weight dim 0, bias too). row: by input features (wei
 are added over the axis, the bias once). vocab: by vocabulary (dim 0). Other modules are whole on every rank."""
 
 
+STACKED_EXPERTS = (
+    WeightRule(
+        ("model.layers.{layer}.mlp.experts.gate_up_proj",),
+        tuple(f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up")),
+    ),
+    WeightRule(
+        ("model.layers.{layer}.mlp.experts.down_proj",),
+        ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",),
+    ),
+)
+"""The experts of most families: one tensor per expert and matrix in a checkpoint."""
+EXPERT_BIAS = WeightRule(
+    ("model.layers.{layer}.mlp.gate.expert_bias",),
+    ("model.layers.{layer}.mlp.gate.e_score_correction_bias",),
+)
+"""The bias on the choice of experts under its usual name."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of Hugging Face configs.
@@ -41,6 +62,9 @@ class Family:
     key_aliases: other names of keys that some versions of transformers write.
     weights: weights whose names or layout differ from the checkpoint's.
     tp_plan: how modules are cut over tensor-parallel ranks.
+    rotary_fraction: share of a head's dims that is rotated if config.json does not say; None: always all.
+    is_rotary_interleaved: neighbouring dims are rotated (parts/rope.py).
+    scratch: the fields of ModelConfig special to this family for a model that is created from scratch.
     """
 
     name: str
@@ -52,3 +76,18 @@ class Family:
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     weights: tuple[WeightRule, ...] = ()
     tp_plan: Mapping[str, str] = field(default_factory=lambda: DENSE_TP_PLAN)
+    rotary_fraction: float | None = None
+    is_rotary_interleaved: bool = False
+    scratch: Callable[[ScratchSection], dict[str, Any]] = lambda scratch: {}
+
+
+def scratch_moe(scratch: ScratchSection, first_dense: int = 0, **options: Any) -> MoEShape:
+    """The mixture of a model from scratch; blocks before `first_dense` are dense."""
+    return MoEShape(
+        num_experts=scratch.num_experts,
+        top_k=scratch.num_experts_per_tok,
+        intermediate_size=scratch.moe_intermediate_size,
+        norm_topk_prob=True,
+        sparse_layers=tuple(range(min(first_dense, scratch.num_layers - 1), scratch.num_layers)),
+        **{"has_expert_bias": scratch.has_expert_bias} | options,
+    )

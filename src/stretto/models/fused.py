@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.models.attention import Attend
-from stretto.models.decoder import MLP, Block, Decoder, RMSNorm, rotate
+from stretto.models.decoder import Block, Decoder, RMSNorm
 from stretto.models.moe import MoE, Routing
 from stretto.models.native.kernels import Kernels
+from stretto.models.parts.mlp import MLP
+from stretto.models.parts.rope import rotate
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -66,11 +68,16 @@ class FusedLinear:
             adapt(name, x, out[:, columns])
 
 
+MLPPair = tuple[FusedLinear, FusedLinear]
+"""gate and up, down"""
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     qkv: FusedLinear
     output_proj: FusedLinear
-    mlp: tuple[FusedLinear, FusedLinear] | MoE  # gate and up, down
+    mlp: MLPPair | None  # of a dense block; of the MLP beside the experts; None: experts only
+    experts: MoE | None
 
 
 class _Norms:
@@ -132,7 +139,7 @@ class FusedDecoder:
         """All fused layers; the output head and experts are not among them."""
         found = []
         for layer in self.layers:
-            found += [layer.qkv, layer.output_proj, *(layer.mlp if isinstance(layer.mlp, tuple) else ())]
+            found += [layer.qkv, layer.output_proj, *(layer.mlp or ())]
         return found
 
     def __call__(
@@ -152,7 +159,11 @@ class FusedDecoder:
         for i, layer in enumerate(self.layers):
             attended = project(i, layer.qkv(normed(x, weights[2 * i]), adapt))
             x = layer.output_proj.add_to(x, attended, adapt)
-            x = self._mlp(layer.mlp, x, normed(x, weights[2 * i + 1]), i, routing, adapt)
+            after = normed(x, weights[2 * i + 1])
+            if layer.experts is not None:
+                x = x + layer.experts.route(after, i, routing, None)
+            if layer.mlp is not None:
+                x = self._mlp(layer.mlp, x, after, adapt)
         return normed(x, weights[-1])
 
     def _attention(
@@ -180,16 +191,9 @@ class FusedDecoder:
         return lambda layer, qkv: attend(layer, qkv, norms[2 * layer], norms[2 * layer + 1])
 
     def _mlp(
-        self,
-        mlp: tuple[FusedLinear, FusedLinear] | MoE,
-        x: Tensor,
-        normed: Tensor,
-        layer: int,
-        routing: Routing,
-        adapt: Adapt | None,
-    ) -> Tensor:
-        if isinstance(mlp, MoE):
-            return x + mlp(normed, layer, routing, None)
+        self, mlp: MLPPair, x: Float[Tensor, "rows dim"], normed: Tensor, adapt: Adapt | None
+    ) -> Float[Tensor, "rows dim"]:
+        """x + down(silu(gate) * up)."""
         gate_up, down = mlp
         if self.kernels is not None:
             return down.add_to(x, self.kernels.silu_product(gate_up(normed, adapt)), adapt)
@@ -201,13 +205,17 @@ def _fuse(block: Block, name: str) -> _Layer:
     attention, mlp = block.self_attn, block.mlp
     qkv = _fuse_linears(attention, f"{name}.self_attn", "q_proj", "k_proj", "v_proj")
     output_proj = _fuse_linears(attention, f"{name}.self_attn", "o_proj")
-    if not isinstance(mlp, MLP):
-        return _Layer(qkv, output_proj, mlp)
-    pair = (
-        _fuse_linears(mlp, f"{name}.mlp", "gate_proj", "up_proj"),
-        _fuse_linears(mlp, f"{name}.mlp", "down_proj"),
-    )
-    return _Layer(qkv, output_proj, pair)
+    experts = mlp if isinstance(mlp, MoE) else None
+    path = f"{name}.mlp"
+    if experts is not None:
+        mlp, path = experts.shared_experts, f"{path}.shared_experts"
+    pair = None
+    if isinstance(mlp, MLP):
+        pair = (
+            _fuse_linears(mlp, path, "gate_proj", "up_proj"),
+            _fuse_linears(mlp, path, "down_proj"),
+        )
+    return _Layer(qkv, output_proj, pair, experts)
 
 
 def _fuse_linears(parent: nn.Module, path: str, *names: str) -> FusedLinear:

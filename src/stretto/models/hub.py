@@ -9,6 +9,7 @@ Names and shapes are checked for completeness; errors in a directory are DataErr
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
 from stretto.models.lora import MergedWeights
 from stretto.models.safetensors_file import read_file
-from stretto.models.shape import ModelConfig, MoEShape, Rope
+from stretto.models.shape import ModelConfig, Rope
 from stretto.models.tensor_map import LazyTensor, TensorMap, TensorSlice, as_whole_slices
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -170,11 +171,10 @@ def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | li
         num_heads=scratch.num_heads,
         num_kv_heads=scratch.num_kv_heads,
         head_dim=scratch.head_dim,
-        rope=Rope(theta=10_000.0),
         rms_norm_eps=1e-6,
         tie_word_embeddings=scratch.tie_word_embeddings,
         max_position_embeddings=scratch.max_position_embeddings,
-        **_scratch_fields(scratch),
+        **{"rope": Rope(theta=10_000.0)} | FAMILIES[scratch.family].scratch(scratch),
     )
     hf = to_hf(cfg, dtype="float32", **token_ids)
     model = build_model(parse_config(hf, "[model.scratch]"), torch.float32, "cpu")
@@ -186,21 +186,6 @@ def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | li
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     return model
-
-
-def _scratch_fields(scratch: ScratchSection) -> dict[str, Any]:
-    """The fields of ModelConfig that only this family has, for a scratch model."""
-    if scratch.family != "qwen3_moe":
-        return FAMILIES[scratch.family].fields({})
-    moe = MoEShape(
-        num_experts=scratch.num_experts,
-        top_k=scratch.num_experts_per_tok,
-        intermediate_size=scratch.moe_intermediate_size,
-        norm_topk_prob=True,
-        sparse_layers=tuple(range(scratch.num_layers)),
-        has_expert_bias=scratch.has_expert_bias,
-    )
-    return {"moe": moe}
 
 
 def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -315,7 +300,11 @@ def copy_tokenizer(source: str | Path, directory: str | Path) -> None:
 
 def _is_redundant(name: str, cfg: ModelConfig) -> bool:
     """True for tensors that some checkpoints have although the network computes them."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and cfg.tie_word_embeddings)
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and cfg.tie_word_embeddings):
+        return True
+    # Layers for multi-token prediction follow the last block; they are not part of the network.
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and 0 <= int(layer[1]) - cfg.num_layers < cfg.num_prediction_layers
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -25,6 +25,12 @@ class Rope:
     beta_slow: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    is_truncated: bool = True
+    """Of yarn: the bounds of its ramp are whole dims."""
+    fraction: float = 1.0
+    """Share of the dims of a head that is rotated; the others are left as they are."""
+    is_interleaved: bool = False
+    """True: pairs of neighbours are rotated, False: dim i with dim i + half."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,19 @@ class MoEShape:
     sparse_layers: tuple[int, ...]
     has_expert_bias: bool = False
     """True if a bias on the scores that choose experts (not on the gates) is moved to balance their loads."""
+    is_sigmoid: bool = False
+    """Scores are sigmoids of the logits, one by one; False: their softmax."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Experts are chosen from the best `top_groups` of `num_groups` groups."""
+    gate_scale: float = 1.0
+    """Factor on the gates."""
+    logit_cap: float | None = None
+    """Logits x become cap * tanh(x / cap)."""
+    has_router_bias: bool = False
+    """True if the router's product has a (trained) bias."""
+    shared_size: int | None = None
+    """Width of the MLP that every token uses beside its experts."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +86,16 @@ class ModelConfig:
     @property
     def rope_theta(self) -> float:
         return self.rope.theta
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """True if every layer attends to all earlier tokens, with whole heads rotated by halves."""
+        return self.rope.fraction == 1.0 and not self.rope.is_interleaved
+
+    @property
+    def num_prediction_layers(self) -> int:
+        """Layers for multi-token prediction in its checkpoint, which are not part of the network."""
+        return self.hf.get("num_nextn_predict_layers") or self.hf.get("num_mtp_layers") or 0
 
     @property
     def num_experts(self) -> int:

@@ -11,7 +11,7 @@ from engine_runs import ask, bits, build_core, build_model, packed_logprobs, pro
 from stretto.base.errors import ConfigError, WireError
 from stretto.inference.embedded.runner import _TILE_ROWS, Runner
 from stretto.models.attention import PackedLayout
-from stretto.models.moe import Routing, is_missing
+from stretto.models.parts.router import Routing, is_missing
 from stretto.transports.engine import api
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("both_engines")]

@@ -13,7 +13,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from stretto.base.errors import DataError
 from stretto.models.attention import PackedLayout
 from stretto.models.config import parse_config, to_hf
-from stretto.models.decoder import Decoder, rotate
+from stretto.models.decoder import Decoder
+from stretto.models.parts.rope import Angles, rotate
 
 CPU = torch.device("cpu")
 BOUNDS = (0, 5, 10, 47, 56)
@@ -178,6 +179,6 @@ def test_the_gradient_of_a_rotation_turns_back():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     cos, sin = torch.randn(2, 5, 1, 4, generator=generator, dtype=torch.float64)
-    angles = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    angles = Angles(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
     assert torch.autograd.gradcheck(lambda x: rotate(x, angles), (x,))
     assert torch.equal(rotate(x, angles), rotate(x.detach(), angles))

@@ -14,7 +14,7 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
 
-OWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+OWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
 """`model_type` of the families that models/families computes."""
 
 
@@ -34,11 +34,12 @@ def read_shape(directory: Path) -> Shape | None:
     if found.get("model_type") not in OWN_FAMILIES:
         return None
     heads = found["num_attention_heads"]
+    experts = (found.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     return Shape(
         heads,
         found.get("num_key_value_heads") or heads,
         found["intermediate_size"],
-        found.get("num_experts") or 0,
+        next((number for number in experts if number), 0),
     )
 
 

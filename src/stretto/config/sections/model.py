@@ -12,8 +12,8 @@ from stretto.config.section import Section
 class ScratchSection(Section):
     """Start from a random network of this shape instead of loading weights; everything is made locally."""
 
-    family: Literal["qwen3", "qwen3_moe", "qwen2", "llama"] = "qwen3"
-    """Architecture family; the keys on experts count for `qwen3_moe` only."""
+    family: Literal["qwen3", "qwen3_moe", "qwen2", "llama", "glm4_moe"] = "qwen3"
+    """Architecture family; the keys on experts count for those with experts only."""
     tokenizer: Literal["letters"] = "letters"
     """Tokenizer to build beside it: `letters` has one token per character and Qwen3's chat tokens."""
     phrases: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class ScratchSection(Section):
     head_dim: int = Field(16, gt=0, multiple_of=2)
     """Width of one head."""
     num_experts: int = Field(8, gt=0)
-    """Experts of every block."""
+    """Experts of every block (`glm4_moe`: of every block but the first)."""
     num_experts_per_tok: int = Field(2, gt=0)
     """Experts that compute one token."""
     moe_intermediate_size: int = Field(64, gt=0)
@@ -119,7 +119,8 @@ class ModelSection(Section):
     name: str = "Qwen/Qwen3-0.6B"
     """Directory with Hugging Face safetensors, config and tokenizer (or the name of a cached hub model)."""
     impl: Literal["auto", "custom", "hf"] = "auto"
-    """`custom`: our module (llama, qwen2, qwen3, qwen3_moe); `hf`: transformers'; `auto`: custom where there is one."""
+    """`custom`: our module, for the families of docs/add_a_model.md; `hf`: transformers'; `auto`: custom where there is
+    one."""
     dtype: Dtype = "auto"
     """Type of weights and activations in the forward pass; `auto`: bfloat16 on a GPU, float32 on a CPU, found by each
     process on its own device."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stretto.inference.embedded.kv_cache import KVCache, PassLayout, PassRows
-from stretto.models.decoder import angle_table
 from stretto.models.fused import NativeAttend
 from stretto.models.native.kernels import AttentionPass, Kernels
+from stretto.models.parts.rope import angle_table
 from stretto.models.shape import ModelConfig
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ class NativeCache(KVCache):
         )
         self.widths = np.array([max_len], np.int64)
         self.kernels = kernels
-        self._angles = angle_table(config, self.device, torch.float32)
-        cos, sin = (x.data_ptr() for x in self._angles)
+        self._angles = angle_table(
+            config.rope, config.head_dim, config.max_position_embeddings, self.device, torch.float32
+        )
+        cos, sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
         self._sizes = {
             "heads": config.num_heads, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
             "block_size": block_size, "num_blocks": num_blocks, "cos": cos, "sin": sin,

@@ -16,6 +16,7 @@ LLAMA = Family(
         "mlp_bias": hf.get("mlp_bias", False),
     },
     to_hf=lambda cfg: {"attention_bias": cfg.qkv_bias, "mlp_bias": cfg.mlp_bias},
+    scratch=lambda scratch: {"has_qk_norm": False},
 )
 
 QWEN2 = Family(
@@ -23,6 +24,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     fields=lambda hf: {"has_qk_norm": False, "qkv_bias": True},
     to_hf=lambda cfg: {"use_sliding_window": False},
+    scratch=lambda scratch: {"has_qk_norm": False, "qkv_bias": True},
     fixed_values=_NO_WINDOW,
 )
 

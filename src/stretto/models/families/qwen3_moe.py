@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from stretto.models.families.dense import QWEN3
-from stretto.models.family import DENSE_TP_PLAN, Family
+from stretto.models.family import EXPERT_BIAS, STACKED_EXPERTS, Family, scratch_moe
 from stretto.models.shape import ModelConfig, MoEShape
-from stretto.models.tensor_map import WeightRule
 
 
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
@@ -40,8 +39,6 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
     return QWEN3.to_hf(cfg) | keys | ({"has_expert_bias": True} if moe.has_expert_bias else {})
 
 
-_MLP = "model.layers.{layer}.mlp"
-
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -50,13 +47,6 @@ QWEN3_MOE = Family(
     required=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     fixed_values=QWEN3.fixed_values,
     key_aliases={"num_local_experts": "num_experts"},
-    weights=(
-        WeightRule(
-            (f"{_MLP}.experts.gate_up_proj",),
-            (f"{_MLP}.experts.{{expert}}.gate_proj.weight", f"{_MLP}.experts.{{expert}}.up_proj.weight"),
-        ),
-        WeightRule((f"{_MLP}.experts.down_proj",), (f"{_MLP}.experts.{{expert}}.down_proj.weight",)),
-        WeightRule((f"{_MLP}.gate.expert_bias",), (f"{_MLP}.gate.e_score_correction_bias",)),
-    ),
-    tp_plan=DENSE_TP_PLAN,  # without experts, which expert parallelism cuts by expert
+    weights=(*STACKED_EXPERTS, EXPERT_BIAS),
+    scratch=lambda scratch: {"moe": scratch_moe(scratch)},
 )

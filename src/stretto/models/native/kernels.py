@@ -58,7 +58,10 @@ class Kernels:
             or type(weight.data) is not Tensor
         ):
             return None
-        if any(n % LANES for n in (config.hidden_size, config.intermediate_size, config.head_dim)):
+        widths = (config.hidden_size, config.intermediate_size, config.head_dim)
+        if any(n % LANES for n in widths) or not config.has_plain_attention:
+            return None
+        if config.moe is not None and (config.moe.shared_size or 0) % LANES:
             return None
         library = find_library()
         return None if library is None else Kernels(library)

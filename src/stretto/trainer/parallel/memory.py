@@ -27,9 +27,10 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ACTIVATION_TARGETS, ActivationCheckpointSection, ModelSection
-from stretto.models.decoder import MLP, Block, Decoder
+from stretto.models.decoder import Block, Decoder
 from stretto.models.fp8.reference import Fp8Linear
 from stretto.models.moe import MoE
+from stretto.models.parts.mlp import MLP
 from stretto.trainer.parallel.mesh import training_device
 
 logger = logging.getLogger(__name__)

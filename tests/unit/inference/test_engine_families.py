@@ -1,0 +1,96 @@
+"""The embedded engine serves every family of its own: it computes what the trainer does, alone and in any batch."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from engine_runs import ask, bits, build_core, build_model, packed_logprobs, prompt, run
+
+from stretto.config.sections.model import LoRASection
+from stretto.models.attention import PackedLayout
+from stretto.models.decoder import Decoder
+from stretto.models.families import FAMILIES
+from stretto.models.lora import Adapter, attach_adapters
+from stretto.models.moe import Routing
+
+pytestmark = pytest.mark.usefixtures("both_engines")
+
+RNG = np.random.default_rng(0)
+PROMPTS = [prompt(RNG, length) for length in (3, 17, 70, 33, 48)]
+NEW = sorted(set(FAMILIES) - {"llama", "qwen2", "qwen3"})
+
+
+def build(family: str) -> Decoder:
+    """Norms, biases and whatever else has one dim are not as at the start."""
+    model = build_model(
+        family=family, num_layers=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    return model
+
+
+def choices_of_the_trainer(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    ids, routing = torch.from_numpy(tokens.astype(np.int64)), Routing(is_recording=True)
+    with torch.no_grad():
+        model.hidden(ids, PackedLayout((0, len(ids)), ids.device), routing=routing)
+    return np.stack([routing.choices[layer].numpy() for layer in sorted(routing.choices)], axis=1)
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_engine_and_trainer_agree_alone_and_in_any_batch(family):
+    model = build(family)
+    has_experts = model.config.moe is not None
+    core = lambda **settings: build_core(model, enable_return_routed_experts=has_experts, **settings)
+    specs = [ask(f"r{i}", ids, seed=i, n=1 + i % 2, max_tokens=20) for i, ids in enumerate(PROMPTS)]
+    together = run(core(), *specs, audit=False)
+    chunked = run(core(max_num_batched_tokens=32), *specs, audit=False)
+    cramped = run(core(kv_cache_tokens=256, max_model_len=128, block_size=8), *specs, audit=False)
+    alone = [run(core(), spec, audit=False)[0] for spec in specs[2:3]]
+    for ids, completions in zip(PROMPTS, together):
+        for completion in completions:
+            tokens = np.concatenate((ids, completion.token_ids))
+            expected = packed_logprobs(model, tokens)[len(ids) - 1 :]
+            np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+            if has_experts:
+                routes = completion.routed_experts[:-1, model.config.moe.sparse_layers]
+                assert np.array_equal(np.sort(routes), np.sort(choices_of_the_trainer(model, tokens)[:-1]))
+    for others in (chunked, cramped):
+        assert [[bits(c) for c in one] for one in others] == [[bits(c) for c in one] for one in together]
+    assert [[bits(c) for c in one] for one in alone] == [[bits(c) for c in one] for one in together[2:3]]
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_a_prefix_found_in_the_cache_changes_no_bit(family):
+    model = build(family)
+    core = build_core(model)
+    [[first]] = run(core, ask("a", PROMPTS[2], max_tokens=40))
+    turn = np.concatenate((PROMPTS[2], first.token_ids, PROMPTS[0]))
+    [[second]] = run(core, ask("b", turn, max_tokens=20))
+    [[fresh]] = run(build_core(model, enable_prefix_caching=False), ask("b", turn, max_tokens=20))
+    assert second.cached_tokens >= 96 and fresh.cached_tokens == 0
+    assert bits(second) == bits(fresh)
+
+
+@pytest.mark.parametrize("family", NEW)
+def test_an_adapter_on_all_layers_and_experts_is_its_merged_model(family):
+    adapted = build(family)
+    attach_adapters(adapted, LoRASection(rank=4, alpha=8.0))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.15, generator=generator)
+    core = build_core(build(family))
+    core.load_adapter("a", Adapter.of(adapted))
+    request = msgspec.structs.replace(ask("adapted", PROMPTS[1]), adapter="a")
+    [base], [completion] = run(core, ask("base", PROMPTS[1]), request)
+    tokens = np.concatenate((PROMPTS[1], completion.token_ids))
+    expected = packed_logprobs(adapted, tokens)[len(PROMPTS[1]) - 1 :]
+    np.testing.assert_allclose(completion.logprobs, expected, atol=5e-5)
+    assert not np.array_equal(base.logprobs, completion.logprobs)
