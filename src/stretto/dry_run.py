@@ -75,20 +75,22 @@ def trainer(cfg: TrainerConfig) -> str:
 
 def sft(cfg: SFTConfig) -> str:
     """The screen of `sft`."""
-    from stretto.launch.run.ranks import find_gpus
+    from stretto.launch.run.ranks import find_gpus, table
 
     check_model(cfg.model, cfg.num_ranks, "model")
     checked = check_sft_records(cfg)
     example, missing = _first_example(cfg)
-    gpus = find_gpus(cfg)
+    gpus, is_wide = find_gpus(cfg), cfg.deployment.type == "multi_node"
     devices = f"GPU {','.join(gpus)}" if gpus else f"CPU, {_threads(cfg.num_threads)}"
     length = [f"{cfg.max_steps} steps"] * bool(cfg.max_steps) + [f"{cfg.max_epochs} epochs"] * bool(
         cfg.max_epochs
     )
+    devices = "the nodes below" if is_wide else devices
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
     rows = [*_model(cfg.model, missing), *_code(checked), *_monitors(cfg.monitors)]
-    return _screen(rows, example, f"{ranks}; {trains}", _run_directory(cfg), _job(cfg))
+    nodes = table(cfg) if is_wide else ""
+    return _screen(rows, example, f"{ranks}; {trains}", nodes, _run_directory(cfg), _job(cfg))
 
 
 def evaluate(cfg: EvalConfig) -> str:

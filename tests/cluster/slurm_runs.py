@@ -1,4 +1,4 @@
-"""A run of three nodes that is submitted to a Slurm of slurm_cluster.py."""
+"""Runs that are submitted to a Slurm of slurm_cluster.py: `rl` on three nodes, `sft` on two."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 class Submitted:
-    """A run of three nodes: orchestrator and trainer, and two engines."""
+    """A run of some nodes: of `rl`, orchestrator and trainer, and two engines."""
+
+    verb = "rl"
+    lead = "orchestrator"
 
     def __init__(self, cluster: Cluster, directory: Path, max_steps: int, *words: str) -> None:
         self.cluster = cluster
         self.directory = directory
         self.dir = RunDir(directory / "run")
-        model = untrained_model(directory / "model")
-        (directory / "rl.toml").write_text(toml(settings(directory, model, max_steps)))
+        (directory / "run.toml").write_text(toml(self.settings(max_steps)))
         self.submit(*words)
 
+    def settings(self, max_steps: int) -> dict[str, Any]:
+        return settings(self.directory, untrained_model(self.directory / "model"), max_steps)
+
     def submit(self, *words: str) -> None:
-        self.said = self.stretto("rl", "@", "rl.toml", *words)
+        self.said = self.stretto(self.verb, "@", "run.toml", *words)
         found = re.search(r"job (\d+) is submitted", self.said)
         assert found, self.said
         self.job = found[1]
@@ -46,7 +51,7 @@ class Submitted:
         return self.cluster.login("scontrol", "show", "hostnames", self.job_fields()["NodeList"]).split()
 
     def steps(self) -> list[int]:
-        return [row["step"] for row in read_metrics(self.dir.metrics("orchestrator")) if row["step"] > 0]
+        return [row["step"] for row in read_metrics(self.dir.metrics(self.lead)) if row["step"] > 0]
 
     def until_saved(self, step: int) -> None:
         self.cluster.until(lambda: self.saved() >= step or self.has_ended(), f"a checkpoint of step {step}")
@@ -74,9 +79,34 @@ class Submitted:
         self.cluster.until(self.has_ended, "the end of the job")
         return self.job_fields()
 
+    def node_log(self, node: int, name: str) -> str:
+        path = RunDir(self.directory / f"run-node-{node}").log(name)
+        return path.read_text() if path.exists() else ""
+
     def log(self) -> str:
         path = self.dir.slurm / "job.log"
         return path.read_text() if path.exists() else "the job wrote no log"
+
+
+class SubmittedSft(Submitted):
+    """`sft` on two nodes, one rank on the CPU of each."""
+
+    verb = lead = "sft"
+
+    def settings(self, max_steps: int) -> dict[str, Any]:
+        return {
+            "output_dir": str(self.directory),
+            "run": {"name": "run"},
+            "max_steps": max_steps,
+            "batch_size": 8,
+            "seq_len": 128,
+            "num_threads": 1,
+            "model": {"scratch": {"hidden_size": 16, "num_layers": 1}},
+            "data": {"type": "environment", "id": "sort-letters", "num_rows": 64},
+            "ckpt": {"interval": 20},
+            "deployment": {"type": "multi_node", "num_train_nodes": 2, "gpus_per_node": 0},
+            "slurm": {"finish_within_s": 120},
+        }
 
 
 def settings(directory: Path, model: Path, max_steps: int) -> dict[str, Any]:

@@ -138,6 +138,73 @@ def test_torchrun_over_two_nodes_needs_no_name_of_an_interface(hosts: list[Host]
     assert (tmp_path / "run" / "weights" / "latest" / "config.json").exists()
 
 
+SFT = """
+max_steps = 3
+batch_size = 8
+seq_len = 128
+num_threads = 1
+[run]
+name = "run"
+[model.scratch]
+hidden_size = 16
+num_layers = 1
+[data]
+type = "environment"
+id = "sort-letters"
+num_rows = 64
+[deployment]
+type = "multi_node"
+num_train_nodes = 2
+gpus_per_node = 0
+"""
+
+
+def test_sft_over_two_hosts_is_the_same_command_on_each(hosts: list[Host], tmp_path: Path) -> None:
+    (tmp_path / "sft.toml").write_text(SFT)
+    addresses = [host.address for host in hosts[:2]]
+    words = ["@", tmp_path / "sft.toml", "--output-dir", tmp_path, "--deployment.hosts", *addresses]
+    outputs = ended(*[host.start([*verb("sft"), *words]) for host in hosts[:2]])
+    assert "step 3/3" in outputs[0] and f"node 1 of 2, {addresses[1]}: sft_1" in outputs[1], outputs
+    assert (tmp_path / "run" / "weights" / "latest" / "config.json").exists()
+
+
+def test_a_directory_that_is_not_shared_ends_both_hosts_and_names_the_one(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    (tmp_path / "sft.toml").write_text(SFT)
+    words = ["@", tmp_path / "sft.toml", "--deployment.hosts", *(host.address for host in hosts[:2])]
+    first = hosts[0].start([*verb("sft"), *words, "--output-dir", tmp_path / "own-0"])
+    code, output = hosts[1].run([*verb("sft"), *words, "--output-dir", tmp_path / "own-1"])
+    lost = tmp_path / "own-1" / "run"
+    assert code == 2 and output.startswith(f"error: node 1, {hosts[1].address}: {lost} is not the run"), (
+        output
+    )
+    first.terminate()
+    first.communicate(timeout=DEADLINE_S)
+
+
+def test_a_host_that_nobody_has_is_named_before_anything_starts(
+    hosts: list[Host], model: Path, tmp_path: Path
+) -> None:
+    """From the first node each other one is looked for; from the others the first."""
+    nobody = hosts[2].address.rpartition(".")[0] + ".99"
+    (tmp_path / "rl.toml").write_text(
+        f'output_dir = "{tmp_path}"\n[run]\nname = "run"\n[model]\nname = "{model}"\n'
+        '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\ngpus_per_node = 0\n[inference]\ndevice = "cpu"\n'
+        + TASK
+    )
+    for here, given, missing in ((0, [0, 1, None], 2), (1, [None, 1, 2], 0)):
+        addresses = [nobody if index is None else hosts[index].address for index in given]
+        words = ["@", tmp_path / "rl.toml", "--deployment.hosts", *addresses]
+        code, output = hosts[here].run([*verb("rl"), *words])
+        assert code == 2, output
+        wanted = (
+            f"node {here}, {hosts[here].address}, cannot reach node {missing}, {nobody} (no route to host)"
+        )
+        assert output.startswith(f"error: deployment.hosts: {wanted}"), output
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_over_three_hosts_is_the_same_command_on_each(
     hosts: list[Host], model: Path, tmp_path: Path
 ) -> None:

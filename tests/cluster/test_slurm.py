@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import Cluster
-from slurm_runs import Submitted
+from slurm_runs import Submitted, SubmittedSft
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -102,7 +102,7 @@ def test_a_run_is_stopped_after_its_step_and_resumed_by_hand(cluster: Cluster, t
     run = Submitted(cluster, tmp_path, ENDLESS)
     run.until_saved(2)
     with pytest.raises(AssertionError, match=f"is job {run.job} already, which is RUNNING"):
-        run.stretto("rl", "@", "rl.toml")
+        run.stretto("rl", "@", "run.toml")
     run.stop()
     assert run.job_fields()["Restarts"] == "0"
     assert "has ended already" in run.stretto("stop", str(run.dir))
@@ -110,3 +110,21 @@ def test_a_run_is_stopped_after_its_step_and_resumed_by_hand(cluster: Cluster, t
     run.submit("--resume", "--max-steps", str(saved + 2))
     assert run.end()["JobState"] == "COMPLETED", run.log()
     check(run, saved + 2)
+
+
+def test_sft_trains_on_two_nodes_and_resumes_after_a_requeue(cluster: Cluster, tmp_path: Path) -> None:
+    """One command; the ranks of both nodes meet at the first, and a lost node or an early end requeues the job."""
+    cluster.until(cluster.is_idle, "the nodes are free")
+    run = SubmittedSft(cluster, tmp_path, ENDLESS)
+    assert "sft on 2 nodes" in run.said
+    run.until_saved(20)
+    assert "2 ranks" in run.dir.log("sft_1").read_text() + run.node_log(1, "sft_1"), run.log()
+    lost = run.nodes()[1]
+    cluster.login("scancel", "--batch", "--signal=USR2", run.job)
+    run.until_restarted()
+    saved = run.saved()
+    assert f"stopped at step {saved} of" in run.log()
+    run.until_saved(saved + 20)
+    assert f"resumed from step {saved}" in run.log()
+    run.stop()
+    assert lost in run.nodes() and sorted(set(run.steps())) == [*range(1, run.saved() + 1)], run.log()

@@ -53,6 +53,11 @@ class RunDir:
         return self.path / "launch.json"
 
     @property
+    def nodes(self) -> Path:
+        """The hosts of a run over several, by which the others recognise the first one's directory."""
+        return self.path / "nodes.json"
+
+    @property
     def slurm(self) -> Path:
         """Directory of the job: its script, its config and its log."""
         return self.path / "slurm"

@@ -27,7 +27,7 @@ from stretto.base.paths import RunDir
 # step; they are no reason to refuse a new run.
 _HARMLESS = frozenset(
     {"configs", "plan.json", "run.lock", "run.orchestrator.lock", "run.trainer.lock", "dry_run", "secret"}
-    | {"logs", "dumps", "tokenizer", "launch.json", "slurm"}
+    | {"logs", "dumps", "tokenizer", "launch.json", "nodes.json", "slurm"}
 )
 # What else a run that trained no step may have left: it is deleted when a new run takes its name.
 _UNTRAINED = frozenset(

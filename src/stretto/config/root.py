@@ -23,6 +23,7 @@ from stretto.config.sections.deployment import (
     RanksDeployment,
     ResumeSection,
     RunSection,
+    SFTDeployment,
     SingleNodeDeployment,
     SlurmSection,
 )
@@ -228,7 +229,7 @@ class SFTConfig(RunRoot):
     """Seed of the order of examples and of everything else random."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of a rank; None: OMP_NUM_THREADS, else the cores divided by the ranks, fewer for a small model."""
-    deployment: RanksDeployment = RanksDeployment()
+    deployment: SFTDeployment = RanksDeployment()
     slurm: SlurmSection | None = None
     """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
     trainer_gpu_ids: GpuIds = Field(None, min_length=1)
@@ -247,7 +248,9 @@ class SFTConfig(RunRoot):
 
     @property
     def num_ranks(self) -> int:
-        """Processes that the command starts; 1 says nothing about torchrun's."""
+        """Processes that the command starts on all nodes; 1 says nothing about torchrun's."""
+        if self.deployment.type == "multi_node":
+            return self.deployment.num_ranks
         ids = self.trainer_gpu_ids
         return self.deployment.num_train_gpus or 1 if ids is None else len(ids)
 

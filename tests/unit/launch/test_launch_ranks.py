@@ -48,7 +48,9 @@ def test_missing_gpus_are_named(monkeypatch):
         ({"trainer_gpu_ids": "0,0"}, "a GPU stands there twice"),
         ({"trainer_gpu_ids": "0,1", "deployment": {"num_train_gpus": 3}}, "are 2, not deployment.num_train_gpus = 3"),
         ({"trainer_gpu_ids": []}, "at least 1 item"),
-        ({"deployment": {"type": "multi_node"}}, "single_node"),
+        ({"deployment": {"type": "multi_node"}, "trainer_gpu_ids": "0"}, "names what is on one machine"),
+        ({"deployment": {"type": "multi_node", "hosts": ["a", "b"]}}, "2 are given, and deployment.num_train_nodes"),
+        ({"deployment": {"type": "multi_node", "node_rank": 1}}, "the 1 nodes are counted from 0"),
     ],
 )  # fmt: skip
 def test_settings_that_disagree_are_refused(settings, words):

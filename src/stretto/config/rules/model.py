@@ -52,6 +52,23 @@ def other_count(cfg: SFTConfig) -> int:
     return len(ids) if cfg.deployment.num_train_gpus not in (None, len(ids)) else 0
 
 
+def node_faults(cfg: SFTConfig) -> Iterator[tuple[str, str]]:
+    """`sft` over several machines: as many hosts as nodes, and GPUs by their number alone."""
+    shape = cfg.deployment
+    if shape.type != "multi_node":
+        return
+    if cfg.trainer_gpu_ids is not None:
+        yield (
+            "trainer_gpu_ids deployment.type",
+            "{0.path} names what is on one machine; with {1} leave it out",
+        )
+    if shape.hosts is not None and len(shape.hosts) != shape.num_train_nodes:
+        rule = f"{{0.path}}: {len(shape.hosts)} are given, and {{1}}; make them agree"
+        yield "deployment.hosts deployment.num_train_nodes", rule
+    if shape.node_rank is not None and shape.node_rank >= shape.num_train_nodes:
+        yield "deployment.node_rank", f"{{0}}: the {shape.num_train_nodes} nodes are counted from 0"
+
+
 def cuts_foreign(axis: str, model: ModelSection) -> bool:
     """Is a model of transformers' to be cut along an axis?"""
     return model.impl == "hf" and getattr(model, axis) not in (1, "auto")
@@ -84,6 +101,7 @@ RULES: Rules = {
              "{0.path} = {0.value} are {it}, not {1}"),
         Rule("eval.retrigger_on_resume", lambda s: s.eval is not None and s.eval.retrigger_on_resume,
              "{0} is for `rl`: here a version that was evaluated is not published again; leave it out"),
+        Each(node_faults),
     ),
     RunKeys: (
         Rule("seq_len model.scratch.max_position_embeddings",

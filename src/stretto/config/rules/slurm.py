@@ -103,8 +103,10 @@ def num_nodes(cfg: Any) -> int:
     """Nodes that the command runs on."""
     if isinstance(cfg, InferenceConfig):
         return cfg.deployment.num_nodes
-    if isinstance(cfg, SFTConfig) or cfg.deployment.type != "multi_node":
+    if cfg.deployment.type != "multi_node":
         return 1
+    if isinstance(cfg, SFTConfig):
+        return cfg.deployment.num_train_nodes
     engines = 0 if cfg.inference is None else cfg.inference.deployment.num_nodes
     return cfg.deployment.num_train_nodes + cfg.deployment.num_infer_replicas * engines
 

@@ -22,16 +22,12 @@ class SingleNodeDeployment(Section):
     """GPUs of the teacher's engine, where `rl` starts one; None: 1 where there are GPUs, else the CPU."""
 
 
-class MultiNodeDeployment(Section):
-    """A run over several machines: the same command is started on each, and each starts its own processes."""
+class NodesDeployment(Section):
+    """Ranks over several machines: the same command is started on each, and each starts its own ranks."""
 
     type: Literal["multi_node"] = "multi_node"
     num_train_nodes: int = Field(1, gt=0)
-    """Nodes of the trainer; the first also has the orchestrator and the console."""
-    num_infer_nodes: int | None = Field(None, gt=0)
-    """Nodes of one replica of inference; None: as many as inference.deployment takes."""
-    num_infer_replicas: int = Field(1, gt=0)
-    """Times [inference] as a whole is there, each with nodes and a router of its own."""
+    """Nodes of the trainer; the first one leads."""
     gpus_per_node: int = Field(8, ge=0)
     """GPUs of a node of the trainer; 0: nodes without GPUs, one rank each."""
     hosts: list[str] | None = None
@@ -46,8 +42,18 @@ class MultiNodeDeployment(Section):
         """Processes of the trainer."""
         return self.num_train_nodes * max(1, self.gpus_per_node)
 
-    # What is counted machine by machine with one node.
-    num_train_gpus: ClassVar[None] = None
+    num_train_gpus: ClassVar[None] = None  # counted per machine with one node
+
+
+class MultiNodeDeployment(NodesDeployment):
+    """A run over several machines: the same command is started on each, and each starts its own processes."""
+
+    num_infer_nodes: int | None = Field(None, gt=0)
+    """Nodes of one replica of inference; None: as many as inference.deployment takes."""
+    num_infer_replicas: int = Field(1, gt=0)
+    """Times [inference] as a whole is there, each with nodes and a router of its own."""
+
+    # Counted per machine with one node, too.
     num_infer_gpus: ClassVar[None] = None
     num_teacher_gpus: ClassVar[None] = None
 
@@ -56,11 +62,14 @@ Deployment = Annotated[SingleNodeDeployment | MultiNodeDeployment, Field(discrim
 
 
 class RanksDeployment(Section):
-    """Where `sft` runs: on this machine. On several, torchrun starts it."""
+    """`sft` on this machine."""
 
     type: Literal["single_node"] = "single_node"
     num_train_gpus: int | None = Field(None, ge=1)
     """GPUs, one rank each; without GPUs, ranks on the CPU. None: one rank, or what torchrun has started."""
+
+
+SFTDeployment = Annotated[RanksDeployment | NodesDeployment, Field(discriminator="type")]
 
 
 class SlurmSection(Section):

@@ -1,15 +1,17 @@
-"""`sft` on several ranks of this machine: starts them as torchrun would.
+"""`sft` on several ranks, of this machine or of several: starts them as torchrun would.
 
     claim the run directory -> start one process per rank -> wait: all ended, one failed, or a signal came
     at a signal rank 0 is asked to finish, and tells the others; at a second one all are stopped (supervisor.py)
 
 Rank 0 has the terminal; the others write to RUN/logs/sft_<rank>.log. Every rank has the same command line as this
-process. What a rank does is in trainer/sft.py.
+process. On several machines each starts the same command: the first one claims the run, all start their own ranks,
+which meet there. What a rank does is in trainer/sft.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -17,16 +19,24 @@ from contextlib import closing
 
 from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.status import SUPERVISED_VAR
 from stretto.config.root import SFTConfig
+from stretto.config.sections.deployment import NodesDeployment
+from stretto.launch.plan.nodes import check_hosts, check_ports, check_reachable, find_node_rank
 from stretto.launch.plan.placement import free_port
-from stretto.launch.plan.plan import RENDEZVOUS_PORT, ProcessSpec, rank_env
-from stretto.launch.run.supervisor import Supervisor, Timeouts
+from stretto.launch.plan.plan import RENDEZVOUS_PORT, ProcessSpec, process_table, rank_env
+from stretto.launch.run import node_checks
+from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
+from stretto.launch.slurm import commands as slurm
 
 LOOPBACK = "127.0.0.1"
 END_S = 60.0  # between the end of rank 0 and that of the others
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
+STALL_S = 1800.0
+HOSTS_KEY = "deployment.hosts"
+GPUS_KEY = "deployment.gpus_per_node"
 
 
 def start_ranks(cfg: SFTConfig, words: Sequence[str]) -> int | None:
@@ -39,29 +49,118 @@ def start_ranks(cfg: SFTConfig, words: Sequence[str]) -> int | None:
     if "WORLD_SIZE" in os.environ:
         _check_started(cfg)
         return None
+    if isinstance(shape := cfg.deployment, NodesDeployment):
+        return _start_node(cfg, shape, words)
     gpus = find_gpus(cfg)
     if cfg.num_ranks == 1:
         os.environ |= process.device_env(gpus) if gpus else {}
         return None
+    with closing(_claim(cfg)) as claim, closing(PortClaims()) as ports:
+        port = free_port("rendezvous", LOOPBACK, RENDEZVOUS_PORT, False, ports)
+        ranks = range(cfg.num_ranks)
+        return _lead(cfg, [_spec(cfg, words, gpus[rank : rank + 1], port, rank) for rank in ranks], claim)
+
+
+def _claim(cfg: SFTConfig) -> rundir.Claim:
     run, resume = cfg.run_dir, cfg.resume
     step, origin = (None, None) if resume is None else (resume.step, resume.dir)
-    wanted = rundir.claim(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
-    with closing(wanted) as claim, closing(PortClaims()) as ports:
-        log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
-        port = free_port("rendezvous", LOOPBACK, RENDEZVOUS_PORT, False, ports)
-        specs = [_spec(cfg, words, gpus, port, rank) for rank in range(cfg.num_ranks)]
-        timeouts = Timeouts(end_s=END_S, grace_s=GRACE_S)
-        supervisor = Supervisor(specs, run, None, timeouts=timeouts, pass_fds=(claim.lock_fd,))
-        return asyncio.run(supervisor.run())
+    claim = rundir.claim(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
+    log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+    return claim
 
 
-def _spec(cfg: SFTConfig, words: Sequence[str], gpus: list[str], port: int, rank: int) -> ProcessSpec:
+def _lead(cfg: SFTConfig, specs: Sequence[ProcessSpec], claim: rundir.Claim) -> int:
+    """Run the ranks of the machine that has rank 0."""
+    timeouts = Timeouts(end_s=END_S, grace_s=GRACE_S)
+    supervisor = Supervisor(specs, cfg.run_dir, None, timeouts=timeouts, pass_fds=(claim.lock_fd,))
+    return asyncio.run(supervisor.run())
+
+
+def _spec(
+    cfg: SFTConfig, words: Sequence[str], devices: Sequence[str], port: int, rank: int, num_local: int = 0,
+    hosts: Sequence[str] = (LOOPBACK,),
+) -> ProcessSpec:  # fmt: skip
+    """A rank; num_local: ranks of each machine, 0 if all are on this one."""
+    node, local = divmod(rank, num_local or cfg.num_ranks)
     argv = (sys.executable, "-m", "stretto", "sft", *words)
-    threads = cfg.num_threads or max(1, process.num_cores() // cfg.num_ranks)
-    devices = tuple(gpus[rank : rank + 1])
-    env = process.thread_env(threads) | rank_env(rank, rank, cfg.num_ranks, LOOPBACK, port)
-    env |= process.device_env(devices) | {"LOCAL_WORLD_SIZE": str(cfg.num_ranks)}
-    return ProcessSpec("sft", rank, cfg.num_ranks, argv, env, devices, threads, {})
+    threads = cfg.num_threads or max(1, process.num_cores() // (num_local or cfg.num_ranks))
+    env = process.thread_env(threads) | rank_env(rank, local, cfg.num_ranks, hosts[0], port)
+    env |= process.device_env(devices) | {"LOCAL_WORLD_SIZE": str(num_local or cfg.num_ranks)}
+    if len(hosts) > 1 and rank == 0:
+        env[process.TRAIN_NODES_VAR] = " ".join(hosts)
+    ports = {"rendezvous": port} if len(hosts) > 1 and rank == 0 else {}
+    return ProcessSpec("sft", rank, cfg.num_ranks, argv, env, tuple(devices), threads, ports, node=node)
+
+
+# -- several machines --
+
+
+def plan_ranks(cfg: SFTConfig, words: Sequence[str] = ()) -> tuple[list[str], list[ProcessSpec]]:
+    """Hosts and ranks of [deployment] type = "multi_node"; GPUs of a node by their number from 0.
+
+    Raises: ConfigError if hosts are missing, too many, or given twice.
+    """
+    shape = cfg.deployment
+    assert isinstance(shape, NodesDeployment), shape
+    if shape.hosts is None and not cfg.dry_run:
+        raise ConfigError(
+            f'deployment.type = "multi_node" needs {HOSTS_KEY}: the addresses of the nodes, in the same order on every '
+            "node; a --dry-run needs none"
+        )
+    hosts = shape.hosts or [f"node-{node}" for node in range(shape.num_train_nodes)]
+    check_hosts(hosts, HOSTS_KEY)
+    each = cfg.num_ranks // shape.num_train_nodes
+    gpus = [[str(rank % each)] if shape.gpus_per_node else [] for rank in range(cfg.num_ranks)]
+    port = shape.rendezvous_port
+    return hosts, [_spec(cfg, words, own, port, rank, each, hosts) for rank, own in enumerate(gpus)]
+
+
+def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) -> int | None:
+    """Run this machine's ranks; None if this process is the only rank."""
+    hosts, specs = plan_ranks(cfg, words)
+    node = find_node_rank(shape.node_rank, hosts, "deployment.node_rank")
+    own, run = [spec for spec in specs if spec.node == node], cfg.run_dir
+    node_checks.check_num_gpus(shape.gpus_per_node, node, hosts[node], GPUS_KEY)
+    if len(specs) == 1:
+        os.environ |= process.device_env(process.visible_gpus()[: shape.gpus_per_node])
+        return None
+    check_reachable(hosts, node)
+    if len(hosts) > 1:
+        node_checks.check_others(hosts, node, HOSTS_KEY)
+        check_ports(own, node, hosts[node], "deployment.rendezvous_port")
+    own = _on_visible_gpus(own)
+    if node == 0:
+        with closing(_claim(cfg)) as claim:
+            node_checks.announce(run, hosts)
+            try:
+                return _lead(cfg, own, claim)
+            finally:
+                slurm.end_other_nodes()
+    if cfg.ckpt is not None:
+        node_checks.check_shared(run, hosts, node, "each rank writes its part of a checkpoint there")
+    directory = RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))
+    directory.path.mkdir(parents=True, exist_ok=True)
+    log.setup("launcher", directory, cfg.log.level, cfg.log.json_logging, is_quiet=True)
+    return serve(own, directory, f"node {node} of {len(hosts)}, {hosts[node]}", STALL_S)
+
+
+def _on_visible_gpus(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+    """The ranks with CUDA's names of this machine's GPUs."""
+    names = process.visible_gpus()
+    found = []
+    for spec in specs:
+        devices = [names[int(gpu)] for gpu in spec.devices]
+        found.append(dataclasses.replace(spec, env=spec.env | process.device_env(devices)))
+    return found
+
+
+def table(cfg: SFTConfig) -> str:
+    """What a dry run shows of ranks on several machines."""
+    hosts, specs = plan_ranks(cfg)
+    return process_table(specs, hosts)
+
+
+# -- one machine --
 
 
 def find_gpus(cfg: SFTConfig) -> list[str]:
@@ -69,6 +168,8 @@ def find_gpus(cfg: SFTConfig) -> list[str]:
 
     Raises: ConfigError if GPUs are missing.
     """
+    if cfg.deployment.type == "multi_node":  # each node looks for its own
+        return []
     gpus, ids, count = process.visible_gpus(), cfg.trainer_gpu_ids, cfg.deployment.num_train_gpus
     if not gpus:
         return []
@@ -86,7 +187,9 @@ def _check_started(cfg: SFTConfig) -> None:
     world_size = os.environ["WORLD_SIZE"]
     if os.environ.get(SUPERVISED_VAR) or cfg.num_ranks == 1 or str(cfg.num_ranks) == world_size:
         return
+    is_wide = cfg.deployment.type == "multi_node"
+    keys = "[deployment] asks" if is_wide else "trainer_gpu_ids and deployment.num_train_gpus ask"
     raise ConfigError(
-        f"trainer_gpu_ids and deployment.num_train_gpus ask for {cfg.num_ranks} ranks, but torchrun has started "
-        f"{world_size} (WORLD_SIZE); leave them out, or start `sft` without torchrun."
+        f"{keys} for {cfg.num_ranks} ranks, but torchrun has started {world_size} (WORLD_SIZE); leave them out, or "
+        "start `sft` without torchrun."
     )

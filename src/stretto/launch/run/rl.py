@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from stretto.config.root import RLConfig
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.model_check import check_model
-from stretto.launch.plan.plan import LaunchPlan
+from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
+from stretto.launch.run import node_checks
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
 from stretto.launch.slurm import commands as slurm
@@ -35,6 +37,7 @@ PORT_KEYS = (
     "control.port, rollout_transport.port, weight_broadcast.port, deployment.rendezvous_port, "
     "inference.server.port"
 )
+GPU_KEYS = "deployment.gpus_per_node or inference.parallel"
 SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the first one
 
 
@@ -50,12 +53,14 @@ def main(cfg: RLConfig) -> int:
         hosts = nodes.node_hosts(cfg)
         node = nodes.find_node_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
         nodes.check_reachable(hosts, node)
+        node_checks.check_others(hosts, node, "deployment.hosts")
         if node > 0:
             return _run_other_node(cfg, run, node)
     with closing(rundir.claim(run, **_resume_options(cfg))) as claim, closing(PortClaims()) as ports:
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
         if plan.hosts:
-            nodes.check_ports([s for s in plan.processes if s.node == 0], 0, plan.hosts[0], PORT_KEYS)
+            _check_node([spec for spec in plan.processes if spec.node == 0], 0, plan.hosts)
+            node_checks.announce(run, plan.hosts)
         changed = changes(run.config("run"), cfg, plan.config) if not claim.is_new else []
         planning.write(plan, run.path)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
@@ -90,13 +95,21 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
             _, step = rundir.find_checkpoint(run, step, cfg.resume.dir)
     plan = nodes.plan_nodes(cfg, run, step, find_secret(run, SECRET_TIMEOUT_S))
     mine = [spec for spec in plan.processes if spec.node == node]
-    nodes.check_ports(mine, node, plan.hosts[node], PORT_KEYS)
+    _check_node(mine, node, plan.hosts)
+    if (why := node_checks.needs_shared(plan.config, mine)) is not None:
+        node_checks.check_shared(run, plan.hosts, node, why)
     own.path.mkdir(parents=True, exist_ok=True)
     planning.write(plan, own.path)
     log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     specs = [nodes.with_config_dir(spec, run, own) for spec in mine]
     title = f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}"
     return serve(specs, own, title, cfg.orchestrator.stall_timeout_s)
+
+
+def _check_node(specs: Sequence[ProcessSpec], node: int, hosts: Sequence[str]) -> None:
+    """Raises: ConfigError if this node lacks GPUs or ports for its processes."""
+    nodes.check_ports(specs, node, hosts[node], PORT_KEYS)
+    node_checks.check_gpus(specs, node, hosts[node], GPU_KEYS)
 
 
 def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:

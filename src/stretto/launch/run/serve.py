@@ -25,7 +25,7 @@ from stretto.launch.plan.nodes import (
 )
 from stretto.launch.plan.placement import client_host
 from stretto.launch.plan.plan import ProcessSpec, process_table, section_of
-from stretto.launch.run import supervisor
+from stretto.launch.run import node_checks, supervisor
 
 STALL_S = 600.0
 
@@ -83,6 +83,9 @@ def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
     specs = [with_config_dir(spec, run, own) for spec in plan.processes if spec.node == node]
     ways = "--server.port, --deployment.backend-port, --deployment.router-port"
     check_ports(specs, node, plan.hosts[node], ways)
+    if len(plan.hosts) > 1:
+        node_checks.check_others(plan.hosts, node, "hosts")
+        node_checks.check_gpus(specs, node, plan.hosts[node], "a degree of parallel")
     write(plan, cfg, own)
     log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     title = f"inference at {', '.join(plan.engines.base_urls)}"

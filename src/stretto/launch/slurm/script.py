@@ -213,8 +213,10 @@ def _gpus_per_node(cfg: SubmittedConfig) -> int:
 
 
 def _named_gpus(cfg: RLConfig | SFTConfig) -> int:
-    """GPUs of a run on one node: those that are named or counted."""
+    """GPUs of a node of `sft`, or of a run on one node: those that are named or counted."""
     if isinstance(cfg, SFTConfig):
+        if cfg.deployment.type == "multi_node":
+            return cfg.deployment.gpus_per_node
         return cfg.num_ranks if cfg.trainer_gpu_ids or cfg.deployment.num_train_gpus else 0
     shape, parts = cfg.deployment, ("train", "infer", "teacher")
     ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids)

@@ -1,0 +1,154 @@
+"""What a node refuses before it starts anything: each message names the node. The network's part is tests/cluster."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.config.load import load
+from stretto.config.root import RLConfig, SFTConfig
+from stretto.launch.plan.nodes import plan_nodes
+from stretto.launch.plan.plan import LaunchPlan
+from stretto.launch.run import node_checks, ranks
+
+RL = """
+[model]
+name = "org/Model"
+[[orchestrator.env]]
+id = "sort-letters"
+[deployment]
+type = "multi_node"
+num_train_nodes = 2
+hosts = ["a", "b", "c"]
+"""
+SFT = """
+max_steps = 1
+[data]
+type = "environment"
+id = "sort-letters"
+[deployment]
+type = "multi_node"
+num_train_nodes = 2
+gpus_per_node = 0
+"""
+
+
+def plan(folder: Path, *words: str) -> LaunchPlan:
+    (folder / "rl.toml").write_text(RL)
+    cfg = load(RLConfig, ["@", str(folder / "rl.toml"), "--output-dir", str(folder), *words])
+    return plan_nodes(cfg, cfg.run_dir)
+
+
+def sft(folder: Path, *words: str) -> SFTConfig:
+    (folder / "sft.toml").write_text(SFT)
+    return load(SFTConfig, ["@", str(folder / "sft.toml"), "--output-dir", str(folder), *words])
+
+
+def test_too_few_gpus_are_said_by_the_node_that_has_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    found = plan(tmp_path, "--inference.parallel.tp", "4")
+    for node, needed in ((1, 8), (2, 4)):
+        own = [spec for spec in found.processes if spec.node == node]
+        words = f"node {node}, {found.hosts[node]}: its processes take {needed} GPUs, and this machine shows 2 GPUs"
+        with pytest.raises(ConfigError, match=words):
+            node_checks.check_gpus(own, node, found.hosts[node], "deployment.gpus_per_node")
+    node_checks.check_num_gpus(2, 0, "a", "deployment.gpus_per_node")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    node_checks.check_num_gpus(0, 0, "a", "deployment.gpus_per_node")
+    with pytest.raises(
+        ConfigError, match="node 1, b: its processes take 1 GPU, and this machine shows no GPU; lower"
+    ):
+        node_checks.check_num_gpus(1, 1, "b", "deployment.gpus_per_node")
+
+
+def test_names_that_nobody_knows_are_named_with_their_nodes():
+    hosts = ["localhost", "127.0.0.1", "gpu-17.invalid", "gpu-18.invalid"]
+    words = r"deployment.hosts: node 0, localhost, cannot reach node 2, gpu-17.invalid \(its name is not known here: .*"
+    with pytest.raises(ConfigError, match=words + r"\); node 3, gpu-18.invalid"):
+        node_checks.check_others(hosts, 0, "deployment.hosts")
+    node_checks.check_others(hosts, 1, "deployment.hosts")  # the first one alone is needed there
+    node_checks.check_others(hosts[:1], 0, "deployment.hosts")
+    with pytest.raises(ConfigError, match=r"hosts: node 1, b, cannot reach node 0, gpu-17.invalid"):
+        node_checks.check_others(["gpu-17.invalid", "b"], 1, "hosts")
+
+
+def test_a_run_directory_that_is_not_shared_is_said_by_the_node_that_does_not_see_it(tmp_path):
+    first, second = RunDir(tmp_path / "first" / "run"), RunDir(tmp_path / "second" / "run")
+    first.path.mkdir(parents=True)
+    node_checks.announce(first, ["a", "b"])
+    node_checks.check_shared(first, ["a", "b"], 1, "why", 0)
+    words = f"node 1, b: {second} is not the run directory of the first node, a, after 0 s: weights are files there"
+    with pytest.raises(ConfigError, match=words):
+        node_checks.check_shared(second, ["a", "b"], 1, "weights are files there", 0)
+    second.path.mkdir(parents=True)  # what another run has left there is no reason to believe it
+    node_checks.announce(second, ["b", "a"])
+    with pytest.raises(ConfigError, match="is not the run directory"):
+        node_checks.check_shared(second, ["a", "b"], 1, "why", 0)
+    second.nodes.write_text("{")
+    with pytest.raises(ConfigError, match="is not the run directory"):
+        node_checks.check_shared(second, ["a", "b"], 1, "why", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "node", "why"),
+    [
+        ([], 1, "its part of a checkpoint"),
+        (["--ckpt", "None"], 1, None),
+        ([], 2, None),
+        (["--weight-broadcast.type", "filesystem"], 2, "weights are files"),
+        (["--ckpt", "None", "--rollout-transport.type", "filesystem"], 1, "batches are files"),
+    ],
+)
+def test_a_node_needs_the_shared_directory_for_what_it_does_there(tmp_path, words, node, why):
+    found = plan(tmp_path, *words)
+    given = node_checks.needs_shared(found.config, [spec for spec in found.processes if spec.node == node])
+    assert given is None if why is None else why in given
+
+
+def test_ranks_of_sft_meet_at_the_first_node(tmp_path):
+    hosts, specs = ranks.plan_ranks(sft(tmp_path, "--deployment.gpus-per-node", "4", "--dry-run"), ["@", "f"])
+    assert hosts == ["node-0", "node-1"] and [spec.node for spec in specs] == [0] * 4 + [1] * 4
+    wanted = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    wanted |= {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": "1"}
+    assert wanted.items() <= specs[5].env.items() and specs[5].argv[-2:] == ("@", "f")
+    assert specs[0].ports == {"rendezvous": 29500} and specs[4].ports == {}
+    assert "sft_0    0: node-0" in ranks.table(sft(tmp_path, "--dry-run"))
+
+
+def test_wrong_nodes_of_sft_are_one_message(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match=r"needs deployment.hosts: the addresses of the nodes"):
+        ranks.start_ranks(sft(tmp_path), [])
+    with pytest.raises(ConfigError, match=r"nodes 0 and 1 are both a; give each machine once"):
+        ranks.start_ranks(sft(tmp_path, "--deployment.hosts", "a", "a"), [])
+    given = ["--deployment.hosts", "127.0.0.1", "gpu-17.invalid", "--deployment.node-rank", "0"]
+    with pytest.raises(ConfigError, match=r"node 0, 127.0.0.1, cannot reach node 1, gpu-17.invalid"):
+        ranks.start_ranks(sft(tmp_path, *given), [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(
+        ConfigError, match=r"node 0, 127.0.0.1: its processes take 2 GPUs, and this machine shows 1"
+    ):
+        ranks.start_ranks(sft(tmp_path, *given, "--deployment.gpus-per-node", "2"), [])
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        hosts = ["--deployment.hosts", "127.0.0.2", "127.0.0.3", "--deployment.node-rank", "0"]
+        with pytest.raises(
+            ConfigError, match=f"node 0, 127.0.0.2: port {port} .rendezvous of sft_0. is taken"
+        ):
+            ranks.start_ranks(sft(tmp_path, *hosts, "--deployment.rendezvous-port", str(port)), [])
+    assert not [*tmp_path.glob("sft-*")], "nothing was claimed"
+
+
+def test_what_the_first_node_announces_is_no_run_in_itself(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    node_checks.announce(run, ["a", "b"])
+    assert json.loads(run.nodes.read_text()) == {"hosts": ["a", "b"]}
+    from stretto.base import rundir
+
+    assert not rundir.is_used(run)
