@@ -105,10 +105,9 @@ def num_nodes(cfg: Any) -> int:
         return cfg.deployment.num_nodes
     if cfg.deployment.type != "multi_node":
         return 1
-    if isinstance(cfg, SFTConfig):
-        return cfg.deployment.num_train_nodes
-    engines = 0 if cfg.inference is None else cfg.inference.deployment.num_nodes
-    return cfg.deployment.num_train_nodes + cfg.deployment.num_infer_replicas * engines
+    section = None if isinstance(cfg, SFTConfig) else cfg.inference
+    engines = 0 if section is None else section.deployment.num_nodes * cfg.deployment.num_infer_replicas
+    return cfg.deployment.num_train_nodes + engines
 
 
 def job_faults(cfg: Any) -> Found:
