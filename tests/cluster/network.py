@@ -2,6 +2,7 @@
 
     with network(3) as hosts:
         hosts[0].start(["inference", ...])
+        hosts[1].inside(lambda: urlopen(f"http://{hosts[0].address}:8000/health"))
 
 A command is in a session of its own and is killed with all it has started when the network goes.
 """
@@ -9,15 +10,20 @@ A command is in a session of its own and is killed with all it has started when 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 ENDING_S = 30.0
+CLONE_NEWNET = 0x40000000
+Result = TypeVar("Result")
 # /etc/hosts and the host name are replaced for the command alone. `ip netns exec` would mount another /sys as well.
 ENTER = """
 mount --make-rprivate / && hostname "$1" && mount --bind "$2/hosts" /etc/hosts
@@ -54,6 +60,18 @@ class Host:
         process = self.start(words, env)
         output, _ = process.communicate(timeout=300)
         return process.returncode, output
+
+    def inside(self, call: Callable[[], Result]) -> Result:
+        """Call this in a thread whose sockets, and those of threads that it starts, are on this host."""
+
+        def enter_and_call() -> Result:
+            with open(f"/run/netns/{self.namespace}") as network:
+                if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
+            return call()
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(enter_and_call).result()
 
 
 @contextlib.contextmanager

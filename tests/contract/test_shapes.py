@@ -63,7 +63,7 @@ def test_replicas_by_hand_are_behind_a_router_and_end_with_it(tmp_path):
 
 
 @needs_router
-def test_text_routes_answer_behind_a_router_with_a_key(tmp_path):
+def test_a_router_asks_for_the_engines_key_on_all_its_routes(tmp_path):
     port, backend = free_port(), free_ports_in_a_row(2)
     words = ("--deployment.num-replicas", "2", "--deployment.router-port", str(port))
     words += ("--deployment.backend-port", str(backend), "--num-threads", "1")
@@ -86,8 +86,19 @@ def test_text_routes_answer_behind_a_router_with_a_key(tmp_path):
                 async with http.post(url + path, json=body, headers={"Authorization": "Bearer k"}) as answer:
                     text = await answer.text()
                     assert answer.status == 200 and json.loads(text)["choices"], (path, text)
-                async with http.post(url + path, json=body) as answer:
-                    assert answer.status == 401, path
+            for key in ({}, {"Authorization": "Bearer K"}, {"Authorization": "Basic k"}):
+                for path, body in bodies.items():
+                    async with http.post(url + path, json=body, headers=key) as answer:
+                        assert answer.status == 401, path
+                for path in ("/add_worker", "/remove_worker"):
+                    engine = {"url": f"http://127.0.0.1:{backend}"}
+                    async with http.post(url + path, params=engine, headers=key) as answer:
+                        assert answer.status == 401, path
+                for path in (api.READINESS, "/health", "/workers", "/list_workers", "/v1/models"):
+                    async with http.get(url + path, headers=key) as answer:
+                        assert answer.status == 401, path
+                async with http.post(url + "/flush_cache", headers=key) as answer:
+                    assert answer.status == 401
 
     model = save(scratch(0), tmp_path / "model")
     with serve("embedded", model, tmp_path / "log", *words, env={"VLLM_API_KEY": "k"}):

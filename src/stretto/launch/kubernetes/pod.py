@@ -28,7 +28,7 @@ from stretto.base.secret import Secret
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import ResumeSection
-from stretto.config.sections.inference import InferenceSection
+from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.launch.plan.engines import plan_router
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.placement import replaced
@@ -254,7 +254,8 @@ def _with_router(plan: LaunchPlan, pod: Pod, section: InferenceSection) -> Launc
         return plan
     router = plan_router(section.router, plan.engines.engines, pod.sets["inference"].hosts, section)
     engines = dataclasses.replace(plan.engines, routers=(router,))
-    (spec,) = helper_processes(dataclasses.replace(engines, stores=()))
+    (key,) = {spec.env.get(KEY_VAR, "") for spec in plan.processes if spec.role == "inference"}
+    (spec,) = helper_processes(dataclasses.replace(engines, stores=()), router_env={KEY_VAR: key})
     return dataclasses.replace(plan, engines=engines, processes=(*plan.processes, spec))
 
 

@@ -37,6 +37,7 @@ from stretto.base.secret import load_secret
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
 from stretto.config.load import write_json
 from stretto.config.root import RLConfig
+from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.kubernetes.pod import (
     Pod,
     find_pod,
@@ -330,7 +331,12 @@ async def _health_fault(spec: ProcessSpec, route: str) -> str | None:
     url = f"http://{os.environ['POD_IP']}:{spec.ports['http']}{route}"
     try:
         timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as answer:
+        key = spec.env.get(KEY_VAR) or os.environ.get(KEY_VAR)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(url, headers=headers) as answer,
+        ):
             return None if answer.status == 200 else f"{spec.name} answers {answer.status} to {route}"
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         return f"{spec.name} does not answer {route}: {type(error).__name__}"

@@ -451,4 +451,4 @@ def plan_router(
     }
     for name, value in options.items():
         words += router_flags.arguments(name, value, f"inference.router.extra.{name}")
-    return HelperSpec("router", 0, (sys.executable, "-m", "vllm_router.launch_router", *words), port)
+    return HelperSpec("router", 0, (sys.executable, "-m", "stretto.launch.run.router", *words), port)

@@ -16,7 +16,8 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from stretto.base import process
 from stretto.base.errors import ConfigError
@@ -68,13 +69,9 @@ def plan_nodes(
     processes = [_orchestrator(cfg, run, keyed), *_trainers(cfg, run, hosts)]
     if engines is not None and cfg.inference is not None and keyed is not None:
         key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
-        started = engine_processes(
-            cfg.inference, engines, run, first_node=shape.num_train_nodes, is_held=True
+        processes += engine_processes(
+            cfg.inference, engines, run, first_node=shape.num_train_nodes, is_held=True, key_env=key
         )
-        processes += [
-            dataclasses.replace(spec, env=spec.env | key) if spec.role == "inference" else spec
-            for spec in started
-        ]
     return LaunchPlan.of(run, cfg, engines, processes, hosts=hosts, notes=notes)
 
 
@@ -262,11 +259,13 @@ def engine_processes(
     first_node: int = 0,
     is_held: bool,
     names: Sequence[str] | None = None,
+    key_env: Mapping[str, str] = MappingProxyType({}),
 ) -> list[ProcessSpec]:
     """Engines, routers and the store as processes; each node's GPUs are assigned in order.
 
     is_held: routers send an engine nothing until it has loaded the run's weights.
     names: CUDA's names of the GPUs, if all is on one machine; None: every node numbers its GPUs from 0.
+    key_env: the key that engines and routers require.
     """
     specs: list[ProcessSpec] = []
     used: dict[int, int] = {}
@@ -279,7 +278,7 @@ def engine_processes(
         own = range(first, first + engine.num_gpus)
         gpus = () if section.device == "cpu" else tuple(names[gpu] if names else str(gpu) for gpu in own)
         env = {**process.thread_env(threads), **process.device_env(gpus), **engine.env}
-        env |= {HOLD_VAR: "1"} if is_held else {}
+        env |= {HOLD_VAR: "1", **key_env} if is_held else key_env
         specs.append(
             ProcessSpec(
                 "inference",
@@ -294,7 +293,7 @@ def engine_processes(
                 first_node + engine.node,
             )
         )
-    return specs + helper_processes(engines, first_node)
+    return specs + helper_processes(engines, first_node, key_env)
 
 
 def _engine_ports(engine: EngineSpec) -> dict[str, int]:

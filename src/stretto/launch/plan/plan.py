@@ -12,9 +12,10 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stretto.base import process
@@ -236,7 +237,7 @@ def _processes(
             ports = {"http": engine.section.server.port}
             env = {**hold, **engine.env, **engine_key}
             processes.append(spec("inference", rank, count, own, ports, env, config=engine.name))
-        processes += helper_processes(engines)
+        processes += helper_processes(engines, router_env=engine_key)
         key_env |= client_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
     if cfg.orchestrator.teacher is not None and cfg.teacher_inference is not None:
         variable = cfg.orchestrator.teacher.api_key_var
@@ -253,12 +254,18 @@ def _processes(
     return processes
 
 
-def helper_processes(engines: EnginesPlan, first_node: int = 0) -> list[ProcessSpec]:
-    """Cache stores and routers as processes; first_node: the number of their node 0."""
+def helper_processes(
+    engines: EnginesPlan, first_node: int = 0, router_env: Mapping[str, str] = MappingProxyType({})
+) -> list[ProcessSpec]:
+    """Cache stores and routers as processes.
+
+    first_node: the number of their node 0. router_env: the engines' key, which routers ask for too.
+    """
     specs = []
     for role, helpers in (("kv_store", engines.stores), ("router", engines.routers)):
         for rank, helper in enumerate(helpers):
             env, ports = process.thread_env(1) | helper.env, {"http": helper.port}
+            env |= router_env if role == "router" else {}
             spec = ProcessSpec(role, rank, len(helpers), helper.argv, env, (), 1, ports, ENGINE_RESTARTS)
             specs.append(dataclasses.replace(spec, node=first_node + helper.node))
     return specs

@@ -15,6 +15,7 @@ from stretto.base.paths import RunDir
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
 from stretto.config.rules.engine import product
+from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.plan.engines import EnginesPlan, plan_engines
 from stretto.launch.plan.nodes import (
     check_hosts,
@@ -64,7 +65,8 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
             f"this machine shows {len(gpus)}; lower a degree or deployment.num_replicas, or set CUDA_VISIBLE_DEVICES"
         )
     shown = cfg.model_copy(update={"device": "cpu"}) if is_cpu else cfg
-    specs = engine_processes(shown, engines, run, is_held=False, names=gpus)
+    key = {} if cfg.key is None else {KEY_VAR: cfg.key}
+    specs = engine_processes(shown, engines, run, is_held=False, names=gpus, key_env=key)
     return ServingPlan(tuple(hosts), engines, tuple(specs))
 
 

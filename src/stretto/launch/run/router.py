@@ -1,0 +1,73 @@
+"""The vllm-router with the engines' key: `python -m stretto.launch.run.router --worker-urls ...`.
+
+By itself vllm-router asks nobody for a key. It passes on the one that a client sends, but to prefill and decode engines
+it sends its own, OPENAI_API_KEY, whoever asks; and anybody may change its list of engines. With VLLM_API_KEY in the
+environment all routes of this one require that key, /readiness and /add_worker too.
+
+vllm-router asks a URL whether a key is right, and remembers the answer for ever. So it must not ask an engine, which
+may not be ready yet: a child process answers, which ends when the router does. A thread could not: the router never
+gives up Python's lock.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from stretto.config.sections.inference import KEY_VAR
+
+ENGINES_KEY_VAR = "OPENAI_API_KEY"
+"""Where vllm-router finds the key for prefill and decode engines."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Run vllm-router with its own options until SIGTERM."""
+    os.environ.pop(ENGINES_KEY_VAR, None)  # a user's key for something else
+    urls = []
+    if key := os.environ.get(KEY_VAR):
+        os.environ[ENGINES_KEY_VAR] = key
+        urls.append(start_key_check(key))
+    from vllm_router.launch_router import launch_router, parse_router_args
+
+    args = parse_router_args([*words])
+    args.api_key_validation_urls = urls  # an argument of the router that has no option
+    launch_router(args)
+
+
+def start_key_check(key: str) -> str:
+    """Start a process that answers 200 to requests with this key, else 401; its URL, on this machine alone.
+
+    It ends when this process does.
+    """
+
+    class Check(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given = self.headers.get("Authorization", "").encode("latin-1", "replace")
+            is_right = hmac.compare_digest(given, f"Bearer {key}".encode("latin-1", "replace"))
+            self.send_response(200 if is_right else 401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Check)
+    ends, _held = os.pipe()
+    if os.fork() == 0:
+        os.close(_held)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        os.read(ends, 1)  # ends with the last process that holds the other end: the router
+        os._exit(0)
+    os.close(ends)
+    server.server_close()
+    return f"http://127.0.0.1:{server.server_address[1]}/"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
