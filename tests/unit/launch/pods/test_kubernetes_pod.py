@@ -181,7 +181,7 @@ def test_a_shape_over_several_nodes_is_laid_over_the_pods(toml: Path) -> None:
 
 def test_every_pod_makes_the_same_key_and_it_is_in_no_command(toml: Path) -> None:
     keys = set()
-    for role in ("orchestrator", "inference"):
+    for role in ("orchestrator", "inference", "router"):
         pod, _, plan = planned(toml, role)
         (spec,) = own_processes(plan, pod)
         keys.add(spec.env.get("VLLM_API_KEY") or spec.env[plan.config.orchestrator.client.api_key_var])
