@@ -53,19 +53,27 @@ def main() -> int:
     unwanted = [name for name in NOT_ON_A_CPU - {"torch"} if _is_installed(name)]
     if unwanted:
         subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *unwanted], check=True)
-    if not _is_loadable(RDMA_LIBRARY):
-        link_rdma_library(Path(str(importlib.metadata.distribution("nixl-cu12").locate_file(""))))
+    packages = Path(str(importlib.metadata.distribution("nixl-cu12").locate_file("")))
+    if not _is_loadable(RDMA_LIBRARY) and not link_rdma_library(packages):
+        print(
+            f"note: Mooncake needs {RDMA_LIBRARY}; on Debian and Ubuntu: apt install libibverbs1",
+            file=sys.stderr,
+        )
     print(f"vLLM {VERSION} for CPUs is installed next to torch {torch}")
     return 0
 
 
-def link_rdma_library(packages: Path) -> None:
-    """Link NIXL's copy of the RDMA library into Mooncake's libraries, for systems that have none."""
+def link_rdma_library(packages: Path) -> bool:
+    """Link NIXL's copy of the RDMA library into Mooncake's libraries, for systems that have none.
+
+    False if NIXL has none either.
+    """
     source, target = packages / "nixl_cu12.libs", packages / "mooncake_transfer_engine_non_cuda.libs"
     for library in [*source.glob("libibverbs-*"), *source.glob("libnl-*")]:
         link = target / (RDMA_LIBRARY if library.name.startswith("libibverbs") else library.name)
         if not link.exists():
             link.symlink_to(Path("..") / source.name / library.name)
+    return (target / RDMA_LIBRARY).exists()
 
 
 def _is_loadable(library: str) -> bool:

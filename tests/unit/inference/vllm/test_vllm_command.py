@@ -260,10 +260,11 @@ def test_mooncake_is_lent_the_rdma_library_of_nixl(tmp_path):
     source, target = tmp_path / "nixl_cu12.libs", tmp_path / "mooncake_transfer_engine_non_cuda.libs"
     source.mkdir()
     target.mkdir()
+    assert not link_rdma_library(tmp_path)
     for name in ("libibverbs-1de1.so.1.14", "libnl-3-47cd.so.200", "libucp-12.so"):
         (source / name).write_text(name)
     for _ in range(2):
-        link_rdma_library(tmp_path)
+        assert link_rdma_library(tmp_path)
     assert {link.name for link in target.iterdir()} == {"libibverbs.so.1", "libnl-3-47cd.so.200"}
     assert (target / "libibverbs.so.1").read_text() == "libibverbs-1de1.so.1.14"
 
