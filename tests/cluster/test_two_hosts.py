@@ -286,8 +286,8 @@ def test_experts_of_one_engine_are_on_both_hosts(hosts: list[Host], tmp_path: Pa
     )
 
     async def check() -> None:
-        for url in (*served.engines, served.router):
-            completion = await served.generate(url, "after", salt=url)
+        for salt, url in (("one", served.engines[0]), ("two", served.engines[1]), ("any", served.router)):
+            completion = await served.generate(url, salt, salt=salt)
             assert [span.version for span in completion.versions] == [STEPS]
             assert_right(served.model, completion)
 
