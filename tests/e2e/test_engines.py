@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -210,5 +209,4 @@ def log(run: RunDir, role: str) -> str:
 
 def processes_of(pid: int) -> list[psutil.Process]:
     """Direct children of the launcher."""
-    time.sleep(0)
     return psutil.Process(pid).children()
