@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.models.native.training import NativeAttention, find_training_kernels
 from stretto.models.short_attention import AttentionCall, ShortAttention
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ PAD_STEP = 8
 """Short segments are padded to a multiple of this many tokens, so that similar lengths share a call."""
 MAX_PADDED_KEYS = 512
 """Segments with more keys share calls only with equal shapes: padding them would cost more than it saves."""
+MAX_NATIVE_KEYS = 512
+"""Rows without longer segments use kernels in C where there are some (native/training.py): they pad nothing, and skip
+the half that causality hides."""
 MAX_SHORT_KEYS = 64
 """Up to this many keys, matrix products beat the CPU's flash kernel (short_attention.py); at 92 they are equal."""
 
@@ -105,6 +109,7 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
     calls = [
         _build_call(ends, parents_of, segments, device) for segments in _group_by_shape(ends, parents_of)
     ]
+    native = NativeAttention(ends, parents_of)
     short = ShortAttention([call for call in calls if call.keys.shape[1] <= MAX_SHORT_KEYS])
     long = [call for call in calls if call.keys.shape[1] > MAX_SHORT_KEYS]
     num_rows = int(ends[-1])
@@ -114,6 +119,8 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
     )
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if 0 < native.longest <= MAX_NATIVE_KEYS and (kernels := find_training_kernels(q, k, v)) is not None:
+            return native(q, k, v, kernels)
         if short.calls and q.dtype is torch.float32 and not q.is_cuda:
             out = short(q, k, v)
             if long:

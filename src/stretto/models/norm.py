@@ -1,8 +1,9 @@
 """x / rms(x) * weight, with a backward pass of one kernel on CPUs.
 
-On CPUs torch computes its norm with six operations and differentiates each. Here the gradient comes from the kernel of
-torch's layer norm, with mean 0 and with its term for the mean added back. On GPUs, without gradients, and under
-torch.compile, which fuses operations itself, torch's own norm is called; on a CPU the result has the same bits.
+On CPUs torch computes its norm with six operations and differentiates each. Kernels in C (native/training.py) do both
+at once; where there are none, the gradient comes from the kernel of torch's layer norm, with mean 0 and with its term
+for the mean added back. On GPUs, and under torch.compile, which fuses operations itself, torch's own norm is called. A
+pass without gradients has the same bits as one with them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from stretto.models.native.training import TrainingKernels, find_training_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -28,14 +31,24 @@ def rms_norm(
     has_gradients = torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad)
     )
+    kernels = find_training_kernels(x, weight)
+    if kernels is not None and not has_gradients:
+        return kernels.rms_norm(x, weight, eps)[0]
     if x.is_cuda or not has_gradients or torch.compiler.is_compiling():
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, weight, eps, kernels)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kernels: TrainingKernels | None
+    ) -> Tensor:
+        ctx.kernels = kernels
+        if kernels is not None:
+            out, inverse = kernels.rms_norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, inverse)
+            return out
         inverse = x.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         out = x * inverse
@@ -43,8 +56,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
+        if ctx.kernels is not None:
+            grads = ctx.kernels.rms_norm_backward(x, weight, inverse, grad, ctx.needs_input_grad[:2])
+            return *grads, None, None
         needed = [*ctx.needs_input_grad[:2], False]
         dim = x.shape[-1]
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
@@ -54,4 +70,4 @@ class _RMSNorm(torch.autograd.Function):
             # Layer norm subtracts the mean of grad * weight, which an RMS norm does not: add it back.
             means = grad.mean(-1, keepdim=True) if weight is None else (grad @ (weight / dim)).unsqueeze(-1)
             grad_x += means * inverse
-        return grad_x if needed[0] else None, grad_weight if needed[1] else None, None
+        return grad_x if needed[0] else None, grad_weight if needed[1] else None, None, None

@@ -14,8 +14,20 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(params=[8, 16], ids=["torch", "kernels"], autouse=True)
+def head_dim(request, monkeypatch):
+    """The kernels in C take heads of 16 numbers, and leave those of 8 to torch's operations."""
+    monkeypatch.setitem(globals(), "DIM", request.param)
+
+
 @pytest.fixture
-def flash_only(monkeypatch):
+def torch_only(monkeypatch):
+    """No kernels in C."""
+    monkeypatch.setattr(attention, "MAX_NATIVE_KEYS", 0)
+
+
+@pytest.fixture
+def flash_only(torch_only, monkeypatch):
     """Use the kernel for long segments only."""
     monkeypatch.setattr(attention, "MAX_SHORT_KEYS", 0)
 
@@ -141,6 +153,7 @@ def test_segments_of_one_length_are_neither_padded_nor_copied(monkeypatch):
     assert [each.shape for each in seen] == [(4, 7, HEADS, DIM)] and seen[0].data_ptr() == q.data_ptr()
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_short_and_long_segments_of_one_row_give_the_same_by_either_way(monkeypatch):
     """Both kinds of calls pad and share; together they fill every row once."""
     layout = layout_of([3, 0, 150, 11, 150], prompts=[4, 40, 120], num_shared=4)
@@ -156,6 +169,7 @@ def test_short_and_long_segments_of_one_row_give_the_same_by_either_way(monkeypa
             torch.testing.assert_close(found[0], other, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.usefixtures("torch_only")
 def test_gradients_of_short_segments_are_the_slopes_of_the_function():
     layout = layout_of([3, 5, 5], prompts=[2, 4], num_shared=2)
     call = attention._attend_in_calls(layout.cu_seqlens, layout.parents, CPU)

@@ -7,11 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from stretto.models import norm
 from stretto.models.decoder import RMSNorm
 from stretto.models.norm import _RMSNorm, rms_norm
 
-SHAPES = pytest.mark.parametrize("shape", [(7, 16), (5, 4, 8), (1, 3), (0, 8)])
+SHAPES = pytest.mark.parametrize("shape", [(7, 16), (5, 4, 8), (1, 3), (0, 8), (300, 2, 48)])
 EPS = 1e-6
+
+
+@pytest.fixture(params=[True, False], ids=["kernels", "torch"], autouse=True)
+def use_kernels(request, monkeypatch):
+    """With the kernels in C, where rows are as long as they take them, and without."""
+    if not request.param:
+        monkeypatch.setattr(norm, "find_training_kernels", lambda *tensors: None)
+    return request.param
 
 
 def tensors(shape, dtype=torch.float32, seed=0):
@@ -26,11 +35,14 @@ def torchs_norm(x, weight, eps):
 
 
 @SHAPES
-def test_the_result_has_the_bits_of_torchs_norm(shape):
+def test_the_result_is_that_of_torchs_norm(shape, use_kernels):
     x, weight, _ = tensors(shape)
     for w in (weight, None):
         ours = rms_norm(x, w, EPS)
-        assert torch.equal(ours, torchs_norm(x, w, EPS))
+        if use_kernels:
+            torch.testing.assert_close(ours, torchs_norm(x, w, EPS), atol=1e-6, rtol=2e-6)
+        else:
+            assert torch.equal(ours, torchs_norm(x, w, EPS))
         with torch.no_grad():
             assert torch.equal(rms_norm(x, w, EPS), ours)
 
@@ -47,10 +59,10 @@ def test_gradients_are_those_of_torchs_norm(shape):
 
 def test_gradients_are_the_slopes_of_the_function():
     x, weight, _ = tensors((4, 6), torch.float64)
-    assert torch.autograd.gradcheck(lambda x, w: _RMSNorm.apply(x, w, EPS), (x, weight))
-    assert torch.autograd.gradcheck(lambda x: _RMSNorm.apply(x, None, EPS), (x,))
-    assert torch.autograd.gradcheck(lambda x: _RMSNorm.apply(x, weight.detach(), EPS), (x,))
-    assert torch.autograd.gradcheck(lambda w: _RMSNorm.apply(x.detach(), w, EPS), (weight,))
+    assert torch.autograd.gradcheck(lambda x, w: _RMSNorm.apply(x, w, EPS, None), (x, weight))
+    assert torch.autograd.gradcheck(lambda x: _RMSNorm.apply(x, None, EPS, None), (x,))
+    assert torch.autograd.gradcheck(lambda x: _RMSNorm.apply(x, weight.detach(), EPS, None), (x,))
+    assert torch.autograd.gradcheck(lambda w: _RMSNorm.apply(x.detach(), w, EPS, None), (weight,))
 
 
 def test_gradients_of_a_row_far_from_zero_are_as_exact_as_torchs():
@@ -60,8 +72,8 @@ def test_gradients_of_a_row_far_from_zero_are_as_exact_as_torchs():
     inputs = x.requires_grad_()
     (exact,) = torch.autograd.grad(torchs_norm(double, weight.double(), EPS), [double], probe.double())
     errors = []
-    for norm in (rms_norm, torchs_norm):
-        (found,) = torch.autograd.grad(norm(inputs, weight, EPS), [inputs], probe)
+    for f in (rms_norm, torchs_norm):
+        (found,) = torch.autograd.grad(f(inputs, weight, EPS), [inputs], probe)
         errors.append((found - exact).abs().max())
     assert errors[0] <= 4 * errors[1]
 
@@ -88,21 +100,23 @@ def test_recomputation_gives_the_same_gradients(use_reentrant):
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_norm_is_the_same(dtype):
-    norm = RMSNorm(8, EPS).to(dtype)
+    module = RMSNorm(8, EPS).to(dtype)
     x, _, probe = tensors((6, 8), dtype)
-    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
-    found = [torch.autograd.grad(f(x), [x, norm.weight], probe) for f in (norm, compiled)]
-    assert torch.equal(norm(x), compiled(x))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    found = [torch.autograd.grad(f(x), [x, module.weight], probe) for f in (module, compiled)]
+    assert torch.equal(module(x), compiled(x))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_bfloat16_is_computed_in_float32():
-    norm = RMSNorm(8, EPS).bfloat16()
+    module = RMSNorm(8, EPS).bfloat16()
     x, weight, probe = tensors((6, 8), torch.bfloat16)
-    norm.weight.data.copy_(weight.data)
-    out = norm(x)
-    expected = norm.weight * torchs_norm(x.float(), None, EPS).bfloat16()
+    module.weight.data.copy_(weight.data)
+    out = module(x)
+    expected = module.weight * torchs_norm(x.float(), None, EPS).bfloat16()
     assert out.dtype is torch.bfloat16 and torch.equal(out, expected)
-    for a, b in zip(*(torch.autograd.grad(y, [x, norm.weight], probe) for y in (out, expected)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(y, [x, module.weight], probe) for y in (out, expected)), strict=True
+    ):
         torch.testing.assert_close(a, b)

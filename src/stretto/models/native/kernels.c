@@ -1,79 +1,9 @@
 /* What a decoder's pass does between its matrix products, for float32 on a CPU; kernels.py declares and explains it.
 
-   Every row is computed by itself, and every sum has one order, so a row has equal bits in every batch. No fast-math:
-   a compiler may not reorder sums. Widths (of rows, heads and key blocks) are multiples of LANES. */
+   Every row is computed by itself, and every sum has one order, so a row has equal bits in every batch. Widths (of rows,
+   heads and key blocks) are multiples of LANES. */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#define LANES 16
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef float half __attribute__((vector_size(2 * LANES)));
-typedef float quarter __attribute__((vector_size(LANES)));
-typedef int32_t int_lanes __attribute__((vector_size(4 * LANES)));
-
-INLINE lanes load(const float *from) {
-    lanes x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-
-INLINE void store(float *to, lanes x) { memcpy(to, &x, sizeof x); }
-
-INLINE lanes choose(int_lanes mask, lanes yes, lanes no) {
-    return (lanes)((mask & (int_lanes)yes) | (~mask & (int_lanes)no));
-}
-
-INLINE lanes fill(float x) { return (lanes){} + x; }
-
-INLINE float sum(lanes x) {
-    half low, high;
-    memcpy(&low, &x, sizeof low);
-    memcpy(&high, (char *)&x + sizeof low, sizeof high);
-    low += high;
-    quarter first, second;
-    memcpy(&first, &low, sizeof first);
-    memcpy(&second, (char *)&low + sizeof first, sizeof second);
-    first += second;
-    return (first[0] + first[2]) + (first[1] + first[3]);
-}
-
-INLINE float largest(lanes x) {
-    float parts[LANES];
-    store(parts, x);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) parts[i] = parts[i] > parts[i + width] ? parts[i] : parts[i + width];
-    return parts[0];
-}
-
-/* exp(x) to 2 units in the last place; 0 below -87. Source: Cephes, expf. */
-INLINE lanes exponential(lanes x) {
-    int_lanes is_normal = x > -87.0f;
-    x = choose(is_normal, x, fill(-87.0f));
-    x = choose(x < 88.0f, x, fill(88.0f));
-    lanes n = x * 1.44269504f + 12582912.0f; /* adding and subtracting 1.5 * 2^23 rounds */
-    n -= 12582912.0f;
-    lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    lanes y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    int_lanes power = (__builtin_convertvector(n, int_lanes) + 127) << 23;
-    return (lanes)((int_lanes)(y * (lanes)power) & is_normal);
-}
-
-/* 1 / sqrt(mean(x^2) + eps) */
-INLINE float inverse_rms(const float *x, int64_t dim, float eps) {
-    lanes squares = {};
-    for (int64_t i = 0; i < dim; i += LANES) squares += load(x + i) * load(x + i);
-    return 1.0f / sqrtf(sum(squares) / (float)dim + eps);
-}
+#include "lanes.h"
 
 void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t dim, float eps, int threads) {
 #pragma omp parallel for if (threads > 1) num_threads(threads)
@@ -154,23 +84,6 @@ INLINE void score(const float *q, int64_t group, const float *keys, const int64_
     }
 }
 
-/* Replaces the first `count` scores by exp(score - largest), and those up to `padded` by 0; returns their sum. */
-INLINE float exponentials(float *scores, int64_t count, int64_t padded) {
-    for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
-    lanes best = load(scores), total = {};
-    for (int64_t i = LANES; i < padded; i += LANES) {
-        lanes x = load(scores + i);
-        best = choose(x > best, x, best);
-    }
-    float most = largest(best);
-    for (int64_t i = 0; i < padded; i += LANES) {
-        lanes x = exponential(load(scores + i) - most);
-        total += x;
-        store(scores + i, x);
-    }
-    return sum(total);
-}
-
 /* 16 dims of the output: sum of weights[t] * values[t] * factor; token t is added to sum t % 4 of four. */
 INLINE void mix_narrow(const float *weights, const float *values, const int64_t *table, int64_t count, float factor, float *out, int64_t dim, int64_t bs) {
     lanes sums[4] = {};
@@ -205,7 +118,7 @@ INLINE void read(const Pass *p, int64_t row, const float *q, const float *cache,
         score(q + h * group * dim, group, cache, table, count, scores, stride, dim, bs);
         for (int64_t g = 0; g < group; g++) {
             float *weights = scores + g * stride, *to = out + (h * group + g) * dim;
-            float factor = 1.0f / exponentials(weights, count, padded);
+            float most, factor = 1.0f / exponentials(weights, count, padded, &most);
             if (dim % (4 * LANES) == 0)
                 for (int64_t d = 0; d < dim; d += 4 * LANES) mix_wide(weights, values + d, table, count, factor, to + d, dim, bs);
             else
@@ -277,7 +190,8 @@ void sample(const float *logits, const double *u, const uint8_t *is_greedy, int6
                 best = x[i] > x[best] ? i : best;
                 is_nan |= x[i] != x[i];
             }
-            exponentials(weights, vocab, padded);
+            float most;
+            exponentials(weights, vocab, padded, &most);
             double total = 0.0;
             for (int64_t i = 0; i < padded; i += LANES) total += sum(load(weights + i));
             tokens[row] = is_greedy && is_greedy[row] ? best : draw(weights, vocab, u[row], total);

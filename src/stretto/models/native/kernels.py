@@ -43,9 +43,9 @@ class Kernels:
     """The functions of kernels.c over contiguous float32 tensors of a CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._rms_norm = _declare(library.rms_norm, "pppllfi")
-        self._silu_product = _declare(library.silu_product, "pplli")
-        self._sample = _declare(library.sample, "ppppplli")
+        self._rms_norm = declare(library.rms_norm, "pppllfi")
+        self._silu_product = declare(library.silu_product, "pplli")
+        self._sample = declare(library.sample, "ppppplli")
         self._attend = library.attend
         self._attend.argtypes, self._attend.restype = [POINTER(AttentionPass), *[c_void_p] * 5], None
 
@@ -123,7 +123,7 @@ class Kernels:
         return tokens, logprobs
 
 
-def _declare(function: ctypes._NamedFuncPointer, arguments: str) -> ctypes._NamedFuncPointer:
+def declare(function: ctypes._NamedFuncPointer, arguments: str) -> ctypes._NamedFuncPointer:
     types = {"p": c_void_p, "l": c_int64, "f": c_float, "i": c_int}
     function.argtypes, function.restype = [types[a] for a in arguments], None
     return function

@@ -1,4 +1,4 @@
-"""Compiles kernels.c for this machine, once, and loads it.
+"""Compiles the C files of this folder for this machine, once, and loads them.
 
 The library is kept in $XDG_CACHE_HOME/stretto (or ~/.cache/stretto), under a name made from the source, the compiler
 and the processor.
@@ -21,7 +21,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "training.c"))
+_HEADER = Path(__file__).with_name("lanes.h")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
 _COMPILE_S = 60
 
@@ -43,7 +44,7 @@ def find_library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         logger.warning(
-            "cannot compile %s, so torch's operations are used, which are slower: %s", _SOURCE, said
+            "cannot compile %s, so torch's operations are used, which are slower: %s", _HEADER.parent, said
         )
         return None
 
@@ -58,7 +59,8 @@ def _fingerprint(compiler: list[str]) -> str:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     features = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-    facts = (_SOURCE.read_text(), *compiler, *_FLAGS, platform.machine(), platform.processor(), *features)
+    sources = (path.read_text() for path in (_HEADER, *_SOURCES))
+    facts = (*sources, *compiler, *_FLAGS, platform.machine(), platform.processor(), *features)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
@@ -67,7 +69,7 @@ def _compile(compiler: list[str], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         made = Path(directory) / path.name
-        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"]
+        command = [*compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(made), "-lm"]
         how = {"check": True, "capture_output": True, "text": True, "timeout": _COMPILE_S}
         try:
             subprocess.run([*command, "-fopenmp"], **how)

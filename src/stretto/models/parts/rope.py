@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.base.errors import DataError
+from stretto.models.native.training import find_training_kernels
 from stretto.models.shape import Rope
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    kernels = find_training_kernels(x, cos, sin)
+    if kernels is not None:
+        return kernels.rotate(x, cos, sin, sign)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=sign)
 
 

@@ -1,0 +1,217 @@
+"""What a training step does between its matrix products, forward and backward, as one call each.
+
+For float32 on a CPU. torch computes each of them in several operations, each of which reads and writes memory again. A
+pass with gradients calls the same functions as one without, so their results have equal bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from stretto.models.native.kernels import LANES, declare
+from stretto.models.native.library import find_library
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class Segments(Structure):
+    """`Segments` in training.c: segment i is rows starts[i]:ends[i], and continues its prefix's rows."""
+
+    _fields_ = (
+        *(
+            (name, c_int64)
+            for name in ("rows", "heads", "kv_heads", "head_dim", "segments", "longest", "threads")
+        ),
+        *((name, c_void_p) for name in ("starts", "ends", "prefix_starts", "prefix_ends")),
+        ("scale", c_float),
+    )
+
+
+class TrainingKernels:
+    """The functions of training.c."""
+
+    def __init__(self) -> None:
+        library = find_library()
+        assert library is not None
+        self._norm = declare(library.rms_norm_forward, "ppppllfi")
+        self._norm_backward = declare(library.rms_norm_backward, "pppppplli")
+        self._gate = declare(library.gate_product_forward, "pppli")
+        self._gate_backward = declare(library.gate_product_backward, "pppppli")
+        self._rotate = declare(library.rotate, "pppplllfi")
+        self.attend = declare(library.attention_forward, "pppppp")
+        self.attend_backward = declare(library.attention_backward, "ppppppppp")
+
+    def rms_norm(
+        self, x: Float[Tensor, "*rows dim"], weight: Float[Tensor, " dim"] | None, eps: float
+    ) -> tuple[Float[Tensor, "*rows dim"], Float[Tensor, " *rows"]]:
+        """x / rms(x) * weight, and 1 / rms(x) of every row."""
+        x, dim = x.contiguous(), x.shape[-1]
+        out, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1])
+        self._norm(
+            x.data_ptr(), _pointer(weight), out.data_ptr(), inverse.data_ptr(), inverse.numel(), dim, eps,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out, inverse
+
+    def rms_norm_backward(
+        self,
+        x: Float[Tensor, "*rows dim"],
+        weight: Float[Tensor, " dim"] | None,
+        inverse: Float[Tensor, " *rows"],
+        grad: Float[Tensor, "*rows dim"],
+        needed: tuple[bool, bool],
+    ) -> tuple[Float[Tensor, "*rows dim"] | None, Float[Tensor, " dim"] | None]:
+        """Gradients of x and of the weight, where they are needed; `inverse` is the second result of rms_norm."""
+        x, grad, threads = x.contiguous(), grad.contiguous(), torch.get_num_threads()
+        grad_x = torch.empty_like(x) if needed[0] else None
+        grad_weight = x.new_zeros(threads, x.shape[-1]) if needed[1] else None
+        self._norm_backward(
+            x.data_ptr(), _pointer(weight), inverse.data_ptr(), grad.data_ptr(), _pointer(grad_x),
+            _pointer(grad_weight), inverse.numel(), x.shape[-1], threads,
+        )  # fmt: skip
+        return grad_x, None if grad_weight is None else grad_weight.sum(0)
+
+    def gate_product(
+        self, gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]
+    ) -> Float[Tensor, "rows dim"]:
+        """silu(gate) * up."""
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        self._gate(gate.data_ptr(), up.data_ptr(), out.data_ptr(), out.numel(), torch.get_num_threads())
+        return out
+
+    def gate_product_backward(
+        self, gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"], grad: Float[Tensor, "rows dim"]
+    ) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, "rows dim"]]:
+        """Gradients of gate and up."""
+        gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        tensors = (x.data_ptr() for x in (gate, up, grad, *grads))
+        self._gate_backward(*tensors, grad.numel(), torch.get_num_threads())
+        return grads
+
+    def rotate(
+        self,
+        x: Float[Tensor, "tokens heads dim"],
+        cos: Float[Tensor, "tokens 1 dim"],
+        sin: Float[Tensor, "tokens 1 dim"],
+        sign: int,
+    ) -> Float[Tensor, "tokens heads dim"]:
+        """x * cos + sign * swapped(x) * sin, where the halves of every head are swapped."""
+        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        out = torch.empty_like(x)
+        tensors = (t.data_ptr() for t in (x, cos, sin, out))
+        self._rotate(*tensors, *x.shape, sign, torch.get_num_threads())
+        return out
+
+
+class NativeAttention:
+    """Causal attention within segments, each of which may continue another one, its prefix."""
+
+    def __init__(self, bounds: np.ndarray, parents: np.ndarray) -> None:
+        """bounds, parents: those of a PackedLayout as int64; a parent of -1 is none."""
+        lengths = np.diff(bounds)
+        chosen = np.flatnonzero(lengths)
+        parents = parents[chosen]
+        has_prefix = parents >= 0
+        self.starts, self.ends = bounds[:-1][chosen], bounds[1:][chosen]
+        self.prefix_starts = np.where(has_prefix, bounds[:-1][parents], 0)
+        self.prefix_ends = np.where(has_prefix, bounds[1:][parents], 0)
+        self.longest = int((self.ends - self.starts + self.prefix_ends - self.prefix_starts).max(initial=0))
+        self.num_rows = int(bounds[-1])
+
+    def __call__(
+        self,
+        q: Float[Tensor, "rows heads dim"],
+        k: Float[Tensor, "rows kv_heads dim"],
+        v: Float[Tensor, "rows kv_heads dim"],
+        kernels: TrainingKernels,
+    ) -> Float[Tensor, "rows heads dim"]:
+        return _Attention.apply(q.contiguous(), k.contiguous(), v.contiguous(), self, kernels)
+
+    def segments(self, q: Tensor, k: Tensor) -> Segments:
+        """These segments for q [rows, heads, dim] and k [rows, kv heads, dim]."""
+        (rows, heads, dim), kv_heads = q.shape, k.shape[1]
+        assert rows == self.num_rows
+        arrays = (self.starts, self.ends, self.prefix_starts, self.prefix_ends)
+        return Segments(
+            rows, heads, kv_heads, dim, len(self.starts), self.longest, torch.get_num_threads(),
+            *(array.ctypes.data for array in arrays), dim**-0.5,
+        )  # fmt: skip
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: NativeAttention, kernels: TrainingKernels
+    ) -> Tensor:
+        out, norms = torch.empty_like(q), q.new_empty(q.shape[:2])
+        tensors = (t.data_ptr() for t in (q, k, v, out, norms))
+        kernels.attend(byref(attention.segments(q, k)), *tensors)
+        ctx.save_for_backward(q, k, v, norms)
+        ctx.attention, ctx.kernels = attention, kernels
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, norms = ctx.saved_tensors
+        grad = grad.contiguous()
+        grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        tensors = (t.data_ptr() for t in (q, k, v, norms, grad, *grads))
+        ctx.kernels.attend_backward(byref(ctx.attention.segments(q, k)), *tensors)
+        return *grads, None, None
+
+
+def gate_product(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
+    """silu(gate) * up."""
+    kernels = find_training_kernels(gate, up)
+    if kernels is None:
+        return F.silu(gate) * up
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return _GateProduct.apply(gate, up, kernels)
+    return kernels.gate_product(gate, up)
+
+
+class _GateProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: TrainingKernels) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.kernels = kernels
+        return kernels.gate_product(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *ctx.kernels.gate_product_backward(*ctx.saved_tensors, grad), None
+
+
+def find_training_kernels(x: Tensor, *others: Tensor | None) -> TrainingKernels | None:
+    """The kernels, if these tensors are plain ones that they can compute with and this machine can compile them."""
+    if x.shape[-1] % LANES or torch.compiler.is_compiling():
+        return None
+    if all(t is None or _is_plain(t) for t in (x, *others)):
+        return _kernels()
+    return None
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)
+
+
+@functools.cache
+def _kernels() -> TrainingKernels | None:
+    return None if find_library() is None else TrainingKernels()
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

@@ -1,0 +1,166 @@
+"""The training step's kernels in C against the same in float64, with gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stretto.models.native import library, training
+from stretto.models.native.training import (
+    NativeAttention,
+    TrainingKernels,
+    find_training_kernels,
+    gate_product,
+)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> TrainingKernels:
+    if library.find_library() is None:
+        pytest.skip("needs a C compiler")
+    return TrainingKernels()
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def assert_like_float64(fast, slow, inputs, atol=2e-6):
+    """Results and gradients of both, the slow one in float64."""
+    outs = fast(*inputs), slow(*(x.double() for x in inputs))
+    probe = random(*outs[0].shape, seed=9).detach()
+    (mine, exact) = ([out, *torch.autograd.grad(out, inputs, probe.to(out.dtype))] for out in outs)
+    for found, wanted in zip(mine, exact, strict=True):
+        torch.testing.assert_close(found.double(), wanted.double(), atol=atol, rtol=1e-5)
+
+
+def test_gate(kernels):
+    gate = torch.cat((random(5, 48).detach() * 20, torch.tensor([[-200.0, 200.0, -90.0, 0.0] * 12])))
+    inputs = (gate.requires_grad_(), random(6, 48, seed=1))
+    assert_like_float64(gate_product, lambda g, u: F.silu(g) * u, inputs, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(gate_product(*inputs), kernels.gate_product(*inputs))
+
+
+@pytest.mark.parametrize("dim", [16, 48])
+def test_rotation_and_back(kernels, dim):
+    x, cos, sin = (random(7, n, dim, seed=n).detach() for n in (3, 1, 1))
+    for sign in (1, -1):
+        exact = x.double() * cos + sign * x.double().roll(dim // 2, -1) * sin
+        torch.testing.assert_close(kernels.rotate(x, cos, sin, sign).double(), exact, atol=1e-6, rtol=1e-6)
+
+
+def reference(bounds, parents, heads):
+    """Attention with one mask over the whole row."""
+    tokens = torch.arange(bounds[-1])
+    segment = torch.bucketize(tokens, torch.tensor(bounds[1:]), right=True)
+    mask = (segment[:, None] == segment[None]) & (tokens[:, None] >= tokens[None])
+    for child, parent in enumerate(parents):
+        if parent >= 0:
+            mask |= (segment[:, None] == child) & (segment[None] == parent)
+
+    def attend(q, k, v):
+        k, v = (x.repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+    return attend
+
+
+LAYOUTS = {
+    "one token": ([1], [-1]),
+    "documents": ([3, 1, 17, 64, 4, 33], [-1] * 6),
+    "an empty one": ([5, 0, 16], [-1] * 3),
+    "prefixes": ([3, 20, 2, 7, 5, 40, 1], [-1, -1, 0, 1, 1, 0, -1]),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 16), (6, 2, 64), (2, 1, 128), (3, 3, 48)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention(kernels, shape, layout):
+    (heads, kv_heads, dim), (lengths, parents) = shape, LAYOUTS[layout]
+    bounds = np.cumsum([0, *lengths])
+    attend = NativeAttention(bounds, np.array(parents))
+    inputs = [random(bounds[-1], n, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads))]
+    slow = reference(bounds.tolist(), parents, heads)
+    assert_like_float64(lambda q, k, v: attend(q, k, v, kernels), slow, inputs, atol=1e-5)
+
+
+def test_large_scores_neither_overflow_nor_lose_the_largest(kernels):
+    bounds = np.array([0, 40])
+    q, k, v = (random(40, 2, 16, seed=i).detach() for i in range(3))
+    q, k = (60 * q).requires_grad_(), k.requires_grad_()
+    attend = NativeAttention(bounds, np.array([-1]))
+    inputs = [q, k, v.requires_grad_()]
+    slow = reference([0, 40], [-1], 2)
+    assert_like_float64(lambda *x: attend(*x, kernels), slow, inputs, atol=5e-3)  # of gradients near 100
+
+
+def test_a_number_that_is_none_stays_in_its_document(kernels):
+    q, k, v = (random(20, 2, 16, seed=i).detach() for i in range(3))
+    k[3] = torch.nan
+    out = NativeAttention(np.array([0, 10, 20]), np.array([-1, -1]))(q, k, v, kernels)
+    assert out[:3].isfinite().all() and out[3:10].isnan().all() and out[10:].isfinite().all()
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_threads_give_the_same_bits(kernels, layout):
+    lengths, parents = LAYOUTS[layout]
+    bounds = np.cumsum([0, *lengths])
+    attend = NativeAttention(bounds, np.array(parents))
+    inputs = [random(bounds[-1], n, 16, seed=i) for i, n in enumerate((4, 2, 2))]
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out = attend(*inputs, kernels)
+        results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_norm_of_two_threads(kernels):
+    x, weight = random(301, 48), random(48, seed=1)
+    inverse = kernels.rms_norm(x, weight, 1e-6)[1]
+    grads = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        grads.append(kernels.rms_norm_backward(x, weight, inverse, torch.ones_like(x), (True, True)))
+    assert torch.equal(grads[0][0], grads[1][0])
+    torch.testing.assert_close(grads[0][1], grads[1][1], atol=1e-4, rtol=1e-6)
+
+
+def test_a_document_has_the_same_bits_alone_packed_and_behind_a_shared_prefix(kernels):
+    q, k, v = (random(60, 2, 32, seed=i).detach() for i in range(3))
+    whole = NativeAttention(np.array([0, 60]), np.array([-1]))(q, k, v, kernels)
+    rows = torch.cat((torch.arange(20), torch.arange(7), torch.arange(20, 60)))
+    cut = NativeAttention(np.array([0, 20, 27, 67]), np.array([-1, -1, 0]))
+    out = cut(q[rows], k[rows], v[rows], kernels)
+    assert torch.equal(torch.cat((out[:20], out[27:])), whole)
+
+
+def test_what_the_kernels_cannot_take_is_left_to_torch(monkeypatch):
+    x = torch.randn(4, 16)
+    if library.find_library() is not None:
+        assert find_training_kernels(x, torch.nn.Parameter(x), None) is not None
+    for other in (x.double(), x.bfloat16(), x.to("meta"), torch.nn.Buffer(x).as_subclass(Marked)):
+        assert find_training_kernels(x, other) is None
+    assert find_training_kernels(x[:, :9]) is None
+    monkeypatch.setattr(training, "find_library", lambda: None)
+    training._kernels.cache_clear()
+    assert find_training_kernels(x) is None
+    training._kernels.cache_clear()
+
+
+class Marked(torch.Tensor):
+    """Some other kind of tensor."""
