@@ -431,7 +431,8 @@ def _overview() -> str:
         "usage: stretto VERB [@ FILE.toml ...] [--KEY VALUE ...]\n\n"
         "Asynchronous reinforcement learning of language models.\n\n"
         f"{verbs}\n\n"
-        "Each verb is also a command of its own: `rl @ rl.toml`. `stretto VERB --help` lists every key; "
+        "Each verb is also a command of its own: `rl @ rl.toml`. `stretto VERB --help` shows what people set, "
+        "`--help all` every key; "
         "`--dry-run` checks and shows what would run, `--print-config` prints the configuration; both start nothing."
     )
 

@@ -81,6 +81,23 @@ COMMON_KEYS: dict[type[Section], str] = {
         eval.num_examples eval.group_size eval.greedy eval.sampling.max_completion_tokens eval.sampling.temperature
         tokenizer.name inference.engine max_inflight_rollouts monitors.wandb
     """,
+    InferenceConfig: """
+        model engine output_dir run.name dry_run print_config server.host server.port api_key dtype device
+        parallel.tp parallel.dp parallel.pp max_model_len gpu_memory_utilization max_num_seqs
+        max_num_batched_tokens lora.max_lora_rank router.policy deployment.type deployment.num_replicas hosts node_rank
+        num_threads
+    """,
+    OrchestratorConfig: """
+        max_steps seq_len seed output_dir run.name resume clean dry_run print_config model.name client.base_url env
+        batch_size group_size max_async_level train.sampling.max_completion_tokens train.sampling.temperature
+        algo.type eval.interval num_train_workers rollout_transport.type weight_broadcast.type control.host control.port
+        monitors.wandb
+    """,
+    TrainerConfig: """
+        max_steps seq_len seed output_dir run.name resume dry_run print_config model.name model.lora.rank model.dtype
+        optim.lr scheduler.type scheduler.warmup_steps loss.type loss.kl_tau rollout_transport.type
+        weight_broadcast.type control.host control.port ckpt.interval num_threads
+    """,
 }
 """What people set most often, by root: `--help` alone shows these."""
 
@@ -88,7 +105,7 @@ COMMON_KEYS: dict[type[Section], str] = {
 def help_text(verb: str, cls: type[Section], wanted: str = "", width: int | None = None) -> str:
     """What `<verb> --help [word]` prints: common keys, keys whose flag contains the word, or all keys for `all`."""
     width = width or max(60, min(shutil.get_terminal_size().columns, 120))
-    if not wanted and cls in COMMON_KEYS:
+    if not wanted:
         return _common_help(verb, cls, width)
     if wanted == "all":
         wanted = ""

@@ -655,6 +655,14 @@ WRONG_RL = {
         "",
         ["c.toml:3, c.toml:1: inference.max_model_len = 1024 is shorter than seq_len = 4096"],
     ),
+    "a group that the engine does not take": (
+        "[inference]\nmax_num_seqs = 4\n" + ENV,
+        "--orchestrator.batch-size 64 --orchestrator.group-size 8",
+        [
+            "orchestrator.group_size = 8: an engine samples a group",
+            "takes inference.max_num_seqs = 4; raise that",
+        ],
+    ),
     "new model shorter than the run": (
         "[model.scratch]\nmax_position_embeddings = 64\n" + ENV,
         "--seq-len 128",

@@ -266,7 +266,7 @@ def test_every_key_that_another_name_points_at_exists() -> None:
     assert {path for paths in SYNONYMS.values() for path in paths} <= known
 
 
-@pytest.mark.parametrize("verb", ["rl", "sft", "eval"])
+@pytest.mark.parametrize("verb", ROOTS)
 def test_help_alone_is_one_screen_of_what_people_set(verb: str) -> None:
     lines = help_text(verb, ROOTS[verb], width=120).splitlines()
     assert len(lines) < 50 and f"`{verb} --help all` shows all" in lines[-1]

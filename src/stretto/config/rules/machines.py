@@ -193,6 +193,17 @@ def is_headless(name: str, cfg: RLConfig) -> bool:
     return section is not None and section.vllm_extra.get("headless") is True
 
 
+def group_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """The samples of a group are one request, as far as an environment asks for them at once."""
+    orchestrator, limit = cfg.orchestrator, cfg.inference.max_num_seqs if cfg.inference else math.inf
+    sizes = {"group_size": orchestrator.group_size}
+    sizes |= {f"env.{i}.group_size": env.group_size or 0 for i, env in enumerate(orchestrator.env)}
+    for path, size in sizes.items():
+        if size > limit:
+            rule = "an engine samples a group in one request, and takes {1}; raise that or lower the group"
+            yield f"orchestrator.{path} inference.max_num_seqs", f"{{0}}: {rule}"
+
+
 def valid_copies(cfg: RLConfig) -> str | None:
     """Divisors of the data-parallel ranks, where dp_replicate is none."""
     workers = cfg.orchestrator.num_train_workers
@@ -236,7 +247,7 @@ RULES: Rules = {
         ),
         Idle("teacher_gpu_ids", "teacher_inference",
              lambda c: c.teacher_inference is None and "this run starts no teacher"),
-        *map(Each, (teacher_faults, port_faults, gpu_faults, engine_gpu_faults, node_faults, ipc_faults)),
+        *map(Each, (teacher_faults, group_faults, port_faults, gpu_faults, engine_gpu_faults, node_faults, ipc_faults)),
     ),
 }
 # fmt: on
