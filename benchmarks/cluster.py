@@ -1,12 +1,13 @@
-"""How long a run takes to begin, and to go on after a failure: on this machine, and in a job of Slurm.
+"""How long a run takes to begin, and to go on after a failure: on this machine, in a job of Slurm, and on Ray.
 
     python benchmarks/cluster.py [--quick] [--rounds 3]
 
 A run of a few thousand parameters: from the command to its first step; and from the end of a machine (here: SIGKILL to
-the launcher and `rl --resume`, in Slurm: the end of all that runs on the first node) to the next step. Slurm is one of
-tests/cluster, in which a node that is silent for 10 s is given up and a job that is queued again waits for 5 s; Slurm's
-defaults are 300 s and 120 s. Without root or Slurm that part is left out. The first figures are the time to plan a run
-on 1,000 nodes and to render its job. --quick: one round, and no Slurm. The last line is one JSON object.
+the launcher and `rl --resume`, in Slurm and on Ray: the end of all that runs on the first node) to the next step. Slurm
+and Ray are those of tests/cluster. In that Slurm a node that is silent for 10 s is given up and a job that is queued
+again waits for 5 s; Slurm's defaults are 300 s and 120 s. Ray has its defaults. Without root or Slurm, and without Ray,
+these parts are left out; --only ray measures one. The first figures are the time to plan a run on 1,000 nodes and to
+render its job. --quick: one round, and neither Slurm nor Ray. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
+from ray_cluster import Cluster as RayCluster
+from ray_cluster import RayRun
 from runs import start_rl, untrained_model
 from slurm_cluster import Cluster
 from slurm_runs import Submitted, settings
@@ -35,6 +39,7 @@ from stretto.base.paths import RunDir
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.launch.plan.nodes import plan_nodes
+from stretto.launch.ray.placing import plan_bundles
 from stretto.launch.slurm.script import plan_job
 from stretto.monitors.file import read_metrics
 
@@ -49,15 +54,19 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=("local", "slurm", "ray"))
     given = parser.parse_args()
     rounds = 1 if given.quick else given.rounds
     figures: dict[str, dict[str, float]] = {
         "thousand_nodes": medians([plan_thousand() for _ in range(rounds)])
     }
     with tempfile.TemporaryDirectory() as folder:
-        figures["local"] = medians([local(Path(folder) / str(n)) for n in range(rounds)])
-        if not given.quick and os.geteuid() == 0 and shutil.which("slurmctld"):
-            figures["slurm"] = slurm(Path(folder), rounds)
+        if given.only in (None, "local"):
+            figures["local"] = medians([local(Path(folder) / str(n)) for n in range(rounds)])
+        can_run = {"slurm": os.geteuid() == 0 and shutil.which("slurmctld"), "ray": find_spec("ray")}
+        for name, measure in (("slurm", slurm), ("ray", on_ray)):
+            if can_run[name] and given.only in (None, name) and not given.quick:
+                figures[name] = measure(Path(folder), rounds)
     for name, found in figures.items():
         print(f"{name:<16}" + "".join(f"{key} {value:.2f} s  " for key, value in found.items()))
     print(json.dumps(figures))
@@ -86,7 +95,15 @@ def plan_thousand() -> dict[str, float]:
         assert len(plan_nodes(cfg, cfg.run_dir).hosts) == 1000
         planned = time.perf_counter()
         assert plan_job(cfg).num_nodes == 1000
-        return {"load": loaded - start, "plan": planned - loaded, "job": time.perf_counter() - planned}
+        rendered = time.perf_counter()
+        bundles = plan_bundles(load(RLConfig, [*words, "--slurm", "None", "--ray.wait-s", "1"]))
+        assert len(bundles) == 1000
+        return {
+            "load": loaded - start,
+            "plan": planned - loaded,
+            "job": rendered - planned,
+            "load_and_bundles": time.perf_counter() - rendered,
+        }
 
 
 def local(folder: Path) -> dict[str, float]:
@@ -150,6 +167,36 @@ def job(cluster: Cluster, folder: Path) -> dict[str, float]:
     finally:
         cluster.start_node(lost)
         cluster.until(cluster.is_idle, "the nodes are free")
+
+
+def on_ray(folder: Path, rounds: int) -> dict[str, float]:
+    """The same on a Ray of three machines, of which a run has two; the command runs on a fourth."""
+    cluster = RayCluster(num_machines=3)
+    try:
+        return medians([placed(cluster, folder / f"ray{n}") for n in range(rounds)])
+    finally:
+        cluster.close()
+
+
+def placed(cluster: RayCluster, folder: Path) -> dict[str, float]:
+    folder.mkdir()
+    run = RayRun(cluster, folder, ENDLESS)
+    start = time.perf_counter()
+    run.start()
+    try:
+        until(lambda: last_step(run.dir) > 0)
+        begun = time.perf_counter()
+        run.until(lambda: run.saved() >= 2, "a checkpoint")
+        cluster.kill(run.processes("trainer")[0])
+        killed, reached = time.perf_counter(), last_step(run.dir)
+        until(lambda: last_step(run.dir) > reached)
+        found = {"first_step": begun - start, "after_failure": time.perf_counter() - killed}
+        cluster.add()
+        run.stretto("stop", str(run.dir))
+        run.end()
+        return found
+    finally:
+        run.close()
 
 
 def last_step(run: RunDir) -> int:

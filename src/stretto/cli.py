@@ -172,10 +172,8 @@ def _rl(cfg: RLConfig, words: list[str]) -> int:
 
 
 def _sft(cfg: SFTConfig, words: list[str]) -> int:
-    if cfg.slurm is not None:
-        from stretto.launch.slurm.submit import main as submit
-
-        return submit(cfg)
+    if cfg.slurm is not None or cfg.ray is not None:
+        return _elsewhere(cfg)
     _let_waiting_threads_sleep()
     if "WORLD_SIZE" not in os.environ:
         _check_first_rows(cfg)
@@ -185,6 +183,15 @@ def _sft(cfg: SFTConfig, words: list[str]) -> int:
         return code
     from stretto.trainer.sft import main as run
 
+    return run(cfg)
+
+
+def _elsewhere(cfg: SFTConfig | InferenceConfig) -> int:
+    """Run the command on the machines that Slurm or Ray hands out."""
+    if cfg.slurm is not None:
+        from stretto.launch.slurm.submit import main as run
+    else:
+        from stretto.launch.ray.run import main as run
     return run(cfg)
 
 
@@ -217,10 +224,8 @@ def _orchestrator(cfg: OrchestratorConfig, words: list[str]) -> int:
 
 
 def _inference(cfg: InferenceConfig, words: list[str]) -> int:
-    if cfg.slurm is not None and not cfg.dry_run:
-        from stretto.launch.slurm.submit import main as submit
-
-        return submit(cfg)
+    if (cfg.slurm is not None or cfg.ray is not None) and not cfg.dry_run:
+        return _elsewhere(cfg)
     _let_waiting_threads_sleep()
     from stretto.launch.plan.engines import has_router
 
@@ -229,10 +234,11 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
 
         served = serve(cfg, dry_run=cfg.dry_run)
         if isinstance(served, int):
-            if cfg.slurm is not None:
-                from stretto.launch.slurm.submit import screen
+            if cfg.dry_run:
+                from stretto.dry_run import job
 
-                print(screen(cfg))
+                if shown := job(cfg):
+                    print(shown)
             return served
         cfg = served
     if cfg.dry_run:

@@ -50,7 +50,7 @@ def rl(cfg: RLConfig) -> str:
     tasks, missing = preview(cfg.orchestrator_config())
     rows = [*_model(cfg.model, missing), *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
     written = f"{_run_directory(cfg)}\nits configs and commands are in {directory / 'configs'} and plan.json"
-    return _screen(rows, _first_tasks(tasks), table(plan), written, _job(cfg))
+    return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
 
 
 def orchestrator(cfg: OrchestratorConfig) -> str:
@@ -90,7 +90,7 @@ def sft(cfg: SFTConfig) -> str:
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
     rows = [*_model(cfg.model, missing), *_code(checked), *_monitors(cfg.monitors)]
     nodes = table(cfg) if is_wide else ""
-    return _screen(rows, example, f"{ranks}; {trains}", nodes, _run_directory(cfg), _job(cfg))
+    return _screen(rows, example, f"{ranks}; {trains}", nodes, _run_directory(cfg), job(cfg))
 
 
 def evaluate(cfg: EvalConfig) -> str:
@@ -110,14 +110,15 @@ def inference(cfg: InferenceConfig) -> str:
     server = cfg.server
     model = _model(ModelSection(name=cfg.model or ModelSection().name))
     engine = f"inference  engine {cfg.engine}, http://{server.host}:{server.port}"
-    return _screen(model, engine, _run_directory(cfg), _job(cfg))
+    return _screen(model, engine, _run_directory(cfg), job(cfg))
 
 
-def _job(cfg: RLConfig | SFTConfig | InferenceConfig) -> str:
-    """What would be submitted to Slurm; nothing without [slurm]."""
-    from stretto.launch.slurm.submit import screen
+def job(cfg: RLConfig | SFTConfig | InferenceConfig) -> str:
+    """What Slurm would get, or what Ray would place; nothing without [slurm] or [ray]."""
+    from stretto.launch.ray import placing
+    from stretto.launch.slurm import submit
 
-    return "" if cfg.slurm is None else screen(cfg)
+    return submit.screen(cfg) if cfg.slurm is not None else placing.screen(cfg) if cfg.ray is not None else ""
 
 
 def _screen(checked: Rows, *parts: str) -> str:

@@ -64,6 +64,7 @@ HOMES = {
     "datasets": ("data/hub.py",),
     "verifiers": ("envs/verifiers",),
     "reasoning_gym": ("envs/bundled/reasoning_gym.py",),
+    "ray": ("launch/ray/cluster.py",),
     "wandb": ("monitors/wandb.py",),
     "tensorboard": ("monitors/tensorboard.py",),
     "trackio": ("monitors/trackio.py",),

@@ -63,6 +63,11 @@ class RunDir:
         return self.path / "slurm"
 
     @property
+    def ray(self) -> Path:
+        """Directory of a run on a Ray cluster: its config, its state, and what the nodes print."""
+        return self.path / "ray"
+
+    @property
     def lock(self) -> Path:
         """Locked (flock) by the launcher while the run is live.
 

@@ -205,6 +205,11 @@ class Child:
             self.pidfd = -1
 
 
+def bound(argv: Sequence[str]) -> list[str]:
+    """The command as one that the kernel kills when the thread that starts it ends."""
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv]
+
+
 def start(
     name: str,
     argv: Sequence[str],
@@ -228,7 +233,7 @@ def start(
     with log.open("ab") as output:
         log_start = output.seek(0, os.SEEK_END)
         popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv],
+            bound(argv),
             env={**os.environ, "PYTHONUNBUFFERED": "1", **env, **parent_keeper.env(mark)},
             stdin=subprocess.DEVNULL,
             stdout=None if is_shown else output,

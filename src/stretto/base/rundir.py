@@ -27,7 +27,7 @@ from stretto.base.paths import RunDir
 # step; they are no reason to refuse a new run.
 _HARMLESS = frozenset(
     {"configs", "plan.json", "run.lock", "run.orchestrator.lock", "run.trainer.lock", "dry_run", "secret"}
-    | {"logs", "dumps", "tokenizer", "launch.json", "nodes.json", "slurm"}
+    | {"logs", "dumps", "tokenizer", "launch.json", "nodes.json", "slurm", "ray"}
 )
 # What else a run that trained no step may have left: it is deleted when a new run takes its name.
 _UNTRAINED = frozenset(
@@ -334,7 +334,7 @@ def _empty(run: RunDir) -> None:
     """
     kept = [run.lock, run.secret, run.configs]
     if JOB_VAR in os.environ:
-        kept += [run.launch, run.slurm]
+        kept += [run.launch, run.slurm, run.ray]
     rest = [entry for entry in run.path.iterdir() if entry not in kept]
     _delete([*rest, run.configs])
 
@@ -350,7 +350,7 @@ def _delete(entries: Iterable[Path]) -> None:
 def _is_run(run: RunDir) -> bool:
     contents = set(_contents(run.path))
     is_just_created = bool(contents) and contents <= {
-        path.name for path in (run.lock, run.secret, run.launch, run.slurm)
+        path.name for path in (run.lock, run.secret, run.launch, run.slurm, run.ray)
     }
     return run.configs.is_dir() or run.ledger.exists() or is_just_created
 

@@ -21,6 +21,7 @@ from stretto.config.section import Section
 from stretto.config.sections.deployment import (
     Deployment,
     RanksDeployment,
+    RaySection,
     ResumeSection,
     RunSection,
     SFTDeployment,
@@ -105,6 +106,13 @@ class InferenceConfig(InferenceSection, RunRoot):
     """Which of the hosts this machine is, from 0; None: the one whose address is this machine's."""
     slurm: SlurmSection | None = None
     """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
+    ray: RaySection | None = None
+    """Present: run this on the machines of a Ray cluster; None: run it here."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that the command is started on."""
+        return self.deployment.num_nodes
 
 
 def comma_list(value: Any) -> Any:
@@ -134,6 +142,8 @@ class RLConfig(RunKeys, RunRoot):
     deployment: Deployment = SingleNodeDeployment()
     slurm: SlurmSection | None = None
     """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
+    ray: RaySection | None = None
+    """Present: run this on the machines of a Ray cluster; None: run it here."""
     trainer_gpu_ids: GpuIds = None
     """GPUs of the trainer, one rank each; None: the first after inference's."""
     inference_gpu_ids: GpuIds = None
@@ -166,6 +176,14 @@ class RLConfig(RunKeys, RunRoot):
     def num_train_ranks(self) -> int:
         """Processes of the trainer: a data-parallel rank is cp x tp of them."""
         return self.orchestrator.num_train_workers * self.model.cp * self.model.tp
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that the command is started on."""
+        if self.deployment.type != "multi_node":
+            return 1
+        engines = 0 if self.inference is None else self.inference.deployment.num_nodes
+        return self.deployment.num_train_nodes + self.deployment.num_infer_replicas * engines
 
     def trainer_config(self) -> TrainerConfig:
         """What the trainer process takes."""
@@ -232,6 +250,8 @@ class SFTConfig(RunRoot):
     deployment: SFTDeployment = RanksDeployment()
     slurm: SlurmSection | None = None
     """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
+    ray: RaySection | None = None
+    """Present: run this on the machines of a Ray cluster; None: run it here."""
     trainer_gpu_ids: GpuIds = Field(None, min_length=1)
     """GPUs, one rank each; None: the first ones, as many as deployment.num_train_gpus says."""
     monitors: MonitorsSection = MonitorsSection()
@@ -245,6 +265,11 @@ class SFTConfig(RunRoot):
         "model.seq_len": "seq_len",
         "ckpt.resume_step": "resume.step",
     }
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that the command is started on."""
+        return self.deployment.num_train_nodes if self.deployment.type == "multi_node" else 1
 
     @property
     def num_ranks(self) -> int:

@@ -1,6 +1,8 @@
 """`stretto status|logs|stop RUN`: looks at a run that was started somewhere, and ends it.
 
-RUN/launch.json says who runs it: a launcher on some host (base/rundir.py writes it), or a job (slurm/submit.py).
+RUN/launch.json says who runs it: a launcher on some host (base/rundir.py writes it), a job of Slurm (slurm/submit.py),
+or a command that has machines of a Ray cluster (ray/run.py). That one says in RUN/ray/state.json how far it is, and
+looks for RUN/ray/stop.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
+from stretto.base.files import write_atomic
 from stretto.base.locked import try_lock
 from stretto.base.paths import RunDir
 from stretto.launch.run.console import duration
@@ -70,8 +73,13 @@ def stop(words: list[str]) -> int:
     given = parser.parse_args(words)
     run = _run(given.run)
     record = _record(run)
-    is_job = record.get("by") == "slurm"
-    done = _stop_job(record, now=given.now) if is_job else _stop_local(run, record, now=given.now)
+    match record.get("by"):
+        case "slurm":
+            done = _stop_job(record, now=given.now)
+        case "ray":
+            done = _stop_on_ray(run, now=given.now)
+        case _:
+            done = _stop_local(run, record, now=given.now)
     sys.stdout.write(done + "\n")
     return 0
 
@@ -101,6 +109,8 @@ def _launcher(run: RunDir) -> dict[str, str]:
     record = _record(run)
     if record.get("by") == "slurm":
         return {"job": _job_text(record["job"])}
+    if record.get("by") == "ray":
+        return {"state": _ray_text(run, record)}
     if (pid := _holder(run)) is None:
         return {"state": "ended" if run.logs.exists() else "not started"}
     return {"state": f"running: process {pid} on {record.get('host', 'this host')}"}
@@ -116,10 +126,24 @@ def _job_text(job: str) -> str:
     return f"{job} on Slurm: {queued.state}{why}"
 
 
-def _holder(run: RunDir) -> str | None:
-    """The process that holds the run's lock, by the number on its host; None if nobody does."""
+def _ray_text(run: RunDir, record: dict[str, Any]) -> str:
     try:
-        fd = os.open(run.lock, os.O_RDWR)
+        found = json.loads((run.ray / "state.json").read_text())
+    except (OSError, ValueError):
+        found = {"state": "starting", "text": "", "restarts": 0}
+    about = f"{found['state']} on Ray{': ' if found['text'] else ''}{found['text']}"
+    if found["restarts"]:
+        about += f"; started again {found['restarts']} times"
+    who = f"job {record['job']}" if "job" in record else f"process {record['pid']}"
+    if _holder(run, run.ray / "lock") is None and found["state"] != "ended":
+        return f"ended: {who} on {record['host']}, which waited for it, is gone; it was {about}"
+    return about if found["state"] == "ended" else f"{about}; {who} on {record['host']} waits for it"
+
+
+def _holder(run: RunDir, lock: Path | None = None) -> str | None:
+    """The process that holds the run's lock, or another, by the number on its host; None if nobody does."""
+    try:
+        fd = os.open(lock or run.lock, os.O_RDWR)
     except OSError:
         return None
     try:
@@ -162,8 +186,9 @@ def _logs(run: RunDir) -> dict[str, Path]:
     """Logs by name: those of processes on every node, and that of the job."""
     nodes = sorted(run.path.parent.glob(f"{run.path.name}-node-*/logs/*.log"))
     found = {path.stem: path for path in [*nodes, *sorted(run.logs.glob("*.log"))] if path.stem != "launcher"}
-    job = run.slurm / "job.log"
-    return ({"job": job} if job.exists() else {}) | found
+    jobs = [path for path in (run.slurm / "job.log", run.ray / "job.log") if path.exists()]
+    newest = max(jobs, key=lambda path: path.stat().st_mtime, default=None)
+    return ({} if newest is None else {"job": newest}) | found
 
 
 def _show(path: Path, num_lines: int, *, follow: bool) -> None:
@@ -192,6 +217,14 @@ def _stop_job(record: dict[str, Any], *, now: bool) -> str:
         return f"job {job}, which was {queued.state}, is cancelled"
     slurm.ask_to_finish(job)
     return f"job {job} finishes its step, saves a checkpoint and ends; --now ends it at once"
+
+
+def _stop_on_ray(run: RunDir, *, now: bool) -> str:
+    if _holder(run, run.ray / "lock") is None:
+        return f"{run} is not running"
+    write_atomic(run.ray / "stop", b"now\n" if now else b"finish\n")
+    how = "ends at once" if now else "finishes its step, saves a checkpoint and ends; --now ends it at once"
+    return f"{run}, on Ray, {how}"
 
 
 def _stop_local(run: RunDir, record: dict[str, Any], *, now: bool) -> str:

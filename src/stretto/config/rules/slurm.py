@@ -99,31 +99,24 @@ def node_list_faults(section: SlurmSection) -> Found:
         yield "nodelist exclude", "{0} and {1} both name {it}; leave it out of one", both[0]
 
 
-def num_nodes(cfg: Any) -> int:
-    """Nodes that the command runs on."""
-    if isinstance(cfg, InferenceConfig):
-        return cfg.deployment.num_nodes
-    if cfg.deployment.type != "multi_node":
-        return 1
-    section = None if isinstance(cfg, SFTConfig) else cfg.inference
-    engines = 0 if section is None else section.deployment.num_nodes * cfg.deployment.num_infer_replicas
-    return cfg.deployment.num_train_nodes + engines
+def placed_faults(cfg: Any, section: str, way_out: str) -> Found:
+    """Keys that say which machines run the command, where `section` finds them."""
+    at = "" if isinstance(cfg, InferenceConfig) else "deployment."
+    owner = cfg.deployment if at else cfg
+    for key in ("hosts", "node_rank"):
+        if getattr(owner, key, None) is not None:
+            yield (
+                f"{at}{key} {section}",
+                f"{{0.path}}: with [{section}] the job's nodes are not known before it starts; leave it out; {way_out}",
+            )
 
 
 def job_faults(cfg: Any) -> Found:
     """[slurm] against the command that is submitted."""
     if cfg.slurm is None:
         return
-    at = "" if isinstance(cfg, InferenceConfig) else "deployment."
-    for key in ("hosts", "node_rank"):
-        owner = cfg if not at else cfg.deployment
-        if getattr(owner, key, None) is not None:
-            way_out = "leave it out; slurm.nodelist asks for certain nodes"
-            yield (
-                f"{at}{key} slurm",
-                f"{{0.path}}: with [slurm] the job's nodes are not known before it starts; {way_out}",
-            )
-    needed = num_nodes(cfg)
+    yield from placed_faults(cfg, "slurm", "slurm.nodelist asks for certain nodes")
+    needed = cfg.num_nodes
     try:
         wanted = node_names(cfg.slurm.nodelist or "")
     except ValueError:

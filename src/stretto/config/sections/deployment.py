@@ -1,4 +1,4 @@
-"""[deployment], [slurm], [run], [resume]: where processes run, who starts them, and what the run is called."""
+"""[deployment], [slurm], [ray], [run], [resume]: where processes run, who starts them, and what the run is called."""
 
 from __future__ import annotations
 
@@ -107,6 +107,31 @@ class SlurmSection(Section):
     """Shell commands that every node runs first, such as "module load cuda"; what they export is kept."""
     template_path: Path | None = None
     """Template of the job's script; None: the built-in one, which a --dry-run shows."""
+
+
+class RaySection(Section):
+    """Present: a Ray cluster's machines run the command, one for each node of the plan; this process waits for it."""
+
+    address: str | None = None
+    """Address of the cluster's head, such as 10.0.0.1:6379; None: RAY_ADDRESS, else the cluster of this machine."""
+    strategy: Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"] = "STRICT_SPREAD"
+    """Ray's strategy for the placement group. STRICT_SPREAD: each node of the plan has a machine of its own;
+    STRICT_PACK: all are on one machine, at loopback addresses; SPREAD and PACK: the former or the latter,
+    whatever fits."""
+    cpus_per_node: int | None = Field(None, ge=1)
+    """CPUs that each node of the plan claims; None: one per process that it starts."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Further resources of the cluster that each node claims, such as {"h200" = 1}."""
+    wait_s: float = Field(600.0, gt=0)
+    """Longest wait for free resources, seconds; the console says what is missing."""
+    max_restarts: int = Field(10, ge=0)
+    """Times that the run is started again, from its latest checkpoint, after a machine was lost; 0: a lost one ends
+    it."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the processes on all nodes."""
+    pass_env: list[str] = Field(default_factory=list)
+    """Variables that processes get with the value they have where the command is started, such as HF_TOKEN; the values
+    are written nowhere."""
 
 
 class RunSection(Section):

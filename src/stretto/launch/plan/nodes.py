@@ -118,6 +118,16 @@ def check_hosts(hosts: Sequence[str], key: str) -> None:
             raise ConfigError(f"{key}: nodes {first} and {node} are both {host}; give each machine once")
 
 
+def on_visible_gpus(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+    """Processes of this node with CUDA's names of the GPUs that it shows: GPU 0 of the plan is the first of them."""
+    names = process.visible_gpus()
+    return [_with_gpus(spec, [names[int(gpu)] for gpu in spec.devices]) for spec in specs]
+
+
+def _with_gpus(spec: ProcessSpec, gpus: Sequence[str]) -> ProcessSpec:
+    return dataclasses.replace(spec, devices=tuple(gpus), env=spec.env | process.device_env(gpus))
+
+
 def check_ports(specs: Sequence[ProcessSpec], node: int, host: str, ways: str) -> None:
     """Look whether a node can listen where its processes will; ways: the keys of their ports.
 

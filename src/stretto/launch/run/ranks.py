@@ -11,7 +11,6 @@ which meet there. What a rank does is in trainer/sft.py.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,13 @@ from stretto.base.ports import PortClaims
 from stretto.base.status import SUPERVISED_VAR
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
-from stretto.launch.plan.nodes import check_hosts, check_ports, check_reachable, find_node_rank
+from stretto.launch.plan.nodes import (
+    check_hosts,
+    check_ports,
+    check_reachable,
+    find_node_rank,
+    on_visible_gpus,
+)
 from stretto.launch.plan.placement import free_port
 from stretto.launch.plan.plan import RENDEZVOUS_PORT, ProcessSpec, process_table, rank_env
 from stretto.launch.run import node_checks
@@ -128,7 +133,7 @@ def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) ->
     if len(hosts) > 1:
         node_checks.check_others(hosts, node, HOSTS_KEY)
         check_ports(own, node, hosts[node], "deployment.rendezvous_port")
-    own = _on_visible_gpus(own)
+    own = on_visible_gpus(own)
     if node == 0:
         with closing(_claim(cfg)) as claim:
             node_checks.announce(run, hosts)
@@ -142,16 +147,6 @@ def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) ->
     directory.path.mkdir(parents=True, exist_ok=True)
     log.setup("launcher", directory, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     return serve(own, directory, f"node {node} of {len(hosts)}, {hosts[node]}", STALL_S)
-
-
-def _on_visible_gpus(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
-    """The ranks with CUDA's names of this machine's GPUs."""
-    names = process.visible_gpus()
-    found = []
-    for spec in specs:
-        devices = [names[int(gpu)] for gpu in spec.devices]
-        found.append(dataclasses.replace(spec, env=spec.env | process.device_env(devices)))
-    return found
 
 
 def table(cfg: SFTConfig) -> str:

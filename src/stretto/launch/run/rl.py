@@ -24,6 +24,7 @@ from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.model_check import check_model
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
+from stretto.launch.ray import run as on_ray
 from stretto.launch.run import node_checks
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
@@ -49,6 +50,8 @@ def main(cfg: RLConfig) -> int:
     find_trackers(cfg.monitors)
     if cfg.slurm is not None:
         return submit.main(cfg)
+    if cfg.ray is not None:
+        return on_ray.main(cfg)
     if cfg.deployment.type == "multi_node":
         hosts = nodes.node_hosts(cfg)
         node = nodes.find_node_rank(cfg.deployment.node_rank, hosts, "deployment.node_rank")
@@ -101,7 +104,7 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     own.path.mkdir(parents=True, exist_ok=True)
     planning.write(plan, own.path)
     log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
-    specs = [nodes.with_config_dir(spec, run, own) for spec in mine]
+    specs = [nodes.with_config_dir(spec, run, own) for spec in nodes.on_visible_gpus(mine)]
     title = f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}"
     return serve(specs, own, title, cfg.orchestrator.stall_timeout_s)
 
@@ -159,6 +162,7 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
         logger.info("changed since the run was last started: %s", line)
     stall_s = plan.config.orchestrator.stall_timeout_s + STALL_SLACK_S
     own = [spec for spec in plan.processes if spec.node == 0]
+    own = nodes.on_visible_gpus(own) if plan.hosts else own
     supervisor = Supervisor(
         own,
         plan.run,

@@ -22,6 +22,7 @@ from stretto.launch.plan.nodes import (
     check_ports,
     engine_processes,
     find_node_rank,
+    on_visible_gpus,
     with_config_dir,
 )
 from stretto.launch.plan.placement import client_host
@@ -88,6 +89,7 @@ def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
     if len(plan.hosts) > 1:
         node_checks.check_others(plan.hosts, node, "hosts")
         node_checks.check_gpus(specs, node, plan.hosts[node], "a degree of parallel")
+        specs = on_visible_gpus(specs)
     write(plan, cfg, own)
     log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     title = f"inference at {', '.join(plan.engines.base_urls)}"

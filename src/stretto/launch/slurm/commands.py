@@ -11,6 +11,7 @@ import subprocess
 from dataclasses import dataclass
 
 from stretto.base.errors import ConfigError, EngineError
+from stretto.base.rundir import JOB_VAR
 
 TIMEOUT_S = 120.0
 UNKNOWN = "Invalid job id"
@@ -77,6 +78,7 @@ def end_other_nodes() -> None:
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "")
     if (
         job
+        and os.environ.get(JOB_VAR, job) == job  # else Ray, which Slurm has started, has started this
         and step.isdigit()
         and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
         and shutil.which("scancel")

@@ -13,21 +13,16 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
-from stretto.config.rules.slurm import num_nodes
+from stretto.config.root import InferenceConfig
 from stretto.config.sections.deployment import SlurmSection
-from stretto.launch.plan.nodes import plan_nodes
-from stretto.launch.run.serve import plan_serving
+from stretto.launch.job import RESUME, VERBS, JobConfig, gpus_by_node, hosts_key, processes_by_node
 
-SubmittedConfig = RLConfig | SFTConfig | InferenceConfig
-VERBS: dict[type, str] = {RLConfig: "rl", SFTConfig: "sft", InferenceConfig: "inference"}
 PLACEHOLDER = re.compile(r"\{\{\s*(\w*)\s*\}\}")
 
 TEMPLATE = """\
@@ -51,7 +46,7 @@ RESTART = """\
 start={first}
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then
     if compgen -G "$run/checkpoints/step_*/COMPLETE" >/dev/null
-    then start="--resume --resume.step None --resume.dir None"
+    then start="{resume}"
     else start=--clean
     fi
 fi"""
@@ -92,7 +87,7 @@ class Job:
         return self.run.slurm / "job.log"
 
 
-def plan_job(cfg: SubmittedConfig) -> Job:
+def plan_job(cfg: JobConfig) -> Job:
     """The job of a root.
 
     Raises: ConfigError if nodes get too few GPUs, or the template cannot be used.
@@ -100,7 +95,7 @@ def plan_job(cfg: SubmittedConfig) -> Job:
     section = cfg.slurm
     assert section is not None, "a root without [slurm] is not submitted"
     verb, run = VERBS[type(cfg)], RunDir(cfg.run_path.absolute())
-    gpus = _gpus_per_node(cfg)
+    gpus = max(gpus_by_node(cfg, processes_by_node(cfg)))
     _check_gres(section, gpus)
     parts = {
         "options": _options(cfg, section, run, gpus),
@@ -108,10 +103,10 @@ def plan_job(cfg: SubmittedConfig) -> Job:
         "start": _start(cfg),
         "command": _command(cfg, section, verb),
         "job_name": section.job_name or run.path.name,
-        "num_nodes": str(num_nodes(cfg)),
+        "num_nodes": str(cfg.num_nodes),
         "num_gpus": str(gpus),
     }
-    return Job(verb, run, num_nodes(cfg), gpus, fill(*_template(section), parts))
+    return Job(verb, run, cfg.num_nodes, gpus, fill(*_template(section), parts))
 
 
 def _template(section: SlurmSection) -> tuple[str, str]:
@@ -148,10 +143,10 @@ def fill(template: str, name: str, parts: Mapping[str, str]) -> str:
 # -- parts of the script --
 
 
-def _options(cfg: SubmittedConfig, section: SlurmSection, run: RunDir, gpus: int) -> str:
+def _options(cfg: JobConfig, section: SlurmSection, run: RunDir, gpus: int) -> str:
     given: dict[str, str | int | bool | None] = {
         "job-name": section.job_name or run.path.name,
-        "nodes": num_nodes(cfg),
+        "nodes": cfg.num_nodes,
         "ntasks-per-node": 1,
         "chdir": str(Path.cwd()),
         "output": str(run.slurm / "job.log").replace("%", "%%"),
@@ -177,52 +172,25 @@ def _word(value: str | int) -> str:
     return text if re.fullmatch(r"[^\s\"'\\]+", text) else shlex.quote(text)
 
 
-def _start(cfg: SubmittedConfig) -> str:
+def _start(cfg: JobConfig) -> str:
     """The lines that choose the words by which the run starts or continues."""
     if isinstance(cfg, InferenceConfig):
         return "start="
-    return RESTART.format(first="--clean" if cfg.clean else "")
+    return RESTART.format(first="--clean" if cfg.clean else "", resume=RESUME)
 
 
-def _command(cfg: SubmittedConfig, section: SlurmSection, verb: str) -> str:
-    key = "--hosts" if isinstance(cfg, InferenceConfig) else "--deployment.hosts"
-    hosts = f' \\\n    {key} $(scontrol show hostnames "$SLURM_JOB_NODELIST")' if num_nodes(cfg) > 1 else ""
+def _command(cfg: JobConfig, section: SlurmSection, verb: str) -> str:
+    hosts = (
+        f' \\\n    {hosts_key(cfg)} $(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+        if cfg.num_nodes > 1
+        else ""
+    )
     setup = (section.pre_run_command or "").strip().replace("'", "'\\''")
     setup = "".join(f"    {line}\n" for line in setup.splitlines())
     return ON_EACH_NODE.format(setup=setup, verb=verb, python=shlex.quote(sys.executable), words=hosts)
 
 
 # -- GPUs --
-
-
-def _gpus_per_node(cfg: SubmittedConfig) -> int:
-    """GPUs that the processes of one node take, at most; 0 if none are named or counted."""
-    if isinstance(cfg, InferenceConfig) and cfg.device == "cpu":
-        return 0
-    if isinstance(cfg, InferenceConfig) and num_nodes(cfg) == 1:
-        return cfg.parallel.num_gpus * cfg.deployment.num_engines
-    planned = cfg.model_copy(update={"dry_run": True})
-    if isinstance(planned, InferenceConfig):
-        processes = plan_serving(planned, planned.run_dir).processes
-    elif isinstance(planned, RLConfig) and planned.deployment.type == "multi_node":
-        processes = plan_nodes(planned, planned.run_dir).processes
-    else:
-        return _named_gpus(planned)
-    used = Counter(node for node, _ in {(spec.node, gpu) for spec in processes for gpu in spec.devices})
-    return max(used.values(), default=0)
-
-
-def _named_gpus(cfg: RLConfig | SFTConfig) -> int:
-    """GPUs of a node of `sft`, or of a run on one node: those that are named or counted."""
-    if isinstance(cfg, SFTConfig):
-        if cfg.deployment.type == "multi_node":
-            return cfg.deployment.gpus_per_node
-        return cfg.num_ranks if cfg.trainer_gpu_ids or cfg.deployment.num_train_gpus else 0
-    shape, parts = cfg.deployment, ("train", "infer", "teacher")
-    ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids)
-    named = {gpu for each in ids for gpu in each or ()}
-    counted = sum(getattr(shape, f"num_{part}_gpus") or 0 for part, given in zip(parts, ids) if given is None)
-    return max(len(named) + counted, max(named, default=-1) + 1)
 
 
 def _check_gres(section: SlurmSection, gpus: int) -> None:

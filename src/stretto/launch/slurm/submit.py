@@ -6,24 +6,19 @@ import json
 import socket
 import sys
 
-from stretto.base import rundir
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
-from stretto.config.load import dump, write_json
-from stretto.config.root import InferenceConfig
+from stretto.launch.job import JobConfig, check_run, write_config
 from stretto.launch.slurm.commands import find_job, is_live, submit
-from stretto.launch.slurm.script import Job, SubmittedConfig, plan_job
+from stretto.launch.slurm.script import Job, plan_job
 
 
-def main(cfg: SubmittedConfig) -> int:
+def main(cfg: JobConfig) -> int:
     """Submit the job; the exit status."""
     job = plan_job(cfg)
     refuse_second(job.run)
-    if not isinstance(cfg, InferenceConfig):
-        resume = cfg.resume
-        step, origin = (None, None) if resume is None else (resume.step, resume.dir)
-        rundir.check(job.run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
+    check_run(cfg)
     write(job, cfg)
     number = submit(str(job.script_file))
     record = {"by": "slurm", "verb": job.verb, "job": number, "host": socket.gethostname()}
@@ -46,13 +41,10 @@ def refuse_second(run: RunDir) -> None:
         )
 
 
-def write(job: Job, cfg: SubmittedConfig, directory: RunDir | None = None) -> None:
+def write(job: Job, cfg: JobConfig, directory: RunDir | None = None) -> None:
     """Write script and config; directory: another than the run's, for a dry run."""
     target = job.run if directory is None else directory
-    target.slurm.mkdir(parents=True, exist_ok=True)
-    data = dump(cfg) | {"output_dir": str(job.run.path.parent), "run": {"name": job.run.path.name}}
-    del data["slurm"]
-    write_json(target.slurm / job.config_file.name, data)
+    write_config(cfg, job.run, target.slurm / job.config_file.name)
     write_atomic(target.slurm / job.script_file.name, job.script.encode())
 
 
@@ -75,7 +67,7 @@ def submitted(job: Job, number: str) -> str:
     )
 
 
-def screen(cfg: SubmittedConfig) -> str:
+def screen(cfg: JobConfig) -> str:
     """What a dry run shows of the job: its script."""
     job = plan_job(cfg)
     note = ""

@@ -1,0 +1,213 @@
+"""Ray, as far as [ray] needs it: machines, a placement group, an actor in each bundle. The only file that imports it.
+
+Nothing here outlives this process: group and actors are its own, and Ray ends them when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from stretto.base.errors import ConfigError, EngineError
+from stretto.launch.ray.node import Node, Seen
+from stretto.launch.ray.placing import Bundle, Machine, Placed
+
+LOOK_S = 120.0  # a worker of Ray that starts imports much
+UNREACHABLE_S = 60.0
+NAMED = ("CPU", "GPU")
+
+
+class NodeLost(Exception):
+    """The machine, or the worker on it, is gone; the text is Ray's reason."""
+
+
+class Cluster:
+    """A connection to a cluster that runs already."""
+
+    def __init__(self, address: str | None) -> None:
+        """Raises: ConfigError if Ray is not installed, or no cluster answers there."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as cause:
+            raise ConfigError(
+                "[ray] needs the package ray on all machines, at the version of the cluster; install it with "
+                f'`pip install "stretto[ray]"` ({cause}), or leave [ray] out (--ray None) to run here.'
+            ) from cause
+        self._ray = ray
+        # Ray prints the end of a lost machine's log, even with log_to_driver=False; run.py says which was lost.
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None
+        where = address or os.environ.get("RAY_ADDRESS") or "auto"
+        try:
+            # Variables and logs of the nodes do not go through Ray: its dashboard would show them.
+            ray.init(address=where, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as cause:
+            known = "ray.address" if address else "RAY_ADDRESS" if where != "auto" else "ray.address = None"
+            reason = " ".join(str(cause).split())[:300]
+            raise ConfigError(
+                f"[ray]: no Ray cluster answers at {where} ({known}): {reason} Start one (`ray start --head` on the "
+                "first machine, `ray start --address HEAD:6379` on the others), run this on one of its machines, or "
+                "submit it: ray job submit --address http://HEAD:8265 -- rl @ ..."
+            ) from cause
+
+    def machines(self) -> list[Machine]:
+        """The live machines, with what they have and what of it is free."""
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        return [
+            Machine(
+                node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {})
+            )
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def place(self, bundles: Sequence[Bundle], strategy: str) -> Group:
+        """Ask for a placement group; it is there when Group.is_ready."""
+        return Group(self._ray, bundles, strategy)
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+class Group:
+    """A placement group, and an actor in each of its bundles. States: asked for -> ready -> removed."""
+
+    def __init__(self, ray: Any, bundles: Sequence[Bundle], strategy: str) -> None:
+        from ray.util.placement_group import placement_group
+
+        self._ray = ray
+        self._bundles = list(bundles)
+        self._group = placement_group([dict(bundle.claims) for bundle in bundles], strategy=strategy)
+        self._actors: list[Any] = []
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Wait for the machines, up to timeout_s."""
+        return bool(self._group.wait(timeout_s))
+
+    def start_actors(self, machines: Sequence[Machine]) -> tuple[list[Placed], list[Seen]]:
+        """Start an actor in each bundle; the places, and what the actors see, by bundle.
+
+        Raises: NodeLost if one does not start; ConfigError if stretto is not on its machine.
+        """
+        from ray.util.placement_group import placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as In
+
+        ids = placement_group_table(self._group)["bundles_to_node_id"]
+        known = {machine.id: machine for machine in machines}
+        remote = self._ray.remote(Node)
+        for index, bundle in enumerate(self._bundles):
+            claims = bundle.claims
+            options = {
+                "num_cpus": claims.get("CPU", 0),
+                "num_gpus": claims.get("GPU", 0),
+                "resources": {name: amount for name, amount in claims.items() if name not in NAMED},
+                "scheduling_strategy": In(self._group, index, placement_group_capture_child_tasks=False),
+                "max_restarts": 0,
+            }
+            self._actors.append(remote.options(**options).remote())
+        asked = [actor.look.remote() for actor in self._actors]
+        where = [
+            known[ids[index]].address if ids[index] in known else ids[index] for index in range(len(ids))
+        ]
+        seen = []
+        for index, ref in enumerate(asked):
+            try:
+                seen.append(self._get(ref, LOOK_S))
+            except NodeLost as cause:
+                if "import" in str(cause):
+                    raise ConfigError(
+                        f"[ray]: {where[index]} cannot start our actor: {cause}. Install this stretto, with its "
+                        "dependencies, in the Python of `ray start` on every machine."
+                    ) from cause
+                raise
+        return [Placed(i, ids[i], where[i], seen[i].gpus) for i in range(len(ids))], seen
+
+    def remote_node(self, place: Placed, number: int) -> RemoteNode:
+        """The actor at a place, as the node of that number."""
+        return RemoteNode(self._ray, self._actors[place.bundle], place, number)
+
+    def _get(self, ref: Any, timeout_s: float) -> Any:
+        return _get(self._ray, ref, timeout_s)
+
+    def remove(self) -> None:
+        """End the actors, and with them what still runs, and give the machines back."""
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self._actors:
+            self._ray.kill(actor)
+        remove_placement_group(self._group)
+
+
+class RemoteNode:
+    """A node of the plan, from here."""
+
+    def __init__(self, ray: Any, actor: Any, place: Placed, number: int) -> None:
+        self.place = place
+        self.number = number
+        self._ray = ray
+        self._actor = actor
+        self._asked: Any = None
+        self._answered_at = time.monotonic()
+
+    def start(self, argv: list[str], env: dict[str, str], log: str, cwd: str) -> Any:
+        """Begin to start the command; `result` waits for it."""
+        return self._actor.start.remote(argv, env, log, cwd)
+
+    def end(self) -> Any:
+        """Begin to end it; `result` waits for it."""
+        return self._actor.end.remote()
+
+    def signal(self, number: int) -> Any:
+        return self._actor.signal.remote(number)
+
+    def result(self, call: Any, timeout_s: float) -> Any:
+        """The answer to a call. Raises: NodeLost."""
+        return _get(self._ray, call, timeout_s)
+
+    def poll(self) -> tuple[str, int | None] | None:
+        """What it has written since, and its exit code; None if the answer is still on its way. Raises: NodeLost."""
+        if self._asked is None:
+            self._asked = self._actor.poll.remote()
+        done, _ = self._ray.wait([self._asked], timeout=0)
+        if not done:
+            if time.monotonic() - self._answered_at > UNREACHABLE_S:
+                raise NodeLost(f"no answer for {UNREACHABLE_S:g} s")
+            return None
+        asked, self._asked = self._asked, None
+        try:
+            answer = self._ray.get(asked)
+        except self._ray.exceptions.ActorUnavailableError as error:
+            # It may be back: Ray says so as soon as a connection breaks.
+            if time.monotonic() - self._answered_at > UNREACHABLE_S:
+                raise NodeLost(_reason(error)) from error
+            return None
+        except self._ray.exceptions.RayError as error:
+            raise NodeLost(_reason(error)) from error
+        self._answered_at = time.monotonic()
+        return answer
+
+
+def _get(ray: Any, ref: Any, timeout_s: float) -> Any:
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise NodeLost(f"no answer for {timeout_s:g} s") from error
+    except ray.exceptions.RayTaskError as error:
+        raise EngineError(f"[ray]: a node's actor failed: {_reason(error)}") from error
+    except ray.exceptions.RayError as error:
+        raise NodeLost(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """Ray's reason in one line, without what it says about itself first."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    lines = [
+        line
+        for line in lines
+        if not line.startswith(("The actor died unexpectedly", "class_name:", "actor_id:"))
+    ]
+    return (lines[-1] if lines else type(error).__name__)[:300]

@@ -1,0 +1,128 @@
+"""A node of the plan on a machine of a Ray cluster: an actor that starts the command there and tells how it goes.
+
+States: placed -> started -> ended. The command ends with the actor, however that ends: the kernel kills its launcher,
+whose keeper ends the rest (base/keeper.py). The actor has none, for Ray kills all children of a worker that ends. This
+file imports no Ray: cluster.py makes the actor.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.base.process import bound
+from stretto.base.rundir import JOB_VAR
+from stretto.base.secret import SECRET_VAR
+
+NOT_OURS = ("SLURM_", "RAY_JOB_CONFIG_JSON", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", SECRET_VAR)
+"""Beginnings of variables that belong to what has started Ray."""
+END_S = 12.0  # the launcher needs some seconds to end its processes
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A machine as the actor sees it."""
+
+    host: str
+    user: str
+    gpus: tuple[str, ...]
+
+
+class Node:
+    """The command of one node."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._log = Path()
+        self._read = 0
+
+    def look(self) -> Seen:
+        """Who and where this is."""
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):
+            user = str(os.getuid())
+        return Seen(socket.gethostname(), user, tuple(_sorted_gpus()))
+
+    def start(self, argv: list[str], env: dict[str, str], log: str, cwd: str) -> str:
+        """Start the command; what is in the way, "" if it has started.
+
+        env: comes with the call, which Ray keeps nowhere, because it may hold keys.
+        """
+        config, python = argv[argv.index("@") + 1], argv[0]
+        if not os.access(python, os.X_OK):
+            return f"has no {python}: stretto must be installed at the same path on all machines"
+        if not os.access(config, os.R_OK):
+            return (
+                f"cannot read {config} as user {self.look().user}: output_dir must be on a file system that all "
+                "machines share"
+            )
+        self._log = Path(log)
+        for name in [name for name in os.environ if name.startswith(NOT_OURS)]:
+            del os.environ[name]
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(_sorted_gpus()), JOB_VAR: "ray"}
+        place = Path(cwd) if Path(cwd).is_dir() else None
+        self._read = self._log.stat().st_size if self._log.exists() else 0
+        with self._log.open("ab") as output, _hearing_ctrl_c():
+            self._child = subprocess.Popen(
+                bound(argv),
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **env, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                cwd=place,
+            )
+        return ""
+
+    def poll(self) -> tuple[str, int | None]:
+        """What the command has written since the last call, and its exit code, None while it runs."""
+        assert self._child is not None, "not started"
+        code = self._child.poll()  # first: what it wrote before it ended is then read
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data if code is not None else data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return whole.decode(errors="replace"), code
+
+    def signal(self, number: int) -> None:
+        """Send the command a signal."""
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def end(self) -> None:
+        """End the command at once: its launcher ends its processes."""
+        if self._child is None:
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):  # the second one does not wait for the end of the step
+            self._child.send_signal(number)
+        try:
+            self._child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+
+
+@contextmanager
+def _hearing_ctrl_c() -> Iterator[None]:
+    """A worker of Ray blocks SIGINT, and so would what it starts."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _sorted_gpus() -> list[str]:
+    """The GPUs that Ray has given to this actor, in the order of their numbers."""
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))

@@ -1,0 +1,398 @@
+"""A command with [ray]: waits for machines of the cluster, runs the command on each, and stays until it has ended.
+
+States (RUN/ray/state.json, for `stretto status`):
+
+    waiting     Ray has not given all machines yet; ends at ray.wait_s
+    running     the command runs on every node; what the first one prints is printed here
+    finishing   at Ctrl-C or `stretto stop`: the first node finishes its step and saves; a second one ends all at once
+    ended       from any of them
+
+A machine that is lost ends the command on the others; then it waits again, and the run resumes from its latest
+checkpoint, `ray.max_restarts` times. A command that fails by itself is not started again. This process holds
+RUN/ray/lock.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError, EngineError, StrettoError
+from stretto.base.files import write_atomic
+from stretto.base.locked import try_lock
+from stretto.base.paths import RunDir
+from stretto.base.secret import SECRET_VAR
+from stretto.config.root import InferenceConfig, RLConfig
+from stretto.config.sections.inference import KEY_VAR
+from stretto.launch.job import RESUME, VERBS, JobConfig, check_run, hosts_key, processes_by_node, write_config
+from stretto.launch.ray.cluster import Cluster, Group, NodeLost, RemoteNode
+from stretto.launch.ray.placing import Bundle, addresses, in_order, missing, plan_bundles
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+SAY_EVERY_S = 30.0
+SAY_AFTER_S = 2.0  # machines that are free are there by then
+LOST_WITHIN_S = (
+    20.0  # Ray needs so long to notice a lost machine, whose loss others may notice first, and fail
+)
+FAIL_S = 10.0  # for the first node to end by itself, and to say why, when another has failed
+END_S = 30.0
+LOCK_S = 120.0
+EXIT_CONFIG, EXIT_INTERRUPTED = 2, 130
+SUBMISSION = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable in which `ray job submit` describes the job that this is."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the command ended on all nodes; lost: which machine was lost, if one was."""
+
+    code: int
+    lost: str = ""
+
+
+def main(cfg: JobConfig) -> int:
+    """Run the command on the cluster; the exit status.
+
+    Raises: ConfigError if Ray or the cluster is missing, too small for ray.wait_s, or does not see the run directory.
+    """
+    section = cfg.ray
+    assert section is not None, "a root without [ray] is not placed"
+    bundles, env = plan_bundles(cfg), passed_env(cfg)
+    check_run(cfg)
+    run = RunDir(cfg.run_path.absolute())
+    with closing(Cluster(section.address)) as cluster, _hold(run):
+        write_config(cfg, run, run.ray / f"{VERBS[type(cfg)]}.json")
+        write_atomic(run.launch, json.dumps(_record(cfg)).encode() + b"\n")
+        job = RayJob(cfg, run, bundles, env, cluster)
+        with _signals(job):
+            return job.run()
+
+
+def passed_env(cfg: JobConfig) -> dict[str, str]:
+    """Variables that every node gets: ray.env, ray.pass_env, and the keys of the run that are set here.
+
+    Raises: ConfigError if one that is named is not set.
+    """
+    assert cfg.ray is not None
+    if unset := [name for name in cfg.ray.pass_env if name not in os.environ]:
+        raise ConfigError(f"ray.pass_env: {', '.join(unset)} is not set here; export it, or leave it out.")
+    own = [SECRET_VAR, KEY_VAR]
+    if isinstance(cfg, RLConfig):
+        own.append(cfg.orchestrator.client.api_key_var)
+    names = [*cfg.ray.pass_env, *(name for name in own if os.environ.get(name))]
+    return cfg.ray.env | {name: os.environ[name] for name in names}
+
+
+def _record(cfg: JobConfig) -> dict[str, Any]:
+    """Who runs it, for RUN/launch.json."""
+    assert cfg.ray is not None
+    record: dict[str, Any] = {"by": "ray", "verb": VERBS[type(cfg)], "host": socket.gethostname()}
+    record |= {"pid": os.getpid(), "address": cfg.ray.address or os.environ.get("RAY_ADDRESS")}
+    with suppress(KeyError, ValueError):
+        record["job"] = json.loads(os.environ[SUBMISSION])["metadata"]["job_submission_id"]
+    return record
+
+
+class RayJob:
+    """A command on a cluster, from its placement to its end."""
+
+    def __init__(
+        self, cfg: JobConfig, run: RunDir, bundles: Sequence[Bundle], env: dict[str, str], cluster: Cluster
+    ) -> None:
+        assert cfg.ray is not None
+        self._cfg, self._section, self._run_dir = cfg, cfg.ray, run
+        self._bundles = list(bundles)
+        self._env = env
+        self._cluster = cluster
+        self._is_planned = bool(processes_by_node(cfg))
+        self._asked = 0  # times that it was asked to end
+        self._restarts = 0
+        self._hosts: list[str] = []
+        self._log = run.ray / "job.log"
+        (run.ray / "stop").unlink(missing_ok=True)
+
+    def ask_to_end(self) -> None:
+        """Once: finish the step; twice: end at once."""
+        self._asked += 1
+
+    def run(self) -> int:
+        """Place, start, follow, as often as machines are lost; the exit status."""
+        code = 1
+        try:
+            code = self._run()
+            return code
+        except StrettoError as error:
+            self._write(f"error: {error}\n")
+            raise
+        finally:
+            self._set_state("ended", f"exit status {code}")
+
+    def _run(self) -> int:
+        words = ["--clean"] if self._cfg.clean else []
+        while True:
+            outcome = self._attempt(words)
+            if not outcome.lost:
+                return outcome.code
+            has_left = self._restarts < self._section.max_restarts
+            if self._is_asked() or not has_left:
+                why = (
+                    "it was being stopped"
+                    if self._is_asked()
+                    else f"ray.max_restarts = {self._section.max_restarts}"
+                )
+                self._say(f"{outcome.lost}. The run is not started again: {why}")
+                return 1
+            self._restarts += 1
+            words, where = self._restart_words()
+            times = f"restart {self._restarts} of {self._section.max_restarts}"
+            self._say(f"{outcome.lost}. {where}, {times}")
+            self._wait_for_lock()
+
+    def _attempt(self, words: list[str]) -> Outcome:
+        group = self._place()
+        if group is None:
+            self._say("stopped before Ray had all machines")
+            return Outcome(EXIT_INTERRUPTED)
+        nodes: list[RemoteNode] = []
+        try:
+            nodes = self._start(group, words)
+            return self._follow(nodes)
+        except NodeLost as lost:
+            return Outcome(1, f"a machine was lost while the nodes were started: {lost}")
+        finally:
+            self._end(nodes)
+            group.remove()
+
+    def _restart_words(self) -> tuple[list[str], str]:
+        """The words with which the run goes on, and what to say about it."""
+        if isinstance(self._cfg, InferenceConfig):
+            return [], "The servers are started again"
+        step = self._run_dir.latest_complete_checkpoint()
+        if step is None:
+            return ["--clean"], "The run has no checkpoint and begins anew"
+        return RESUME.split(), f"The run resumes from step {step}"
+
+    # -- placing --
+
+    def _place(self) -> Group | None:
+        """Wait for the machines; None if asked to end before.
+
+        Raises: ConfigError that says what is missing after ray.wait_s.
+        """
+        strategy, wait_s = self._section.strategy, self._section.wait_s
+        group = self._cluster.place(self._bundles, strategy)
+        begun, said_at, said = time.monotonic(), 0.0, ""
+        self._set_state("waiting", "for Ray")
+        try:
+            while not group.is_ready(1.0):
+                if self._is_asked():
+                    group.remove()
+                    return None
+                now = time.monotonic()
+                lack = (
+                    missing(self._bundles, self._cluster.machines(), strategy)
+                    or "Ray has not placed them yet"
+                )
+                if now - begun > wait_s:
+                    raise ConfigError(
+                        f"[ray]: after {wait_s:g} s {lack}. Add machines or end what has them, lower what [deployment] "
+                        "and [inference] take, or raise ray.wait_s."
+                    )
+                if now - begun > SAY_AFTER_S and lack != said and (not said or now - said_at > SAY_EVERY_S):
+                    said_at, said = now, lack
+                    self._say(f"waiting up to {wait_s:g} s for machines: {lack}")
+                    self._set_state("waiting", lack)
+        except BaseException:
+            group.remove()
+            raise
+        return group
+
+    # -- starting --
+
+    def _start(self, group: Group, words: list[str]) -> list[RemoteNode]:
+        """Start the command on every node.
+
+        Raises: NodeLost; ConfigError that names the node where it cannot start.
+        """
+        placed, seen = group.start_actors(self._cluster.machines())
+        order = in_order(self._bundles, placed)
+        me = getpass.getuser()
+        for place in order:
+            if (user := seen[place.bundle].user) != me:
+                raise ConfigError(
+                    f"[ray]: {place.address} runs Ray as {user}, and you are {me}: the run's files are its owner's "
+                    "alone; run this as the user of `ray start`."
+                )
+        self._hosts = addresses(order, self._restarts)
+        nodes = [group.remote_node(place, number) for number, place in enumerate(order)]
+        self._say(self._header(nodes, [seen[place.bundle].host for place in order]))
+        calls = [node.start(*self._command(node.number, words)) for node in nodes]
+        for node, call in zip(nodes, calls):
+            if fault := node.result(call, END_S):
+                raise ConfigError(f"[ray]: node {node.number}, {node.place.address}, {fault}.")
+        self._set_state("running", f"on {', '.join(dict.fromkeys(place.address for place in order))}")
+        return nodes
+
+    def _command(self, number: int, words: list[str]) -> tuple[list[str], dict[str, str], str, str]:
+        """What a node starts: words, environment, log, directory."""
+        verb, key = VERBS[type(self._cfg)], hosts_key(self._cfg)
+        argv = [sys.executable, "-m", "stretto", verb, "@", str(self._run_dir.ray / f"{verb}.json")]
+        if self._is_planned:
+            argv += [key, *self._hosts, key.replace("hosts", "node-rank"), str(number)]
+        return [*argv, *words], self._env, str(self._run_dir.ray / f"node_{number}.log"), str(Path.cwd())
+
+    def _header(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> str:
+        lines = [f"{VERBS[type(self._cfg)]} on {len(nodes)} node{'s' * (len(nodes) != 1)} of a Ray cluster"]
+        for node, host, address in zip(nodes, hosts, self._hosts):
+            at = f" at {address}" if address != node.place.address else ""
+            gpus = f", GPU {','.join(node.place.gpus)}" if node.place.gpus else ""
+            bundle = self._bundles[node.number]
+            lines.append(f"  node {node.number}  {node.place.address} ({host}){at}{gpus}: {bundle.processes}")
+        lines.append(f"  log     {self._log}")
+        return "\n".join(lines)
+
+    # -- following --
+
+    def _follow(self, nodes: Sequence[RemoteNode]) -> Outcome:
+        """Until the first node has ended, one has failed, or a machine is lost."""
+        codes: dict[int, int] = {}
+        failed_at: float | None = None
+        told = False
+        while True:
+            for node in nodes:
+                if node.number in codes:
+                    continue
+                try:
+                    answer = node.poll()
+                except NodeLost as lost:
+                    return Outcome(1, f"node {node.number} ({node.place.address}) is lost: {lost}")
+                if answer is not None:
+                    self._show(node.number, answer[0])
+                    codes |= {} if answer[1] is None else {node.number: answer[1]}
+            failed = {number: code for number, code in codes.items() if code}
+            if codes.get(0) == 0:
+                return Outcome(0)
+            if failed and failed_at is None:
+                failed_at = time.monotonic()
+            if (
+                failed
+                and failed_at is not None
+                and self._is_final(failed, time.monotonic() - failed_at, len(nodes))
+            ):
+                return Outcome(self._failed(failed))
+            if self._is_asked() and not told:
+                told = True
+                nodes[0].signal(signal.SIGINT)
+                self._set_state("finishing", "the first node finishes its step")
+            if self._asked > 1:
+                self._say("stopped at once")
+                return Outcome(EXIT_INTERRUPTED)
+            time.sleep(POLL_S)
+
+    def _is_final(self, failed: dict[int, int], since_s: float, num_nodes: int) -> bool:
+        """Whether nodes have failed by themselves, and not because a machine is lost that Ray has not missed yet."""
+        is_sure = num_nodes == 1 or EXIT_CONFIG in failed.values() or self._is_asked()
+        return since_s > (0 if 0 in failed else FAIL_S) if is_sure else since_s > LOST_WITHIN_S
+
+    def _failed(self, failed: dict[int, int]) -> int:
+        number, code = next(iter(sorted(failed.items())))
+        if number > 0 and not self._is_asked():
+            self._say(f"node {number} has failed with exit status {code}: the others are ended")
+        return code if code > 0 else 128 - code
+
+    def _end(self, nodes: Sequence[RemoteNode]) -> None:
+        """End what still runs, on all nodes together."""
+        calls = [(node, node.end()) for node in nodes]
+        for node, call in calls:
+            try:
+                node.result(call, END_S)
+                if answer := node.poll():
+                    self._show(node.number, answer[0])
+            except (NodeLost, EngineError) as error:
+                logger.info("node %d: %s", node.number, error)
+
+    def _wait_for_lock(self) -> None:
+        """Wait until the run's processes on a lost machine have ended, too: they write into the same directory."""
+        if not self._run_dir.lock.exists():
+            return
+        fd, deadline = os.open(self._run_dir.lock, os.O_RDWR), time.monotonic() + LOCK_S
+        try:
+            while not try_lock(fd):
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"[ray]: a process of the lost machine still has {self._run_dir} after {LOCK_S:g} s; make sure "
+                        "that it has ended, and continue with --resume."
+                    )
+                time.sleep(POLL_S)
+        finally:
+            os.close(fd)
+
+    # -- what is asked, said and noted --
+
+    def _is_asked(self) -> bool:
+        """Whether it shall end: by a signal, or by `stretto stop`, which writes a file."""
+        with suppress(OSError):
+            self._asked = max(self._asked, 2 if "now" in (self._run_dir.ray / "stop").read_text() else 1)
+        return self._asked > 0
+
+    def _show(self, number: int, text: str) -> None:
+        if number > 0:
+            text = "".join(f"node {number}: {line}\n" for line in text.splitlines() if line.strip())
+        self._write(text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def _say(self, text: str) -> None:
+        self._show(0, f"{text}\n")
+
+    def _write(self, text: str) -> None:
+        with self._log.open("a") as file:
+            file.write(text)
+
+    def _set_state(self, state: str, text: str) -> None:
+        data = {"state": state, "text": text, "restarts": self._restarts}
+        write_atomic(self._run_dir.ray / "state.json", json.dumps(data).encode() + b"\n")
+
+
+@contextmanager
+def _hold(run: RunDir) -> Iterator[None]:
+    """Hold RUN/ray/lock. Raises: ConfigError if another command has it."""
+    run.ray.mkdir(parents=True, exist_ok=True)
+    fd = os.open(run.ray / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if not try_lock(fd):
+            raise ConfigError(
+                f"run {run.path.name!r} in {run} is on a Ray cluster already; follow it with `stretto status {run}`, "
+                f"end it with `stretto stop {run}`, or give this run another name with --run.name."
+            )
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _signals(job: RayJob) -> Iterator[None]:
+    """Signals ask the job to end. Afterwards they are ignored: the exit status is decided."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+    for number in numbers:
+        signal.signal(number, lambda *_: job.ask_to_end())
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
