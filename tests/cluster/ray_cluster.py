@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slurm_runs import STRETTO, settings
+from slurm_runs import STRETTO, settings, sft_settings
 
 from stretto.base.paths import RunDir
 from stretto.monitors.file import read_metrics
@@ -69,22 +69,29 @@ class Cluster:
 
 
 class RayRun:
-    """A run of two nodes: orchestrator and trainer, and an engine."""
+    """A run of two nodes: orchestrator and trainer, and an engine; or two ranks of `sft`."""
 
-    def __init__(self, cluster: Cluster, directory: Path, max_steps: int, **ray: Any) -> None:
+    def __init__(
+        self, cluster: Cluster, directory: Path, max_steps: int, verb: str = "rl", **ray: Any
+    ) -> None:
         self.cluster = cluster
         self.directory = directory
         self.dir = RunDir(directory / "run")
-        found = settings(directory, untrained_model(directory / "model"), max_steps)
+        self.verb = verb
+        self.lead = "orchestrator" if verb == "rl" else verb
+        if verb == "rl":
+            found = settings(directory, untrained_model(directory / "model"), max_steps)
+            found["deployment"]["num_infer_replicas"] = 1
+        else:
+            found = sft_settings(directory, max_steps)
         del found["slurm"]
-        found["deployment"]["num_infer_replicas"] = 1
-        (directory / "rl.toml").write_text(toml(found | {"ray": ray}))
+        (directory / "run.toml").write_text(toml(found | {"ray": ray}))
         self.console = directory / "console.txt"
 
     def start(self, *words: str) -> None:
         with self.console.open("ab") as output:
             self.popen = subprocess.Popen(
-                [*STRETTO, "rl", "@", "rl.toml", *words],
+                [*STRETTO, self.verb, "@", "run.toml", *words],
                 cwd=self.directory,
                 env=self.cluster.env,
                 stdout=output,
@@ -99,7 +106,7 @@ class RayRun:
         return ended.stdout
 
     def steps(self) -> list[int]:
-        return [row["step"] for row in read_metrics(self.dir.metrics("orchestrator")) if row["step"] > 0]
+        return [row["step"] for row in read_metrics(self.dir.metrics(self.lead)) if row["step"] > 0]
 
     def saved(self) -> int:
         return self.dir.latest_complete_checkpoint() or 0

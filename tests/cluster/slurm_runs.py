@@ -94,19 +94,7 @@ class SubmittedSft(Submitted):
     verb = lead = "sft"
 
     def settings(self, max_steps: int) -> dict[str, Any]:
-        return {
-            "output_dir": str(self.directory),
-            "run": {"name": "run"},
-            "max_steps": max_steps,
-            "batch_size": 8,
-            "seq_len": 128,
-            "num_threads": 1,
-            "model": {"scratch": {"hidden_size": 16, "num_layers": 1}},
-            "data": {"type": "environment", "id": "sort-letters", "num_rows": 64},
-            "ckpt": {"interval": 20},
-            "deployment": {"type": "multi_node", "num_train_nodes": 2, "gpus_per_node": 0},
-            "slurm": {"finish_within_s": 120},
-        }
+        return sft_settings(self.directory, max_steps)
 
 
 def settings(directory: Path, model: Path, max_steps: int) -> dict[str, Any]:
@@ -126,5 +114,22 @@ def settings(directory: Path, model: Path, max_steps: int) -> dict[str, Any]:
             "train": {"sampling": {"max_completion_tokens": 6}},
             "env": [{"id": "sort-letters", "args": {"num_letters": 4}}],
         },
+        "slurm": {"finish_within_s": 120},
+    }
+
+
+def sft_settings(directory: Path, max_steps: int) -> dict[str, Any]:
+    """Ranks on two nodes."""
+    return {
+        "output_dir": str(directory),
+        "run": {"name": "run"},
+        "max_steps": max_steps,
+        "batch_size": 8,
+        "seq_len": 128,
+        "num_threads": 1,
+        "model": {"scratch": {"hidden_size": 16, "num_layers": 1}},
+        "data": {"type": "environment", "id": "sort-letters", "num_rows": 64},
+        "ckpt": {"interval": 20},
+        "deployment": {"type": "multi_node", "num_train_nodes": 2, "gpus_per_node": 0},
         "slurm": {"finish_within_s": 120},
     }

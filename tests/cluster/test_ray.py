@@ -16,6 +16,7 @@ import pytest
 from ray_cluster import Cluster, RayRun
 
 from stretto.ledger.audit import audit
+from stretto.monitors.file import read_metrics
 
 pytestmark = pytest.mark.cluster(modules=("ray",))
 ENDLESS = 1_000_000  # steps: such a run is stopped
@@ -34,8 +35,8 @@ def cluster() -> Iterator[Cluster]:
 def run(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., RayRun]]:
     started: list[RayRun] = []
 
-    def start(max_steps: int, *words: str, **ray: Any) -> RayRun:
-        started.append(RayRun(cluster, tmp_path, max_steps, **ray))
+    def start(max_steps: int, *words: str, verb: str = "rl", **ray: Any) -> RayRun:
+        started.append(RayRun(cluster, tmp_path, max_steps, verb, **ray))
         started[-1].start(*words)
         return started[-1]
 
@@ -68,6 +69,14 @@ def test_a_run_trains_on_two_machines_and_is_looked_at(run: Callable[..., RayRun
     assert logs and not [path for path in [*written, *logs] if secret.encode() in path.read_bytes()]
 
 
+def test_sft_learns_on_two_machines(run: Callable[..., RayRun]) -> None:
+    placed = run(30, "--optim.lr", "0.01", verb="sft")
+    assert placed.end() == 0, placed.said()
+    losses = [row["loss"] for row in read_metrics(placed.dir.metrics("sft")) if "loss" in row]
+    assert len(losses) == 30 and losses[-1] < losses[0] - 0.1
+    assert not placed.processes("sft")
+
+
 @pytest.mark.parametrize("role", ["inference", "trainer"])
 def test_a_run_that_loses_a_machine_resumes_on_another(run: Callable[..., RayRun], role: str) -> None:
     placed = run(ENDLESS)
@@ -78,6 +87,7 @@ def test_a_run_that_loses_a_machine_resumes_on_another(run: Callable[..., RayRun
     placed.until(lambda: "The run resumes from step" in placed.said(), "the machine is missed")
     saved = placed.saved()
     placed.until(lambda: placed.saved() >= saved + 2, "a later checkpoint")
+    assert "/ray/rl.json" not in placed.said(), "what is said to be typed is what the user typed"
     assert "restart 1 of 10" in placed.said() and f"resumed from step {saved}" in placed.said()
     assert "started again 1 times" in placed.stretto("status", str(placed.dir))
     assert "finishes its step" in placed.stretto("stop", str(placed.dir))

@@ -36,6 +36,8 @@ _UNTRAINED = frozenset(
 )
 JOB_VAR = "STRETTO_JOB"
 """Set in a scheduler's job, whose submission is recorded in RUN/launch.json already."""
+COMMAND_VAR = "STRETTO_COMMAND"
+"""Set where other words than the user's have started a run: the user's, for messages that say how to continue it."""
 CHECKPOINT = re.compile(r"/checkpoints/step_(\d+)$")
 """The end of a checkpoint's path."""
 _LOCK_WAIT_S = 10.0  # the children of a killed launcher have ended by then

@@ -7,6 +7,7 @@ All nodes see the run directory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.base import rundir
@@ -55,7 +56,7 @@ def processes_by_node(cfg: JobConfig) -> list[list[ProcessSpec]]:
     """
     planned = cfg.model_copy(update={"dry_run": True})
     if isinstance(planned, RLConfig) and planned.deployment.type == "multi_node":
-        processes = plan_nodes(planned, planned.run_dir).processes
+        processes: Sequence[ProcessSpec] = plan_nodes(planned, planned.run_dir).processes
     elif isinstance(planned, SFTConfig) and planned.deployment.type == "multi_node":
         processes = plan_ranks(planned)[1]
     elif isinstance(planned, InferenceConfig) and planned.num_nodes > 1:

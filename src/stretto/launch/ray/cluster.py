@@ -5,6 +5,7 @@ Nothing here outlives this process: group and actors are its own, and Ray ends t
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ class Cluster:
         where = address or os.environ.get("RAY_ADDRESS") or "auto"
         try:
             # Variables and logs of the nodes do not go through Ray: its dashboard would show them.
-            ray.init(address=where, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as cause:
             known = "ray.address" if address else "RAY_ADDRESS" if where != "auto" else "ray.address = None"
             reason = " ".join(str(cause).split())[:300]

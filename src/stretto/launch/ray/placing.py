@@ -10,6 +10,7 @@ import ipaddress
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from stretto.base.errors import ConfigError
@@ -17,7 +18,6 @@ from stretto.launch.job import JobConfig, gpus_by_node, processes_by_node
 
 Amounts = Mapping[str, float]
 MOST_LISTED = 8
-ONE_MACHINE = ("PACK", "STRICT_PACK")
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,10 @@ def addresses(placed: Sequence[Placed], attempt: int) -> list[str]:
 
 
 def _by_address(place: Placed) -> tuple[int, int, str, str, tuple[tuple[int, str], ...]]:
-    try:
+    number: tuple[int, int] = (9, 0)  # a name: after the addresses
+    with suppress(ValueError):
         address = ipaddress.ip_address(place.address)
         number = (address.version, int(address))
-    except ValueError:
-        number = (9, 0)
     gpus = tuple((int(gpu) if gpu.isdigit() else 0, gpu) for gpu in place.gpus)
     return (*number, place.address, place.machine, gpus)
 

@@ -18,6 +18,7 @@ import getpass
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ from stretto.base.errors import ConfigError, EngineError, StrettoError
 from stretto.base.files import write_atomic
 from stretto.base.locked import try_lock
 from stretto.base.paths import RunDir
+from stretto.base.rundir import COMMAND_VAR
 from stretto.base.secret import SECRET_VAR
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.inference import KEY_VAR
@@ -252,7 +254,8 @@ class RayJob:
         argv = [sys.executable, "-m", "stretto", verb, "@", str(self._run_dir.ray / f"{verb}.json")]
         if self._is_planned:
             argv += [key, *self._hosts, key.replace("hosts", "node-rank"), str(number)]
-        return [*argv, *words], self._env, str(self._run_dir.ray / f"node_{number}.log"), str(Path.cwd())
+        env = self._env | {COMMAND_VAR: shlex.join(sys.argv[1:])}
+        return [*argv, *words], env, str(self._run_dir.ray / f"node_{number}.log"), str(Path.cwd())
 
     def _header(self, nodes: Sequence[RemoteNode], hosts: Sequence[str]) -> str:
         lines = [f"{VERBS[type(self._cfg)]} on {len(nodes)} node{'s' * (len(nodes) != 1)} of a Ray cluster"]

@@ -22,6 +22,7 @@ from typing import Any
 
 from stretto.base.errors import EngineError, boundary
 from stretto.base.paths import RunDir
+from stretto.base.rundir import COMMAND_VAR
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec, resume_text
 from stretto.launch.run.console import duration, quantity
 from stretto.monitors.file import moving_mean, read_metrics
@@ -150,7 +151,8 @@ def resume_command() -> str:
 
 def restart_command(argv: Sequence[str] | None = None, *, keeps_resume: bool = False) -> str:
     """The command of this process without --clean, --max-steps and, unless keeps_resume, the --resume options."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    given = shlex.split(os.environ.get(COMMAND_VAR, "")) or sys.argv[1:]
+    words = list(given if argv is None else argv)
     if words[:1] == ["rl"]:
         words = words[1:]
     kept = []
