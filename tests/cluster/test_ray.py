@@ -117,6 +117,13 @@ def test_ctrl_c_finishes_the_step_and_the_run_is_resumed_by_hand(run: Callable[.
     check(placed, saved + 2)
 
 
+def test_a_cluster_that_does_not_answer_is_one_message(run: Callable[..., RayRun]) -> None:
+    placed = run(4, address="127.0.0.1:1")
+    assert placed.end() == 2
+    assert placed.said().startswith("error: [ray]: no Ray cluster answers at 127.0.0.1:1 (ray.address): ")
+    assert len(placed.said().splitlines()) == 1 and not placed.dir.path.exists()
+
+
 def test_what_is_missing_is_said_until_the_deadline(run: Callable[..., RayRun]) -> None:
     placed = run(4, wait_s=4, cpus_per_node=64)
     assert placed.end() == 2

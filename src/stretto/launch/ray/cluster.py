@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from stretto.launch.ray.placing import Bundle, Machine, Placed
 
 LOOK_S = 120.0  # a worker of Ray that starts imports much
 UNREACHABLE_S = 60.0
+PROBE_S = 10.0
 NAMED = ("CPU", "GPU")
 
 
@@ -42,6 +44,7 @@ class Cluster:
         ray._private.worker.print_to_stdstream = lambda *_, **__: None
         where = address or os.environ.get("RAY_ADDRESS") or "auto"
         try:
+            _probe(where)
             # Variables and logs of the nodes do not go through Ray: its dashboard would show them.
             ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as cause:
@@ -72,6 +75,13 @@ class Cluster:
 
     def close(self) -> None:
         self._ray.shutdown()
+
+
+def _probe(address: str) -> None:
+    """Raises: OSError if nothing listens at HOST:PORT: Ray itself tries for minutes, and says so again and again."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), PROBE_S).close()
 
 
 class Group:
@@ -108,6 +118,7 @@ class Group:
                 "resources": {name: amount for name, amount in claims.items() if name not in NAMED},
                 "scheduling_strategy": In(self._group, index, placement_group_capture_child_tasks=False),
                 "max_restarts": 0,
+                "enable_task_events": False,  # each look at its console would be one
             }
             self._actors.append(remote.options(**options).remote())
         asked = [actor.look.remote() for actor in self._actors]
