@@ -16,7 +16,7 @@ def test_only_what_is_missing_is_named() -> None:
 
 def test_make_installs_the_modules_that_tests_name() -> None:
     here = Path(__file__).parent
-    tests = [path.read_text() for path in here.glob("test_*.py") if path != Path(__file__)]
+    tests = [path.read_text() for path in here.rglob("test_*.py") if path != Path(__file__)]
     named = set(re.findall(r'"(\w+)"', "".join(re.findall(r"modules=\(([^)]*)\)", "".join(tests)))))
     makefile = (here.parents[1] / "Makefile").read_text()
     needed = re.findall(r"^test-cluster: (.*)$", makefile, re.M)[0]

@@ -21,7 +21,7 @@ from slurm_runs import STRETTO, settings, sft_settings
 from stretto.base.paths import RunDir
 from stretto.monitors.file import read_metrics
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 from runs import toml, untrained_model
 
 LIMIT_S = 300.0
