@@ -37,6 +37,8 @@ from stretto.trainer.updates import Updates
 NUM_STEPS = 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna")
+"""Families with experts whose meshes are tested with the choices replayed; windows are shorter than documents."""
 KINDS = ("dense", "cut", "untied", "bias", "moe", "replay", "ppo", "lora", "lora_moe")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +23,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.models.native.training import NativeAttention, find_training_kernels
+from stretto.models.parts.sinks import attend_with_sinks
+from stretto.models.parts.windows import cut_segments
 from stretto.models.short_attention import AttentionCall, ShortAttention
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Float, Int
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim].
+Attend = Callable[..., Tensor]
+"""(layer, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], limits) -> [tokens, heads, head_dim].
 
-q and k are rotated by their positions already; scores are scaled by head_dim ** -0.5 and causal within a sequence."""
+q and k are rotated by their positions already; scores are scaled by head_dim ** -0.5 and causal within a sequence.
+limits: a `Limits`, which layers that have none leave out."""
+
+
+class Limits(NamedTuple):
+    """What a layer's attention has besides the causal mask.
+
+    window: how many tokens a token sees, itself included. sinks: a logit per head (parts/sinks.py).
+    """
+
+    window: int | None
+    sinks: Float[Tensor, " heads"] | None
+
 
 PAD_STEP = 8
 """Short segments are padded to a multiple of this many tokens, so that similar lengths share a call."""
@@ -76,6 +90,9 @@ class PackedLayout:
         return prefix_attention(self.cu_seqlens, self.parents, self.device)
 
 
+NO_LIMITS = Limits(None, None)
+
+
 def packed_attention(
     cu_seqlens: tuple[int, ...] | Int[Tensor, " bounds"], device: torch.device | None = None
 ) -> Attend:
@@ -83,8 +100,10 @@ def packed_attention(
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(b) for b in cu_seqlens]
     in_calls = _attend_in_calls(bounds, [-1] * (len(bounds) - 1), device)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attend_varlen(q, k, v, bounds) if _supports_varlen(q) else in_calls(layer, q, k, v)
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
+        if limits.sinks is None and _supports_varlen(q):
+            return _attend_varlen(q, k, v, bounds, limits.window)
+        return in_calls(layer, q, k, v, limits)
 
     return attend
 
@@ -106,34 +125,58 @@ def prefix_attention(
 def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torch.device | None) -> Attend:
     """An `Attend` over all segments, with one call per shape."""
     ends, parents_of = np.asarray(bounds, np.int64), np.asarray(parents, np.int64)
-    calls = [
-        _build_call(ends, parents_of, segments, device) for segments in _group_by_shape(ends, parents_of)
-    ]
     native = NativeAttention(ends, parents_of)
-    short = ShortAttention([call for call in calls if call.keys.shape[1] <= MAX_SHORT_KEYS])
-    long = [call for call in calls if call.keys.shape[1] > MAX_SHORT_KEYS]
-    num_rows = int(ends[-1])
-    result_index, long_result_index = (
-        _result_index(calls, num_rows, 0),
-        _result_index(long, num_rows, num_rows),
-    )
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if 0 < native.longest <= MAX_NATIVE_KEYS and (kernels := find_training_kernels(q, k, v)) is not None:
-            return native(q, k, v, kernels)
-        if short.calls and q.dtype is torch.float32 and not q.is_cuda:
-            out = short(q, k, v)
-            if long:
-                out = torch.cat((out, *(_run_call(call, q, k, v) for call in long)))
-                out = out.index_select(0, long_result_index)
+    @functools.cache
+    def plan(window: int | None) -> _CallPlan:
+        return _CallPlan(_build_calls(ends, parents_of, window, device), int(ends[-1]))
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
+        is_plain = limits.sinks is None and (limits.window is None or native.longest <= limits.window)
+        if is_plain and 0 < native.longest <= MAX_NATIVE_KEYS:
+            if (kernels := find_training_kernels(q, k, v)) is not None:
+                return native(q, k, v, kernels)
+        return plan(limits.window).attend(q, k, v, limits.sinks)
+
+    return attend
+
+
+def _build_calls(
+    ends: np.ndarray, parents: np.ndarray, window: int | None, device: torch.device | None
+) -> list[AttentionCall]:
+    """The calls of layers with this window; without one, or if no document is longer, each segment is in one call."""
+    lengths = np.diff(ends)
+    if len(lengths) == 0:
+        return []
+    longest = int((lengths + np.where(parents >= 0, lengths[parents], 0)).max())
+    if window is None or longest <= window:
+        groups = _group_by_shape(ends, parents)
+        return [_build_call(ends, parents, segments, device) for segments in groups]
+    return cut_segments(ends, parents, window, PAD_STEP, device)
+
+
+class _CallPlan:
+    """The calls of some layers, and where their results belong."""
+
+    def __init__(self, calls: list[AttentionCall], num_rows: int) -> None:
+        self.calls = calls
+        self.short = ShortAttention([call for call in calls if call.keys.shape[1] <= MAX_SHORT_KEYS])
+        self.long = [call for call in calls if call.keys.shape[1] > MAX_SHORT_KEYS]
+        self.index = _result_index(calls, num_rows, 0)
+        self.long_index = _result_index(self.long, num_rows, num_rows)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        if sinks is None and self.short.calls and q.dtype is torch.float32 and not q.is_cuda:
+            out = self.short(q, k, v)
+            if self.long:
+                out = torch.cat((out, *(_run_call(call, q, k, v) for call in self.long)))
+                out = out.index_select(0, self.long_index)
             return out
-        parts = [_run_call(call, q, k, v) for call in calls]
+        parts = [_run_call(call, q, k, v, sinks) for call in self.calls]
         if not parts:
             return q[:0]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out if result_index is None else out.index_select(0, result_index)
-
-    return attend
+        return out if self.index is None else out.index_select(0, self.index)
 
 
 def _result_index(calls: Sequence[AttentionCall], num_rows: int, start: int) -> Int[Tensor, " rows"] | None:
@@ -211,7 +254,7 @@ def _padded_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, n
     return starts[:, None] + np.where(is_real, offsets, 0), is_real
 
 
-def _run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     """The results of one call, [segments * queries, heads, head_dim]."""
 
     def rows_of(x: Tensor, rows: Tensor) -> Tensor:
@@ -219,7 +262,10 @@ def _run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         x = x[call.contiguous_rows] if is_contiguous else x.index_select(0, rows.flatten())
         return x.unflatten(0, rows.shape)
 
-    return _causal(rows_of(q, call.queries), rows_of(k, call.keys), rows_of(v, call.keys), call.bias)
+    queries, keys, values = rows_of(q, call.queries), rows_of(k, call.keys), rows_of(v, call.keys)
+    if sinks is not None:
+        return attend_with_sinks(queries, keys, values, sinks, call.bias).flatten(0, 1)
+    return _causal(queries, keys, values, call.bias)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -256,7 +302,7 @@ def _supports_varlen(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _varlen_kernel() is not None
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], window: int | None) -> Tensor:
     """Flash attention over all documents in one kernel.
 
     Keys and values are repeated for their query heads.
@@ -268,4 +314,13 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor
     longest = max(b - a for a, b in pairwise(bounds))
     kernel = _varlen_kernel()
     assert kernel is not None
-    return kernel(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+    return kernel(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        window_size=(-1 if window is None else window - 1, 0),
+    )

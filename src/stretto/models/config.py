@@ -46,9 +46,10 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
             raise DataError(
                 f'{where}: {key} = {hf[key]!r} is not supported (only {allowed!r}); use impl = "hf"'
             )
-    if windowed := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
+    allowed = ("full_attention", "sliding_attention") if family.has_windows else ("full_attention",)
+    if others := sorted(set(hf.get("layer_types") or ()) - set(allowed)):
         raise DataError(
-            f"{where}: layer_types {', '.join(windowed)} is not supported (only full_attention); "
+            f"{where}: layer_types {', '.join(others)} is not supported (only {', '.join(allowed)}); "
             'use impl = "hf"'
         )
     num_heads, num_kv_heads = (
@@ -62,23 +63,43 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
         )
     fields = family.fields(hf)
     _check_moe(fields.get("moe"), where)
-    return ModelConfig(
-        family=family.name,
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
-        rope=parse_rope(hf, where, family.rotary_fraction, is_interleaved=family.is_rotary_interleaved),
-        rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=hf.get("tie_word_embeddings", False),
-        max_position_embeddings=hf["max_position_embeddings"],
-        initializer_range=hf.get("initializer_range", 0.02),
-        hf=dict(raw),
-        **fields,
-    )
+    if "rope" not in fields:
+        fields["rope"] = parse_rope(
+            hf, where, family.rotary_fraction, is_interleaved=family.is_rotary_interleaved
+        )
+    shape = {
+        "family": family.name,
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "intermediate_size": hf["intermediate_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": hf.get("head_dim") or hf["hidden_size"] // num_heads,
+        "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": hf.get("tie_word_embeddings", False),
+        "max_position_embeddings": hf["max_position_embeddings"],
+        "initializer_range": hf.get("initializer_range", 0.02),
+        "hf": dict(raw),
+    }
+    cfg = ModelConfig(**shape | fields)
+    _check_layers(cfg, where)
+    return cfg
+
+
+def _check_layers(cfg: ModelConfig, where: str) -> None:
+    if cfg.layers and len(cfg.layers) != cfg.num_layers:
+        raise DataError(
+            f"{where}: layer_types or what else is given by layer has {len(cfg.layers)} entries for "
+            f"{cfg.num_layers} layers"
+        )
+    if wrong := [layer.num_heads for layer in cfg.layers if layer.num_heads % cfg.num_kv_heads]:
+        raise DataError(
+            f"{where}: num_attention_heads_per_layer {wrong[0]} must be a multiple of num_key_value_heads "
+            f"{cfg.num_kv_heads}"
+        )
+    if wrong := [layer.window for layer in cfg.layers if layer.window is not None and layer.window < 1]:
+        raise DataError(f"{where}: sliding_window = {wrong[0]} must be at least 1 token")
 
 
 def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:

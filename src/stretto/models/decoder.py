@@ -11,15 +11,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.attention import Attend, PackedLayout
+from stretto.models.attention import Attend, Limits, PackedLayout
 from stretto.models.families import FAMILIES
 from stretto.models.moe import MoE, Routing
 from stretto.models.norm import rms_norm
 from stretto.models.parts.mlp import MLP
 from stretto.models.parts.rope import Angles, angle_table, rotate
-from stretto.models.shape import ModelConfig
+from stretto.models.shape import ModelConfig, Rope
 from stretto.models.tensor_map import TensorMap
 
 if TYPE_CHECKING:
@@ -41,56 +42,94 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with normalised queries and keys if the family has them."""
+    """Grouped-query attention, with normalised queries and keys, sinks and a gate if the family has them."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
-        q_size, kv_size = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-        self.head_dim = cfg.head_dim
+        shape, self.gate = cfg.attention(layer), cfg.attention_gate
+        q_size, kv_size = shape.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        self.head_dim, self.window = cfg.head_dim, shape.window
         self.q_proj = nn.Linear(cfg.hidden_size, q_size, bias=cfg.qkv_bias)
         self.k_proj = nn.Linear(cfg.hidden_size, kv_size, bias=cfg.qkv_bias)
         self.v_proj = nn.Linear(cfg.hidden_size, kv_size, bias=cfg.qkv_bias)
         self.o_proj = nn.Linear(q_size, cfg.hidden_size, bias=cfg.out_bias)
-        self.has_qk_norm = cfg.has_qk_norm
+        self.has_qk_norm, self.is_norm_joint = cfg.has_qk_norm, cfg.is_qk_norm_joint
         if cfg.has_qk_norm:
-            self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
-            self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+            self.q_norm = RMSNorm(q_size if self.is_norm_joint else cfg.head_dim, cfg.rms_norm_eps)
+            self.k_norm = RMSNorm(kv_size if self.is_norm_joint else cfg.head_dim, cfg.rms_norm_eps)
+        self.sinks = nn.Parameter(torch.empty(shape.num_heads)) if cfg.has_sinks else None
+        if self.gate is not None:
+            size = shape.num_heads if self.gate.is_per_head else q_size
+            self.add_module(self.gate.name, nn.Linear(cfg.hidden_size, size, bias=False))
 
     def forward(
         self,
         x: Float[Tensor, "tokens dim"],
-        angles: Angles,
+        angles: Angles | None,
         layer: int,
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
     ) -> Float[Tensor, "rows dim"]:
-        attended = attend(layer, *self.project(x, angles)).flatten(1)
-        return self.o_proj(_select_rows(attended, rows))
+        attended = _select_rows(self.mix(layer, *self.project(x, angles), attend), rows)
+        if self.gate is not None:
+            attended = self.gated(attended, self.get_submodule(self.gate.name)(_select_rows(x, rows)))
+        return self.o_proj(attended)
 
     def project(
-        self, x: Float[Tensor, "tokens dim"], angles: Angles
+        self, x: Float[Tensor, "tokens dim"], angles: Angles | None
     ) -> tuple[
         Float[Tensor, "tokens heads head_dim"],
         Float[Tensor, "tokens kv_heads head_dim"],
         Float[Tensor, "tokens kv_heads head_dim"],
     ]:
         """Queries, keys and values, [tokens, heads, head_dim], rotated by position."""
-        by_head = (-1, self.head_dim)  # unflatten, because view fails with 0 tokens
-        q = self.q_proj(x).unflatten(-1, by_head)
-        k = self.k_proj(x).unflatten(-1, by_head)
-        if self.has_qk_norm:
+        return self.turn(self.q_proj(x), self.k_proj(x), self.v_proj(x), angles)
+
+    def turn(
+        self,
+        q: Float[Tensor, "tokens q_size"],
+        k: Float[Tensor, "tokens kv_size"],
+        v: Float[Tensor, "tokens kv_size"],
+        angles: Angles | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Results of the products by head, normalised and rotated."""
+        if self.is_norm_joint:
             q, k = self.q_norm(q), self.k_norm(k)
-        v = self.v_proj(x).unflatten(-1, by_head)
-        return rotate(q, angles), rotate(k, angles), v
+        by_head = (-1, self.head_dim)  # unflatten, because view fails with 0 tokens
+        q, k, v = q.unflatten(-1, by_head), k.unflatten(-1, by_head), v.unflatten(-1, by_head)
+        if self.has_qk_norm and not self.is_norm_joint:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return (q, k, v) if angles is None else (rotate(q, angles), rotate(k, angles), v)
+
+    def mix(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: Attend
+    ) -> Float[Tensor, "tokens q_size"]:
+        """Values mixed by attention, within the limits of this layer."""
+        if self.window is None and self.sinks is None:
+            return attend(layer, q, k, v).flatten(1)
+        return attend(layer, q, k, v, Limits(self.window, self.sinks)).flatten(1)
+
+    def gated(
+        self, attended: Float[Tensor, "rows q_size"], gate: Float[Tensor, "rows gates"]
+    ) -> Float[Tensor, "rows q_size"]:
+        """Mixed values times the activation of the gate's product."""
+        how = self.gate
+        gate = gate.sigmoid() if how.activation == "sigmoid" else F.softplus(gate.float()).to(gate.dtype)
+        if not how.is_per_head:
+            return attended * gate
+        return (attended.unflatten(-1, (-1, self.head_dim)) * gate.unsqueeze(-1)).flatten(1)
 
 
 class Block(nn.Module):
-    """Attention, then an MLP or a mixture of experts, each on the normalised residual stream."""
+    """Attention, then an MLP or a mixture of experts, each on the normalised residual stream.
+
+    If the family has post norms, what they compute is normalised as well.
+    """
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.self_attn = Attention(cfg)
+        self.self_attn = Attention(cfg, layer)
         self.mlp = (
             MoE(cfg)
             if cfg.is_sparse(layer)
@@ -98,20 +137,29 @@ class Block(nn.Module):
         )
         self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.has_post_norms = cfg.has_post_norms
+        if cfg.has_post_norms:
+            self.post_self_attn_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+            self.post_mlp_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(
         self,
         x: Float[Tensor, "tokens dim"],
-        angles: Angles,
+        angles: Angles | None,
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
         routing: Routing,
     ) -> Float[Tensor, "rows dim"]:
-        x = _select_rows(x, rows) + self.self_attn(self.input_layernorm(x), angles, self.layer, attend, rows)
+        attended = self.self_attn(self.input_layernorm(x), angles, self.layer, attend, rows)
+        if self.has_post_norms:
+            attended = self.post_self_attn_layernorm(attended)
+        x = _select_rows(x, rows) + attended
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MoE):
-            return x + self.mlp(normed, self.layer, routing, rows)
-        return x + self.mlp(normed)
+            out = self.mlp(normed, self.layer, routing, rows)
+        else:
+            out = self.mlp(normed)
+        return x + (self.post_mlp_layernorm(out) if self.has_post_norms else out)
 
 
 class Stack(nn.Module):
@@ -136,7 +184,8 @@ class Decoder(nn.Module):
         self.model = Stack(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
-        self._angle_table: Angles | None = None
+        self._angle_tables: dict[Rope, Angles] = {}
+        self._rope_by_layer = [cfg.attention(layer).rope for layer in range(cfg.num_layers)]
 
     @property
     def output_weight(self) -> Float[Tensor, "vocab dim"]:
@@ -162,12 +211,12 @@ class Decoder(nn.Module):
         routing: Routing | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all tokens, or only of `rows`: the last block then computes no others."""
-        x = self.model.embed_tokens(token_ids)
+        x = self.embed(token_ids)
         angles = self.angles(position_ids, x.dtype)
         routing = routing or Routing()
         last = len(self.model.layers) - 1
         for layer, block in enumerate(self.model.layers):
-            x = block(x, angles, attend, rows if layer == last else None, routing)
+            x = block(x, angles[layer], attend, rows if layer == last else None, routing)
         return self.model.norm(x)
 
     def hidden(
@@ -180,14 +229,22 @@ class Decoder(nn.Module):
         """Hidden states of packed documents, each as if it were alone in the row."""
         return self(token_ids, layout.position_ids, layout.attend, rows, routing)
 
-    def angles(self, position_ids: Int[Tensor, " tokens"], dtype: torch.dtype) -> Angles:
-        """cos and sin of these positions; computed once for all layers."""
-        cfg, table = self.config, self._angle_table
-        if table is None or table.cos.device != position_ids.device or table.cos.dtype != dtype:
-            table = self._angle_table = angle_table(
-                cfg.rope, cfg.head_dim, cfg.max_position_embeddings, position_ids.device, dtype
-            )
-        return table.select(position_ids)
+    def embed(self, token_ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
+        """The embeddings of tokens, times the family's factor."""
+        x, scale = self.model.embed_tokens(token_ids), self.config.embedding_scale
+        return x if scale == 1.0 else x * scale
+
+    def angles(self, position_ids: Int[Tensor, " tokens"], dtype: torch.dtype) -> list[Angles | None]:
+        """By layer: cos and sin of these positions, computed once for all layers that rotate equally."""
+        cfg, found = self.config, {None: None}
+        for rope in cfg.ropes:
+            table = self._angle_tables.get(rope)
+            if table is None or table.cos.device != position_ids.device or table.cos.dtype != dtype:
+                table = self._angle_tables[rope] = angle_table(
+                    rope, cfg.head_dim, cfg.max_position_embeddings, position_ids.device, dtype
+                )
+            found[rope] = table.select(position_ids)
+        return [found[rope] for rope in self._rope_by_layer]
 
 
 def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from stretto.models.shape import ModelConfig, MoEShape
+from stretto.models.shape import LayerAttention, ModelConfig, MoEShape, Rope
 from stretto.models.tensor_map import WeightRule
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Family:
     tp_plan: how modules are cut over tensor-parallel ranks.
     rotary_fraction: share of a head's dims that is rotated if config.json does not say; None: always all.
     is_rotary_interleaved: neighbouring dims are rotated (parts/rope.py).
+    has_windows: layers may have sliding windows; `fields` reads them from layer_types.
     scratch: the fields of ModelConfig special to this family for a model that is created from scratch.
     """
 
@@ -78,6 +79,7 @@ class Family:
     tp_plan: Mapping[str, str] = field(default_factory=lambda: DENSE_TP_PLAN)
     rotary_fraction: float | None = None
     is_rotary_interleaved: bool = False
+    has_windows: bool = False
     scratch: Callable[[ScratchSection], dict[str, Any]] = lambda scratch: {}
 
 
@@ -91,3 +93,13 @@ def scratch_moe(scratch: ScratchSection, first_dense: int = 0, **options: Any) -
         sparse_layers=tuple(range(min(first_dense, scratch.num_layers - 1), scratch.num_layers)),
         **{"has_expert_bias": scratch.has_expert_bias} | options,
     )
+
+
+def scratch_layers(
+    scratch: ScratchSection, is_windowed: Callable[[int], bool], *, rotates_all: bool = True
+) -> tuple[LayerAttention, ...]:
+    """The attention of a model from scratch with windows in some layers; rotates_all=False: only these rotate."""
+    rope = Rope(theta=10_000.0)
+    windowed = LayerAttention(scratch.num_heads, rope, scratch.sliding_window)
+    whole = LayerAttention(scratch.num_heads, rope if rotates_all else None)
+    return tuple(windowed if is_windowed(layer) else whole for layer in range(scratch.num_layers))

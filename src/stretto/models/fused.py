@@ -24,7 +24,7 @@ from stretto.models.decoder import Block, Decoder, RMSNorm
 from stretto.models.moe import MoE, Routing
 from stretto.models.native.kernels import Kernels
 from stretto.models.parts.mlp import MLP
-from stretto.models.parts.rope import rotate
+from stretto.models.parts.rope import Angles, rotate
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -75,6 +75,7 @@ MLPPair = tuple[FusedLinear, FusedLinear]
 @dataclass(frozen=True, slots=True)
 class _Layer:
     qkv: FusedLinear
+    gate: FusedLinear | None  # of the attended values
     output_proj: FusedLinear
     mlp: MLPPair | None  # of a dense block; of the MLP beside the experts; None: experts only
     experts: MoE | None
@@ -127,10 +128,14 @@ class FusedDecoder:
         self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         blocks = list(model.model.layers)
         self.layers = [_fuse(block, f"model.layers.{i}") for i, block in enumerate(blocks)]
+        self.blocks, self.scale, self.has_post_norms = blocks, cfg.embedding_scale, cfg.has_post_norms
         norms = [norm for b in blocks for norm in (b.input_layernorm, b.post_attention_layernorm)]
+        if cfg.has_post_norms:
+            norms += [norm for b in blocks for norm in (b.post_self_attn_layernorm, b.post_mlp_layernorm)]
         self.norms = _Norms([*norms, model.model.norm], kernels=kernels)
+        self.is_varied = cfg.is_attention_varied
         self.qk_norms = None
-        if cfg.has_qk_norm:
+        if cfg.has_qk_norm and not self.is_varied:
             pairs = [norm for b in blocks for norm in (b.self_attn.q_norm, b.self_attn.k_norm)]
             self.qk_norms = _Norms(pairs, (cfg.num_heads, cfg.num_kv_heads), kernels)
 
@@ -139,7 +144,7 @@ class FusedDecoder:
         """All fused layers; the output head and experts are not among them."""
         found = []
         for layer in self.layers:
-            found += [layer.qkv, layer.output_proj, *(layer.mlp or ())]
+            found += [layer.qkv, layer.output_proj, *(layer.mlp or ()), *([layer.gate] if layer.gate else [])]
         return found
 
     def __call__(
@@ -152,12 +157,25 @@ class FusedDecoder:
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all rows, after the final norm."""
         x = F.embedding(token_ids, self.model.model.embed_tokens.weight)
+        if self.scale != 1.0:
+            x = x * self.scale
         weights, normed = self.norms.scaled(), self.norms.apply
-        project = (
-            self._native_attention(attend) if self.kernels else self._attention(attend, position_ids, x.dtype)
-        )
+        if self.kernels:
+            project = self._native_attention(attend)
+        else:
+            build = self._varied_attention if self.is_varied else self._attention
+            project = build(attend, self.model.angles(position_ids, x.dtype))
         for i, layer in enumerate(self.layers):
-            attended = project(i, layer.qkv(normed(x, weights[2 * i]), adapt))
+            before = normed(x, weights[2 * i])
+            attended = project(i, layer.qkv(before, adapt))
+            if layer.gate is not None:
+                attended = self.blocks[i].self_attn.gated(attended, layer.gate(before, adapt))
+            if self.has_post_norms:
+                after_attention, after_mlp = weights[2 * (len(self.layers) + i) :][:2]
+                x = x + normed(layer.output_proj(attended, adapt), after_attention)
+                out = self._feed_forward(layer, normed(x, weights[2 * i + 1]), i, routing, adapt)
+                x = x + normed(out, after_mlp)
+                continue
             x = layer.output_proj.add_to(x, attended, adapt)
             after = normed(x, weights[2 * i + 1])
             if layer.experts is not None:
@@ -166,11 +184,8 @@ class FusedDecoder:
                 x = self._mlp(layer.mlp, x, after, adapt)
         return normed(x, weights[-1])
 
-    def _attention(
-        self, attend: Attend, position_ids: Tensor, dtype: torch.dtype
-    ) -> Callable[[int, Tensor], Tensor]:
+    def _attention(self, attend: Attend, angles: Sequence[Angles | None]) -> Callable[[int, Tensor], Tensor]:
         """(layer, q, k and v [rows, columns]) -> attended values [rows, heads * head_dim]."""
-        angles = self.model.angles(position_ids, dtype)
         qk_weights = None if self.qk_norms is None else self.qk_norms.scaled()
         num_turned = self.heads + self.kv_heads
 
@@ -179,8 +194,20 @@ class FusedDecoder:
             qk, v = qkv[:, :num_turned], qkv[:, num_turned:]
             if qk_weights is not None:
                 qk = self.qk_norms.apply(qk, qk_weights[layer])
-            qk = rotate(qk, angles)
+            qk = rotate(qk, angles[layer])
             return attend(layer, qk[:, : self.heads], qk[:, self.heads :], v).flatten(1)
+
+        return project
+
+    def _varied_attention(
+        self, attend: Attend, angles: Sequence[Angles | None]
+    ) -> Callable[[int, Tensor], Tensor]:
+        """`_attention` by the modules, for layers that differ."""
+
+        def project(layer: int, columns: Tensor) -> Tensor:
+            module = self.blocks[layer].self_attn
+            parts = [columns[:, part] for _, part in self.layers[layer].qkv.columns]
+            return module.mix(layer, *module.turn(*parts, angles[layer]), attend)
 
         return project
 
@@ -189,6 +216,18 @@ class FusedDecoder:
             return lambda layer, qkv: attend(layer, qkv, None, None)
         norms = self.qk_norms.rows
         return lambda layer, qkv: attend(layer, qkv, norms[2 * layer], norms[2 * layer + 1])
+
+    def _feed_forward(
+        self, layer: _Layer, x: Float[Tensor, "rows dim"], number: int, routing: Routing, adapt: Adapt | None
+    ) -> Float[Tensor, "rows dim"]:
+        """What the experts and the MLP of a block compute, without the residual stream."""
+        out = None if layer.experts is None else layer.experts.route(x, number, routing, None)
+        if layer.mlp is None:
+            return out
+        gate_up, down = layer.mlp
+        gate, up = gate_up(x, adapt).chunk(2, dim=-1)
+        dense = down(F.silu(gate).mul_(up), adapt)
+        return dense if out is None else out + dense
 
     def _mlp(
         self, mlp: MLPPair, x: Float[Tensor, "rows dim"], normed: Tensor, adapt: Adapt | None
@@ -204,6 +243,9 @@ class FusedDecoder:
 def _fuse(block: Block, name: str) -> _Layer:
     attention, mlp = block.self_attn, block.mlp
     qkv = _fuse_linears(attention, f"{name}.self_attn", "q_proj", "k_proj", "v_proj")
+    gate = None
+    if attention.gate is not None:
+        gate = _fuse_linears(attention, f"{name}.self_attn", attention.gate.name)
     output_proj = _fuse_linears(attention, f"{name}.self_attn", "o_proj")
     experts = mlp if isinstance(mlp, MoE) else None
     path = f"{name}.mlp"
@@ -215,7 +257,7 @@ def _fuse(block: Block, name: str) -> _Layer:
             _fuse_linears(mlp, path, "gate_proj", "up_proj"),
             _fuse_linears(mlp, path, "down_proj"),
         )
-    return _Layer(qkv, output_proj, pair, experts)
+    return _Layer(qkv, gate, output_proj, pair, experts)
 
 
 def _fuse_linears(parent: nn.Module, path: str, *names: str) -> FusedLinear:

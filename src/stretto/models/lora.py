@@ -71,17 +71,17 @@ class LoRALinear(nn.Linear):
 class LoRAExperts(Experts):
     """Experts with adapters beside both of their weights.
 
-    `<weight>_lora_A` is [experts, rank, in], `<weight>_lora_B` [experts, out, rank].
+    `<weight>_lora_A` is [experts, rank, columns], `<weight>_lora_B` [experts, rows, rank], for the rows and columns of
+    the weight as it is stored: B A is added to it. Columns are inputs, unless the family stores its experts transposed.
     """
 
     def __init__(self, base: Experts, lora: LoRASection) -> None:
-        nn.Module.__init__(self)
-        self.use_grouped_mm, self.kernels = base.use_grouped_mm, getattr(base, "kernels", None)
+        self.share_weights_of(base)
+        self.kernels = getattr(base, "kernels", None)
         self.scaling, self.dropout = lora.alpha / lora.rank, lora.dropout
         for name in _EXPERT_PARAMETERS:
             weight = getattr(base, name)
             num, out, width = weight.shape
-            setattr(self, name, weight)
             setattr(self, f"{name}_lora_A", nn.Parameter(weight.new_empty(num, lora.rank, width)))
             setattr(self, f"{name}_lora_B", nn.Parameter(weight.new_empty(num, out, lora.rank)))
 
@@ -108,15 +108,18 @@ class LoRAExperts(Experts):
             def base(rows: Tensor, weight: Tensor) -> Tensor:
                 return multiply(rows, weight, groups, kernels)
 
-        hidden = self.gated(self._adapted(x, "gate_up_proj", base, times))
-        return self._adapted(hidden, "down_proj", base, times)
+        adapted = lambda rows, name: self.add_biases(self._adapted(rows, name, base, times), name, counts)
+        return adapted(self.gated(adapted(x, "gate_up_proj")), "down_proj")
 
     def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:
         raise AssertionError("padded experts are for engines, which have their own adapter layers")
 
     def _adapted(self, x: Tensor, name: str, base: Times, times: Times) -> Tensor:
-        low = times(_dropped(x, self.dropout), getattr(self, f"{name}_lora_A"))
-        return base(x, getattr(self, name)) + self.scaling * times(low, getattr(self, f"{name}_lora_B"))
+        first, second = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
+        if self.shape.is_transposed:
+            first, second = second.mT, first.mT
+        low = times(_dropped(x, self.dropout), first)
+        return base(x, self.matrix(name)) + self.scaling * times(low, second)
 
     def _is_aligned(self, dtype: torch.dtype) -> bool:
         rank = self.gate_up_proj_lora_A.shape[1]

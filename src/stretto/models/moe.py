@@ -25,20 +25,46 @@ if TYPE_CHECKING:
 class Experts(nn.Module):
     """Gated MLPs of all experts, stacked.
 
-    gate_up_proj: [experts, 2 * inter, dim], gate first; down_proj: [experts, dim, inter].
+    gate_up_proj: [experts, 2 * inter, dim], gate first; down_proj: [experts, dim, inter]. If they are transposed, the
+    last two dims are swapped, and gate and up are in turn.
     """
 
     def __init__(self, hidden_size: int, shape: MoEShape) -> None:
         super().__init__()
-        inter = shape.intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(shape.num_experts, 2 * inter, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(shape.num_experts, hidden_size, inter))
+        num, inter, self.shape = shape.num_experts, shape.intermediate_size, shape
+        sizes = {"gate_up_proj": (2 * inter, hidden_size), "down_proj": (hidden_size, inter)}
+        for name, (rows, columns) in sizes.items():
+            size = (num, columns, rows) if shape.is_transposed else (num, rows, columns)
+            setattr(self, name, nn.Parameter(torch.empty(size)))
+            if shape.has_product_biases:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.empty(num, rows)))
         self.use_grouped_mm = True
 
-    @staticmethod
-    def gated(gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
-        """silu(gate) * up, from the products with both."""
-        return gated(gate_up)
+    def share_weights_of(self, base: Experts) -> None:
+        """Become experts with the weights and settings of others."""
+        nn.Module.__init__(self)
+        self.shape, self.use_grouped_mm = base.shape, base.use_grouped_mm
+        for name, parameter in base.named_parameters(recurse=False):
+            setattr(self, name, parameter)
+
+    def matrix(self, name: str) -> Float[Tensor, "experts out in"]:
+        """gate_up_proj or down_proj as [experts, out, in], however they are stored."""
+        weight = getattr(self, name)
+        return weight.mT if self.shape.is_transposed else weight
+
+    def bias(self, name: str) -> Float[Tensor, "experts out"] | None:
+        return getattr(self, f"{name}_bias") if self.shape.has_product_biases else None
+
+    def gated(self, gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
+        """silu(gate) * up or what the family has instead, from the products with both."""
+        if self.shape.is_transposed:
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+        if (clamped := self.shape.clamped) is None:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+        return (up + 1) * gate * torch.sigmoid(clamped.alpha * gate)
 
     def forward(
         self,
@@ -54,26 +80,65 @@ class Experts(nn.Module):
             return self._grouped(x, counts)
         return self._loop(x, counts.tolist())
 
+    def add_biases(
+        self, out: Float[Tensor, "rows out"], name: str, counts: Int[Tensor, " experts"]
+    ) -> Float[Tensor, "rows out"]:
+        """The products of rows sorted by expert, with the experts' biases if there are any."""
+        bias = self.bias(name)
+        if bias is None:
+            return out
+        experts = torch.arange(len(counts), device=out.device)
+        return out + bias.index_select(0, experts.repeat_interleave(counts, output_size=len(out)))
+
     def _grouped(self, x: Tensor, counts: Tensor) -> Tensor:
         offsets = counts.cumsum(0, dtype=torch.int32)
-        hidden = self.gated(F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=offsets))
-        return F.grouped_mm(hidden, self.down_proj.transpose(1, 2), offs=offsets)
+
+        def times(rows: Tensor, name: str) -> Tensor:
+            product = F.grouped_mm(rows, self.matrix(name).transpose(1, 2), offs=offsets)
+            return self.add_biases(product, name, counts)
+
+        return times(self.gated(times(x, "gate_up_proj")), "down_proj")
 
     def _loop(self, x: Tensor, counts: list[int]) -> Tensor:
-        # unbind, because the gradient of each weight[e] would be as large as the whole stack.
-        weights = list(zip(self.gate_up_proj.unbind(), self.down_proj.unbind()))
+        experts = self._unbind()
         if not len(x):
-            return _mlp(x, *weights[0])  # zero gradients for a rank that has no token
-        return torch.cat([_mlp(rows, *w) for rows, w in zip(x.split(counts), weights) if len(rows)])
+            return self._mlp(x, *experts[0])  # zero gradients for a rank that has no token
+        return torch.cat([self._mlp(rows, *e) for rows, e in zip(x.split(counts), experts) if len(rows)])
 
     def _padded(self, x: Tensor, counts: list[int], multiple: int, *, is_tiled: bool) -> Tensor:
         out = []
-        for rows, gate_up, down in zip(x.split(counts), self.gate_up_proj, self.down_proj):
+        for rows, expert in zip(x.split(counts), self._unbind()):
             if len(rows):
                 padded = F.pad(rows, (0, 0, 0, -len(rows) % multiple))
                 tiles = padded.split(multiple) if is_tiled else (padded,)
-                out.append(torch.cat([_mlp(tile, gate_up, down) for tile in tiles])[: len(rows)])
+                out.append(torch.cat([self._mlp(tile, *expert) for tile in tiles])[: len(rows)])
         return torch.cat(out)
+
+    def _unbind(self) -> list[tuple[Tensor | None, ...]]:
+        """By expert: both weights [out, in], both biases.
+
+        unbind, because the gradient of each weight[e] would be as large as the whole stack.
+        """
+        names = ("gate_up_proj", "down_proj")
+        weights = [self.matrix(name).unbind() for name in names]
+        if not self.shape.has_product_biases:
+            return [(*pair, None, None) for pair in zip(*weights)]
+        return list(zip(*weights, *(self.bias(name).unbind() for name in names)))
+
+    def _mlp(
+        self,
+        rows: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        """The gated MLP of one expert."""
+        hidden = F.linear(rows, gate_up)
+        if gate_up_bias is not None:
+            hidden = hidden + gate_up_bias
+        out = F.linear(self.gated(hidden), down)
+        return out if down_bias is None else out + down_bias
 
     def _is_aligned(self, dtype: torch.dtype) -> bool:
         """True if rows are multiples of 16 bytes, which grouped_mm needs; other sizes use the loop."""
@@ -138,14 +203,3 @@ def update_expert_bias(model: nn.Module, loads: Float[Tensor, "mixtures experts"
     for mixture, load in zip(mixtures(model).values(), loads, strict=True):
         step = torch.sign(load.mean() - load).to(mixture.gate.expert_bias)
         mixture.gate.expert_bias += rate * (step - step.mean())
-
-
-def _mlp(rows: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The gated MLP of one expert."""
-    return F.linear(gated(F.linear(rows, gate_up)), down)
-
-
-def gated(gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
-    """silu(gate) * up, from both stacked in the last dim."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up

@@ -6,7 +6,8 @@ config.py reads it from a Hugging Face config.json.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,38 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class LayerAttention:
+    """What of attention may differ between layers. rope: None if queries and keys are not rotated.
+
+    window: how many tokens a token sees, itself and those just before it; None: all earlier ones.
+    """
+
+    num_heads: int
+    rope: Rope | None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class AttentionGate:
+    """Attended values are multiplied by an activation of a linear layer of the block's input.
+
+    name: of that layer. is_per_head: one gate for a head, else one for each of its dims.
+    """
+
+    name: str
+    activation: Literal["sigmoid", "softplus"]
+    is_per_head: bool = False
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """Experts compute (up + 1) * gate * sigmoid(alpha * gate), gate clamped from above and up from both sides."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class MoEShape:
     """The mixture of experts of a model; blocks not in `sparse_layers` are dense."""
 
@@ -57,6 +90,12 @@ class MoEShape:
     """True if the router's product has a (trained) bias."""
     shared_size: int | None = None
     """Width of the MLP that every token uses beside its experts."""
+    clamped: ClampedGate | None = None
+    """None: experts compute silu(gate) * up."""
+    has_product_biases: bool = False
+    """True if both products of an expert have biases."""
+    is_transposed: bool = False
+    """Weights of experts are [experts, in, out] as in the family's checkpoints, with gate and up in turn."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +119,17 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     moe: MoEShape | None = None
+    layers: tuple[LayerAttention, ...] = ()
+    """By layer; empty: all layers have num_heads heads, `rope`, and see all earlier tokens."""
+    has_sinks: bool = False
+    """Each head has a logit that takes a share of the attention and has no value."""
+    attention_gate: AttentionGate | None = None
+    is_qk_norm_joint: bool = False
+    """True if has_qk_norm normalises all heads together instead of each by itself."""
+    has_post_norms: bool = False
+    """The results of attention and MLP are normalised too, before they are added to the residual stream."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings of tokens."""
     initializer_range: float = 0.02
     hf: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -90,7 +140,33 @@ class ModelConfig:
     @property
     def has_plain_attention(self) -> bool:
         """True if every layer attends to all earlier tokens, with whole heads rotated by halves."""
-        return self.rope.fraction == 1.0 and not self.rope.is_interleaved
+        return self.rope.fraction == 1.0 and not self.rope.is_interleaved and not self.is_attention_varied
+
+    @property
+    def is_attention_varied(self) -> bool:
+        """True if attention is more than normalised, rotated queries and keys, the same in all layers."""
+        return bool(self.layers) or self.has_sinks or self.attention_gate is not None or self.is_qk_norm_joint
+
+    @property
+    def window(self) -> int | None:
+        """The window of the layers that have one; None if no layer has."""
+        return next((layer.window for layer in self.layers if layer.window is not None), None)
+
+    @cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotations of its layers."""
+        ropes = [layer.rope for layer in self.layers] if self.layers else [self.rope]
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The layers in the words of config.json."""
+        names = {True: "full_attention", False: "sliding_attention"}
+        return [names[self.attention(layer).window is None] for layer in range(self.num_layers)]
+
+    def attention(self, layer: int) -> LayerAttention:
+        """The attention of a layer."""
+        return self.layers[layer] if self.layers else LayerAttention(self.num_heads, self.rope)
 
     @property
     def num_prediction_layers(self) -> int:

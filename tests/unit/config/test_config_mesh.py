@@ -85,6 +85,7 @@ AT_RUN_TIME = {
     "dp_replicate": (4, {"tp": 2, "dp_replicate": 4}, "dp_replicate = 4 does not divide the 2 ranks .*; valid: 1, 2"),
     "tp and heads": (4, {"tp": 4}, "tp = 4 does not divide the 2 key and value heads of this model; valid: 1, 2"),
     "ulysses": (3, {"cp": 3}, 'cp = 3 does not divide the 4 query heads of a rank .*; valid: 1, 2, 4'),
+    "tp of joint norms": (2, {"tp": 2, "family": "minimax_m2"}, "tp = 2: a minimax_m2 normalises .*; use tp = 1"),
     "ep without experts": (2, {"ep": 2}, "ep = 2, but the policy has no experts; leave ep out"),
     "ep": (4, {"ep": 3, "family": "qwen3_moe"}, 'ep = 3 must divide both .* and the 6 experts; valid: 1, 2, or "auto"'),
 }  # fmt: skip

@@ -25,7 +25,12 @@ NEW = sorted(set(FAMILIES) - {"llama", "qwen2", "qwen3"})
 def build(family: str) -> Decoder:
     """Norms, biases and whatever else has one dim are not as at the start."""
     model = build_model(
-        family=family, num_layers=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
+        family=family,
+        num_layers=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        sliding_window=20,
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

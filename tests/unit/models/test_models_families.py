@@ -33,6 +33,9 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
 CASES = {
     "llama": ("llama", {}),
     "llama-llama3-rope-biases": (
@@ -75,6 +78,39 @@ CASES = {
             "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": False,
         },
     ),
+    "glm4": ("glm4", PARTIAL | {"pad_token_id": 0}),
+    "glm4-no-biases-tied": (
+        "glm4", PARTIAL | {"attention_bias": False, "tie_word_embeddings": True, "pad_token_id": 0}
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        LOCAL | {"sliding_window": 5, "rope_parameters": YARN | {"truncate": False}, "swiglu_limit": 0.5},
+    ),
+    "gpt_oss-other-layers": (
+        "gpt_oss",
+        LOCAL
+        | {
+            "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "minimax_m2": ("minimax_m2", LOCAL | PARTIAL),
+    "afmoe": ("afmoe", MOE | {"sliding_window": 6, "global_attn_every_n_layers": 2, "route_scale": 2.0}),
+    "afmoe-scaled-biases": (
+        "afmoe",
+        MOE | {"sliding_window": 3, "mup_enabled": True, "attention_bias": True, "num_shared_experts": 1},
+    ),
+    "laguna": ("laguna", MOE | {"shared_expert_intermediate_size": 24}),
+    "laguna-varied": (
+        "laguna",
+        MOE
+        | {
+            "shared_expert_intermediate_size": 24, "gating": "per-element", "moe_routed_scaling_factor": 2.5,
+            "num_attention_heads_per_layer": [4, 6, 2], "sliding_window": 5, "moe_router_logit_softcapping": 1.5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -89,9 +125,9 @@ def build_theirs(case: str, seed: int = 0):
                 parameter.mul_(4)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        for name, buffer in theirs.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn_like(buffer))
+        for name, bias in (*theirs.named_buffers(), *theirs.named_parameters()):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                bias.copy_(torch.randn_like(bias))
     return theirs
 
 
@@ -168,11 +204,19 @@ def test_transformers_builds_the_same_network_from_our_config(family, tmp_path):
     from stretto.config.sections.model import ScratchSection
 
     ours = hub.random_model(
-        ScratchSection(family=family, hidden_size=32, tie_word_embeddings=False, num_experts=4), VOCAB
+        ScratchSection(
+            family=family,
+            hidden_size=32,
+            num_layers=4,
+            tie_word_embeddings=False,
+            num_experts=4,
+            sliding_window=8,
+        ),
+        VOCAB,
     )
     with torch.no_grad():
         for parameter in ours.parameters():
-            parameter.mul_(3)
+            parameter.mul_(2)
     hub.save_hf(ours, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -6,6 +6,7 @@ trainer/parallel/mesh.py builds the mesh; a dry run asks here too, with what the
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,15 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
 
-OWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+OWN_FAMILIES = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna",
+)  # fmt: skip
 """`model_type` of the families that models/families computes."""
+WITHOUT_TP = {
+    "minimax_m2": "normalises the queries of all heads together",
+    "gpt_oss": "has a sink in every head",
+}
+"""Families whose heads cannot be spread over tp, and why."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Shape:
     num_kv_heads: int
     intermediate_size: int
     num_experts: int = 0
+    family: str = ""
 
 
 def read_shape(directory: Path) -> Shape | None:
@@ -33,13 +42,14 @@ def read_shape(directory: Path) -> Shape | None:
     found = json.loads((directory / "config.json").read_text())
     if found.get("model_type") not in OWN_FAMILIES:
         return None
-    heads = found["num_attention_heads"]
+    heads = math.gcd(*found.get("num_attention_heads_per_layer") or [found["num_attention_heads"]])
     experts = (found.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     return Shape(
         heads,
         found.get("num_key_value_heads") or heads,
         found["intermediate_size"],
         next((number for number in experts if number), 0),
+        found["model_type"],
     )
 
 
@@ -71,6 +81,11 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
     Raises: ConfigError naming the key, and the values it may have.
     """
     _divides("cp x tp", section.cp * section.tp, world_size, f"the {world_size} trainer ranks")
+    if section.tp > 1 and (reason := WITHOUT_TP.get(shape.family)):
+        raise ConfigError(
+            f"[model] tp = {section.tp}: a {shape.family} {reason}, so its attention is not spread over tp; "
+            "use tp = 1, and cp, ep or more dp_shard instead"
+        )
     left = world_size // (section.cp * section.tp)
     _divides("dp_replicate", section.dp_replicate, left, f"the {left} ranks that cp and tp leave")
     island = left // section.dp_replicate * section.cp

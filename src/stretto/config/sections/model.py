@@ -12,7 +12,9 @@ from stretto.config.section import Section
 class ScratchSection(Section):
     """Start from a random network of this shape instead of loading weights; everything is made locally."""
 
-    family: Literal["qwen3", "qwen3_moe", "qwen2", "llama", "glm4_moe"] = "qwen3"
+    family: Literal[
+        "qwen3", "qwen3_moe", "qwen2", "llama", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna"
+    ] = "qwen3"
     """Architecture family; the keys on experts count for those with experts only."""
     tokenizer: Literal["letters"] = "letters"
     """Tokenizer to build beside it: `letters` has one token per character and Qwen3's chat tokens."""
@@ -32,7 +34,7 @@ class ScratchSection(Section):
     head_dim: int = Field(16, gt=0, multiple_of=2)
     """Width of one head."""
     num_experts: int = Field(8, gt=0)
-    """Experts of every block (`glm4_moe`: of every block but the first)."""
+    """Experts of every block (`glm4_moe`, `afmoe`, `laguna`: of every block but the first)."""
     num_experts_per_tok: int = Field(2, gt=0)
     """Experts that compute one token."""
     moe_intermediate_size: int = Field(64, gt=0)
@@ -40,6 +42,8 @@ class ScratchSection(Section):
     has_expert_bias: bool = False
     """Give routers a bias on the choice of experts, which `trainer.moe_bias_update_rate` moves. Only the embedded
     engine and the trainer know it."""
+    sliding_window: int = Field(64, gt=0)
+    """Tokens that a token sees in layers with a window (`gpt_oss`, `afmoe`, `laguna`), itself included."""
     tie_word_embeddings: bool = True
     """Use the embedding matrix as output head."""
     max_position_embeddings: int = Field(512, gt=0)

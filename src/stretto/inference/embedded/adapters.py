@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.models.lora import Adapter
-from stretto.models.moe import Experts, Routing, gated
+from stretto.models.moe import Experts, Routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,9 +86,7 @@ class AdaptedExperts(Experts):
     """Experts of the base model; with an adapter for them, experts are computed one by one."""
 
     def __init__(self, base: Experts, name: str, selection: Selection) -> None:
-        nn.Module.__init__(self)
-        self.gate_up_proj, self.down_proj = base.gate_up_proj, base.down_proj
-        self.use_grouped_mm = base.use_grouped_mm
+        self.share_weights_of(base)
         self.name, self.selection = name, selection
 
     def forward(
@@ -109,7 +107,7 @@ class AdaptedExperts(Experts):
         for expert, (rows, ids) in enumerate(zip(x.split(sizes), owners)):
             if len(rows):
                 rows_of = [(loaded, (ids == loaded.id).nonzero()[:, 0]) for loaded in adapters]
-                hidden = gated(self._product(expert, "gate_up_proj", rows, rows_of, routing))
+                hidden = self.gated(self._product(expert, "gate_up_proj", rows, rows_of, routing))
                 out.append(self._product(expert, "down_proj", hidden, rows_of, routing))
         return torch.cat(out)
 
@@ -123,15 +121,19 @@ class AdaptedExperts(Experts):
     ) -> Tensor:
         multiple = routing.row_multiple or 1
         padded = F.pad(x, (0, 0, 0, -len(x) % multiple))
-        weight = getattr(self, which)[expert]
+        weight, bias = self.matrix(which)[expert], self.bias(which)
         tiles = padded.split(multiple) if routing.is_tiled else (padded,)
         out = torch.cat([F.linear(tile, weight) for tile in tiles])[: len(x)]
+        if bias is not None:
+            out += bias[expert]
         for loaded, at in rows_of:
             if len(at):
-                a, b = loaded.pairs[f"{self.name}.{which}"]
+                a, b = (half[expert] for half in loaded.pairs[f"{self.name}.{which}"])
+                if self.shape.is_transposed:  # B A is added to the weight as it is stored
+                    a, b = b.mT, a.mT
                 rows = F.pad(x.index_select(0, at), (0, 0, 0, -len(at) % self.selection.multiple))
                 product = self.selection.product
-                out.index_add_(0, at, product(product(rows, a[expert]), b[expert])[: len(at)])
+                out.index_add_(0, at, product(product(rows, a), b)[: len(at)])
         return out
 
 

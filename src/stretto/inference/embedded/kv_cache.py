@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.inference.embedded.running import RunningKV, SlabFill, SlabPart
-from stretto.models.attention import Attend
+from stretto.models.attention import NO_LIMITS, Attend, Limits
+from stretto.models.parts.sinks import attend_with_sinks
 from stretto.models.shape import ModelConfig
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class _BlockPart:
     is_shared: bool
     gather: Tensor  # int64, indices into the flattened [2 * kv_heads * blocks] dim
     bias: Tensor  # 0 or -inf, in the shape that attention over this part needs
+    window_bias: Tensor | None  # of layers with a window
 
 
 @dataclass(slots=True)
@@ -94,7 +96,9 @@ class KVCache:
         """slab_tokens: keys that slabs may hold besides the blocks; 0: all keys are read from blocks."""
         self.num_blocks, self.block_size, self.is_exact = num_blocks, block_size, is_exact
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
-        self.group = config.num_heads // config.num_kv_heads
+        self.window, self.is_varied = config.window, config.is_attention_varied
+        # Query heads per key head; layers may differ in it, then biases are broadcast over it.
+        self.group = 1 if self.is_varied else config.num_heads // config.num_kv_heads
         self.scale = config.head_dim**-0.5
         self.device = device
         shape = (config.num_layers, 2 * config.num_kv_heads, num_blocks, block_size * config.head_dim)
@@ -133,8 +137,11 @@ class KVCache:
                 keys = keys.transpose(2, 3)
             slab.keys[layer].index_copy_(0, rows, keys)
             slab.values[layer].index_copy_(0, rows, values)
-        is_hidden = np.arange(slab.width) >= fill.positions[:, None]
-        slab.bias[rows] = self._bias(is_hidden)[:, None, None]
+        columns, upcoming = np.arange(slab.width), fill.positions[:, None]
+        slab.bias[rows] = self._bias(columns >= upcoming)[:, None, None]
+        if slab.window_bias is not None:
+            is_hidden = (columns >= upcoming) | (columns <= upcoming - self.window)
+            slab.window_bias[rows] = self._bias(is_hidden)[:, None, None]
 
     def layout(self, rows: PassRows) -> PassLayout:
         """Plan what the rows of a pass write and read; `advance` reuses it for the next token."""
@@ -184,8 +191,13 @@ class KVCache:
         for low in range(start, stop, step):
             high = min(low + step, stop)
             gather = self._gather(rows, low, low + 1 if is_shared else high, width // self.block_size)
-            bias = self._bias(np.arange(width)[None, :] > rows.positions[low:high, None])
-            yield _BlockPart(low, high, width, is_shared, gather, self._shape_bias(bias, is_shared))
+            distance = rows.positions[low:high, None] - np.arange(width)[None, :]
+            bias = self._shape_bias(self._bias(distance < 0), is_shared)
+            window_bias = None
+            if self.window is not None:
+                is_hidden = (distance < 0) | (distance >= self.window)
+                window_bias = self._shape_bias(self._bias(is_hidden), is_shared)
+            yield _BlockPart(low, high, width, is_shared, gather, bias, window_bias)
 
     def _bias(self, is_hidden: np.ndarray) -> Tensor:
         bias = torch.from_numpy(np.where(is_hidden, np.float32(-np.inf), np.float32(0)))
@@ -210,43 +222,59 @@ class KVCache:
     def attend(self, layout: PassLayout) -> Attend:
         """The attention function of one pass: it writes the rows' keys and values, then attends."""
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
             self._tokens[layer].index_copy_(0, layout.write, torch.cat((k, v), dim=1))
-            out = [self._read(part, layer, q, k, v) for part in layout.parts]
+            out = [self._read(part, layer, q, k, v, limits) for part in layout.parts]
             return out[0] if len(out) == 1 else torch.cat(out)
 
         return attend
 
     def _read(
-        self, part: _BlockPart | SlabPart, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, part: _BlockPart | SlabPart, layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits
     ) -> Float[Tensor, "rows heads dim"]:
         if q.shape[0] != part.stop - part.start:
             q, k, v = (x[part.start : part.stop] for x in (q, k, v))
+        bias = part.bias if limits.window is None else part.window_bias
+        rows, kv_heads = q.shape[0], self.num_kv_heads
         if isinstance(part, SlabPart):
             part.write(layer, k, v)
             if self.is_exact:
-                q = q.reshape(-1, self.group, self.head_dim)
-                out = self._softmax(q, part.keys[layer], part.values[layer], part.bias)
-                return out.view(part.stop - part.start, -1, self.head_dim)
-            return self._fused(q.unsqueeze(2), part.keys[layer], part.values[layer], part.bias).squeeze(2)
+                q = q.reshape(rows * kv_heads, -1, self.head_dim)
+                sinks = limits.sinks
+                if sinks is not None:
+                    sinks = sinks.view(1, kv_heads, -1, 1).expand(rows, -1, -1, -1).flatten(0, 1)
+                out = self._softmax(q, part.keys[layer], part.values[layer], bias, sinks)
+                return out.view(rows, -1, self.head_dim)
+            keys, values = part.keys[layer], part.values[layer]
+            return self._fused(q.unsqueeze(2), keys, values, bias, limits.sinks).squeeze(2)
         blocks = self.blocks[layer].view(-1, self.block_size * self.head_dim)
         gathered = blocks.index_select(0, part.gather)
         # [kv_heads, rows, group, dim]
-        q = q.unflatten(1, (self.num_kv_heads, self.group)).transpose(0, 1)
+        q = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)
         read = self._read_exactly if self.is_exact else self._read_fused
-        return read(q, gathered, part).transpose(0, 1).flatten(1, 2)
+        return read(q, gathered, part, bias, limits.sinks).transpose(0, 1).flatten(1, 2)
 
-    def _read_exactly(self, q: Tensor, gathered: Tensor, part: _BlockPart) -> Tensor:
+    def _read_exactly(
+        self, q: Tensor, gathered: Tensor, part: _BlockPart, bias: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Softmax attention as one [group, dim] product per row, whatever the shape of the batch."""
         kv_heads, rows, group, dim = q.shape
         k, v = gathered.view(2, -1, part.width, dim)  # dim 1: kv_heads if shared, else kv_heads * rows
         k = k.transpose(1, 2).contiguous()  # as in slabs: products with [dim, width] are faster
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, 1, group, 1).expand(-1, rows, -1, -1)
         if not part.is_shared:
-            return self._softmax(q.reshape(-1, group, dim), k, v, part.bias).view(kv_heads, rows, group, dim)
+            by_row = None if sinks is None else sinks.flatten(0, 1)
+            return self._softmax(q.reshape(-1, group, dim), k, v, bias, by_row).view(
+                kv_heads, rows, group, dim
+            )
         # Every row multiplies the same keys; `expand` does not copy them.
         spread = lambda x: x.expand(rows, -1, -1)
         return torch.stack(
-            [self._softmax(q[h], spread(k[h]), spread(v[h]), part.bias) for h in range(kv_heads)]
+            [
+                self._softmax(q[h], spread(k[h]), spread(v[h]), bias, None if sinks is None else sinks[h])
+                for h in range(kv_heads)
+            ]
         )
 
     def _softmax(
@@ -255,24 +283,38 @@ class KVCache:
         k: Float[Tensor, "batch dim width"],
         v: Tensor,
         bias: Tensor,
+        sinks: Float[Tensor, "batch group 1"] | None,
     ) -> Tensor:
         if q.shape[0] == 1:  # BLAS uses another kernel for a batch of one
-            return self._softmax(*(x.expand(2, -1, -1) for x in (q, k, v, bias)))[:1]
+            sinks = None if sinks is None else sinks.expand(2, -1, -1)
+            return self._softmax(*(x.expand(2, -1, -1) for x in (q, k, v, bias)), sinks)[:1]
         scores = torch.baddbmm(bias, q, k, alpha=self.scale)
-        return torch.bmm(torch.softmax(scores, dim=-1), v)
+        if sinks is None:
+            return torch.bmm(torch.softmax(scores, dim=-1), v)
+        # The sink comes first, so that the order of the sum does not depend on the width.
+        weights = torch.softmax(torch.cat((sinks, scores), dim=-1), dim=-1)
+        return torch.bmm(weights[..., 1:].contiguous(), v)
 
-    def _read_fused(self, q: Tensor, gathered: Tensor, part: _BlockPart) -> Tensor:
+    def _read_fused(
+        self, q: Tensor, gathered: Tensor, part: _BlockPart, bias: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """PyTorch's fused attention, as in the trainer: scores are float32 for every dtype."""
         kv_heads, rows, group, dim = q.shape
         k, v = gathered.view(2, kv_heads, -1, part.width, dim).transpose(1, 2)
         if part.is_shared:
             q = q.transpose(1, 2).reshape(1, kv_heads * group, rows, dim)
-            return self._fused(q, k, v, part.bias).view(kv_heads, group, rows, dim).transpose(1, 2)
+            out = self._fused(q, k, v, bias, sinks)
+            return out.view(kv_heads, group, rows, dim).transpose(1, 2)
         q = q.transpose(0, 1).reshape(rows, kv_heads * group, 1, dim)
-        return self._fused(q, k, v, part.bias).reshape(rows, kv_heads, group, dim).transpose(0, 1)
+        return self._fused(q, k, v, bias, sinks).reshape(rows, kv_heads, group, dim).transpose(0, 1)
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor | None) -> Tensor:
+        """q [segments, heads, rows, dim], k and v [segments, kv_heads, width, dim]."""
+        if sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale, enable_gqa=True)
+        by_segment = bias.expand(len(q), 1, -1, -1)[:, 0] if bias.dim() == 4 else bias.unsqueeze(0)
+        by_token = (x.transpose(1, 2) for x in (q, k, v))
+        return attend_with_sinks(*by_token, sinks, by_segment).transpose(1, 2)
 
 
 def _columns(tables: Int[np.ndarray, "rows blocks"], num_blocks: int) -> Int[np.ndarray, "rows columns"]:

@@ -26,7 +26,7 @@ from stretto.inference.embedded.slots import SequenceSlots
 from stretto.models.decoder import Decoder
 from stretto.models.fused import FusedDecoder
 from stretto.models.lm_head import head_logits
-from stretto.models.moe import Routing
+from stretto.models.moe import Routing, mixtures
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int
@@ -42,8 +42,8 @@ _PROMPT_ROWS = 256  # prompt rows whose logits are in memory at one time
 def find_model_tile(model: FusedDecoder) -> int | None:
     """The row count that a model's products must have; None if any multiple of 16 will do."""
     fused = {tuple(product.weight.shape) for product in model.linears}
-    # Weights of an expert have 3 dims.
-    experts = {tuple(p.shape[-2:]) for p in model.model.parameters() if p.dim() == 3}
+    stacks = [mixture.experts for mixture in mixtures(model.model).values()]
+    experts = {tuple(e.matrix(name).shape[1:]) for e in stacks for name in ("gate_up_proj", "down_proj")}
     return find_tile(fused | experts | {tuple(model.model.output_weight.shape)})
 
 

@@ -31,7 +31,7 @@ class Slab:
 
     keys: [layers, capacity, kv_heads, dim, width] if exact, else shaped like values.
     values: [layers, capacity, kv_heads, width, dim].
-    bias: [capacity, kv_heads or 1, 1, width], 0 or -inf.
+    bias: [capacity, kv_heads or 1, 1, width], 0 or -inf. window_bias: for layers with a window, if there are any.
     allocation_ids and upcoming (the position of the next token) have an entry per row in use.
     """
 
@@ -39,6 +39,8 @@ class Slab:
     keys: Tensor
     values: Tensor
     bias: Tensor
+    window_bias: Tensor | None
+    window: int | None
     allocation_ids: Int[np.ndarray, " rows"] = field(default_factory=lambda: np.empty(0, np.int64))
     upcoming: Int[np.ndarray, " rows"] = field(default_factory=lambda: np.empty(0, np.int64))
 
@@ -59,9 +61,11 @@ class SlabPart:
     keys: list[Tensor]
     values: list[Tensor]
     bias: Tensor
+    window_bias: Tensor | None
     _key_rows: list[Tensor]  # the same memory, [rows, width, kv_heads, dim]
     _value_rows: list[Tensor]
-    _bias_rows: Tensor  # [rows, width, kv_heads or 1]
+    _bias_rows: list[Tensor]  # [rows, width, kv_heads or 1], of bias and window_bias
+    _window: int | None
     _rows: Tensor
     _positions: Tensor
     _upcoming: Int[np.ndarray, " rows"]  # a view of the slab's
@@ -75,19 +79,29 @@ class SlabPart:
         rows = torch.arange(count, device=bias.device)
         by_position = keys.permute(0, 1, 4, 2, 3) if is_exact else keys.transpose(2, 3)
         key_rows, value_rows = by_position.unbind(), values.transpose(2, 3).unbind()
-        bias_rows = bias.squeeze(2).transpose(1, 2)
+        window_bias = None if slab.window_bias is None else slab.window_bias[low : low + count]
+        biases = [bias] if window_bias is None else [bias, window_bias]
+        bias_rows = [x.squeeze(2).transpose(1, 2) for x in biases]
         if is_exact:
-            keys, values, bias = keys.flatten(1, 2), values.flatten(1, 2), bias.flatten(0, 1)
-            bias = bias.expand(-1, group, -1)
+            keys, values = keys.flatten(1, 2), values.flatten(1, 2)
+            bias, *rest = [x.flatten(0, 1).expand(-1, group, -1) for x in biases]
+            window_bias = rest[0] if rest else None
         return cls(
-            start, stop, list(keys.unbind()), list(values.unbind()), bias, list(key_rows), list(value_rows),
-            bias_rows, rows, rows, slab.upcoming[low : low + count],
+            start, stop, list(keys.unbind()), list(values.unbind()), bias, window_bias, list(key_rows),
+            list(value_rows), bias_rows, slab.window, rows, rows, slab.upcoming[low : low + count],
         )  # fmt: skip
 
     def seek(self, positions: Int[Tensor, " rows"]) -> None:
         """Set the positions of the rows' new tokens, for `write` and for attention."""
         self._positions = positions
-        self._bias_rows[self._rows, positions] = 0.0
+        for bias in self._bias_rows:
+            bias[self._rows, positions] = 0.0
+        if self._window is not None:
+            # The first token of a sequence that is not longer than the window stays.
+            bias, leaving = self._bias_rows[1], positions - self._window
+            first = bias[self._rows, 0]
+            hidden = torch.full_like(first, float("-inf"))
+            bias[self._rows, leaving.clamp(min=0)] = torch.where((leaving >= 0)[:, None], hidden, first)
         self._upcoming += 1
 
     def write(
@@ -169,6 +183,8 @@ class RunningKV:
             for new, old in ((grown.keys, slab.keys), (grown.values, slab.values)):
                 new[:, :num_used] = old[:, :num_used]
             grown.bias[:num_used] = slab.bias[:num_used]
+            if slab.window_bias is not None:
+                grown.window_bias[:num_used] = slab.window_bias[:num_used]
             grown.allocation_ids, grown.upcoming = slab.allocation_ids, slab.upcoming
         return grown
 
@@ -179,12 +195,15 @@ class RunningKV:
     def _build(self, width: int, capacity: int) -> Slab:
         heads, dim = self.config.num_kv_heads, self.config.head_dim
         shape = (self.config.num_layers, capacity, heads)
+        bias = (capacity, heads if self.is_exact else 1, 1, width)
         zeros = lambda *sizes: torch.zeros(*sizes, dtype=self.dtype, device=self.device)
         return Slab(
             width,
             keys=zeros(*shape, dim, width) if self.is_exact else zeros(*shape, width, dim),
             values=zeros(*shape, width, dim),
-            bias=zeros(capacity, heads if self.is_exact else 1, 1, width),
+            bias=zeros(*bias),
+            window_bias=None if self.config.window is None else zeros(*bias),
+            window=self.config.window,
         )
 
 

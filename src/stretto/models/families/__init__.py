@@ -1,8 +1,19 @@
 """The families that our decoder supports (impl = "custom"), by `model_type`."""
 
-from stretto.models.families import dense, glm4_moe, qwen3_moe
+from stretto.models.families import afmoe, dense, glm4, glm4_moe, gpt_oss, laguna, minimax_m2, qwen3_moe
 
 FAMILIES = {
     family.name: family
-    for family in (dense.LLAMA, dense.QWEN2, dense.QWEN3, qwen3_moe.QWEN3_MOE, glm4_moe.GLM4_MOE)
+    for family in (
+        dense.LLAMA,
+        dense.QWEN2,
+        dense.QWEN3,
+        qwen3_moe.QWEN3_MOE,
+        glm4.GLM4,
+        glm4_moe.GLM4_MOE,
+        gpt_oss.GPT_OSS,
+        minimax_m2.MINIMAX_M2,
+        afmoe.AFMOE,
+        laguna.LAGUNA,
+    )
 }

@@ -261,9 +261,8 @@ class Fp8Experts(Experts):
     """Experts that multiply in 8 bits, with the weights of others."""
 
     def __init__(self, base: Experts, kernels: Kernels) -> None:
-        nn.Module.__init__(self)
-        self.gate_up_proj, self.down_proj, self.kernels = base.gate_up_proj, base.down_proj, kernels
-        self.use_grouped_mm = True
+        self.share_weights_of(base)
+        self.kernels, self.use_grouped_mm = kernels, True
 
     def forward(
         self,
@@ -274,8 +273,13 @@ class Fp8Experts(Experts):
     ) -> Float[Tensor, "rows dim"]:
         assert routing.row_multiple is None, "8-bit experts are for training only"
         groups = RowGroups.of(counts, len(x))
-        hidden = self.gated(multiply(x, self.gate_up_proj, groups, self.kernels))
-        return multiply(hidden, self.down_proj, groups, self.kernels)
+
+        def times(rows: Tensor, name: str) -> Tensor:
+            return self.add_biases(
+                multiply(rows, self.matrix(name).contiguous(), groups, self.kernels), name, counts
+            )
+
+        return times(self.gated(times(x, "gate_up_proj")), "down_proj")
 
 
 def use_fp8(blocks: nn.Module, kernels: Kernels) -> int:

@@ -146,6 +146,8 @@ def parse_rope(
         )
     unknown = [key for key in ("mscale", "mscale_all_dim") if raw.get(key)]
     given = raw.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if given is None and hf.get("rotary_dim") and hf.get("head_dim"):
+        given = hf["rotary_dim"] / hf["head_dim"]
     if fraction is None and given not in (None, 1.0):
         unknown.append(f"partial_rotary_factor = {given}")
     if unknown:

@@ -134,5 +134,7 @@ def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool)
         )
     for mixture in mixtures(policy).values():
         mixture.gate.weight.requires_grad_(not model.freeze_moe_router)
+        if moe.has_router_bias:
+            mixture.gate.bias.requires_grad_(not model.freeze_moe_router)
         mixture.experts.use_grouped_mm = model.moe_use_grouped_mm
     return Routers(policy, model.moe_bias_update_rate)

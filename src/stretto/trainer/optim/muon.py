@@ -41,8 +41,15 @@ def find_matrices(policy: nn.Module) -> dict[str, int]:
             continue
         for name, parameter in module.named_parameters(prefix=path, recurse=False):
             is_stack = parameter.dim() == 3 and path.endswith("experts")
-            if (parameter.dim() == 2 or is_stack) and parameter is not policy.output_weight:
-                is_pair = isinstance(module, Experts) and name.endswith("gate_up_proj")
+            is_matrix = parameter.dim() == 2 and not name.endswith(
+                "bias"
+            )  # experts' biases are [experts, out]
+            if (is_matrix or is_stack) and parameter is not policy.output_weight:
+                is_pair = (
+                    isinstance(module, Experts)
+                    and name.endswith("gate_up_proj")
+                    and not module.shape.is_transposed
+                )
                 found[name] = 2 if is_pair else 1
     return found
 

@@ -13,6 +13,7 @@ documents, and chunks of keys that no query sees are skipped.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.models.attention import Attend, PackedLayout
+from stretto.models.attention import NO_LIMITS, Attend, Limits, PackedLayout
 from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.moe import Routing
 from stretto.trainer.batch.pass_inputs import PassInputs
@@ -132,8 +133,10 @@ def _ulysses(attend: Attend, sizes: list[int], mesh: Mesh) -> Attend:
         by_rank = x.unflatten(1, (degree, -1)).transpose(0, 1).flatten(0, 1)
         return all_to_all(by_rank, sizes, [num_own] * degree, group)
 
-    def attend_heads(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(layer, gather_tokens(q), gather_tokens(k), gather_tokens(v))
+    def attend_heads(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
+        if limits.sinks is not None:
+            limits = limits._replace(sinks=limits.sinks.view(degree, -1)[mesh.cp_rank])
+        out = attend(layer, gather_tokens(q), gather_tokens(k), gather_tokens(v), limits)
         own = all_to_all(out, [num_own] * degree, sizes, group)
         return own.unflatten(0, (degree, num_own)).transpose(0, 1).flatten(1, 2)
 
@@ -148,14 +151,20 @@ def _ring(layout: PackedLayout, shards: _TokenShards, mesh: Mesh) -> Attend:
     documents = torch.repeat_interleave(bounds.diff())
     docs, places = ([x[tokens] for tokens in shards.inputs] for x in (documents, positions))
     me = mesh.cp_rank
-    masks: list[Tensor | None] = []
-    for rank in range(mesh.degrees.cp):
-        is_seen = (docs[me][:, None] == docs[rank]) & (places[rank] <= places[me][:, None])
-        masks.append(is_seen if bool(is_seen.any()) else None)
-    ring = _RingOrder(mesh, masks, [len(tokens) for tokens in shards.inputs])
+    sizes = [len(tokens) for tokens in shards.inputs]
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _RingAttention.apply(q, k, v, ring)
+    @cache
+    def order(window: int | None) -> _RingOrder:
+        masks: list[Tensor | None] = []
+        for rank in range(mesh.degrees.cp):
+            is_seen = (docs[me][:, None] == docs[rank]) & (places[rank] <= places[me][:, None])
+            if window is not None:
+                is_seen &= places[me][:, None] - places[rank] < window
+            masks.append(is_seen if bool(is_seen.any()) else None)
+        return _RingOrder(mesh, masks, sizes)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
+        return _RingAttention.apply(q, k, v, limits.sinks, order(limits.window))
 
     return attend
 
@@ -192,7 +201,9 @@ class _RingAttention(torch.autograd.Function):
     """Softmax over keys that arrive rank by rank, with a running maximum and sum; in float32."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _RingOrder) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _RingOrder
+    ) -> Float[Tensor, "tokens heads dim"]:
         ctx.ring, ctx.scale = ring, q.shape[-1] ** -0.5
         grouped = _grouped(q, k.shape[1])
         peak = grouped.new_full(grouped.shape[:-1], float("-inf"))
@@ -210,16 +221,25 @@ class _RingAttention(torch.autograd.Function):
                 peak = higher
             if hop + 1 < len(ring.sizes):
                 keys, values = ring.pass_on([keys, values], hop)
+        if sinks is not None:
+            logits = _sink_logits(sinks, k.shape[1])
+            higher = torch.maximum(peak, logits)
+            faded = (peak - higher).exp()
+            total, out, peak = total * faded + (logits - higher).exp(), out * faded[..., None], higher
         out = out / total[..., None]
-        ctx.save_for_backward(q, k, v, out, peak + total.log())
+        ctx.save_for_backward(q, k, v, sinks, out, peak + total.log())
         return _flat(out).to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, norm = ctx.saved_tensors
+        q, k, v, sinks, out, norm = ctx.saved_tensors
         ring, grouped = ctx.ring, _grouped(q, k.shape[1])
         grad = _grouped(grad, k.shape[1])
         inner = (grad * out).sum(-1, keepdim=True)
+        dsinks = None
+        if sinks is not None:
+            share = (_sink_logits(sinks, k.shape[1]) - norm).exp()
+            dsinks = -(share * inner.squeeze(-1)).sum(-1).flatten().to(sinks.dtype)
         dq = torch.zeros_like(grouped)
         keys, values = k, v
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
@@ -233,7 +253,12 @@ class _RingAttention(torch.autograd.Function):
                 dk = dk + torch.einsum("kgts,kgtd->skd", slopes, grouped)
             # One hop more than in the forward pass: the gradients must return to the rank of their keys.
             keys, values, dk, dv = ring.pass_on([keys, values, dk, dv], hop)
-        return _flat(dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return _flat(dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+
+
+def _sink_logits(sinks: Tensor, kv_heads: int) -> Tensor:
+    """[kv heads, query heads per kv head, 1], float32."""
+    return sinks.float().view(kv_heads, -1, 1)
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:

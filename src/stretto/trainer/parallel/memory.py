@@ -97,9 +97,12 @@ def _recomputable_methods(block: Block) -> dict[str, list[Method]]:
         "norm": [(block.input_layernorm, "forward"), (block.post_attention_layernorm, "forward")],
         "attn_proj": [(block.self_attn, "project")],
     }
-    if isinstance(block.mlp, MLP):
-        parts["mlp"] = [(block.mlp, "forward")]
-    elif isinstance(block.mlp, MoE):
+    if block.has_post_norms:
+        parts["norm"] += [(block.post_self_attn_layernorm, "forward"), (block.post_mlp_layernorm, "forward")]
+    dense = block.mlp.shared_experts if isinstance(block.mlp, MoE) else block.mlp
+    if isinstance(dense, MLP):
+        parts["mlp"] = [(dense, "forward")]
+    if isinstance(block.mlp, MoE):
         parts["routed_experts"] = [(block.mlp.experts, "forward")]
     return parts
 

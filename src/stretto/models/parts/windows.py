@@ -1,0 +1,77 @@
+"""Sliding windows: segments of a packed row cut into calls that read only the keys their queries can see.
+
+A query sees itself and the window - 1 tokens before it in its document. Its segment is cut into pieces of about a
+window, and each piece reads its own keys and those of a window before them, also those of the segment that it
+continues. So time and memory grow with the length, not with its square.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from stretto.models.short_attention import AttentionCall
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+_MIN_PIECE = 32
+"""Pieces of fewer queries would be too many calls for small windows."""
+
+
+def cut_segments(
+    ends: Int[np.ndarray, " bounds"],
+    parents: Int[np.ndarray, " segments"],
+    window: int,
+    pad_step: int,
+    device: torch.device | None,
+) -> list[AttentionCall]:
+    """The calls over all segments (attention.py's PackedLayout), with masks of the window.
+
+    pad_step: pieces are padded to a multiple of this many queries and keys, so that more of them share a call.
+    """
+    lengths, size = np.diff(ends), max(window, _MIN_PIECE)
+    groups: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    for segment in np.flatnonzero(lengths).tolist():
+        parent, own = int(parents[segment]), np.arange(ends[segment], ends[segment + 1])
+        rows = own if parent < 0 else np.concatenate((np.arange(ends[parent], ends[parent + 1]), own))
+        for start in range(len(rows) - len(own), len(rows), size):
+            queries = np.arange(start, min(start + size, len(rows)))
+            keys = np.arange(max(start - window + 1, 0), queries[-1] + 1)
+            distance = queries[:, None] - keys
+            is_seen = (distance >= 0) & (distance < window)
+            shape = tuple(-(-len(x) // pad_step) * pad_step for x in (queries, keys))
+            groups.setdefault(shape, []).append((rows[queries], rows[keys], is_seen))
+    return [_build_call(shape, pieces, device) for shape, pieces in groups.items()]
+
+
+def _build_call(
+    shape: tuple[int, int],
+    pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    device: torch.device | None,
+) -> AttentionCall:
+    """One call for pieces of about the same shape: (rows of queries, rows of keys, which query sees which key).
+
+    Padding repeats the first row; queries that are padding see the first key, so that their softmax is finite.
+    """
+    num, (num_queries, num_keys) = len(pieces), shape
+    queries, keys = np.empty((num, num_queries), np.int64), np.empty((num, num_keys), np.int64)
+    is_padding = np.ones((num, num_queries), bool)
+    bias = np.full((num, num_queries, num_keys), -np.inf, np.float32)
+    bias[:, :, 0] = 0
+    for i, (query_rows, key_rows, is_seen) in enumerate(pieces):
+        count = len(query_rows)
+        queries[i], keys[i] = query_rows[0], key_rows[0]
+        queries[i, :count], keys[i, : len(key_rows)] = query_rows, key_rows
+        is_padding[i, :count] = False
+        bias[i, :count, : len(key_rows)] = np.where(is_seen, np.float32(0), np.float32(-np.inf))
+    to = lambda x: torch.from_numpy(x).to(device)
+    return AttentionCall(
+        queries=to(queries),
+        keys=to(keys),
+        is_padding=to(is_padding) if is_padding.any() else None,
+        bias=to(bias),
+        contiguous_rows=None,
+    )
