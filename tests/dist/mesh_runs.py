@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ranks import gather_anything
 from tiny import build_policy, documents, pack
 
+from stretto.config.rules.mesh_degrees import WITHOUT_TP
 from stretto.config.sections.algorithm import GaeAdvantages
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import (
@@ -39,6 +40,7 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_hea
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna")
 """Families with experts whose meshes are tested with the choices replayed; windows are shorter than documents."""
+REPLAYED = ("replay", *FAMILIES)
 KINDS = ("dense", "cut", "untied", "bias", "moe", "replay", "ppo", "lora", "lora_moe")
 
 
@@ -107,6 +109,7 @@ def _cases() -> list[Case]:
     return [
         *cases,
         Case(2, "tp", "bias", {"tp": 2}),
+        *_family_cases(),
         *_memory_cases(),
         *_lora_cases(),
         Case(2, "fsdp", "fp8"),
@@ -164,12 +167,20 @@ def _lora_cases() -> list[Case]:
     ]
 
 
+def _family_cases() -> list[Case]:
+    """Every family on each axis that it may be spread over."""
+    meshes = {"ep": {"ep": 2}, "ulysses": {"cp": 2}, "ring": {"cp": 2, "cp_style": "ring"}, "tp": {"tp": 2}}
+    cases = [Case(2, name, family, model) for family in FAMILIES for name, model in meshes.items()]
+    cases += [Case(2, name, "glm4", model) for name, model in meshes.items() if name != "ep"]
+    return [case for case in cases if case.name != "tp" or case.kind not in WITHOUT_TP]
+
+
 QUICK = frozenset(
     """
     2-fsdp-dense 2-no_reshard-dense 2-hsdp-dense 2-ulysses-dense 2-ring-dense 2-tp-dense
     2-fsdp-moe 2-ep-moe 2-ep_ulysses-replay 2-tp-replay 2-tp-bias 2-fsdp-untied 2-ring-cut
     2-ulysses_ac-dense 2-tp_parts-dense 2-ep_experts-moe 2-ep-lora_moe 2-tp-lora 2-fsdp-fp8
-    2-tp-muon 2-ep-muon_moe 2-fsdp-ppo
+    2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-tp_ulysses-untied 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
     """.split()
@@ -185,7 +196,7 @@ def batches(kind: str) -> list[list]:
     for step in range(NUM_STEPS):
         docs = documents(seed=step, num_groups=2, group_size=3)
         micro_batches = [pack(docs[:1]), pack(docs[1:4]), pack(docs[4:])]
-        if kind == "replay":
+        if kind in REPLAYED:
             rng = np.random.default_rng(step)
             micro_batches = [
                 replace(mb, routed_experts=_choices(rng, len(mb.token_ids))) for mb in micro_batches
@@ -223,6 +234,10 @@ def policy_of(kind: str):
             return build_policy(**SHAPE, tie_word_embeddings=False)
         case "bias":
             return build_policy(**SHAPE, family="qwen2")
+        case "glm4":
+            return build_policy(**SHAPE, family="glm4")
+    if kind in FAMILIES:
+        return build_policy(**MOE | {"family": kind, "sliding_window": 7})
     return build_policy(**MOE, has_expert_bias=kind == "moe")
 
 
@@ -252,7 +267,7 @@ def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
         critic=critic,
         scheduler=ConstantScheduler(),
         max_steps=None,
-        enable_router_replay=kind == "replay",
+        enable_router_replay=kind in REPLAYED,
         mesh=mesh,
     )
 

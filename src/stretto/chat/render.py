@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from stretto.base.errors import ConfigError
-from stretto.chat.tokenizer import Tokenizer, load_tokenizer
-from stretto.config.sections.model import RendererSection
+from stretto.chat.tokenizer import Tokenizer, is_letters_tokenizer, load_tokenizer
+from stretto.config.sections.model import RendererSection, ScratchSection
 from stretto.config.sections.sft import LossMaskSection
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ FAMILY_OF_MODEL_TYPE = {
     "nemotron_h": "nemotron-3",
     "laguna": "laguna-xs.2",
 }
+
+
+_SCRATCH_FAMILIES = get_args(ScratchSection.model_fields["family"].annotation)
 
 
 class Renderer:
@@ -194,19 +197,21 @@ def build_renderer(
 ) -> Renderer:
     """Build the renderer of a tokenizer (a directory, or loaded) for the family in `section`.
 
-    With name = "auto" the family follows from the model's type.
+    With name = "auto" the family follows from the model's type; a model from scratch has Qwen3's chat tokens.
 
     Raises: ConfigError if no family fits or the vocabulary lacks the family's special tokens.
     """
     section = section or RendererSection()
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = load_tokenizer(tokenizer)
     family = section.name if section.name != "auto" else FAMILY_OF_MODEL_TYPE.get(model_type or "")
+    if section.name == "auto" and model_type in _SCRATCH_FAMILIES and is_letters_tokenizer(tokenizer):
+        family = "qwen3"
     if family is None:
         raise ConfigError(
             f'[renderer] name = "auto" knows no chat template for model_type {model_type!r}; '
             f"set name to one of {', '.join(sorted(set(FAMILY_OF_MODEL_TYPE.values())))}."
         )
-    if not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(tokenizer)
     return Renderer(tokenizer, _build_backend(tokenizer, family, section.enable_thinking), family)
 
 

@@ -168,6 +168,12 @@ def build_letters_tokenizer(
     return path
 
 
+def is_letters_tokenizer(tokenizer: Tokenizer) -> bool:
+    """True for a tokenizer of `build_letters_tokenizer`, whose chat tokens are Qwen3's for every family of models."""
+    first = (*CHAT_TOKENS, UNKNOWN)
+    return [tokenizer.token_id(token) for token in first] == list(range(len(first)))
+
+
 def _find_directory(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)

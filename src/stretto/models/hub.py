@@ -181,10 +181,12 @@ def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | li
     generator = torch.Generator().manual_seed(scratch.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
+            if name.endswith(("bias", "sinks")):
+                parameter.zero_()
+            elif parameter.ndim >= 2:
                 parameter.normal_(0.0, cfg.initializer_range, generator=generator)
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                parameter.fill_(1.0)
     return model
 
 

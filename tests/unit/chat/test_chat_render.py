@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from stretto.base.errors import ConfigError
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
-from stretto.config.sections.model import RendererSection
+from stretto.config.sections.model import RendererSection, ScratchSection
 from stretto.config.sections.sft import LossMaskSection
 
 ASSISTANT = LossMaskSection()
@@ -161,6 +162,15 @@ def test_renderer_stops_at_the_end_of_turn(renderer):
         renderer.tokenizer.token_id("<|im_end|>"),
         renderer.tokenizer.token_id("<|endoftext|>"),
     )
+
+
+@pytest.mark.parametrize("model_type", get_args(ScratchSection.model_fields["family"].annotation))
+def test_models_from_scratch_of_every_family_speak_with_the_tokens_of_their_tokenizer(
+    directory, renderer, model_type
+):
+    messages = [{"role": "user", "content": "hi"}]
+    its = build_renderer(directory, model_type=model_type)
+    assert np.array_equal(its.render_prompt(messages), renderer.render_prompt(messages))
 
 
 def test_unknown_family_and_unfit_vocabulary_are_refused(directory):

@@ -180,6 +180,30 @@ def test_packed_documents_equal_each_alone_and_positions_matter(pair):
     assert (leaky[12:] - packed[12:]).abs().max() > 0.05, "the control must fail"
 
 
+def test_a_shared_prompt_is_computed_once_with_the_same_logits_and_gradients(pair):
+    _, ours, _ = pair
+    ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(3))
+    bounds, parents = (
+        (0, 14, 18, 38, 45),
+        (-1, -1, 0, 0),
+    )  # two replies to the first document, 20 and 7 tokens
+    weights = torch.linspace(-1, 1, VOCAB)
+
+    def gradients(logits):
+        ours.zero_grad()
+        (logits.log_softmax(-1) @ weights).sum().backward()
+        return [p.grad.clone() for p in ours.parameters() if p.grad is not None]
+
+    shared = ours.hidden(ids, PackedLayout(bounds, ids.device, parents)) @ ours.output_weight.T
+    first, other, long, short = ids.split([14, 4, 20, 7])
+    rows = torch.cat((first, long, first, short, other))
+    whole = our_logits(ours, rows, (0, 34, 55, 59))
+    whole = torch.cat((whole[:14], whole[55:], whole[14:34], whole[48:55]))
+    torch.testing.assert_close(shared, whole, atol=2e-5, rtol=1e-4)
+    for one, two in zip(gradients(shared), gradients(whole), strict=True):
+        torch.testing.assert_close(one, two, atol=2e-4, rtol=2e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path):
@@ -276,6 +300,38 @@ def test_what_is_not_computed_is_refused_by_name(change, words, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(hub.DataError, match=words):
         hub.load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        ("glm4_moe", {"n_group": 3}, "n_group = 3 and topk_group = 1 do not fit 8 experts, of which 3 are chosen"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "has 1 entries for 3 layers"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config = .*mxfp4.* is not"),
+        ("laguna-varied", {"num_attention_heads_per_layer": [4, 3, 2]}, "heads_per_layer 3 must be a multiple of .* 2"),
+        ("afmoe", {"sliding_window": 0}, "sliding_window = 0 must be at least 1 token"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ("glm4", {"layer_types": ["sliding_attention"] * 3}, "layer_types sliding_attention is not supported"),
+    ],
+)  # fmt: skip
+def test_a_config_that_contradicts_itself_or_the_family_is_refused(case, change, words, tmp_path):
+    build_theirs(case).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(hub.DataError, match=words):
+        hub.load_config(tmp_path)
+
+
+def test_layers_for_the_prediction_of_several_tokens_are_not_read(tmp_path):
+    build_theirs("glm4_moe").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    hub.save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, path)
+    hub.load_model(tmp_path, dtype=torch.float32)
+    hub.save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2, 2)}, path)
+    with pytest.raises(hub.DataError, match=r"layers.4.eh_proj.weight' is not part of a glm4_moe"):
+        hub.load_model(tmp_path, dtype=torch.float32)
 
 
 def test_a_model_loads_in_place_without_new_memory(tmp_path):

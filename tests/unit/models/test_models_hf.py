@@ -163,9 +163,10 @@ def test_an_outline_has_buffers_and_no_weights(tmp_path):
 
 
 def test_auto_takes_transformers_for_families_that_are_not_ours(tmp_path):
-    build_hf("minimax_m2").save_pretrained(tmp_path)
+    config = AutoConfig.for_model("mistral", **BASE)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert isinstance(load_policy(ModelSection(name=str(tmp_path))), HFDecoder)
-    with pytest.raises(DataError, match="model_type = 'minimax_m2' is not supported by impl"):
+    with pytest.raises(DataError, match="model_type = 'mistral' is not supported by impl"):
         load_policy(ModelSection(name=str(tmp_path), impl="custom"))
 
 

@@ -162,12 +162,12 @@ def test_our_own_families_are_known_without_torch():
         (DENSE, {"ep_comm_backend": "deepep"}, "this model has no experts"),
         (MOE, {"ep": 4}, r"ep = 4 must divide both dp_shard x cp = 8 ranks and the 6 experts; valid: 1, 2"),
         (
-            {"model_type": "glm4_moe"},
+            {"model_type": "mixtral"},
             {"cp": 2},
             "cp = 2 cuts the tokens of a row, which only modules of our own",
         ),
         (
-            {"model_type": "glm4_moe"},
+            {"model_type": "mixtral"},
             {"moe_use_grouped_mm": False},
             "transformers computes this model family",
         ),
@@ -183,7 +183,7 @@ def test_meshes_and_keys_that_a_model_cannot_have(tmp_path, shape, model, messag
 
 
 def test_a_mixture_that_is_not_ours_has_no_replay(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     with pytest.raises(ConfigError, match="enable_router_replay = true has no effect"):
         check_model(ModelSection(name=str(tmp_path)), 2, "trainer.model", has_replay=True)
 

@@ -58,6 +58,9 @@ class BaseWeights:
         """
         copies = ((name, tensor.to(device, copy=True)) for name, tensor in tensors)
         adapter = Adapter.from_tensors(copies, rank, scaling)
+        if not adapter.pairs.keys() <= self._table.shapes.keys():
+            # The policy is transformers' module (impl = "hf"), which may fuse layers that ours has apart.
+            self._table = find_adaptable_layers(self._directory)
         adapter.check(self._table.shapes, str(self._directory))
         self._changed |= {_module(name) for name in self._adapted_by(adapter)}
         return self._load(adapter, device)

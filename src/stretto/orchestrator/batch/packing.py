@@ -52,8 +52,9 @@ def cost_of_model(model_dir: str | Path) -> Cost:
         intermediate, vocab = hf["intermediate_size"], hf["vocab_size"]
     except KeyError:
         return Cost()
-    if (expert := hf.get("moe_intermediate_size")) and (top_k := hf.get("num_experts_per_tok")):
-        intermediate = expert * top_k  # a token is computed by top_k experts
+    if top_k := hf.get("num_experts_per_tok"):
+        # A token is computed by top_k experts, whose width has a name of its own in families with dense blocks.
+        intermediate = (hf.get("moe_intermediate_size") or intermediate) * top_k
     head_dim = hf.get("head_dim") or hidden // heads
     kv_heads = hf.get("num_key_value_heads") or heads
     attention = 2 * hidden * head_dim * (heads + kv_heads)  # q and o, k and v
