@@ -133,9 +133,12 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         is_plain = limits.sinks is None and (limits.window is None or native.longest <= limits.window)
-        if is_plain and 0 < native.longest <= MAX_NATIVE_KEYS:
-            if (kernels := find_training_kernels(q, k, v)) is not None:
-                return native(q, k, v, kernels)
+        if (
+            is_plain
+            and 0 < native.longest <= MAX_NATIVE_KEYS
+            and (kernels := find_training_kernels(q, k, v)) is not None
+        ):
+            return native(q, k, v, kernels)
         return plan(limits.window).attend(q, k, v, limits.sinks)
 
     return attend

@@ -182,6 +182,14 @@ def test_meshes_and_keys_that_a_model_cannot_have(tmp_path, shape, model, messag
     check_model(ModelSection(name="not/here", **model), 8, "trainer.model")
 
 
+def test_a_half_known_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "intermediate_size": 8}))
+    with pytest.raises(
+        ConfigError, match=r"config.json: no value for num_attention_heads; a glm4_moe config"
+    ):
+        check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
+
+
 def test_a_mixture_that_is_not_ours_has_no_replay(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     with pytest.raises(ConfigError, match="enable_router_replay = true has no effect"):

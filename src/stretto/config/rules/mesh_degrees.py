@@ -38,10 +38,18 @@ class Shape:
 
 
 def read_shape(directory: Path) -> Shape | None:
-    """The shape of a model directory of one of our own families; None for any other."""
-    found = json.loads((directory / "config.json").read_text())
+    """The shape of a model directory of one of our own families; None for any other.
+
+    Raises: ConfigError for a config.json without a number that is needed here.
+    """
+    path = directory / "config.json"
+    found = json.loads(path.read_text())
     if found.get("model_type") not in OWN_FAMILIES:
         return None
+    if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:
+        raise ConfigError(
+            f"{path}: no value for {', '.join(missing)}; a {found['model_type']} config.json must give every one"
+        )
     heads = math.gcd(*found.get("num_attention_heads_per_layer") or [found["num_attention_heads"]])
     experts = (found.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     return Shape(
