@@ -10,12 +10,14 @@ import pytest
 from ports import free_port, free_ports_in_a_row
 from servers import logprobs_of, needs_vllm, save, scratch, serve
 
+from stretto.base.errors import EngineError
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.filesystem import FilesystemPublisher
 
 pytestmark = [pytest.mark.slow, needs_vllm]
+KEY = "a-key-of-ours"
 PROMPT = np.random.default_rng(0).integers(10, 110, 300).astype(np.int32)
 needs_router = pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm-router is not installed")
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: `make vllm`")
@@ -40,7 +42,7 @@ def assert_right(completion, model) -> None:
 
 
 async def total(url: str, name: str) -> float:
-    async with EngineClient([url], timeout_s=60) as client:
+    async with EngineClient([url], timeout_s=60, api_key=KEY) as client:
         return (await client.metrics()).get(name, 0.0)
 
 
@@ -54,7 +56,7 @@ async def until(url: str, name: str, least: float) -> None:
 @needs_router
 @needs_nixl
 def test_prompts_are_read_by_one_engine_and_replies_written_by_another(tmp_path):
-    """Also under new weights, and with no cache of the old ones."""
+    """Also under new weights, and with no cache of the old ones; the router has the engines' key."""
     router, prefill, decode, channel = free_port(), free_port(), free_port(), free_ports_in_a_row(2)
     words = ["--deployment.type", "disaggregated", "--deployment.is-local", "--device", "cpu"]
     words += ["--deployment.router-port", str(router), "--deployment.prefill-port", str(prefill)]
@@ -64,7 +66,7 @@ def test_prompts_are_read_by_one_engine_and_replies_written_by_another(tmp_path)
 
     async def check() -> None:
         async with EngineClient(
-            [f"http://127.0.0.1:{router}"], admin, timeout_s=120, max_retries=30
+            [f"http://127.0.0.1:{router}"], admin, KEY, timeout_s=120, max_retries=30
         ) as client:
             await client.wait_ready(300)
             for version in (0, 1):
@@ -74,8 +76,12 @@ def test_prompts_are_read_by_one_engine_and_replies_written_by_another(tmp_path)
                 assert_right(completion, scratch(version))
         assert await total(admin[1], "vllm:external_prefix_cache_hits_total") >= 2 * 256
         assert await total(admin[0], "vllm:generation_tokens_total") == 2
+        async with EngineClient([f"http://127.0.0.1:{router}"]) as stranger:
+            with pytest.raises(EngineError, match="HTTP 401"):
+                await stranger.generate(ask("stranger", "0"))
 
-    with serve("vllm", save(scratch(0), tmp_path / "model"), tmp_path / "log", *words):
+    model, key = save(scratch(0), tmp_path / "model"), {"VLLM_API_KEY": KEY}
+    with serve("vllm", model, tmp_path / "log", *words, env=key):
         asyncio.run(check())
 
 
