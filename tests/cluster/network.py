@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -60,6 +61,12 @@ class Host:
         process = self.start(words, env)
         output, _ = process.communicate(timeout=300)
         return process.returncode, output
+
+    def num_bytes_sent(self) -> int:
+        """Bytes that have left this host for others."""
+        words = ["ip", "-json", "-statistics", "-n", self.namespace, "link", "show", "eth0"]
+        [link] = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+        return link["stats64"]["tx"]["bytes"]
 
     def inside(self, call: Callable[[], Result]) -> Result:
         """Call this in a thread whose sockets, and those of threads that it starts, are on this host."""

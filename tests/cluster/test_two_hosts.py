@@ -216,7 +216,11 @@ def test_prompts_are_read_on_one_host_and_replies_written_on_the_other(
         hits = await served.total(decode, "vllm:external_prefix_cache_hits_total")
         moved = await served.total(decode, "vllm:nixl_bytes_transferred_sum")
         written = await served.total(prefill, "vllm:generation_tokens_total")
+        sent = hosts[1].num_bytes_sent()
         by_two = await served.generate(served.router, "by-two", salt="two")
+        assert (
+            hosts[1].num_bytes_sent() - sent >= len(PROMPT) * 2 * 2 * 32 * 4
+        )  # layers, keys and values, numbers
         by_one = await served.generate(decode, "by-one", salt="one")
         assert_right(served.model, by_two)
         assert by_two.token_ids.tolist() == by_one.token_ids.tolist()
