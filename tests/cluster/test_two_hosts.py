@@ -38,13 +38,12 @@ from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.collective import CollectivePublisher
 
 PROGRAMS = ("ip", "nsenter", "unshare", "mount", "hostname")
-MODULES = ("vllm", "vllm_router", "nixl", "mooncake")
 DEADLINE_S = 840.0
 STEPS = 3
 KEY = "a-key-that-was-made-up"
 PROMPT = np.random.default_rng(0).integers(10, 110, 300).astype(np.int32)
 
-pytestmark = pytest.mark.cluster(*PROGRAMS, modules=MODULES, root=True)
+pytestmark = pytest.mark.cluster(*PROGRAMS, modules=("vllm", "vllm_router", "nixl", "mooncake"), root=True)
 
 
 @pytest.fixture
