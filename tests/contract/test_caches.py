@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from importlib.util import find_spec
 
+import aiohttp
 import numpy as np
 import pytest
 from ports import free_port, free_ports_in_a_row
@@ -50,6 +52,17 @@ async def until(url: str, name: str, least: float) -> None:
     """Wait for a counter that an engine updates late."""
     async with asyncio.timeout(60):
         while await total(url, name) < least:
+            await asyncio.sleep(0.2)
+
+
+async def until_stored(metrics_port: int, least: int) -> None:
+    """Wait for blocks in Mooncake's store: the first engine stores what it has read when the request has ended."""
+    async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"http://127.0.0.1:{metrics_port}/metrics") as answer:
+                [count] = re.findall(r"^master_key_count (\d+)", await answer.text(), re.MULTILINE)
+            if int(count) >= least:
+                return
             await asyncio.sleep(0.2)
 
 
@@ -103,7 +116,7 @@ def test_a_second_engine_reads_from_the_store_what_the_first_has_read(tmp_path):
             [completion] = await client.generate(ask("first", "salt"))
             assert_right(completion, scratch(0))
         async with EngineClient([second], timeout_s=120) as client:
-            await asyncio.sleep(2.0)  # the first engine stores what it has read when the request has ended
+            await until_stored(ports["metrics_port"], len(PROMPT) // 32)
             [again] = await client.generate(ask("second", "salt"))
             assert_right(again, scratch(0))
             assert await total(second, "vllm:external_prefix_cache_hits_total") >= 256

@@ -203,6 +203,9 @@ def test_mooncake_has_one_store_for_all_engines():
     assert "-host=node-1" in parts[1].argv and "-global_segment_size=1000 B" in parts[1].argv
     configs = [json.loads(e.env["STRETTO_MOONCAKE"]) for e in plan.engines]
     assert configs[0] == configs[1] and configs[0]["master_server_address"] == "node-0:50051"
+    assert "-rpc_address=node-0" in master.argv and "-metrics_host=node-0" in master.argv
+    for each in (parts, plan.engines):
+        assert [own.env["MC_TCP_BIND_ADDRESS"] for own in each] == ["node-0", "node-1"]
     assert all(
         e.section.vllm_extra["kv_transfer_config"]["kv_connector"] == "MooncakeStoreConnector"
         for e in plan.engines

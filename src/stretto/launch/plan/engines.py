@@ -41,6 +41,8 @@ Role = Literal["engine", "prefill", "decode"]
 BACKEND_OFFSET = 100
 METRICS_OFFSET = 10_000
 NIXL = "NixlConnector"
+STORE_ADDRESS_VAR = "MC_TCP_BIND_ADDRESS"
+"""Where others reach a process of Mooncake; by itself it takes one of the machine's addresses."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +348,9 @@ def _with_offload(
             "engine": "vllm",
         }
         own = engine.section.model_copy(update=update)
-        env = engine.env | _store_env(offload, hosts) if isinstance(offload, MooncakeOffload) else engine.env
+        env = engine.env
+        if isinstance(offload, MooncakeOffload):
+            env = env | _store_env(offload, hosts) | {STORE_ADDRESS_VAR: hosts[engine.node]}
         found.append(EngineSpec(engine.name, engine.role, engine.node, own, env, engine.num_gpus))
     return found, _stores(offload, hosts[: section.deployment.num_nodes]) if isinstance(
         offload, MooncakeOffload
@@ -388,9 +392,12 @@ def _stores(offload: MooncakeOffload, hosts: Sequence[str]) -> tuple[HelperSpec,
         sys.executable,
         "-m",
         "mooncake.cli",
+        f"-rpc_address={hosts[0]}",
         f"-rpc_port={offload.master_port}",
         "-enable_http_metadata_server=true",
+        f"-http_metadata_server_host={hosts[0]}",  # 0.3.13 ignores it and listens at all addresses
         f"-http_metadata_server_port={offload.metadata_port}",
+        f"-metrics_host={hosts[0]}",
         f"-metrics_port={offload.metrics_port}",
         f"-enable_offload={has_disk}",
     )
@@ -408,7 +415,8 @@ def _stores(offload: MooncakeOffload, hosts: Sequence[str]) -> tuple[HelperSpec,
             f"-protocol={offload.protocol}",
             f"-enable_offload={has_disk}",
         )
-        env = {} if offload.disk is None else {"MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": offload.disk.path}
+        env = {STORE_ADDRESS_VAR: host}
+        env |= {} if offload.disk is None else {"MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": offload.disk.path}
         parts.append(HelperSpec(f"kv_store_{node}", node, words, offload.client_port, env))
     return HelperSpec("kv_master", 0, master, offload.master_port), *parts
 
