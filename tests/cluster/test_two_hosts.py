@@ -248,6 +248,7 @@ def test_what_one_host_has_read_the_other_takes_from_the_store(hosts: list[Host]
         '[inference.deployment]\ntype = "multi_node"\nnum_nodes = 2\n'
         '[inference.kv_cache_offload]\ntype = "mooncake"\nprotocol = "tcp"\n'
         f"[inference.kv_cache_offload.cpu]\nnum_bytes = {64 << 20}\n",
+        by_name=True,
     )
     first, second = served.engines
 
