@@ -23,6 +23,8 @@ from stretto.config.sections.inference import KEY_VAR
 
 ENGINES_KEY_VAR = "OPENAI_API_KEY"
 """Where vllm-router finds the key for prefill and decode engines."""
+CHECK_TIMEOUT_S = 5.0
+"""How long a connection to the process that checks keys may be silent."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -46,6 +48,8 @@ def start_key_check(key: str) -> str:
     """
 
     class Check(BaseHTTPRequestHandler):
+        timeout = CHECK_TIMEOUT_S
+
         def do_GET(self) -> None:
             given = self.headers.get("Authorization", "").encode("latin-1", "replace")
             is_right = hmac.compare_digest(given, f"Bearer {key}".encode("latin-1", "replace"))
