@@ -40,6 +40,8 @@ from stretto.transports.weights.collective import CollectivePublisher
 PROGRAMS = ("ip", "nsenter", "unshare", "mount", "hostname")
 DEADLINE_S = 840.0
 STEPS = 3
+BYTES_PER_TOKEN = 2 * 2 * 32 * 4
+"""Of the cache: layers, keys and values, dimensions of the one head, float32."""
 KEY = "a-key-that-was-made-up"
 PROMPT = np.random.default_rng(0).integers(10, 110, 300).astype(np.int32)
 
@@ -145,9 +147,9 @@ def train(
         'id = "sort-letters"\nargs = { num_letters = 4 }\n[orchestrator.train.sampling]\nmax_completion_tokens = 6\n'
         f'[inference]\nengine = "vllm"\ndevice = "cpu"\n{inference}'
     )
-    nodes = [
-        host.start([sys.executable, "-m", "stretto", "rl", "@", directory / "rl.toml"]) for host in hosts
-    ]
+    # The hosts share a kernel: left alone, NIXL's UCX would see that and take shared memory.
+    words, env = [sys.executable, "-m", "stretto", "rl", "@", directory / "rl.toml"], {"UCX_TLS": "tcp"}
+    nodes = [host.start(words, env) for host in hosts]
     output, _ = nodes[0].communicate(timeout=DEADLINE_S)
     run = RunDir(directory / "run")
     assert nodes[0].returncode == 0, output + logs(directory)
@@ -217,9 +219,7 @@ def test_prompts_are_read_on_one_host_and_replies_written_on_the_other(
         written = await served.total(prefill, "vllm:generation_tokens_total")
         sent = hosts[1].num_bytes_sent()
         by_two = await served.generate(served.router, "by-two", salt="two")
-        assert (
-            hosts[1].num_bytes_sent() - sent >= len(PROMPT) * 2 * 2 * 32 * 4
-        )  # layers, keys and values, numbers
+        assert hosts[1].num_bytes_sent() - sent >= len(PROMPT) * BYTES_PER_TOKEN
         by_one = await served.generate(decode, "by-one", salt="one")
         assert_right(served.model, by_two)
         assert by_two.token_ids.tolist() == by_one.token_ids.tolist()
@@ -253,7 +253,7 @@ def test_what_one_host_has_read_the_other_takes_from_the_store(hosts: list[Host]
     first, second = served.engines
 
     async def check() -> None:
-        stored = await num_stored(hosts[1])
+        stored, sent = await num_stored(hosts[1]), hosts[1].num_bytes_sent()
         assert_right(served.model, await served.generate(first, "first", salt="a"))
         assert await served.total(second, "vllm:external_prefix_cache_hits_total") == 0
         # The first stores what it has read after it has answered.
@@ -262,6 +262,8 @@ def test_what_one_host_has_read_the_other_takes_from_the_store(hosts: list[Host]
                 await asyncio.sleep(0.2)
         assert_right(served.model, await served.generate(second, "second", salt="a"))
         await served.until_total(second, "vllm:external_prefix_cache_hits_total", 256)
+        # Whichever host's part of the store has a block, it has gone from the first host to the second once.
+        assert hosts[1].num_bytes_sent() - sent >= 256 * BYTES_PER_TOKEN
         assert (await served.generate(second, "third", salt="b")).cached_tokens == 0
 
     served.ask(check)
