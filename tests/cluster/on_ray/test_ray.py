@@ -72,7 +72,7 @@ def test_a_run_trains_on_two_machines_and_is_looked_at(run: Callable[..., RayRun
 def test_sft_learns_on_two_machines(run: Callable[..., RayRun]) -> None:
     placed = run(30, "--optim.lr", "0.01", verb="sft")
     assert placed.end() == 0, placed.said()
-    losses = [row["loss"] for row in read_metrics(placed.dir.metrics("sft")) if "loss" in row]
+    losses = [row["nll/mean"] for row in read_metrics(placed.dir.metrics("sft")) if "nll/mean" in row]
     assert len(losses) == 30 and losses[-1] < losses[0] - 0.1
     assert not placed.processes("sft")
 
