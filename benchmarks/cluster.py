@@ -189,8 +189,11 @@ def placed(cluster: RayCluster, folder: Path) -> dict[str, float]:
         until(lambda: last_step(run.dir) > 0)
         begun = time.perf_counter()
         run.until(lambda: run.saved() >= 2, "a checkpoint")
-        cluster.kill(run.processes("trainer")[0])
-        killed, reached = time.perf_counter(), last_step(run.dir)
+        trainer = Path(f"/proc/{run.processes('trainer')[0]}")
+        killed = time.perf_counter()
+        cluster.kill(int(trainer.name))
+        until(lambda: not trainer.exists())  # what runs on the machine ends a moment after it
+        reached = last_step(run.dir)
         until(lambda: last_step(run.dir) > reached)
         found = {"first_step": begun - start, "after_failure": time.perf_counter() - killed}
         cluster.add()
