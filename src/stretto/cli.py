@@ -227,8 +227,12 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
     if (cfg.slurm is not None or cfg.ray is not None) and not cfg.dry_run:
         return _elsewhere(cfg)
     _let_waiting_threads_sleep()
+    from stretto.base.status import SUPERVISED_VAR
     from stretto.launch.plan.engines import has_router
+    from stretto.launch.run.serve import unused_gpus
 
+    if SUPERVISED_VAR not in os.environ and (note := unused_gpus(cfg)):
+        sys.stderr.write(f"note: {note}\n")
     if cfg.deployment.num_processes > 1 or cfg.kv_cache_offload is not None or has_router(cfg):
         from stretto.launch.run.serve import main as serve
 

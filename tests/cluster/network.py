@@ -36,6 +36,7 @@ mount --bind "$2/resolv.conf" /etc/resolv.conf && shift 2 && exec "$@"
 class Host:
     name: str
     address: str
+    address6: str
     namespace: str
     directory: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -56,6 +57,18 @@ class Host:
         )
         self.started.append(process)
         return process
+
+    def set_link(self, state: str) -> None:
+        """Cut the host off (`down`), or connect it again (`up`)."""
+        _ip("-n", self.namespace, "link", "set", "eth0", state)
+        if state == "up" and Path("/proc/net/if_inet6").exists():  # it went with the link
+            _ip("-n", self.namespace, "addr", "replace", f"{self.address6}/64", "dev", "eth0", "nodad")
+
+    def kill(self) -> None:
+        """End everything that runs on the host, at once."""
+        for pid in _pids(self):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def run(self, words: Sequence[str | Path], env: Mapping[str, str] | None = None) -> tuple[int, str]:
         process = self.start(words, env)
@@ -86,7 +99,11 @@ def network(number: int, directory: Path, tag: str = "st") -> Iterator[list[Host
     """So many hosts, host-0 and so on, on one bridge."""
     subnet = f"10.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
     tag = f"{tag}{os.getpid() % 100_000}"
-    hosts = [Host(f"host-{i}", f"{subnet}.{10 + i}", f"{tag}-{i}", directory) for i in range(number)]
+    subnet6 = f"fd00:{os.getpid() % 0x10000:x}:"
+    hosts = [
+        Host(f"host-{i}", f"{subnet}.{10 + i}", f"{subnet6}:{10 + i}", f"{tag}-{i}", directory)
+        for i in range(number)
+    ]
     # No name server inside: an address that does not answer would cost seconds for each unknown name.
     (directory / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
     names = "".join(f"{host.address} {host.name}\n" for host in hosts)
@@ -105,6 +122,8 @@ def network(number: int, directory: Path, tag: str = "st") -> Iterator[list[Host
             stack.callback(_kill, host)
             _ip("link", "set", link, "master", bridge, "up")
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            if Path("/proc/net/if_inet6").exists():
+                _ip("-n", host.namespace, "addr", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
             _ip("-n", host.namespace, "link", "set", "eth0", "up")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
         yield hosts

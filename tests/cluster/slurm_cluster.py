@@ -17,6 +17,8 @@ from pathlib import Path
 SUBNET = "10.79.0"
 REQUEUE_AFTER_S = 5
 DOWN_AFTER_S = 10
+GRACE_S = 120
+"""For a job that gives way to one of the partition `urgent`."""
 LIMIT_S = 240.0
 CONFIG = """
 ClusterName=tests
@@ -48,7 +50,11 @@ KillWait=5
 MinJobAge=600
 PropagateResourceLimits=NONE
 NodeName=node[0-{last}] CPUs=4 RealMemory=4000 State=UNKNOWN
-PartitionName=cluster Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PreemptParameters=send_user_signal
+PartitionName=cluster Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 ENTER = """
 mount --make-rprivate /
@@ -105,6 +111,14 @@ class Cluster:
         self.set_link(node, "down")
         _try("kill", "-KILL", *_try("ip", "netns", "pids", f"{self._tag}-{node}").split())
 
+    def kill_jobs(self, node: str) -> None:
+        """End all processes of jobs on a node at once; Slurm's own go on."""
+        pids = [
+            pid for pid in self._jobs_on(node) if _try("ps", "-o", "comm=", "-p", pid).strip() != "slurmstepd"
+        ]
+        assert pids, f"nothing runs on {node}"
+        _try("kill", "-KILL", *pids)
+
     def start_node(self, node: str) -> None:
         """Start a node that was killed."""
         self.set_link(node, "up")
@@ -134,7 +148,11 @@ class Cluster:
         lines = ["127.0.0.1 localhost", *(f"{SUBNET}.{last} {name}" for name, last in addresses.items())]
         (self.directory / "hosts").write_text("\n".join(lines) + "\n")
         text = CONFIG.format(
-            d=self.directory, last=len(self.nodes) - 1, requeue=REQUEUE_AFTER_S, down=DOWN_AFTER_S
+            d=self.directory,
+            last=len(self.nodes) - 1,
+            requeue=REQUEUE_AFTER_S,
+            down=DOWN_AFTER_S,
+            grace=GRACE_S,
         )
         (self.directory / "slurm.conf").write_text(text)
         _run("ip", "link", "add", self._tag, "type", "bridge")

@@ -25,11 +25,13 @@ class Submitted:
     verb = "rl"
     lead = "orchestrator"
 
-    def __init__(self, cluster: Cluster, directory: Path, max_steps: int, *words: str) -> None:
+    def __init__(self, cluster: Cluster, directory: Path, max_steps: int, *words: str, **slurm: str) -> None:
+        """slurm: further keys of [slurm]."""
         self.cluster = cluster
         self.directory = directory
         self.dir = RunDir(directory / "run")
-        (directory / "run.toml").write_text(toml(self.settings(max_steps)))
+        found = self.settings(max_steps)
+        (directory / "run.toml").write_text(toml(found | {"slurm": found["slurm"] | slurm}))
         self.submit(*words)
 
     def settings(self, max_steps: int) -> dict[str, Any]:
@@ -56,6 +58,15 @@ class Submitted:
     def until_saved(self, step: int) -> None:
         self.cluster.until(lambda: self.saved() >= step or self.has_ended(), f"a checkpoint of step {step}")
         assert self.saved() >= step, self.log()
+
+    def until_back(self, host: str) -> None:
+        """Until the orchestrator lets the engine of a host in again."""
+        log = self.dir.log("orchestrator")
+        self.cluster.until(
+            lambda: re.search(rf"engine http://{host}:\d+ is back", log.read_text()) or self.has_ended(),
+            f"the engine of {host} is back",
+        )
+        assert not self.has_ended(), self.log()
 
     def until_restarted(self) -> None:
         """Until the job runs for the second time."""

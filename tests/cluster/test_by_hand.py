@@ -205,13 +205,15 @@ def test_a_host_that_nobody_has_is_named_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("kind", ["address", "address6"])
 def test_a_run_over_three_hosts_is_the_same_command_on_each(
-    hosts: list[Host], model: Path, tmp_path: Path
+    hosts: list[Host], model: Path, tmp_path: Path, kind: str
 ) -> None:
+    """kind: with addresses of IPv4 or of IPv6 alone."""
     settings = (
         f'max_steps = 3\nseq_len = 256\noutput_dir = "{tmp_path}"\n[run]\nname = "run"\n[model]\nname = "{model}"\n'
         f'[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\ngpus_per_node = 0\n'
-        f'hosts = {json.dumps([host.address for host in hosts])}\n[weight_broadcast]\ntype = "collective"\n'
+        f'hosts = {json.dumps([getattr(host, kind) for host in hosts])}\n[weight_broadcast]\ntype = "collective"\n'
         '[inference]\ndevice = "cpu"\n[orchestrator]\nbatch_size = 16\ngroup_size = 4\n'
         "[orchestrator.train.sampling]\nmax_completion_tokens = 6\n" + TASK
     )
@@ -222,6 +224,45 @@ def test_a_run_over_three_hosts_is_the_same_command_on_each(
     outputs += ended(nodes[2])
     run = RunDir(tmp_path / "run")
     assert max(row["step"] for row in read_metrics(run.metrics("orchestrator"))) == 3, outputs
+    assert audit(run) == []
+
+
+def test_an_inference_host_that_dies_is_started_again_by_hand(
+    hosts: list[Host], model: Path, tmp_path: Path
+) -> None:
+    """Its link is cut and all it runs is killed; the run goes on with the other engine, then with both again."""
+    addresses = [host.address for host in hosts]
+    (tmp_path / "rl.toml").write_text(
+        f'seq_len = 256\noutput_dir = "{tmp_path}"\n[run]\nname = "run"\n[model]\nname = "{model}"\n'
+        '[deployment]\ntype = "multi_node"\nnum_infer_replicas = 2\ngpus_per_node = 0\n'
+        f"hosts = {json.dumps(addresses)}\n"
+        '[inference]\ndevice = "cpu"\n[orchestrator]\nbatch_size = 16\ngroup_size = 4\n'
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 6\n" + TASK
+    )
+    run, words = RunDir(tmp_path / "run"), [*verb("rl"), "@", tmp_path / "rl.toml"]
+    log, url = run.log("orchestrator"), f"http://{addresses[2]}:8000"
+
+    def steps() -> float:
+        path = run.metrics("orchestrator")
+        return max((row["step"] for row in read_metrics(path)), default=0) if path.exists() else 0
+
+    nodes = [host.start(words) for host in hosts]
+    until(lambda: steps() >= 2, "second step")
+    hosts[2].set_link("down")
+    hosts[2].kill()
+    until(lambda: f"engine {url} is down" in log.read_text(), "engine that is down")
+    done = steps()
+    until(lambda: steps() >= done + 3, "step without the third host")
+    hosts[2].set_link("up")
+    again = hosts[2].start(words)
+    until(lambda: f"engine {url} is back" in log.read_text(), "engine that is back")
+    done = steps()
+    until(lambda: steps() >= done + 3, "step with the third host")
+    hosts[0].run([*verb("stop"), run.path])
+    ended(nodes[0])
+    for node in (nodes[1], again):
+        node.terminate()
+    ended(nodes[1], again)
     assert audit(run) == []
 
 

@@ -244,6 +244,19 @@ def test_a_change_of_the_config_replaces_the_pods(tmp_path: Path) -> None:
     assert marks(CONFIG) == marks(CONFIG) != marks(CONFIG.replace("40", "50"))
 
 
+def test_another_secret_replaces_all_pods(tmp_path: Path) -> None:
+    """One that the chart makes is kept at upgrades, so that it is no change."""
+
+    def marks(**secrets: str) -> set[str | None]:
+        sets = sets_of(render("exp", {"secrets": secrets}, tmp_path))
+        found = [each["spec"]["template"]["metadata"]["annotations"] for each in sets.values()]
+        assert len(found) >= 3
+        return {annotations.get("checksum/run-secret") for annotations in found}
+
+    first, second = marks(runSecret="a" * 40), marks(runSecret="b" * 40)
+    assert len(first) == len(second) == 1 and first != second and marks() == {None}
+
+
 def test_strangers_reach_no_pod_unless_they_are_let_in(tmp_path: Path) -> None:
     closed = [each for each in render("exp", {}, tmp_path) if each["kind"] == "NetworkPolicy"]
     assert [each["metadata"]["name"] for each in closed] == ["exp-own-pods"]

@@ -20,7 +20,7 @@ from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.slurm import node_names, seconds
 from stretto.launch.slurm.script import TEMPLATE, Job, fill, plan_job
-from stretto.launch.slurm.submit import write
+from stretto.launch.slurm.submit import screen, write
 
 RL = """
 [model]
@@ -49,6 +49,7 @@ GOLDEN = """\
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --signal=B:USR2@600
 #SBATCH --partition=gpus
 #SBATCH --time=1-12:00:00
@@ -66,13 +67,13 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
 fi
 again=
 trap 'again=yes; scancel --signal=USR2 "$SLURM_JOB_ID"' USR2
-srun --kill-on-bad-exit=1 --cpu-bind=none bash -c '
+PYTHON -m stretto.launch.slurm.steps --lead 2 --each 1 bash -c '
     if ! [ -r "$0" ]; then
         echo "error: $(hostname) does not see $0: output_dir must be on a file system that all nodes share" >&2; exit 2
     fi
     module load cuda
     export A='\\''b c'\\''
-    exec "$@"' "$run"/slurm/rl.json \\
+    exec "$@"' "$run"/slurm/rl.json -- \\
     PYTHON -m stretto rl @ "$run"/slurm/rl.json \\
     --deployment.hosts $(scontrol show hostnames "$SLURM_JOB_NODELIST") $start &
 while kill -0 $! 2>/dev/null; do wait $! || true; done  # a signal interrupts the wait
@@ -104,27 +105,28 @@ def test_the_script_is_this_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_a_job_that_is_started_again_resumes_or_begins_anew(tmp_path: Path, is_saved: bool) -> None:
     """The script in a shell whose srun says how it is called."""
-    job = plan_job(rl(tmp_path))
+    job = plan_job(rl(tmp_path, "", "--deployment.num-infer-replicas", "1"))
+    assert "--no-kill" not in job.script, "the run needs every node"
     if is_saved:
         step = job.run.complete_marker(3)
         step.parent.mkdir(parents=True)
         step.touch()
     bin_ = tmp_path / "bin"
     bin_.mkdir()
-    for name, text in {"srun": 'echo "$@"', "scontrol": "echo a b c d"}.items():
+    for name, text in {"srun": 'echo "$@"', "scontrol": "echo a b c"}.items():
         (bin_ / name).write_text(f"#!/bin/sh\n{text}\n")
         (bin_ / name).chmod(0o755)
     words = {}
     for restarts in ("0", "1"):
         env = {"PATH": f"{bin_}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
-        env["SLURM_JOB_NODELIST"] = "a,b,c,d"
+        env["SLURM_JOB_NODELIST"] = "a,b,c"
         ended = subprocess.run(
             ["bash", "-c", job.script], env=env, capture_output=True, text=True, timeout=60
         )
         assert ended.returncode == 0, ended.stderr
         words[restarts] = ended.stdout.split("--deployment.hosts ")[1].strip()
     again = "--resume --resume.step None --resume.dir None" if is_saved else "--clean"
-    assert words == {"0": "a b c d", "1": f"a b c d {again}"}
+    assert words == {"0": "a b c", "1": f"a b c {again}"}
 
 
 @pytest.mark.parametrize("restart", ["--resume --resume.step None --resume.dir None", "--clean"])
@@ -219,7 +221,10 @@ def test_a_wrong_job_is_one_message(tmp_path: Path, slurm: str, flags: str, mess
 def test_too_few_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gres = gpu:h200:4 gives a node 4 GPUs, and its processes take 8"):
         plan_job(rl(tmp_path, 'gres = "gpu:h200:4"'))
-    assert "--gres=gpu:h200:8\n" in plan_job(rl(tmp_path, 'gres = "gpu:h200:8"')).script
+    cfg = rl(tmp_path, 'gres = "gpu:h200:8"')
+    assert "--gres=gpu:h200:8\n" in plan_job(cfg).script and "note:" not in screen(cfg)
+    more = screen(rl(tmp_path, 'gres = "gpu:h200:8"', "--deployment.gpus-per-node", "2"))
+    assert "note: slurm.gres = gpu:h200:8 gives a node 8 GPUs, and its processes use 2 of them" in more
 
 
 @pytest.mark.parametrize(
@@ -248,7 +253,10 @@ def test_a_template_of_ones_own_gets_the_parts(tmp_path: Path) -> None:
         "#!/bin/sh\n{{options}}\nstart=\nrun={{ run }}\necho {{ job_name }} {{num_nodes}}\n{{ command }}\n"
     )
     script = plan_job(rl(tmp_path, f'template_path = "{path}"')).script
-    assert "\necho r 4\nsrun " in script and "#SBATCH --nodes=4\n" in script
+    assert (
+        f"\necho r 4\n{sys.executable} -m stretto.launch.slurm.steps " in script
+        and "#SBATCH --nodes=4\n" in script
+    )
     assert fill("{{ options }} {{ command }}", "it", {"options": "o", "command": "c"}) == "o c"
 
 

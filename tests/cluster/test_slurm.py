@@ -21,7 +21,7 @@ ENDLESS = 1_000_000  # steps: such a run is stopped
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    found = Cluster(tmp_path_factory.mktemp("slurm"), num_nodes=4)
+    found = Cluster(tmp_path_factory.mktemp("slurm"), num_nodes=5)
     try:
         found.start()
         yield found
@@ -64,19 +64,89 @@ def test_a_run_whose_time_is_over_saves_is_queued_again_and_resumes(cluster: Clu
     check(run, run.saved())
 
 
-def test_a_run_that_loses_a_node_goes_on_with_another(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_whose_time_is_nearly_over_is_told_by_slurm(cluster: Cluster, tmp_path: Path) -> None:
+    """Three minutes, of which the last two are for the end."""
+    cluster.until(cluster.is_idle, "the nodes are free")
+    run = Submitted(cluster, tmp_path, ENDLESS, time="3")
+    run.until_restarted()
+    saved = run.saved()
+    assert saved > 0 and "USR2: finishing this step" in run.log()
+    run.until_saved(saved + 2)
+    assert f"resumed from step {saved}" in run.log()
+    run.stop()
+    check(run, run.saved())
+
+
+def test_a_run_that_gives_way_to_another_job_saves_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm preempts it: the signal, the grace time, the queue."""
+    cluster.until(cluster.is_idle, "the nodes are free")
+    run = Submitted(cluster, tmp_path, ENDLESS)
+    run.until_saved(2)
+    number = str(len(cluster.nodes))
+    urgent = cluster.login(
+        "sbatch", "--parsable", "-p", "urgent", "-N", number, "-o", "/dev/null", "--wrap", "sleep 2"
+    )
+    run.until_restarted()
+    assert cluster.job(urgent.strip())["JobState"] == "COMPLETED", "it had the nodes in between"
+    saved = run.saved()
+    assert saved == max(run.steps()) and "USR2: finishing this step" in run.log()
+    run.until_saved(saved + 2)
+    assert f"resumed from step {saved}" in run.log()
+    run.stop()
+    check(run, run.saved())
+
+
+def test_an_inference_node_that_is_cut_off_is_let_in_again(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm takes it out of the job; the run goes on with the other one, and with it when it is back."""
     cluster.until(cluster.is_idle, "the nodes are free")
     run = Submitted(cluster, tmp_path, ENDLESS)
     run.until_saved(2)
     lost = run.nodes()[2]
     try:
         cluster.set_link(lost, "down")
-        run.until_restarted()
+        cluster.until(lambda: lost not in run.nodes() or run.has_ended(), "Slurm notices it")
         run.until_saved(run.saved() + 2)
-        assert lost not in run.nodes()
-        run.stop()
+        assert f"{lost} is lost: the run goes on without it" in run.log()
     finally:
         cluster.set_link(lost, "up")
+    run.until_back(lost)
+    run.until_saved(run.saved() + 2)
+    run.stop()
+    assert run.job_fields()["Restarts"] == "0"
+    check(run, run.saved())
+    cluster.until(cluster.is_idle, "nothing of it runs on")
+
+
+def test_an_inference_node_whose_processes_are_killed_is_let_in_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.until(cluster.is_idle, "the nodes are free")
+    run = Submitted(cluster, tmp_path, ENDLESS)
+    run.until_saved(2)
+    node = run.nodes()[2]
+    cluster.kill_jobs(node)
+    run.until_back(node)
+    run.until_saved(run.saved() + 2)
+    run.stop()
+    assert run.job_fields()["Restarts"] == "0" and f"{node}: its step ended with" in run.log()
+    check(run, run.saved())
+
+
+def test_a_run_that_loses_all_its_engines_goes_on_with_other_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.until(cluster.is_idle, "the nodes are free")
+    run = Submitted(cluster, tmp_path, ENDLESS)
+    run.until_saved(2)
+    lost = run.nodes()[1:]
+    try:
+        for node in lost:
+            cluster.set_link(node, "down")
+        run.until_restarted()
+        run.until_saved(run.saved() + 2)
+        assert not {*lost} & {*run.nodes()}
+        run.stop()
+    finally:
+        for node in lost:
+            cluster.set_link(node, "up")
     check(run, run.saved())
 
 

@@ -45,6 +45,20 @@ class PortClaims:
         self._names.clear()
 
 
+def in_url(host: str) -> str:
+    """A host as it stands in a URL: an IPv6 address in brackets, everything else as it is."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether a host, an address or a name, has IPv6 addresses alone."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return ":" in host
+    return all(family == socket.AF_INET6 for family, *_ in found)
+
+
 def is_free(host: str, port: int) -> bool:
     """Whether this machine can listen on a port now.
 

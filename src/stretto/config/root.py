@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.base.ports import in_url
 from stretto.config.section import Section
 from stretto.config.sections.deployment import (
     Deployment,
@@ -370,7 +371,7 @@ def _derive_client_url(values: Values) -> dict[str, Any]:
     if not _starts_engine(values) or (host is None and port is None):
         return {}
     host = "127.0.0.1" if host in (None, "0.0.0.0", "::") else host
-    return {"orchestrator.client.base_url": f"http://{host}:{8000 if port is None else port}/v1"}
+    return {"orchestrator.client.base_url": f"http://{in_url(str(host))}:{8000 if port is None else port}/v1"}
 
 
 def _derive_replay(values: Values) -> dict[str, Any]:

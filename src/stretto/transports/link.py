@@ -32,6 +32,7 @@ import zmq.asyncio
 
 from stretto.base.errors import ENDED_FIRST, EngineError, StrettoError, WireError
 from stretto.base.log import RateLimitedLogger
+from stretto.base.ports import is_ipv6
 from stretto.base.secret import Secret
 from stretto.records.codec import BytesLike, decode, encode
 from stretto.records.control import Register, Registered
@@ -117,6 +118,7 @@ class LinkServer(Generic[T]):
         wire = self._wire
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.ipv6 = is_ipv6(wire.host)
         self._socket.set(zmq.LINGER, 1000)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
@@ -415,6 +417,7 @@ class LinkClient(Generic[T]):
     def _run(self, info: Register) -> None:
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
+        dealer.ipv6 = is_ipv6(self._wire.host)
         dealer.set(zmq.LINGER, 1000)
         dealer.set(zmq.SNDHWM, 0)
         dealer.set(zmq.IDENTITY, f"rank-{info.rank}-{secrets.token_hex(16)}".encode())

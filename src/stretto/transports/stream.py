@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from stretto.base.errors import EngineError
+from stretto.base.ports import in_url
 from stretto.records.codec import BytesLike
 
 Frames = list[BytesLike]
@@ -48,7 +49,7 @@ class Wire:
 
     @property
     def address(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
+        return f"tcp://{in_url(self.host)}:{self.port}"
 
     def link(self) -> Link:
         return Link(time.monotonic(), self.resend_after_s, self.resend_factor)

@@ -272,6 +272,23 @@ async def test_a_dead_engine_does_not_hold_up_an_update_and_gets_the_newest_when
         assert servers[0].versions == [2]
 
 
+async def test_an_engine_that_falls_silent_within_an_update_does_not_hold_it_up():
+    """As one whose host is cut off: no answer comes, and no error either."""
+    async with two_engines(timeout_s=3600.0) as (client, servers):
+        servers[0].may_load.clear()
+        update = asyncio.ensure_future(client.update_weights(version(1)))
+        await eventually(lambda: servers[1].versions == [1] and api.UPDATE_WEIGHTS in servers[0].asked)
+        assert not update.done()
+        servers[0].is_alive = False
+        async with asyncio.timeout(60):
+            await update
+        assert client.num_ready == 1 and servers[0].versions == []
+        servers[0].is_alive = True
+        servers[0].may_load.set()
+        await eventually(lambda: client.num_ready == 2)
+        assert servers[0].versions[-1] == 1
+
+
 async def test_an_engine_that_comes_back_while_a_version_is_published_ends_with_that_version():
     async with two_engines() as (client, servers):
         await client.update_weights(version(1))

@@ -47,6 +47,9 @@ spec:
         role: {{ .role }}
       annotations:
         checksum/config: {{ .root.Values.config | sha256sum }}
+        {{- with .root.Values.secrets.runSecret }}
+        checksum/run-secret: {{ sha256sum . | trunc 8 | quote }}{{/* enough to see a change, too little to try secrets */}}
+        {{- end }}
     spec:
       automountServiceAccountToken: false
       enableServiceLinks: false

@@ -17,6 +17,7 @@ import dataclasses
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,7 +242,27 @@ def plan_pods(
         hosts.append(pod.sets["router"].hosts[0])
         plan = _with_url(plan, f"http://{pod.router}:{plan.engines.routers[0].port}")
     processes = [dataclasses.replace(spec, node=moved.get(spec.role, spec.node)) for spec in plan.processes]
-    return dataclasses.replace(plan, hosts=tuple(hosts), processes=tuple(processes))
+    notes = (*plan.notes, *_gpu_notes(pod, plan))
+    return dataclasses.replace(plan, hosts=tuple(hosts), processes=tuple(processes), notes=notes)
+
+
+def _gpu_notes(pod: Pod, plan: LaunchPlan) -> list[str]:
+    """What is said of GPUs that inference pods have and do not use.
+
+    Raises: ConfigError if they have too few.
+    """
+    given = pod.sets["inference"].gpus if "inference" in pod.sets else 0
+    specs = [spec for spec in plan.processes if spec.role == "inference"]
+    used = max(
+        Counter(node for node, _ in {(s.node, gpu) for s in specs for gpu in s.devices}).values(), default=0
+    )
+    if not given or not used or used == given:
+        return []
+    said = f"inference.gpu.count = {given}, and [inference] takes {used} in each pod"
+    ways = "[inference] parallel or deployment.num_replicas"
+    if used > given:
+        raise ConfigError(f"{said}; raise the count, or lower {ways}")
+    return [f"{said}: the others are idle; lower the count, or raise {ways}"]
 
 
 def _with_router(plan: LaunchPlan, pod: Pod, section: InferenceSection) -> LaunchPlan:

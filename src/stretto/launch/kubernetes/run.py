@@ -32,6 +32,7 @@ from aiohttp import web
 from stretto.base import log, process, rundir
 from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
+from stretto.base.ports import in_url
 from stretto.base.process import Child
 from stretto.base.secret import load_secret
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
@@ -191,6 +192,8 @@ def _prepare(cfg: RLConfig, pod: Pod, own: RunDir) -> list[ProcessSpec]:
         write_json(path, json.loads(path.read_text()) | {"run": {}})
     mine = own_processes(plan, pod)
     logger.info("%s", _title(pod, mine))
+    for note in plan.notes:
+        logger.info("note: %s", note)
     return [with_config_dir(spec, run, own) for spec in mine]
 
 
@@ -328,7 +331,7 @@ class PodProcesses:
 
 
 async def _health_fault(spec: ProcessSpec, route: str) -> str | None:
-    url = f"http://{os.environ['POD_IP']}:{spec.ports['http']}{route}"
+    url = f"http://{in_url(os.environ['POD_IP'])}:{spec.ports['http']}{route}"
     try:
         timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
         key = spec.env.get(KEY_VAR) or os.environ.get(KEY_VAR)

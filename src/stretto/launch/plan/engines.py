@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
-from stretto.base.ports import is_free
+from stretto.base.ports import in_url, is_free
 from stretto.config.flags import router as router_flags
 from stretto.config.rules.engine import check_node_gpus
 from stretto.config.rules.rule import below
@@ -58,7 +58,7 @@ class EngineSpec:
     num_gpus: int = 1
 
     def url(self, hosts: Sequence[str]) -> str:
-        return f"http://{hosts[self.node]}:{self.section.server.port}"
+        return f"http://{in_url(hosts[self.node])}:{self.section.server.port}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     if router.address is not None:
         return EnginesPlan(tuple(engines), (), stores, (router.address,), admin)
     spec = plan_router(router, engines, hosts, section)
-    return EnginesPlan(tuple(engines), (spec,), stores, (f"http://{hosts[0]}:{spec.port}",), admin)
+    return EnginesPlan(tuple(engines), (spec,), stores, (f"http://{in_url(hosts[0])}:{spec.port}",), admin)
 
 
 def has_router(section: InferenceSection) -> bool:
@@ -256,7 +256,7 @@ def _engine_over_nodes(
             }
         own = _process_section(section, port, dp=dp, **wide, **vllm)
         label = f"{name}_{index}" if len(nodes) > 1 else name
-        others = " ".join(f"http://{hosts[other]}:{port}" for other in nodes if other != node)
+        others = " ".join(f"http://{in_url(hosts[other])}:{port}" for other in nodes if other != node)
         env = {PEERS_VAR: others} if others else {}
         specs.append(EngineSpec(label, role, node, own, env, local * section.parallel.gpus_per_rank))
     return specs
@@ -374,8 +374,8 @@ def _store_env(offload: MooncakeOffload, hosts: Sequence[str]) -> dict[str, str]
     """Where engines find the store; inference/vllm/launch.py writes it to the file that vLLM reads."""
     config = {
         "mode": "standalone-store",
-        "metadata_server": f"http://{hosts[0]}:{offload.metadata_port}/metadata",
-        "master_server_address": f"{hosts[0]}:{offload.master_port}",
+        "metadata_server": f"http://{in_url(hosts[0])}:{offload.metadata_port}/metadata",
+        "master_server_address": f"{in_url(hosts[0])}:{offload.master_port}",
         "global_segment_size": 0,
         "local_buffer_size": min(offload.cpu.num_bytes, 1 << 30),
         "protocol": offload.protocol,
@@ -410,8 +410,8 @@ def _stores(offload: MooncakeOffload, hosts: Sequence[str]) -> tuple[HelperSpec,
             f"-host={host}",
             f"-port={offload.client_port}",
             f"-global_segment_size={offload.cpu.num_bytes} B",
-            f"-master_server_address={hosts[0]}:{offload.master_port}",
-            f"-metadata_server=http://{hosts[0]}:{offload.metadata_port}/metadata",
+            f"-master_server_address={in_url(hosts[0])}:{offload.master_port}",
+            f"-metadata_server=http://{in_url(hosts[0])}:{offload.metadata_port}/metadata",
             f"-protocol={offload.protocol}",
             f"-enable_offload={has_disk}",
         )

@@ -43,6 +43,8 @@ from stretto.launch.plan.plan import (
 LOOPBACK = "127.0.0.1"
 RANK_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
 """Environment variables in which schedulers give the number of this node."""
+FIRST_NODE_VAR = "STRETTO_FIRST_NODE"
+"""Set in a step of a job on some of its nodes: the number of the first of them."""
 
 
 def plan_nodes(
@@ -102,8 +104,9 @@ def find_node_rank(node_rank: int | None, hosts: Sequence[str], key: str) -> int
     if node_rank is not None:
         return node_rank
     for name in RANK_VARIABLES:
-        if (text := os.environ.get(name, "")).isdigit() and int(text) < len(hosts):
-            return int(text)
+        first = int(os.environ.get(FIRST_NODE_VAR, "0")) if name == "SLURM_NODEID" else 0
+        if (text := os.environ.get(name, "")).isdigit() and first + int(text) < len(hosts):
+            return first + int(text)
     mine = [rank for rank, host in enumerate(hosts) if host == socket.gethostname() or is_own_address(host)]
     if len(mine) == 1:
         return mine[0]

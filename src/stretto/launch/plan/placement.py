@@ -11,7 +11,7 @@ from typing import Any
 
 from stretto.base import process
 from stretto.base.errors import ConfigError
-from stretto.base.ports import PortClaims
+from stretto.base.ports import PortClaims, in_url
 from stretto.config.root import RLConfig
 from stretto.config.rules.engine import product
 from stretto.config.sections.inference import InferenceSection
@@ -149,7 +149,7 @@ def free_port(key: str, host: str, port: int, is_given: bool, ports: PortClaims)
 
 def client_host(host: str) -> str:
     """The address at which this machine reaches a server that listens on `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, in_url(host))
 
 
 # -- devices and threads --

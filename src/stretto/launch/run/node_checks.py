@@ -33,7 +33,12 @@ def check_gpus(specs: Sequence[ProcessSpec], node: int, host: str, ways: str) ->
 
     Raises: ConfigError that names the node and both numbers.
     """
-    check_num_gpus(len({gpu for spec in specs for gpu in spec.devices}), node, host, ways)
+    check_num_gpus(num_gpus(specs), node, host, ways)
+
+
+def num_gpus(specs: Sequence[ProcessSpec]) -> int:
+    """GPUs that processes of one node take."""
+    return len({gpu for spec in specs for gpu in spec.devices})
 
 
 def check_num_gpus(needed: int, node: int, host: str, ways: str) -> None:
@@ -44,6 +49,16 @@ def check_num_gpus(needed: int, node: int, host: str, ways: str) -> None:
             f"node {node}, {host}: its processes take {needed} GPU{'s' * (needed != 1)}, and this machine {shown}; "
             f"lower {ways}, leave the machine out, or set CUDA_VISIBLE_DEVICES"
         )
+
+
+def unused_gpus(needed: int) -> str | None:
+    """A note if this machine shows more GPUs than are used."""
+    if not needed or (found := len(process.visible_gpus())) <= needed:
+        return None
+    return (
+        f"this machine shows {found} GPUs, and {needed} of them are used; to use more, raise a degree of "
+        "inference.parallel or inference.deployment.num_replicas"
+    )
 
 
 def check_others(hosts: Sequence[str], node: int, key: str) -> None:

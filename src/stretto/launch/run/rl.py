@@ -106,6 +106,10 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     specs = [nodes.with_config_dir(spec, run, own) for spec in nodes.on_visible_gpus(mine)]
     title = f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}"
+    if all(spec.role != "trainer" for spec in mine) and (
+        note := node_checks.unused_gpus(node_checks.num_gpus(mine))
+    ):
+        title = f"note: {note}\n{title}"
     return serve(specs, own, title, cfg.orchestrator.stall_timeout_s)
 
 

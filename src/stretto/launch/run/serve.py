@@ -96,6 +96,14 @@ def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
     return supervisor.serve(specs, own, title, STALL_S)
 
 
+def unused_gpus(cfg: InferenceConfig) -> str | None:
+    """A note if [parallel] and [deployment] leave GPUs of this machine unused."""
+    if cfg.device == "cpu" or cfg.deployment.num_nodes > 1:
+        return None
+    note = node_checks.unused_gpus(cfg.parallel.num_gpus * cfg.deployment.num_engines)
+    return note and note.replace("inference.", "")
+
+
 def write(plan: ServingPlan, cfg: InferenceConfig, run: RunDir) -> None:
     """Write the config of each engine process."""
     run.configs.mkdir(parents=True, exist_ok=True)

@@ -5,13 +5,18 @@ Only what every cluster has: sbatch, squeue, scancel and scontrol. No accounting
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.rundir import JOB_VAR
+from stretto.config.rules.slurm import node_names
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 120.0
 UNKNOWN = "Invalid job id"
@@ -70,6 +75,45 @@ def ask_to_finish(job: str) -> None:
     _checked("scancel", "--signal=USR2", job)
 
 
+def nodes_of(job: str) -> list[str]:
+    """The nodes of a running job, without those that it has lost; [] if it does not run.
+
+    Raises: EngineError if Slurm does not answer.
+    """
+    found = find_job(job)
+    return node_names(found.nodes) if found is not None and found.is_running else []
+
+
+def submit_text(script: str) -> str:
+    """Submit a script from within a job; the number of its job.
+
+    Raises: EngineError if Slurm refuses it.
+    """
+    env = {
+        key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM")
+    }
+    ended = _run("sbatch", "--parsable", text=script, env=env)
+    if ended.returncode:
+        raise EngineError(f"sbatch refuses a job: {' '.join(ended.stderr.split())}")
+    return ended.stdout.strip().split(";")[0]
+
+
+def requeue(job: str) -> None:
+    """Queue a job again, if it may be; whoever calls it within the job is then ended."""
+    if (ended := _run("scontrol", "requeue", job)).returncode:
+        logger.warning("job %s is not queued again: %s", job, " ".join(ended.stderr.split()))
+
+
+def signal_steps(job: str, name: str) -> None:
+    """Send a signal to all steps of a job that still run, but not to its script."""
+    _run("scancel", f"--signal={name}", job)
+
+
+def cancel_named(name: str) -> None:
+    """End this user's jobs of a name."""
+    _run("scancel", f"--name={name}")
+
+
 def end_other_nodes() -> None:
     """On the first node of a step over several: tell the launchers of the others that the run has ended.
 
@@ -92,13 +136,17 @@ def _checked(*words: str) -> None:
         raise EngineError(f"`{' '.join(words)}` failed: {' '.join(ended.stderr.split())}")
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
+def _run(
+    *words: str, text: str | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     if shutil.which(words[0]) is None:
         raise ConfigError(
             f"[slurm]: there is no `{words[0]}` on this machine; run the command where Slurm is installed, such as the "
             "cluster's login node, or leave [slurm] out (--slurm None) to run here."
         )
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        return subprocess.run(
+            words, capture_output=True, text=True, input=text, env=env, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired as cause:
         raise EngineError(f"`{' '.join(words)}` did not answer within {TIMEOUT_S:g} s") from cause

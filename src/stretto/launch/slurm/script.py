@@ -1,10 +1,11 @@
 """The job of [slurm] as data: the nodes and GPUs that a command takes, and the script that sbatch gets.
 
-In: a checked root with a [slurm] section. Out: a `Job`, whose script runs the same command on every node by one srun:
+In: a checked root with a [slurm] section. Out: a `Job`, whose script runs the same command on every node, by one srun
+or, where the run can go on without some of the nodes, by steps.py:
 
     time is nearly over    Slurm sends the script SIGUSR2; it passes it on to the launchers (the first node finishes its
                            step and saves, the others wait for it), and queues the job again when all have ended well
-    a node is lost         Slurm ends the job and queues it again
+    a node is lost         Slurm ends the job and queues it again; one of inference of several replicas is lost alone
     started again          the run resumes from its latest checkpoint; if it has none it begins anew
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.root import InferenceConfig
+from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.deployment import SlurmSection
 from stretto.launch.job import RESUME, VERBS, JobConfig, gpus_by_node, hosts_key, processes_by_node
 
@@ -51,12 +52,13 @@ if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then
     fi
 fi"""
 
+ALL_OR_NONE = "srun --kill-on-bad-exit=1 --cpu-bind=none"
 ON_EACH_NODE = """\
-srun --kill-on-bad-exit=1 --cpu-bind=none bash -c '
+{start} bash -c '
     if ! [ -r "$0" ]; then
         echo "error: $(hostname) does not see $0: output_dir must be on a file system that all nodes share" >&2; exit 2
     fi
-{setup}    exec "$@"' "$run"/slurm/{verb}.json \\
+{setup}    exec "$@"' "$run"/slurm/{verb}.json {end}\\
     {python} -m stretto {verb} @ "$run"/slurm/{verb}.json{words} $start"""
 
 
@@ -155,6 +157,7 @@ def _options(cfg: JobConfig, section: SlurmSection, run: RunDir, gpus: int) -> s
         "exclusive": section.exclusive,
         "mem": 0 if section.exclusive else None,
         "requeue" if section.requeue else "no-requeue": True,
+        "no-kill": can_lose_nodes(cfg),
         "signal": None if isinstance(cfg, InferenceConfig) else f"B:USR2@{section.finish_within_s}",
     }
     for key in ("partition", "account", "qos", "time", "nodelist", "exclude", "reservation"):
@@ -187,17 +190,42 @@ def _command(cfg: JobConfig, section: SlurmSection, verb: str) -> str:
     )
     setup = (section.pre_run_command or "").strip().replace("'", "'\\''")
     setup = "".join(f"    {line}\n" for line in setup.splitlines())
-    return ON_EACH_NODE.format(setup=setup, verb=verb, python=shlex.quote(sys.executable), words=hosts)
+    python = shlex.quote(sys.executable)
+    start, end = ALL_OR_NONE, ""
+    if isinstance(cfg, RLConfig) and can_lose_nodes(cfg) and cfg.inference is not None:
+        shape = f"--lead {cfg.deployment.num_train_nodes} --each {cfg.inference.deployment.num_nodes}"
+        start, end = f"{python} -m stretto.launch.slurm.steps {shape}", "-- "
+    return ON_EACH_NODE.format(setup=setup, verb=verb, python=python, words=hosts, start=start, end=end)
+
+
+def can_lose_nodes(cfg: JobConfig) -> bool:
+    """Whether the run goes on without a node of inference: there is another replica."""
+    is_wide = isinstance(cfg, RLConfig) and cfg.deployment.type == "multi_node"
+    return is_wide and cfg.inference is not None and cfg.deployment.num_infer_replicas > 1
 
 
 # -- GPUs --
 
 
+def _asked_gpus(section: SlurmSection) -> int | None:
+    """The GPUs of a node in [slurm] gres; None if it does not count them."""
+    asked = re.search(r"(?:^|,)gpu(?::[^:,]+)?:(\d+)(?:,|$)", section.gres or "")
+    return int(asked[1]) if asked else None
+
+
+def surplus(section: SlurmSection, gpus: int) -> str | None:
+    """A note if [slurm] asks for more GPUs than a node's processes take."""
+    asked = _asked_gpus(section)
+    if asked is None or asked <= gpus or not gpus:
+        return None
+    return f"slurm.gres = {section.gres} gives a node {asked} GPUs, and its processes use {gpus} of them"
+
+
 def _check_gres(section: SlurmSection, gpus: int) -> None:
     """Raises: ConfigError if [slurm] asks for fewer GPUs than a node's processes take."""
-    asked = re.search(r"(?:^|,)gpu(?::[^:,]+)?:(\d+)(?:,|$)", section.gres or "")
-    if asked and int(asked[1]) < gpus:
+    asked = _asked_gpus(section)
+    if asked is not None and asked < gpus:
         raise ConfigError(
-            f"[slurm] gres = {section.gres} gives a node {asked[1]} GPUs, and its processes take {gpus}; ask for "
+            f"[slurm] gres = {section.gres} gives a node {asked} GPUs, and its processes take {gpus}; ask for "
             f"gpu:{gpus}, leave gres out, or lower what [deployment] and [inference] take."
         )

@@ -11,7 +11,7 @@ from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
 from stretto.launch.job import JobConfig, check_run, write_config
 from stretto.launch.slurm.commands import find_job, is_live, submit
-from stretto.launch.slurm.script import Job, plan_job
+from stretto.launch.slurm.script import Job, plan_job, surplus
 
 
 def main(cfg: JobConfig) -> int:
@@ -23,7 +23,9 @@ def main(cfg: JobConfig) -> int:
     number = submit(str(job.script_file))
     record = {"by": "slurm", "verb": job.verb, "job": number, "host": socket.gethostname()}
     write_atomic(job.run.launch, json.dumps(record).encode() + b"\n")
-    sys.stdout.write(submitted(job, number) + "\n")
+    assert cfg.slurm is not None
+    note = surplus(cfg.slurm, job.num_gpus)
+    sys.stdout.write(submitted(job, number) + (f"\n  note    {note}" if note else "") + "\n")
     return 0
 
 
@@ -73,4 +75,6 @@ def screen(cfg: JobConfig) -> str:
     note = ""
     if not job.num_gpus and job.num_nodes == 1 and (cfg.slurm is None or cfg.slurm.gres is None):
         note = "\nnote: no GPUs are named or counted, so the job asks for none; give slurm.gres or a count"
+    if cfg.slurm is not None and (too_many := surplus(cfg.slurm, job.num_gpus)):
+        note = f"\nnote: {too_many}"
     return f"sbatch would get, as {job.script_file}:\n\n{job.script}{note}".rstrip()

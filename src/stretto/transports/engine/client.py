@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -162,7 +162,9 @@ class EngineClient:
             # If engines receive together, one that dies makes the others fail: the live ones are retried.
             to_retry = []
             for url, error in failures.items():
-                if url in self._failed_once or await self._is_dead(url):
+                if self.fleet.nodes[url].state is EngineState.DOWN:
+                    self._failed_once.discard(url)
+                elif url in self._failed_once or await self._is_dead(url):
                     await self.fleet.mark_down(url, error)
                     self._failed_once.discard(url)
                 else:
@@ -403,10 +405,17 @@ class EngineClient:
 
     async def _attempt(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
         """One attempt on one engine; ends with an error if that engine goes down."""
+        return await self._while_up(url, self._once("POST", url + api.GENERATE, body, headers))
+
+    async def _while_up(self, url: str, call: Coroutine[Any, Any, bytes]) -> bytes:
+        """Make a call to one engine; a host that is cut off is silent, and the call ends when its engine goes down.
+
+        Raises: _Transient then, and whatever the call raises.
+        """
         node = self.fleet.nodes.get(url)
         if node is None or len(self.admin_urls) == 1:
-            return await self._once("POST", url + api.GENERATE, body, headers)
-        task = asyncio.ensure_future(self._once("POST", url + api.GENERATE, body, headers))
+            return await call
+        task = asyncio.ensure_future(call)
         node.requests.add(task)
         try:
             return await task
@@ -436,7 +445,7 @@ class EngineClient:
             async with asyncio.timeout(self.timeout_s):
                 while True:
                     try:
-                        return await self._once(method, url + path, body, _HEADERS)
+                        return await self._while_up(url, self._once(method, url + path, body, _HEADERS))
                     except _Full:
                         await asyncio.sleep(_FULL_S)
         except TimeoutError:

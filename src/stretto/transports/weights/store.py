@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo, TCPStore
@@ -86,7 +87,11 @@ def find_address(host: str) -> str:
 
 
 def find_interface(address: str) -> str | None:
-    """The interface that has this IPv4 address; None if there is none, for example because several share one name."""
+    """The interface that has this address; None if there is none, for example because several share one name."""
+    if ":" in address:
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        return next((line[-1] for line in lines if line[0] == packed), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

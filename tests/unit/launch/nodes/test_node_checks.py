@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from stretto import cli
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.base.ports import in_url, is_ipv6
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.launch.plan.nodes import plan_nodes
@@ -64,6 +66,26 @@ def test_too_few_gpus_are_said_by_the_node_that_has_them(tmp_path, monkeypatch):
         ConfigError, match="node 1, b: its processes take 1 GPU, and this machine shows no GPU; lower"
     ):
         node_checks.check_num_gpus(1, 1, "b", "deployment.gpus_per_node")
+
+
+def test_gpus_that_are_not_used_are_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert node_checks.unused_gpus(4) is None and node_checks.unused_gpus(0) is None
+    note = (
+        "note: this machine shows 4 GPUs, and 2 of them are used; to use more, raise a degree of parallel or"
+    )
+    words = [
+        "--model",
+        "org/Model",
+        "--deployment.num-replicas",
+        "2",
+        "--output-dir",
+        str(tmp_path),
+        "--dry-run",
+    ]
+    for more, is_said in (([], True), (["--parallel.tp", "2"], False), (["--device", "cpu"], False)):
+        assert cli.main(["inference", *words, *more]) == 0
+        assert (note in capsys.readouterr().err) == is_said, more
 
 
 def test_names_that_nobody_knows_are_named_with_their_nodes():
@@ -152,3 +174,15 @@ def test_what_the_first_node_announces_is_no_run_in_itself(tmp_path):
     from stretto.base import rundir
 
     assert not rundir.is_used(run)
+
+
+def test_ipv6_addresses_stand_in_urls_as_they_must(tmp_path):
+    hosts = ["fd00::1", "fd00::2", "fd00::3"]
+    found = plan(tmp_path, "--deployment.hosts", *hosts)
+    cfg = found.config
+    assert cfg.orchestrator.client.base_url == "http://[fd00::3]:8000/v1"
+    assert cfg.control.host == cfg.weight_broadcast.host == "fd00::1"
+    [engine] = [spec for spec in found.engines.engines]
+    assert engine.section.server.host == "fd00::3", "what listens takes it as it is"
+    assert in_url("[::1]") == "[::1]" and in_url("::1") == "[::1]" and in_url("10.0.0.1") == "10.0.0.1"
+    assert is_ipv6("::1") and not is_ipv6("127.0.0.1") and not is_ipv6("gpu-17.invalid")

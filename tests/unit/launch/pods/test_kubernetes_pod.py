@@ -75,6 +75,18 @@ def planned(
     return pod, cfg, plan_pods(cfg, pod, RunDir(toml.parent / "run"), None, Secret("s" * 32))
 
 
+def test_gpus_of_inference_pods_are_compared_with_what_engines_take(toml: Path) -> None:
+    """Unused ones are said; too few are refused."""
+    _, _, plan = planned(toml, "inference", gpus=8)
+    assert plan.notes[-1].startswith(
+        "inference.gpu.count = 8, and [inference] takes 1 in each pod: the others are idle"
+    )
+    _, _, plan = planned(toml, "inference", 0, "--inference.parallel.tp", "8", gpus=8)
+    assert not any("inference.gpu.count" in note for note in plan.notes)
+    with pytest.raises(ConfigError, match=r"GPUs|inference.gpu.count = 4, and \[inference\] takes 8"):
+        planned(toml, "inference", 0, "--inference.parallel.tp", "8", gpus=4)
+
+
 def test_trainer_pods_meet_at_the_first_by_their_ordinals(toml: Path) -> None:
     for ordinal in range(2):
         pod, _, plan = planned(toml, "trainer", ordinal, gpus=8)

@@ -1,0 +1,288 @@
+"""Runs inside a job of `rl` with several replicas of inference: what the run can lose is lost alone.
+
+The job's script starts it on the first node, as `... --lead N --each M SETUP -- COMMAND`:
+
+    nodes of the trainer     N; one step of all. If one of them is lost, the job is queued again.
+    nodes of inference       M for a replica; a step for each node, which is started again whenever it ends
+    a lost inference node    Slurm takes it out of the job, and a job of its own waits for it and does its part when it
+                             is back. The orchestrator goes on with the other engines, and lets those of this node in
+                             again. If no replica is whole, the job is queued again.
+    the first node is lost   nobody is left there to notice, so that two nodes of inference watch it
+
+SETUP is what begins every command on a node (bash and its script), COMMAND is `stretto rl` with the hosts. Slurm is
+asked every POLL_S seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from argparse import REMAINDER, ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stretto.base.errors import StrettoError
+from stretto.base.paths import RunDir
+from stretto.config.rules.slurm import node_names
+from stretto.launch.plan.nodes import FIRST_NODE_VAR
+from stretto.launch.slurm import commands
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 15.0
+PAUSE_S = 10.0  # before a node's step is started again
+END_S = 60.0  # for the engines to end after the trainer
+CHECK_S = 60.0  # for a node of the trainer to answer after a failure
+NUM_WATCHERS = 2
+NOT_COPIED = (
+    "--nodes",
+    "--nodelist",
+    "--exclude",
+    "--signal",
+    "--requeue",
+    "--no-requeue",
+    "--no-kill",
+    "--job-name",
+)
+"""Options of the job that the job of a single node does not have, or has otherwise."""
+SRUN = ("srun", "--cpu-bind=none", "--kill-on-bad-exit=1")
+
+
+@dataclass
+class Job:
+    """This job, on its first node."""
+
+    number: str
+    hosts: list[str]
+    num_lead: int
+    num_each: int
+    """Nodes of one replica."""
+    setup: list[str]
+    command: list[str]
+    run: RunDir
+    engines: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """The step of each inference node that is in the job, by host."""
+    due: dict[str, float] = field(default_factory=dict)
+    """When a step that has ended is started again, monotonic seconds."""
+    waited_for: set[str] = field(default_factory=set)
+    """Lost nodes, each of which has a job of its own."""
+
+    @property
+    def stand_in_name(self) -> str:
+        return f"node-of-{self.number}"
+
+    def step(self, hosts: Sequence[str], words: Sequence[str], *options: str) -> subprocess.Popen[bytes]:
+        """Start a step of one process on each of these nodes, which are neighbours."""
+        count = str(len(hosts))
+        where = (f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(hosts)}")
+        env = os.environ | {FIRST_NODE_VAR: str(self.hosts.index(hosts[0]))}
+        return subprocess.Popen([*SRUN, *options, *where, *words], env=env)
+
+    def start_engines(self, host: str) -> None:
+        self.due.pop(host, None)
+        self.engines[host] = self.step([host], [*self.setup, *self.command])
+
+    # -- lost nodes --
+
+    def look(self) -> None:
+        """Start the step of a node again some time after it has ended.
+
+        Raises: _Refused if the node cannot do its part from the start.
+        """
+        for host, step in list(self.engines.items()):
+            if (code := step.poll()) is not None and host not in self.due and host not in self.waited_for:
+                if code and not self.run.metrics("orchestrator").exists() and host in self.nodes():
+                    raise _Refused(host, code)
+                logger.warning("%s: its step ended with %d; it is started again", host, code)
+                self.due[host] = time.monotonic() + PAUSE_S
+        for host, at in list(self.due.items()):
+            if time.monotonic() >= at:
+                self.start_engines(host)
+
+    def nodes(self) -> list[str]:
+        """The nodes that the job still has; [] if Slurm does not say."""
+        try:
+            return commands.nodes_of(self.number)
+        except StrettoError as error:
+            logger.warning("%s", error)
+            return []
+
+    def look_for_lost(self) -> None:
+        """Ask Slurm which nodes the job still has, and let a job wait for each that it has lost."""
+        nodes = self.nodes()
+        for host in self.hosts[self.num_lead :]:
+            if nodes and host not in nodes and host not in self.waited_for:
+                logger.warning("%s is lost: the run goes on without it, and lets it in again", host)
+                self.waited_for.add(host)
+                self.due.pop(host, None)
+                try:
+                    commands.submit_text(self.stand_in(host))
+                except StrettoError as error:
+                    logger.warning("%s stays away: %s", host, error)
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether one replica has all its nodes."""
+        firsts = range(self.num_lead, len(self.hosts), self.num_each)
+        return any(self.waited_for.isdisjoint(self.hosts[first : first + self.num_each]) for first in firsts)
+
+    def stand_in(self, host: str) -> str:
+        """The script of a job that does the part of a lost node when it is back."""
+        given = (self.run.slurm / "job.sh").read_text().splitlines()
+        options = [line for line in given if line.startswith("#SBATCH ")]
+        kept = [line for line in options if line.split()[1].split("=")[0] not in NOT_COPIED]
+        own = ("--nodes=1", f"--nodelist={host}", f"--job-name={self.stand_in_name}", "--no-requeue")
+        words = [
+            sys.executable,
+            "-m",
+            __spec__.name,
+            "--stand-in",
+            self.hosts[0],
+            *SRUN,
+            *self.setup,
+            *self.command,
+        ]
+        env = f"export STRETTO_JOB={self.number} {FIRST_NODE_VAR}={self.hosts.index(host)}"
+        lines = [
+            "#!/bin/bash",
+            *kept,
+            *(f"#SBATCH {option}" for option in own),
+            env,
+            f"exec {shlex.join(words)}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    # -- the end --
+
+    def end_engines(self) -> None:
+        """Let the launchers of inference end their processes, and take back the jobs that wait for nodes."""
+        commands.cancel_named(self.stand_in_name)
+        commands.signal_steps(self.number, "HUP")
+        deadline = time.monotonic() + END_S
+        for step in self.engines.values():
+            try:
+                step.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                step.kill()
+                step.wait()
+
+    def has_lost_lead(self) -> bool:
+        """Whether a node of the trainer is no longer there; after a failure, which may be why."""
+        lead = self.hosts[: self.num_lead]
+        if not {*lead} <= {*self.nodes()}:
+            return True
+        step = self.step(lead, ["true"], "--overlap")
+        try:
+            return step.wait(CHECK_S) != 0
+        except subprocess.TimeoutExpired:
+            step.kill()
+            step.wait()
+            return True
+
+
+class _Refused(Exception):
+    """A node's step ended before the run had trained anything."""
+
+    def __init__(self, host: str, code: int) -> None:
+        super().__init__(f"{host}: its part of the run ended with {code} before the first step; see above")
+        self.code = code
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """What the job's script starts; the exit status of the run."""
+    parser = ArgumentParser()
+    parser.add_argument("--lead", type=int, default=1)
+    parser.add_argument("--each", type=int, default=1)
+    parser.add_argument("--stand-in", metavar="FIRST_HOST")
+    parser.add_argument("--watch", metavar="FIRST_HOST")
+    parser.add_argument("words", nargs=REMAINDER)
+    given = parser.parse_args(words)
+    logging.basicConfig(level=logging.INFO, format="job | %(message)s", stream=sys.stderr)
+    if given.watch:
+        return watch(os.environ["SLURM_JOB_ID"], given.watch)
+    if given.stand_in:
+        return stand_in(os.environ["STRETTO_JOB"], given.stand_in, given.words)
+    at = given.words.index("--")
+    setup, command = given.words[:at], given.words[at + 1 :]
+    hosts = node_names(os.environ["SLURM_JOB_NODELIST"])
+    run = RunDir(Path(setup[-1]).parent.parent)  # RUN/slurm/rl.json
+    return run_steps(Job(os.environ["SLURM_JOB_ID"], hosts, given.lead, given.each, setup, command, run))
+
+
+def run_steps(job: Job) -> int:
+    """Run the job's steps until the trainer's has ended; its exit status."""
+    commands.cancel_named(job.stand_in_name)  # of the time before the job was queued again
+    lead = job.step(job.hosts[: job.num_lead], [*job.setup, *job.command])
+    signal.signal(signal.SIGTERM, lambda number, frame: lead.terminate())
+    watcher = [sys.executable, "-m", __spec__.name, "--watch", job.hosts[0]]
+    watchers = [
+        job.step([host], watcher, "--overlap")
+        for host in job.hosts[job.num_lead : job.num_lead + NUM_WATCHERS]
+    ]
+    status, asked_at = None, time.monotonic()
+    for host in job.hosts[job.num_lead :]:
+        job.start_engines(host)
+    try:
+        while (status := lead.poll()) is None:
+            time.sleep(1.0)
+            job.look()
+            if time.monotonic() - asked_at > POLL_S:
+                asked_at = time.monotonic()
+                job.look_for_lost()
+            if not job.has_replica:
+                logger.warning("no replica of inference has all its nodes: the job is queued again")
+                commands.requeue(job.number)
+                return lead.wait()
+    except _Refused as why:
+        logger.error("%s", why)
+        lead.terminate()
+        status = why.code
+        lead.wait()
+    finally:
+        job.end_engines()
+        for watching in watchers:
+            watching.kill()
+            watching.wait()
+    if status and job.has_lost_lead():
+        logger.warning("a node of the trainer is lost: the job is queued again")
+        commands.requeue(job.number)
+    return status if status >= 0 else 128 - status
+
+
+def watch(number: str, first: str) -> int:
+    """On a node of inference: queue the job again if its first node is lost, and with it what would notice."""
+    while True:
+        time.sleep(POLL_S)
+        try:
+            nodes = commands.nodes_of(number)
+            if nodes and first not in nodes:
+                logger.warning("the first node, %s, is lost: the job is queued again", first)
+                commands.requeue(number)
+                return 0
+        except StrettoError as error:
+            logger.warning("%s", error)
+
+
+def stand_in(number: str, first: str, words: Sequence[str]) -> int:
+    """In the job of a node that was lost and is back: do its part, as long as the run's job runs."""
+    logger.warning("%s is back", os.environ.get("SLURMD_NODENAME", "the node"))
+    while first in commands.nodes_of(number):
+        step = subprocess.Popen(words)
+        while step.poll() is None and first in commands.nodes_of(number):
+            time.sleep(POLL_S)
+        if step.returncode is None:
+            commands.signal_steps(os.environ["SLURM_JOB_ID"], "HUP")
+            step.wait()
+        else:
+            time.sleep(PAUSE_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
