@@ -52,7 +52,7 @@ PropagateResourceLimits=NONE
 NodeName=node[0-{last}] CPUs=4 RealMemory=4000 State=UNKNOWN
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PreemptParameters=send_user_signal
+SlurmctldParameters=preempt_send_user_signal
 PartitionName=cluster Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
@@ -126,7 +126,7 @@ class Cluster:
 
     def is_idle(self) -> bool:
         """Whether every node waits for work, and nothing of an earlier job still runs there."""
-        states = self.login("sinfo", "-h", "-N", "-o", "%t").split()
+        states = self.login("sinfo", "-h", "-N", "-p", "cluster", "-o", "%t").split()
         return states == ["idle"] * len(self.nodes) and not any(map(self._jobs_on, self.nodes))
 
     def _jobs_on(self, node: str) -> list[str]:

@@ -26,6 +26,7 @@ from argparse import REMAINDER, ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from stretto.base.errors import StrettoError
 from stretto.base.paths import RunDir
@@ -35,7 +36,7 @@ from stretto.launch.slurm import commands
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 15.0
+POLL_S = 5.0
 PAUSE_S = 10.0  # before a node's step is started again
 END_S = 60.0  # for the engines to end after the trainer
 CHECK_S = 60.0  # for a node of the trainer to answer after a failure
@@ -72,6 +73,8 @@ class Job:
     """When a step that has ended is started again, monotonic seconds."""
     waited_for: set[str] = field(default_factory=set)
     """Lost nodes, each of which has a job of its own."""
+    is_ended_by_slurm: bool = False
+    """Slurm ends all steps; a signal of ours might reach those of the job's next start."""
 
     @property
     def stand_in_name(self) -> str:
@@ -163,7 +166,8 @@ class Job:
     def end_engines(self) -> None:
         """Let the launchers of inference end their processes, and take back the jobs that wait for nodes."""
         commands.cancel_named(self.stand_in_name)
-        commands.signal_steps(self.number, "HUP")
+        if not self.is_ended_by_slurm:
+            commands.signal_steps(self.number, "HUP")
         deadline = time.monotonic() + END_S
         for step in self.engines.values():
             try:
@@ -171,6 +175,12 @@ class Job:
             except subprocess.TimeoutExpired:
                 step.kill()
                 step.wait()
+
+    def requeue(self, why: str) -> None:
+        """Queue the job again, which ends it."""
+        logger.warning("%s: the job is queued again", why)
+        self.is_ended_by_slurm = True
+        commands.requeue(self.number)
 
     def has_lost_lead(self) -> bool:
         """Whether a node of the trainer is no longer there; after a failure, which may be why."""
@@ -205,6 +215,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="job | %(message)s", stream=sys.stderr)
     if given.watch:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it asks the trainer to finish
         return watch(os.environ["SLURM_JOB_ID"], given.watch)
     if given.stand_in:
         return stand_in(os.environ["STRETTO_JOB"], given.stand_in, given.words)
@@ -219,7 +230,12 @@ def run_steps(job: Job) -> int:
     """Run the job's steps until the trainer's has ended; its exit status."""
     commands.cancel_named(job.stand_in_name)  # of the time before the job was queued again
     lead = job.step(job.hosts[: job.num_lead], [*job.setup, *job.command])
-    signal.signal(signal.SIGTERM, lambda number, frame: lead.terminate())
+
+    def end(number: int, frame: FrameType | None) -> None:
+        job.is_ended_by_slurm = True
+        lead.terminate()
+
+    signal.signal(signal.SIGTERM, end)
     watcher = [sys.executable, "-m", __spec__.name, "--watch", job.hosts[0]]
     watchers = [
         job.step([host], watcher, "--overlap")
@@ -236,8 +252,7 @@ def run_steps(job: Job) -> int:
                 asked_at = time.monotonic()
                 job.look_for_lost()
             if not job.has_replica:
-                logger.warning("no replica of inference has all its nodes: the job is queued again")
-                commands.requeue(job.number)
+                job.requeue("no replica of inference has all its nodes")
                 return lead.wait()
     except _Refused as why:
         logger.error("%s", why)
@@ -250,8 +265,7 @@ def run_steps(job: Job) -> int:
             watching.kill()
             watching.wait()
     if status and job.has_lost_lead():
-        logger.warning("a node of the trainer is lost: the job is queued again")
-        commands.requeue(job.number)
+        job.requeue("a node of the trainer is lost")
     return status if status >= 0 else 128 - status
 
 

@@ -20,6 +20,8 @@ from stretto.base.errors import WireError
 
 _SIOCGIFADDR = 0x8915
 _INTERFACE_VARS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_chosen: set[str] = set()
+"""Interfaces that this process has named in them, not the user."""
 
 
 def create_store(host: str, port: int, timeout_s: float, title: str) -> TCPStore:
@@ -61,13 +63,15 @@ def use_interface_to(host: str) -> None:
     """Let gloo and NCCL listen only where this machine reaches `host`, unless the user has named an interface."""
     name = find_interface(find_address(host))
     for variable, exactly in zip(_INTERFACE_VARS, ("", "=")):
-        if name is not None:
-            os.environ.setdefault(variable, exactly + name)
+        if name is not None and variable not in os.environ:
+            os.environ[variable] = exactly + name
+            _chosen.add(exactly + name)
 
 
 def gloo_device_to(host: str) -> Any:
     """gloo's listener at the address from which this machine reaches `host`; or as the user has said."""
-    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+    # By interface gloo takes its IPv4 address, if it has one; the others may be known by that of IPv6.
+    if (name := os.environ.get("GLOO_SOCKET_IFNAME")) and name not in _chosen:
         return ProcessGroupGloo.create_device(interface=name)
     return ProcessGroupGloo.create_device(hostname=find_address(host))
 
