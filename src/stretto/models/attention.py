@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.models.native.training import NativeAttention, find_training_kernels
+from stretto.models.parts.documents import Documents
 from stretto.models.parts.sinks import attend_with_sinks
 from stretto.models.parts.windows import cut_segments
 from stretto.models.short_attention import AttentionCall, ShortAttention
@@ -81,6 +82,12 @@ class PackedLayout:
             offsets = offsets + np.where(parents >= 0, lengths[parents], 0)
         positions = np.arange(bounds[-1]) + np.repeat(offsets, lengths)
         return torch.from_numpy(positions).to(self.device)
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The documents, for mixers that do not attend; there must be no segments with a parent."""
+        assert self.parents is None or max(self.parents, default=-1) < 0, "a state cannot be shared"
+        return Documents(self.cu_seqlens, self.device)
 
     @cached_property
     def attend(self) -> Attend:

@@ -35,7 +35,8 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
             f'{where}: model_type = {hf.get("model_type")!r} is not supported by impl = "custom" (known: {known}); '
             'use impl = "hf"'
         )
-    raw, hf = hf, {name: hf[key] for key, name in family.key_aliases.items() if key in hf} | hf
+    raw, hf = hf, family.normalise(hf)
+    hf = {name: hf[key] for key, name in family.key_aliases.items() if key in hf} | hf
     missing = [key for key in _REQUIRED + family.required if hf.get(key) is None]
     if missing:
         raise DataError(
@@ -46,7 +47,7 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
             raise DataError(
                 f'{where}: {key} = {hf[key]!r} is not supported (only {allowed!r}); use impl = "hf"'
             )
-    allowed = ("full_attention", "sliding_attention") if family.has_windows else ("full_attention",)
+    allowed = ("full_attention", "sliding_attention") if family.has_windows else family.layer_types
     if others := sorted(set(hf.get("layer_types") or ()) - set(allowed)):
         raise DataError(
             f"{where}: layer_types {', '.join(others)} is not supported (only {', '.join(allowed)}); "

@@ -17,28 +17,29 @@ from torch import Tensor, nn
 from stretto.models.attention import Attend, Limits, PackedLayout
 from stretto.models.families import FAMILIES
 from stretto.models.moe import MoE, Routing
-from stretto.models.norm import rms_norm
-from stretto.models.parts.mlp import MLP
+from stretto.models.norm import CentredRMSNorm, RMSNorm
+from stretto.models.parts.documents import Documents
+from stretto.models.parts.gated_delta import GatedDelta
+from stretto.models.parts.mamba2 import Mamba2
+from stretto.models.parts.mla import LatentAttention
+from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.rope import Angles, angle_table, rotate
-from stretto.models.shape import ModelConfig, Rope
+from stretto.models.shape import RECURRENT_MIXERS, ModelConfig, Rope
 from stretto.models.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, computed in float32."""
+def build_norm(cfg: ModelConfig, dim: int) -> RMSNorm:
+    """A norm over `dim` values of this model's kind."""
+    return (CentredRMSNorm if cfg.has_centred_norms else RMSNorm)(dim, cfg.rms_norm_eps)
 
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
 
-    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-        if x.dtype is torch.float32:
-            return rms_norm(x, self.weight, self.eps)
-        return self.weight * rms_norm(x.float(), None, self.eps).to(x.dtype)
+def build_mlp(cfg: ModelConfig) -> MLP | PlainMLP:
+    """The MLP of a dense block."""
+    kind = PlainMLP if cfg.has_plain_mlp else MLP
+    return kind(cfg.hidden_size, cfg.intermediate_size, has_bias=cfg.mlp_bias)
 
 
 class Attention(nn.Module):
@@ -55,8 +56,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, cfg.hidden_size, bias=cfg.out_bias)
         self.has_qk_norm, self.is_norm_joint = cfg.has_qk_norm, cfg.is_qk_norm_joint
         if cfg.has_qk_norm:
-            self.q_norm = RMSNorm(q_size if self.is_norm_joint else cfg.head_dim, cfg.rms_norm_eps)
-            self.k_norm = RMSNorm(kv_size if self.is_norm_joint else cfg.head_dim, cfg.rms_norm_eps)
+            self.q_norm = build_norm(cfg, q_size if self.is_norm_joint else cfg.head_dim)
+            self.k_norm = build_norm(cfg, kv_size if self.is_norm_joint else cfg.head_dim)
         self.sinks = nn.Parameter(torch.empty(shape.num_heads)) if cfg.has_sinks else None
         if self.gate is not None:
             size = shape.num_heads if self.gate.is_per_head else q_size
@@ -120,27 +121,77 @@ class Attention(nn.Module):
         return (attended.unflatten(-1, (-1, self.head_dim)) * gate.unsqueeze(-1)).flatten(1)
 
 
-class Block(nn.Module):
-    """Attention, then an MLP or a mixture of experts, each on the normalised residual stream.
+class PairedAttention(Attention):
+    """Attention whose q_proj computes a gate beside each query; what is attended is multiplied by its sigmoid."""
 
-    If the family has post norms, what they compute is normalised as well.
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
+        super().__init__(cfg, layer)
+        self.q_proj = nn.Linear(cfg.hidden_size, 2 * self.q_proj.out_features, bias=cfg.qkv_bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "tokens dim"],
+        angles: Angles | None,
+        layer: int,
+        attend: Attend,
+        rows: Int[Tensor, " rows"] | None,
+    ) -> Float[Tensor, "rows dim"]:
+        q, k, v, gate = self.project(x, angles)
+        attended = _select_rows(self.mix(layer, q, k, v, attend), rows)
+        return self.o_proj(attended * _select_rows(gate, rows).sigmoid())
+
+    def project(
+        self, x: Float[Tensor, "tokens dim"], angles: Angles | None
+    ) -> tuple[
+        Float[Tensor, "tokens heads head_dim"],
+        Float[Tensor, "tokens kv_heads head_dim"],
+        Float[Tensor, "tokens kv_heads head_dim"],
+        Float[Tensor, "tokens q_size"],
+    ]:
+        """Queries, keys, values and gates."""
+        q, gate = (
+            part.flatten(1) for part in self.q_proj(x).unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        )
+        return *self.turn(q, self.k_proj(x), self.v_proj(x), angles), gate
+
+
+class Block(nn.Module):
+    """A mixer of tokens, then an MLP or a mixture of experts, each on the normalised residual stream.
+
+    The mixer is attention or recurrent; a family may have blocks with only one of the two halves. If the family has
+    post norms, what they compute is normalised as well.
     """
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.self_attn = Attention(cfg, layer)
-        self.mlp = (
-            MoE(cfg)
-            if cfg.is_sparse(layer)
-            else MLP(cfg.hidden_size, cfg.intermediate_size, has_bias=cfg.mlp_bias)
-        )
-        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        kind, self.mlp = cfg.mixer_of(layer), None
+        self.is_recurrent = kind in RECURRENT_MIXERS
+        if self.is_recurrent:
+            self.linear_attn = GatedDelta(cfg) if kind == "gated_delta" else Mamba2(cfg)
+        elif kind == "latent":
+            self.self_attn = LatentAttention(cfg)
+        elif kind != "none":
+            self.self_attn = (PairedAttention if kind == "paired" else Attention)(cfg, layer)
+        if kind != "none":
+            self.input_layernorm = build_norm(cfg, cfg.hidden_size)
+        if layer not in cfg.layers_without_mlp:
+            self.mlp = MoE(cfg) if cfg.is_sparse(layer) else build_mlp(cfg)
+            self.post_attention_layernorm = build_norm(cfg, cfg.hidden_size)
         self.has_post_norms = cfg.has_post_norms
         if cfg.has_post_norms:
-            self.post_self_attn_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-            self.post_mlp_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+            self.post_self_attn_layernorm = build_norm(cfg, cfg.hidden_size)
+            self.post_mlp_layernorm = build_norm(cfg, cfg.hidden_size)
+
+    @property
+    def mixer(self) -> nn.Module | None:
+        """The module through which a token sees those before it; None for a block with an MLP only."""
+        return getattr(self, "linear_attn" if self.is_recurrent else "self_attn", None)
+
+    @property
+    def norms(self) -> list[RMSNorm]:
+        """The norms of the residual stream."""
+        return [module for module in self.children() if isinstance(module, RMSNorm)]
 
     def forward(
         self,
@@ -149,11 +200,18 @@ class Block(nn.Module):
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
         routing: Routing,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "rows dim"]:
-        attended = self.self_attn(self.input_layernorm(x), angles, self.layer, attend, rows)
-        if self.has_post_norms:
-            attended = self.post_self_attn_layernorm(attended)
-        x = _select_rows(x, rows) + attended
+        mixer, mixed = self.mixer, None
+        if self.is_recurrent:
+            mixed = mixer(self.input_layernorm(x), documents, rows)
+        elif mixer is not None:
+            mixed = mixer(self.input_layernorm(x), angles, self.layer, attend, rows)
+        x = _select_rows(x, rows)
+        if mixed is not None:
+            x = x + (self.post_self_attn_layernorm(mixed) if self.has_post_norms else mixed)
+        if self.mlp is None:
+            return x
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MoE):
             out = self.mlp(normed, self.layer, routing, rows)
@@ -169,18 +227,17 @@ class Stack(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.num_layers))
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.norm = build_norm(cfg, cfg.hidden_size)
 
 
 class Decoder(nn.Module):
     """token ids -> hidden states; logits are hidden @ output_weight.T (lm_head.py)."""
 
-    shares_prefixes = True
-    """True: `hidden` supports layouts whose segments continue others, and takes a `routing`."""
-
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.config = cfg
+        self.shares_prefixes = not cfg.has_recurrence
+        """True: `hidden` supports layouts whose segments continue others."""
         self.model = Stack(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
@@ -209,14 +266,18 @@ class Decoder(nn.Module):
         attend: Attend,
         rows: Int[Tensor, " rows"] | None = None,
         routing: Routing | None = None,
+        documents: Documents | None = None,
     ) -> Float[Tensor, "rows dim"]:
-        """Hidden states of all tokens, or only of `rows`: the last block then computes no others."""
+        """Hidden states of all tokens, or only of `rows`: the last block then computes no others.
+
+        documents: where recurrent mixers start anew; a model with such mixers needs it.
+        """
         x = self.embed(token_ids)
         angles = self.angles(position_ids, x.dtype)
         routing = routing or Routing()
         last = len(self.model.layers) - 1
         for layer, block in enumerate(self.model.layers):
-            x = block(x, angles[layer], attend, rows if layer == last else None, routing)
+            x = block(x, angles[layer], attend, rows if layer == last else None, routing, documents)
         return self.model.norm(x)
 
     def hidden(
@@ -227,7 +288,8 @@ class Decoder(nn.Module):
         routing: Routing | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of packed documents, each as if it were alone in the row."""
-        return self(token_ids, layout.position_ids, layout.attend, rows, routing)
+        documents = layout.documents if self.config.has_recurrence else None
+        return self(token_ids, layout.position_ids, layout.attend, rows, routing, documents)
 
     def embed(self, token_ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
         """The embeddings of tokens, times the family's factor."""

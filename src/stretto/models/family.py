@@ -60,6 +60,8 @@ class Family:
     required: keys that a config.json of this family must have.
     fixed_values: keys that are supported with one value only (a missing key counts as that value).
     key_aliases: other names of keys that some versions of transformers write.
+    normalise: gives a config.json the usual keys, where a family has others.
+    layer_types: the values of `layer_types` that are supported.
     weights: weights whose names or layout differ from the checkpoint's.
     tp_plan: how modules are cut over tensor-parallel ranks.
     rotary_fraction: share of a head's dims that is rotated if config.json does not say; None: always all.
@@ -75,6 +77,8 @@ class Family:
     required: tuple[str, ...] = ()
     fixed_values: Mapping[str, Any] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
+    normalise: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    layer_types: tuple[str, ...] = ("full_attention",)
     weights: tuple[WeightRule, ...] = ()
     tp_plan: Mapping[str, str] = field(default_factory=lambda: DENSE_TP_PLAN)
     rotary_fraction: float | None = None

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.base.errors import ConfigError
 from stretto.models.attention import Attend
 from stretto.models.decoder import Block, Decoder, RMSNorm
 from stretto.models.moe import MoE, Routing
@@ -238,6 +239,59 @@ class FusedDecoder:
             return down.add_to(x, self.kernels.silu_product(gate_up(normed, adapt)), adapt)
         gate, up = gate_up(normed, adapt).chunk(2, dim=-1)
         return down.add_to(x, F.silu(gate).mul_(up), adapt)
+
+
+class ModuleDecoder:
+    """`Decoder.forward` itself as an engine's pass, for models whose layers cannot be fused."""
+
+    kernels = None
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self._adapt: Adapt | None = None
+        self.linears: list[FusedLinear] = []
+        for path, module in model.model.named_modules(prefix="model"):
+            if isinstance(module, nn.Linear):
+                name = f"{path}.weight"
+                columns = ((name, slice(0, module.out_features)),)
+                self.linears.append(FusedLinear(module.weight, module.bias, columns))
+                module.register_forward_hook(self._hook(name))
+
+    def __call__(
+        self,
+        token_ids: Int[Tensor, " rows"],
+        position_ids: Int[Tensor, " rows"],
+        attend: Attend,
+        routing: Routing,
+        adapt: Adapt | None = None,
+    ) -> Float[Tensor, "rows dim"]:
+        """Hidden states of all rows, after the final norm."""
+        self._adapt = adapt
+        try:
+            return self.model(token_ids, position_ids, attend, None, routing)
+        finally:
+            self._adapt = None  # hooks of several engines may be on one model
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def add_adapters(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            if self._adapt is not None:
+                self._adapt(name, args[0], out)
+
+        return add_adapters
+
+
+def build_pass(model: Decoder, kernels: Kernels | None = None) -> FusedDecoder | ModuleDecoder:
+    """A model's forward pass for an engine.
+
+    Raises: ConfigError for a model with recurrent layers.
+    """
+    cfg = model.config
+    if cfg.has_recurrence:
+        raise ConfigError(
+            f"{cfg.family} has recurrent layers, whose states the embedded engine does not keep; "
+            'set [inference] engine = "vllm"'
+        )
+    return ModuleDecoder(model) if cfg.mixers else FusedDecoder(model, kernels)
 
 
 def _fuse(block: Block, name: str) -> _Layer:

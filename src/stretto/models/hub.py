@@ -304,6 +304,8 @@ def _is_redundant(name: str, cfg: ModelConfig) -> bool:
     """True for tensors that some checkpoints have although the network computes them."""
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and cfg.tie_word_embeddings):
         return True
+    if name.startswith("mtp."):
+        return True
     # Layers for multi-token prediction follow the last block; they are not part of the network.
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and 0 <= int(layer[1]) - cfg.num_layers < cfg.num_prediction_layers

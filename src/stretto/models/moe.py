@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.parts.mlp import MLP
+from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.router import Router, Routing, count
 
 if TYPE_CHECKING:
@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 class Experts(nn.Module):
     """Gated MLPs of all experts, stacked.
 
-    gate_up_proj: [experts, 2 * inter, dim], gate first; down_proj: [experts, dim, inter]. If they are transposed, the
+    gate_up_proj: [experts, 2 * inter, dim], gate first (without gates the up projection only); down_proj:
+    [experts, dim, inter]. If they are transposed, the
     last two dims are swapped, and gate and up are in turn.
     """
 
     def __init__(self, hidden_size: int, shape: MoEShape) -> None:
         super().__init__()
         num, inter, self.shape = shape.num_experts, shape.intermediate_size, shape
-        sizes = {"gate_up_proj": (2 * inter, hidden_size), "down_proj": (hidden_size, inter)}
+        both = inter if shape.is_plain else 2 * inter
+        sizes = {"gate_up_proj": (both, hidden_size), "down_proj": (hidden_size, inter)}
         for name, (rows, columns) in sizes.items():
             size = (num, columns, rows) if shape.is_transposed else (num, rows, columns)
             setattr(self, name, nn.Parameter(torch.empty(size)))
@@ -57,6 +59,8 @@ class Experts(nn.Module):
 
     def gated(self, gate_up: Float[Tensor, "rows both"]) -> Float[Tensor, "rows inter"]:
         """silu(gate) * up or what the family has instead, from the products with both."""
+        if self.shape.is_plain:
+            return F.relu(gate_up).square()
         if self.shape.is_transposed:
             gate, up = gate_up[..., ::2], gate_up[..., 1::2]
         else:
@@ -151,11 +155,19 @@ class MoE(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         assert cfg.moe is not None
-        self.gate = Router(cfg.hidden_size, cfg.moe)
-        self.experts = Experts(cfg.hidden_size, cfg.moe)
-        self.shared_experts = (
-            None if cfg.moe.shared_size is None else MLP(cfg.hidden_size, cfg.moe.shared_size)
-        )
+        moe, width = cfg.moe, cfg.hidden_size
+        self.gate = Router(width, moe)
+        self.experts = Experts(moe.latent_size or width, moe)
+        self.shared_experts = None
+        if moe.shared_size is not None:
+            self.shared_experts = (PlainMLP if moe.is_plain else MLP)(
+                width, moe.shared_size, has_bias=cfg.mlp_bias
+            )
+        if moe.has_shared_gate:
+            self.shared_expert_gate = nn.Linear(width, 1, bias=False)
+        if moe.latent_size is not None:
+            self.fc1_latent_proj = nn.Linear(width, moe.latent_size, bias=cfg.mlp_bias)
+            self.fc2_latent_proj = nn.Linear(moe.latent_size, width, bias=cfg.mlp_bias)
 
     def forward(
         self,
@@ -166,7 +178,14 @@ class MoE(nn.Module):
     ) -> Float[Tensor, "tokens dim"]:
         """rows: which tokens of the pass x has (None: all); needed to replay choices."""
         routed = self.route(x, layer, routing, rows)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        return routed if self.shared_experts is None else routed + self.share(x)
+
+    def share(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        """The part of the MLP that every token uses."""
+        shared = self.shared_experts(x)
+        if self.gate.shape.has_shared_gate:
+            shared = self.shared_expert_gate(x).sigmoid() * shared
+        return shared
 
     def route(
         self,
@@ -181,11 +200,15 @@ class MoE(nn.Module):
         order = experts.argsort(stable=True)
         counts = count(experts, self.gate.shape.num_experts)
         tokens = order // chosen.shape[1]
+        is_latent = self.gate.shape.latent_size is not None
+        if is_latent:
+            x = self.fc1_latent_proj(x)
         computed = self.experts(x.index_select(0, tokens), counts, routing, tokens)
         original = torch.empty_like(order)
         original[order] = torch.arange(len(order), device=order.device)
         by_choice = computed.index_select(0, original).view(*chosen.shape, x.shape[-1])
-        return (by_choice * gates.unsqueeze(-1)).sum(dim=1)
+        routed = (by_choice * gates.unsqueeze(-1)).sum(dim=1)
+        return self.fc2_latent_proj(routed) if is_latent else routed
 
 
 def mixtures(model: nn.Module) -> dict[str, MoE]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stretto.models.native.training import TrainingKernels, find_training_kernels
@@ -71,3 +71,28 @@ class _RMSNorm(torch.autograd.Function):
             means = grad.mean(-1, keepdim=True) if weight is None else (grad @ (weight / dim)).unsqueeze(-1)
             grad_x += means * inverse
         return grad_x if needed[0] else None, grad_weight if needed[1] else None, None, None
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim, computed in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        if x.dtype is torch.float32:
+            return rms_norm(x, self.weight, self.eps)
+        return self.weight * rms_norm(x.float(), None, self.eps).to(x.dtype)
+
+
+class CentredRMSNorm(RMSNorm):
+    """RMSNorm whose weight is stored as its difference from 1."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)

@@ -5,6 +5,7 @@ config.py reads it from a Hugging Face config.json.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -96,6 +97,69 @@ class MoEShape:
     """True if both products of an expert have biases."""
     is_transposed: bool = False
     """Weights of experts are [experts, in, out] as in the family's checkpoints, with gate and up in turn."""
+    has_shared_gate: bool = False
+    """True if the result of that MLP is multiplied by sigmoid of a gate."""
+    is_plain: bool = False
+    """True if experts have no gate (`ModelConfig.has_plain_mlp`)."""
+    latent_size: int | None = None
+    """Width of the vectors that experts compute, projected from the residual stream; None: its own."""
+
+
+RECURRENT_MIXERS = ("gated_delta", "mamba")
+"""Kinds of mixers that pass a state from token to token."""
+
+
+@dataclass(frozen=True)
+class GatedDeltaShape:
+    """The heads of mixers by the gated delta rule (parts/gated_delta.py)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    """The heads of Mamba 2 mixers (parts/mamba2.py)."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    conv_width: int
+    min_step: float
+    """The least step size of a token."""
+    has_bias: bool = False
+    has_conv_bias: bool = True
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Multi-head latent attention (parts/mla.py)."""
+
+    query_rank: int | None
+    """Width of the vector that queries are expanded from; None: they are projected at once."""
+    rank: int
+    """Width of the vector that keys and values are expanded from."""
+    plain_dim: int
+    rotated_dim: int
+    """Dims of a query and key that are not rotated, and those after them that are."""
+    value_dim: int
+    yarn_mscale: float = 0.0
+    """`mscale_all_dim` of a YaRN checkpoint."""
+    yarn_factor: float = 1.0
+
+    @property
+    def query_factor(self) -> float:
+        """Factor on queries beside head_dim ** -0.5; see DeepSeek-V3's config.json."""
+        return yarn_scale(self.yarn_factor, self.yarn_mscale) ** 2
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """The temperature of YaRN for a factor on positions, arXiv:2309.00071, section 3.4."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -130,6 +194,17 @@ class ModelConfig:
     """The results of attention and MLP are normalised too, before they are added to the residual stream."""
     embedding_scale: float = 1.0
     """Factor on the embeddings of tokens."""
+    has_centred_norms: bool = False
+    """True if the weights of norms are stored as their difference from 1."""
+    has_plain_mlp: bool = False
+    """True if MLPs and experts have no gate: down(relu(up(x)) ** 2)."""
+    mixers: tuple[str, ...] = ()
+    """The mixer of each layer: attention, paired (attention with a gate in q_proj), latent, gated_delta, mamba or
+    none; empty: attention in all."""
+    layers_without_mlp: tuple[int, ...] = ()
+    gated_delta: GatedDeltaShape | None = None
+    mamba: MambaShape | None = None
+    latent: LatentShape | None = None
     initializer_range: float = 0.02
     hf: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -140,7 +215,8 @@ class ModelConfig:
     @property
     def has_plain_attention(self) -> bool:
         """True if every layer attends to all earlier tokens, with whole heads rotated by halves."""
-        return self.rope.fraction == 1.0 and not self.rope.is_interleaved and not self.is_attention_varied
+        is_rotated_by_halves = self.rope.fraction == 1.0 and not self.rope.is_interleaved
+        return is_rotated_by_halves and not self.is_attention_varied and not self.mixers
 
     @property
     def is_attention_varied(self) -> bool:
@@ -177,6 +253,15 @@ class ModelConfig:
     def num_experts(self) -> int:
         """Experts of a mixture; 0 for a dense model."""
         return 0 if self.moe is None else self.moe.num_experts
+
+    @property
+    def has_recurrence(self) -> bool:
+        """True if a layer passes a state from token to token, instead of attending to all tokens before."""
+        return any(mixer in RECURRENT_MIXERS for mixer in self.mixers)
+
+    def mixer_of(self, layer: int) -> str:
+        """The kind of mixer of a layer."""
+        return self.mixers[layer] if self.mixers else "attention"
 
     def is_sparse(self, layer: int) -> bool:
         """True for a block with a mixture of experts instead of an MLP."""

@@ -7,6 +7,7 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.config.load import build
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.rules.mesh_degrees import Shape
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.launch.plan.plan import plan
 from stretto.models import hub
@@ -125,3 +126,22 @@ def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
         settings | {"model": {"name": str(tmp_path)}, "orchestrator": {"env": [{"id": "sort-letters"}]}}
     )
     assert run.resume.step == 40 and run.ckpt.interval == 20
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees", "words"),
+    [
+        (
+            "qwen3_5_text",
+            {"cp": 2},
+            "cp = 2 cannot cut the state of its recurrent layers .* use .*dp_replicate$",
+        ),
+        ("qwen3_5_moe_text", {"tp": 2}, "tp = 2 cannot cut its recurrent layers .* use .*dp_replicate, ep$"),
+        ("deepseek_v3", {"tp": 2}, "tp = 2 cannot cut its latent attention .* use .*dp_replicate, cp, ep$"),
+    ],
+)
+def test_an_axis_that_cannot_cut_a_family_is_refused_with_those_that_can(family, degrees, words):
+    shape = Shape(4, 4, 64, num_experts=0 if family.endswith("5_text") else 8, family=family)
+    with pytest.raises(ConfigError, match=words):
+        mesh.find_degrees(ModelSection(**degrees), 4, shape)
+    assert mesh.find_degrees(ModelSection(ep=1), 4, shape) == mesh.Degrees(dp_shard=4)

@@ -5,35 +5,55 @@ Here are those that it computes in torch's operations; the others have tests of 
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 from engine_runs import ask, bits, build_core, build_model, packed_logprobs, prompt, run
 
-from stretto.config.sections.model import LoRASection
+from stretto.config.sections.model import LoRASection, ScratchSection
+from stretto.models import hub
 from stretto.models.attention import PackedLayout
+from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
-from stretto.models.families import FAMILIES
 from stretto.models.lora import Adapter, attach_adapters
 from stretto.models.moe import Routing
 
 RNG = np.random.default_rng(0)
 PROMPTS = [prompt(RNG, length) for length in (3, 17, 70, 33, 48)]
-NEW = sorted(set(FAMILIES) - {"llama", "qwen2", "qwen3", "qwen3_moe"})
+NEW = sorted(
+    set(get_args(ScratchSection.model_fields["family"].annotation)) - {"llama", "qwen2", "qwen3", "qwen3_moe"}
+)
+NEW.append("deepseek_v3")
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 
 
 def build(family: str) -> Decoder:
     """Norms, biases and whatever else has one dim are not as at the start."""
-    model = build_model(
-        family=family,
-        num_layers=4,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        sliding_window=20,
-    )
     generator = torch.Generator().manual_seed(1)
+    if family == "deepseek_v3":
+        model = hub.build_model(parse_config(DEEPSEEK, family), torch.float32, "cpu")
+        for name, parameter in model.named_parameters():
+            plain = torch.zeros if name.endswith("bias") else torch.ones
+            is_matrix = parameter.dim() > 1
+            values = (
+                torch.randn(parameter.shape, generator=generator) * 0.1
+                if is_matrix
+                else plain(parameter.shape)
+            )
+            parameter.data.copy_(values)
+    else:
+        model = build_model(
+            family=family, num_layers=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+            sliding_window=20,
+        )  # fmt: skip
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):

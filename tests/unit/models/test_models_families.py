@@ -7,19 +7,24 @@ import re
 import warnings
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
+from mixer_cases import MIXER_CASES
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from stretto.config.sections.model import ScratchSection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
+from stretto.models.config import parse_config, to_hf
 from stretto.models.families import FAMILIES
 from stretto.models.tensor_map import as_whole_slices
 
 VOCAB = 40
+SCRATCH_FAMILIES = get_args(ScratchSection.model_fields["family"].annotation)
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8,
@@ -111,7 +116,7 @@ CASES = {
             "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True,
         },
     ),
-}  # fmt: skip
+} | MIXER_CASES  # fmt: skip
 
 
 def build_theirs(case: str, seed: int = 0):
@@ -223,10 +228,28 @@ def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path
         assert torch.equal(a, b.to(a.dtype)), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_builds_the_same_network_from_our_config(family, tmp_path):
-    from stretto.config.sections.model import ScratchSection
+@pytest.mark.parametrize("case", MIXER_CASES)
+def test_our_config_json_says_what_theirs_did(case, tmp_path):
+    """The table of a family in both directions, and transformers reads what we write."""
+    build_theirs(case).save_pretrained(tmp_path / "theirs")
+    ours = hub.load_model(tmp_path / "theirs", dtype=torch.float32)
+    written = to_hf(ours.config)
+    assert parse_config(written, "ours") == ours.config
+    ours.config.hf.clear()
+    ours.config.hf.update(written)
+    hub.save_hf(ours, tmp_path / "ours")
+    theirs, again = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        for name in ("theirs", "ours")
+    )
+    ids = torch.arange(VOCAB)[None]
+    with torch.no_grad():
+        expected, got = (model(input_ids=ids, use_cache=False).logits for model in (theirs, again))
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
 
+
+@pytest.mark.parametrize("family", SCRATCH_FAMILIES)
+def test_transformers_builds_the_same_network_from_our_config(family, tmp_path):
     ours = hub.random_model(
         ScratchSection(
             family=family,

@@ -17,6 +17,7 @@ from stretto.config.sections.model import ModelSection
 
 OWN_FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna",
+    "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3",
 )  # fmt: skip
 """`model_type` of the families that models/families computes."""
 WITHOUT_TP = {
@@ -24,6 +25,14 @@ WITHOUT_TP = {
     "gpt_oss": "has a sink in every head",
 }
 """Families whose heads cannot be spread over tp, and why."""
+RECURRENT_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h")
+"""Those with layers that pass a state from token to token."""
+_UNCUT = {
+    name: {"cp": "the state of its recurrent layers", "tp": "its recurrent layers"}
+    for name in RECURRENT_FAMILIES
+}
+_UNCUT["deepseek_v3"] = {"tp": "its latent attention"}
+"""Per family: axes that cannot cut it, and what of it stays whole."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from stretto.inference.embedded.sampler import token_logprobs
 from stretto.inference.embedded.scheduler import StepPlan
 from stretto.inference.embedded.slots import SequenceSlots
 from stretto.models.decoder import Decoder
-from stretto.models.fused import FusedDecoder
+from stretto.models.fused import FusedDecoder, ModuleDecoder, build_pass
 from stretto.models.lm_head import head_logits
 from stretto.models.moe import Routing, mixtures
 
@@ -39,7 +39,7 @@ _MAX_PROBED_DIM = 4096
 _PROMPT_ROWS = 256  # prompt rows whose logits are in memory at one time
 
 
-def find_model_tile(model: FusedDecoder) -> int | None:
+def find_model_tile(model: FusedDecoder | ModuleDecoder) -> int | None:
     """The row count that a model's products must have; None if any multiple of 16 will do."""
     fused = {tuple(product.weight.shape) for product in model.linears}
     stacks = [mixture.experts for mixture in mixtures(model.model).values()]
@@ -103,7 +103,7 @@ class Runner:
     ) -> None:
         self.cache, self.adapters = cache, adapters
         kernels = cache.kernels if isinstance(cache, NativeCache) else None
-        self.model = FusedDecoder(model, kernels)
+        self.model = build_pass(model, kernels)
         self.output_weight = model.output_weight
         self.tile, self.expert_choices = tile, expert_choices
         self.device = cache.device

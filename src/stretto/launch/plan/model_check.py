@@ -8,12 +8,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.config.rules.mesh_degrees import Shape, find_degrees, find_plain_degrees, read_shape
+from stretto.config.rules.mesh_degrees import (
+    RECURRENT_FAMILIES,
+    Shape,
+    find_degrees,
+    find_plain_degrees,
+    read_shape,
+)
 from stretto.config.sections.model import ModelSection
 
 
-def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False) -> None:
+def check_model(
+    model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False, engine: str | None = None
+) -> None:
     """Check parallel degrees and model options against the model; path names its section in messages.
+
+    engine: `inference.engine` of a run that starts engines.
 
     Raises: ConfigError naming the key, the value and what this model allows.
     """
@@ -33,6 +43,11 @@ def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: b
             find_degrees(model, num_ranks, shape)
     except ConfigError as error:
         raise ConfigError(f"{model.name}: {str(error).replace('[model]', f'[{path}]')}") from None
+    if engine == "embedded" and shape is not None and shape.family in RECURRENT_FAMILIES:
+        raise ConfigError(
+            f'{model.name}: [inference] engine = "embedded" keeps no state for the recurrent layers of '
+            f'{shape.family}; set engine = "vllm"'
+        )
     for key, why in _unused_keys(model, shape, has_replay=has_replay):
         raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")
 

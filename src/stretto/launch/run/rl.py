@@ -45,7 +45,7 @@ SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the firs
 def main(cfg: RLConfig) -> int:
     """Run the processes of `rl` to the end; the exit status of the command."""
     run = cfg.run_dir
-    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
+    _check_shape(cfg)
     _check_model(cfg)
     find_trackers(cfg.monitors)
     if cfg.slurm is not None:
@@ -122,12 +122,19 @@ def _check_node(specs: Sequence[ProcessSpec], node: int, hosts: Sequence[str]) -
 def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
     """The plan of a run that is not started, and the directory that its configs and plan.json are written to."""
     run = cfg.run_dir
-    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=cfg.trainer.enable_router_replay)
+    _check_shape(cfg)
     plan = _plan(cfg, run, rundir.check(run, **_resume_options(cfg)))
     # The configs of an existing run are its record: a dry run does not overwrite them.
     directory = run.path / "dry_run" if rundir.is_used(run) else run.path
     planning.write(plan, directory)
     return plan, directory
+
+
+def _check_shape(cfg: RLConfig) -> None:
+    """Check the model's shape against what trains and serves it."""
+    engine = None if cfg.inference is None else cfg.inference.engine
+    has_replay = cfg.trainer.enable_router_replay
+    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=has_replay, engine=engine)
 
 
 def _check_model(cfg: RLConfig) -> None:

@@ -1,6 +1,18 @@
 """The families that our decoder supports (impl = "custom"), by `model_type`."""
 
-from stretto.models.families import afmoe, dense, glm4, glm4_moe, gpt_oss, laguna, minimax_m2, qwen3_moe
+from stretto.models.families import (
+    afmoe,
+    deepseek_v3,
+    dense,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    laguna,
+    minimax_m2,
+    nemotron_h,
+    qwen3_5,
+    qwen3_moe,
+)
 
 FAMILIES = {
     family.name: family
@@ -15,5 +27,9 @@ FAMILIES = {
         minimax_m2.MINIMAX_M2,
         afmoe.AFMOE,
         laguna.LAGUNA,
+        qwen3_5.QWEN3_5,
+        qwen3_5.QWEN3_5_MOE,
+        nemotron_h.NEMOTRON_H,
+        deepseek_v3.DEEPSEEK_V3,
     )
 }

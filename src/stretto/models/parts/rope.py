@@ -92,7 +92,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int) -> tuple[
     Source: RoPE, arXiv:2104.09864; linear: position interpolation, arXiv:2306.15595; YaRN, arXiv:2309.00071,
     section 3.2 (the ramp between dims) and 3.4 (the factor); llama3: the Llama 3.1 models' config.json.
     """
-    dims = int(head_dim * rope.fraction)
+    dims = int(head_dim * rope.fraction + 1e-6)
     plain = [rope.theta ** (-dim / dims) for dim in range(0, dims, 2)]
     if rope.kind == "default":
         return plain, 1.0

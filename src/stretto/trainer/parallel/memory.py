@@ -30,7 +30,7 @@ from stretto.config.sections.model import ACTIVATION_TARGETS, ActivationCheckpoi
 from stretto.models.decoder import Block, Decoder
 from stretto.models.fp8.reference import Fp8Linear
 from stretto.models.moe import MoE
-from stretto.models.parts.mlp import MLP
+from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.trainer.parallel.mesh import training_device
 
 logger = logging.getLogger(__name__)
@@ -93,14 +93,11 @@ def find_blocks(policy: nn.Module) -> list[nn.Module]:
 
 def _recomputable_methods(block: Block) -> dict[str, list[Method]]:
     """The methods of a block that can be recomputed alone, by names of ACTIVATION_TARGETS."""
-    parts: dict[str, list[Method]] = {
-        "norm": [(block.input_layernorm, "forward"), (block.post_attention_layernorm, "forward")],
-        "attn_proj": [(block.self_attn, "project")],
-    }
-    if block.has_post_norms:
-        parts["norm"] += [(block.post_self_attn_layernorm, "forward"), (block.post_mlp_layernorm, "forward")]
+    parts: dict[str, list[Method]] = {"norm": [(norm, "forward") for norm in block.norms]}
+    if block.mixer is not None:
+        parts["attn_proj"] = [(block.mixer, "project")]
     dense = block.mlp.shared_experts if isinstance(block.mlp, MoE) else block.mlp
-    if isinstance(dense, MLP):
+    if isinstance(dense, MLP | PlainMLP):
         parts["mlp"] = [(dense, "forward")]
     if isinstance(block.mlp, MoE):
         parts["routed_experts"] = [(block.mlp.experts, "forward")]
@@ -112,7 +109,9 @@ def _methods_to_compile(block: nn.Module) -> list[Method]:
     if not isinstance(block, Block):
         return [(block, "forward")]
     parts = _recomputable_methods(block)
-    methods = [*parts["norm"], *parts["attn_proj"], *parts.get("mlp", [])]
+    methods = [*parts["norm"], *parts.get("mlp", [])]
+    if not block.is_recurrent:  # their convolutions depend on the documents of the row
+        methods += parts.get("attn_proj", [])
     return [*methods, (block.mlp.experts, "gated")] if isinstance(block.mlp, MoE) else methods
 
 

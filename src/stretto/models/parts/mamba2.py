@@ -1,0 +1,124 @@
+"""Mamba 2: a recurrent mixer whose state of each head fades at a rate that the token sets.
+
+Per head, with a state S [state_dim, head_dim], a step size dt > 0 per token and a rate A < 0:
+
+    S = exp(A dt) S + B (dt x)^T;  out = S^T C + D x
+
+B and C are shared by the heads of a group. Computed by chunks, as the gated delta rule is (gated_delta.py), in float32.
+
+Source: Mamba-2, arXiv:2405.21060, section 6 (the chunked form). Differs: documents of a packed row have states of
+their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.models.norm import rms_norm
+from stretto.models.parts.documents import CausalConvolution, Chunks, Documents, pairwise_decay
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    from stretto.models.shape import ModelConfig
+
+
+def mamba2_scan(
+    x: Float[Tensor, "tokens heads head_dim"],
+    b: Float[Tensor, "tokens groups state_dim"],
+    c: Float[Tensor, "tokens groups state_dim"],
+    log_decay: Float[Tensor, "tokens heads"],
+    chunks: Chunks,
+) -> Float[Tensor, "tokens heads head_dim"]:
+    """S^T C of all tokens, each document from a state of 0; x includes dt, log_decay is A dt."""
+    groups = b.shape[1]
+    # [chunks, groups, heads of the group, size, ...]; padding has x = 0 and log_decay = 0.
+    x = chunks.split(x).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+    since_start = chunks.split(log_decay).unflatten(2, (groups, -1)).permute(0, 2, 3, 1).cumsum(-1)
+    b, c = (chunks.split(part).transpose(1, 2).unsqueeze(2) for part in (b, c))
+    own = (c @ b.mT * pairwise_decay(since_start)) @ x
+    until_end = (since_start[..., -1:] - since_start).exp().unsqueeze(-1)
+    added = b.mT @ (until_end * x)
+    faded = since_start.exp().unsqueeze(-1)
+    kept = faded[..., -1:, :]
+
+    def step(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+        return kept[at] * state + added[at], faded[at] * (c[at] @ state) + own[at]
+
+    state = x.new_zeros(chunks.num_documents[0], *added.shape[1:])
+    out = chunks.scan(state, step)
+    return chunks.join(out.permute(0, 3, 1, 2, 4).flatten(2, 3))
+
+
+class GroupedGatedNorm(nn.Module):
+    """RMSNorm over each group of x * silu(gate)."""
+
+    def __init__(self, dim: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.groups, self.eps = groups, eps
+
+    def forward(
+        self, x: Float[Tensor, "tokens dim"], gate: Float[Tensor, "tokens dim"]
+    ) -> Float[Tensor, "tokens dim"]:
+        """In the dtype of the gate; computed in float32."""
+        gated = (x.float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
+        return self.weight * rms_norm(gated, None, self.eps).flatten(-2).to(gate.dtype)
+
+
+class Mamba2(nn.Module):
+    """A block's mixer by Mamba 2, with the parameters of Hugging Face checkpoints."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        shape = cfg.mamba
+        assert shape is not None
+        self.shape = shape
+        self.size, self.state_size = shape.num_heads * shape.head_dim, shape.num_groups * shape.state_dim
+        channels = self.size + 2 * self.state_size
+        out = self.size + channels + shape.num_heads
+        self.in_proj = nn.Linear(cfg.hidden_size, out, bias=shape.has_bias)
+        self.conv1d = CausalConvolution(channels, shape.conv_width, has_bias=shape.has_conv_bias)
+        self.A_log = nn.Parameter(torch.zeros(shape.num_heads))
+        self.D = nn.Parameter(torch.ones(shape.num_heads))
+        self.dt_bias = nn.Parameter(torch.ones(shape.num_heads))
+        self.norm = GroupedGatedNorm(self.size, shape.num_groups, cfg.rms_norm_eps)
+        self.out_proj = nn.Linear(self.size, cfg.hidden_size, bias=shape.has_bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "tokens dim"],
+        documents: Documents,
+        rows: Int[Tensor, " rows"] | None,
+    ) -> Float[Tensor, "rows dim"]:
+        """The mixed tokens of each document, of all tokens or of `rows`."""
+        gate, values, b, c, dt = self.project(x, documents)
+        log_decay = -self.A_log.float().exp() * dt
+        mixed = mamba2_scan(values * dt.unsqueeze(-1), b, c, log_decay, documents.chunks)
+        mixed = (mixed + self.D.float().unsqueeze(-1) * values).flatten(1)
+        if rows is not None:
+            mixed, gate = mixed.index_select(0, rows), gate.index_select(0, rows)
+        return self.out_proj(self.norm(mixed, gate))
+
+    def project(
+        self, x: Float[Tensor, "tokens dim"], documents: Documents
+    ) -> tuple[
+        Float[Tensor, "tokens size"],
+        Float[Tensor, "tokens heads head_dim"],
+        Float[Tensor, "tokens groups state_dim"],
+        Float[Tensor, "tokens groups state_dim"],
+        Float[Tensor, "tokens heads"],
+    ]:
+        """The gate in the dtype of x; values, B, C and step sizes in float32."""
+        shape = self.shape
+        channels = self.size + 2 * self.state_size
+        gate, mixed, dt = self.in_proj(x).split((self.size, channels, shape.num_heads), -1)
+        mixed = F.silu(self.conv1d(mixed, documents)).float()
+        values, b, c = mixed.split((self.size, self.state_size, self.state_size), -1)
+        b, c = (part.unflatten(-1, (-1, shape.state_dim)) for part in (b, c))
+        dt = F.softplus((dt + self.dt_bias.to(dt.dtype)).float()).clamp(min=shape.min_step)
+        return gate, values.unflatten(-1, (-1, shape.head_dim)), b, c, dt
