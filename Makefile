@@ -1,5 +1,6 @@
 # make demo   install into .venv, warm a tiny model up and train it by reinforcement learning (no GPU, nothing downloaded
 #             but Python packages)
+# make dynamo install NVIDIA Dynamo's frontend, in an environment of its own (.venv/opt/dynamo)
 # make vllm   add the CPU build of vLLM and its router to .venv
 # make test   install what the tests need and run them, but for those marked slow (a quarter of an hour on two cores)
 # make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too
@@ -18,7 +19,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install vllm test test-fast test-all test-cluster lint docs clean
+.PHONY: demo install vllm dynamo test test-fast test-all test-cluster lint docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -28,12 +29,14 @@ install: $(VENV)/installed
 
 vllm: $(VENV)/installed-vllm
 
+dynamo: $(VENV)/opt/dynamo/installed
+
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TWO_FILES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 # Two files at a time, in the order of the words: first the tests of parts and wires, then whole runs, those that take
 # longest first. ARGS: those tests alone.
-test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
+test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs $(VENV)/tried-dynamo
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
@@ -47,6 +50,10 @@ test-fast: $(VENV)/installed-dev
 	$(TWO_FILES) -m "not slow and not heavy" tests/unit
 
 test-all: MARKED := -m "not cluster"
+
+$(VENV)/tried-dynamo:
+	@$(MAKE) dynamo || echo "note: Dynamo cannot be installed here; its tests are skipped" >&2
+	@touch $@
 
 # One after another: each has a cluster of its own.
 test-cluster: $(VENV)/installed-cluster $(VENV)/installed-vllm
@@ -116,4 +123,13 @@ $(VENV)/installed-cluster: | $(VENV)/installed-dev
 
 $(VENV)/installed-vllm: src/stretto/inference/vllm/install.py | $(VENV)/installed
 	$(BIN)/python -m stretto.inference.vllm.install
+	@touch $@
+
+# Its own environment: Dynamo's runtime needs an older pydantic than vLLM. Without its dependencies, because one of them is
+# a stub that downloads from an index of NVIDIA's; these are those that the frontend imports.
+$(VENV)/opt/dynamo/installed: | $(VENV)/torch
+	$(BIN)/python -m venv $(VENV)/opt/dynamo
+	$(VENV)/opt/dynamo/bin/python -m pip install -q --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	$(VENV)/opt/dynamo/bin/python -m pip install -q 'aiohttp>=3.14.3,<4' 'msgspec>=0.19' 'prometheus-client<1' \
+		'pyzmq>=26' 'transformers>=4.56' 'zstandard<1' uvloop 'pydantic<=2.13.5'
 	@touch $@

@@ -43,12 +43,15 @@ Rows = list[tuple[str, str]]
 def rl(cfg: RLConfig) -> str:
     """The screen of `rl`."""
     from stretto.launch.plan.plan import table
+    from stretto.launch.plan.routers import check_router
     from stretto.launch.run.rl import plan_only
 
     checked = check_user_code(cfg.orchestrator)
+    router = check_router(cfg.inference, is_dry_run=True)
     plan, directory = plan_only(cfg)
     tasks, missing = preview(cfg.orchestrator_config())
     rows = [*_model(cfg.model, missing), *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
+    rows += [("router", f"NOT READY: {router}")] if router else []
     written = f"{_run_directory(cfg)}\nits configs and commands are in {directory / 'configs'} and plan.json"
     return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
 

@@ -11,6 +11,9 @@ import errno
 import os
 import socket
 import sys
+import urllib.request
+from contextlib import AbstractContextManager
+from http.client import HTTPResponse
 
 from stretto.base.errors import ConfigError
 
@@ -93,3 +96,26 @@ def is_own_address(host: str) -> bool:
                 continue
             return True
     return False
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def open_url(request: str | urllib.request.Request, timeout_s: float) -> AbstractContextManager[HTTPResponse]:
+    """Ask a server of the run's; never through a proxy of the environment, which leads out of the cluster.
+
+    Raises: OSError (urllib.error.HTTPError for a status from 400 on).
+    """
+    return _DIRECT.open(request, timeout=timeout_s)
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's own address on the way to another; None if there is no way, or no such name. Sends nothing."""
+    try:
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return probe.getsockname()[0]
+    except OSError:
+        pass
+    return None

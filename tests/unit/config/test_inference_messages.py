@@ -87,6 +87,41 @@ WRONG = {
         'router.extra.balance_abs_threshold does nothing with router.policy = "round_robin"; use "cache_aware"',
     ),
     "an address that is none": ('router.address = "nonsense"', "is not an address; write it like"),
+    "no such router": ('router.type = "envoy"', 'must be "vllm" or "dynamo" or "llm-d"'),
+    "a policy of another router": (
+        'router.type = "dynamo"\nrouter.policy = "consistent_hash"',
+        'router.policy = "consistent_hash" is no policy of router.type = "dynamo"; it has kv, session_affinity,',
+    ),
+    "a policy of Dynamo's": (
+        'router.policy = "kv"',
+        'is no policy of router.type = "vllm"; it has consistent_hash,',
+    ),
+    "a frontend that runs elsewhere": (
+        'router.type = "dynamo"\nrouter.address = "http://r:1"',
+        "cannot take these engines; leave the address out",
+    ),
+    "prefill and decode behind Dynamo": (
+        'router.type = "dynamo"\n[deployment]\ntype = "disaggregated"',
+        'Dynamo divides prefill and decode among workers of its own only; use "vllm"',
+    ),
+    "adapters behind Dynamo": ('router.type = "dynamo"\n[lora]\nmax_loras = 2', "none of its adapters"),
+    "what the plan says to Dynamo": (
+        'router.type = "dynamo"\n[router.extra]\nrouter_mode = "random"',
+        "router.extra.router_mode follows from inference.router.policy",
+    ),
+    "llm-d outside of Kubernetes": (
+        'router.type = "llm-d"',
+        "deploy with the Helm chart and llmd.enabled=true",
+    ),
+    "a policy for a router that runs": (
+        'router.address = "http://r:1"\nrouter.policy = "round_robin"',
+        "the router that runs there has its own",
+    ),
+    "a Python for vllm-router": ('router.interpreter = "/p"', "only Dynamo has a Python of its own"),
+    "a port of a router elsewhere": (
+        'router.address = "http://r:1"\ndeployment.router_port = 9000',
+        "no router is started",
+    ),
     "a port of no router": ('router = "None"\ndeployment.router_port = 9000', "there is no router"),
     # what the embedded engine has not
     "tensor parallelism embedded": (

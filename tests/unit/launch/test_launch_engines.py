@@ -10,7 +10,7 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.config.sections.engines import PEERS_VAR
 from stretto.config.sections.inference import InferenceSection
-from stretto.launch.plan import engines
+from stretto.launch.plan import routers
 from stretto.launch.plan.engines import EnginesPlan, plan_engines, plan_replicas
 
 NODES = [f"node-{i}" for i in range(18)]
@@ -262,10 +262,10 @@ def test_routers_of_one_host_do_not_share_a_port_for_their_metrics():
         other.listen(1)
         taken = other.getsockname()[1]
         port = (
-            taken - engines.METRICS_OFFSET
-            if taken - engines.METRICS_OFFSET > 1024
-            else taken + engines.METRICS_OFFSET
+            taken - routers.METRICS_OFFSET
+            if taken - routers.METRICS_OFFSET > 1024
+            else taken + routers.METRICS_OFFSET
         )
-        found = engines._metrics_port(port)
+        found = routers._metrics_port(port)
     assert found != taken and 1024 < found < 65_536
-    assert engines._metrics_port(8000) != engines._metrics_port(8100)
+    assert routers._metrics_port(8000) != routers._metrics_port(8100)

@@ -104,7 +104,7 @@ args:
 {{- $words = concat $words (list (printf "--orchestrator.env.%d.num-workers" $i) (toString $count)) }}
 {{- end }}
 {{- if .root.Values.llmd.enabled }}
-{{- $words = concat $words (list "--inference.router.address" (trimSuffix "/v1" (include "stretto.inferenceUrl" .root))) }}
+{{- $words = concat $words (list "--inference.router.type" "llm-d" "--inference.router.address" (trimSuffix "/v1" (include "stretto.inferenceUrl" .root))) }}
 {{- end }}
 {{- if include "stretto.hasSidecar" . }}
 {{- $words = concat $words (list "--inference.server.host" "0.0.0.0") }}{{/* the sidecar asks localhost */}}

@@ -50,7 +50,7 @@ def take_router_flags(words: Sequence[str], section: str) -> list[str]:
         name = option.removeprefix(PREFIX).replace("_", "-")
         if not option.startswith(PREFIX):
             done.append(word)
-        elif name in ("policy", "address", "extra"):
+        elif name in ("type", "policy", "address", "interpreter", "extra"):
             done += [f"--{section}router.{name}", *([value] if equals else [])]
         else:
             # `--router-temperature` of the router's own begins so too.

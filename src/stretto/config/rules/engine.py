@@ -13,7 +13,7 @@ from stretto.config.flags.vllm import VLLM
 from stretto.config.root import InferenceConfig
 from stretto.config.rules.rule import At, Each, Idle, Problem, Rule, Rules, problem
 from stretto.config.section import show
-from stretto.config.sections.engines import RouterSection, cache_aware_options
+from stretto.config.sections.engines import POLICIES, RouterSection, cache_aware_options
 from stretto.config.sections.inference import VLLM_KEYS, InferenceSection, ParallelSection
 
 PLANNED = (
@@ -56,14 +56,41 @@ def check_vllm_options(section: InferenceSection, at: At) -> Iterator[Problem]:
             yield from _refused(VLLM.arguments, key, value, at(path))
 
 
+PLANNED_OF_DYNAMO = (
+    "http-host", "http-port", "router-mode", "router-session-affinity-ttl-secs", "router-kv-events",
+    "discovery-backend", "request-plane", "event-plane", "model-name", "model-path", "namespace", "interactive",
+    "kserve-grpc-server",
+)  # fmt: skip
+"""Options of Dynamo's frontend that follow from the plan or from `policy`."""
+
+
 def check_router_options(router: RouterSection, at: At) -> Iterator[Problem]:
     """Options that the router has, and that its policy uses."""
+    if router.type == "dynamo":  # it refuses unknown ones at its start, with its own message
+        for key in router.extra:
+            if option_of(key).removeprefix("--").removeprefix("no-") in PLANNED_OF_DYNAMO:
+                rule = "follows from inference.router.policy and from the engines; leave it out"
+                yield problem(router, at, f"extra.{key}", f"{{0.path}} {rule}")
+        return
     for key, value in router.extra.items():
         yield from _refused(router_arguments, key, value, at(f"extra.{key}"))
     idle = cache_aware_options(router.extra)
     if idle and router.policy != "cache_aware":
         way = 'use "cache_aware", or leave it out'
         yield problem(router, at, f"extra.{idle[0]} policy", f"{{0.path}} does nothing with {{1}}; {way}")
+
+
+def other_policies(router: RouterSection) -> str | None:
+    """The policies of this type of router, if it has not the one that is given."""
+    of_type = POLICIES.get(router.type, (router.policy,))
+    return None if router.policy in of_type else ", ".join(of_type)
+
+
+def ignored_by(router: RouterSection) -> str | None:
+    """Why the router has options of its own, and not those that are given here."""
+    if router.type == "llm-d":
+        return "llm-d's picker is configured by the chart"
+    return "the router that runs there has its own" if router.address is not None else None
 
 
 def _refused(check: Callable[..., object], *given: Any) -> Iterator[Problem]:
@@ -132,6 +159,13 @@ RULES: Rules = {
         check_node_gpus,
         check_vllm_options,
         Idle("deployment.router_port", "router", lambda s: s.router is None and "there is no router"),
+        Idle("deployment.router_port", "router.address",
+             lambda s: s.router is not None and s.router.address is not None and "no router is started"),
+        Rule("router.type deployment.type",
+             lambda s: s.router is not None and s.router.type == "dynamo" and s.deployment.type == "disaggregated",
+             '{0} with {1}: Dynamo divides prefill and decode among workers of its own only; use "vllm"'),
+        Rule("router.type lora", lambda s: s.router is not None and s.router.type == "dynamo" and s.lora is not None,
+             '{0} with {1.path}: Dynamo knows the model, and none of its adapters; use "vllm"'),
         Rule("kv_cache_tokens block_size",
              lambda s: (s.kv_cache_tokens or math.inf) < (s.block_size or 16) and (s.block_size or 16),
              "{0} is less than one block of {1.path} = {it}; raise it"),
@@ -145,6 +179,15 @@ RULES: Rules = {
         check_router_options,
         Rule("address", lambda s: s.address is not None and not s.address.startswith(("http://", "https://")),
              "{0} is not an address; write it like http://host:3000"),
+        Rule("policy type", other_policies, "{0} is no policy of {1}; it has {it}"),
+        Rule("type address", lambda s: s.type == "dynamo" and s.address is not None,
+             "{0} with {1}: a frontend that runs elsewhere has workers of its own and cannot take these engines; leave "
+             "the address out: one is started"),
+        Rule("type", lambda s: s.type == "llm-d" and s.address is None,
+             "{0}: its picker and sidecars come as containers and find engines by labels of Kubernetes; deploy with "
+             "the Helm chart and llmd.enabled=true, or give inference.router.address of a gateway that runs"),
+        Idle("policy extra.*", "type", ignored_by),
+        Idle("interpreter", "type", lambda s: s.type != "dynamo" and "only Dynamo has a Python of its own"),
     ),
 }
 # fmt: on

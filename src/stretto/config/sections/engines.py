@@ -18,9 +18,18 @@ PEERS_VAR = "STRETTO_PEERS"
 HOLD_VAR = "STRETTO_HOLD"
 """Environment variable: set, an engine is not admitted before it was given this run's weights."""
 
+RouterType = Literal["vllm", "dynamo", "llm-d"]
 Policy = Literal[
-    "consistent_hash", "round_robin", "random", "cache_aware", "kv_aware", "power_of_two", "sticky_least_loaded"
+    "consistent_hash", "round_robin", "random", "cache_aware", "kv_aware", "power_of_two", "sticky_least_loaded",
+    "kv", "session_affinity", "least_loaded",
 ]  # fmt: skip
+POLICIES: dict[str, tuple[str, ...]] = {
+    "vllm": (
+        "consistent_hash", "round_robin", "random", "cache_aware", "kv_aware", "power_of_two", "sticky_least_loaded"
+    ),
+    "dynamo": ("kv", "session_affinity", "round_robin", "random", "power_of_two", "least_loaded"),
+}  # fmt: skip
+"""Policies by type; the first is the default."""
 
 CACHE_AWARE_OPTIONS = (
     "balance_abs_threshold", "balance_rel_threshold", "cache_threshold", "eviction_interval_secs", "max_tree_size"
@@ -29,22 +38,34 @@ CACHE_AWARE_OPTIONS = (
 
 
 class RouterSection(Section):
-    """The vllm-router before several engines; a single engine has one too if a key of this section is given."""
+    """What stands before several engines; a single engine has one too if a key of this section is given."""
 
+    type: RouterType = "vllm"
+    """`vllm`: vllm-router; `dynamo`: NVIDIA Dynamo's frontend, which `make dynamo` installs; `llm-d`: llm-d's endpoint
+    picker, which the Helm chart starts."""
     policy: Policy = "consistent_hash"
     """`consistent_hash`: the turns of a rollout go to the engine that has its cache; `round_robin`: each in turn;
-    `cache_aware` is the default where an option is given that only it has, such as `balance_abs_threshold`."""
+    `cache_aware` is the default where an option is given that only it has, such as `balance_abs_threshold`. Dynamo:
+    `kv`, the default, the engine with the longest cached prefix and the least load; `session_affinity`: as
+    `consistent_hash`; `round_robin`, `random`, `power_of_two`, `least_loaded`."""
     address: str | None = None
-    """A router that runs already, `http://host:port`; None: one is started where there are several engines."""
+    """A router that runs already, `http://host:port`; None: one is started where there are several engines. Engines
+    enter the list of a vllm-router themselves."""
+    interpreter: str | None = None
+    """The Python that has Dynamo; None: that of `make dynamo`."""
     extra: dict[str, Any] = Field({})
-    """Any other option of vllm-router's, `cb_failure_threshold = 3`."""
+    """Any other option of vllm-router's, `cb_failure_threshold = 3`, or of Dynamo's frontend."""
 
     @model_validator(mode="before")
     @classmethod
     def _follow_options(cls, data: Any) -> Any:
-        extra = data.get("extra") if isinstance(data, dict) else None
-        if isinstance(extra, dict) and "policy" not in data and cache_aware_options(extra):
-            data = {**data, "policy": "cache_aware"}
+        if not isinstance(data, dict) or "policy" in data:
+            return data
+        extra = data.get("extra")
+        if data.get("type") == "dynamo":
+            return {**data, "policy": POLICIES["dynamo"][0]}
+        if isinstance(extra, dict) and cache_aware_options(extra):
+            return {**data, "policy": "cache_aware"}
         return data
 
     @property

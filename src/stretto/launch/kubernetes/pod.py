@@ -30,10 +30,10 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
-from stretto.launch.plan.engines import plan_router
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.placement import replaced
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec, helper_processes
+from stretto.launch.plan.routers import plan_registrars, plan_router
 
 PODS_VAR = "STRETTO_PODS"
 ROLES = ("orchestrator", "trainer", "inference", "router")
@@ -205,6 +205,11 @@ def _engine_flags(pod: Pod, section: InferenceSection | None) -> dict[str, Any]:
 def _check_router(pod: Pod, cfg: RLConfig) -> None:
     """Raises: ConfigError if the release has a router's pod and the plan nothing for it."""
     section = cfg.inference
+    if section is not None and section.router is not None and section.router.type == "dynamo":
+        raise ConfigError(
+            'inference.router.type = "dynamo": the chart starts vllm-router, or llm-d with llmd.enabled; leave it out, '
+            "or set router.enabled=false and inference.router.address"
+        )
     if pod.router is None:
         return
     if section is None or section.router is None or section.router.address is not None:
@@ -269,15 +274,20 @@ def _with_router(plan: LaunchPlan, pod: Pod, section: InferenceSection) -> Launc
     """The plan with the release's router before all engines, or the one that runs elsewhere."""
     if section.router is None or plan.engines is None:
         return plan
+    hosts = pod.sets["inference"].hosts
     if section.router.address is not None:
-        return _with_url(plan, section.router.address)
-    if pod.router is None:
+        registrars = plan_registrars(section.router, plan.engines.engines, hosts)
+        plan = _with_url(plan, section.router.address)
+        engines = dataclasses.replace(plan.engines, registrars=registrars)
+    elif pod.router is None:
         return plan
-    router = plan_router(section.router, plan.engines.engines, pod.sets["inference"].hosts, section)
-    engines = dataclasses.replace(plan.engines, routers=(router,))
+    else:
+        router, _ = plan_router(section.router, plan.engines.engines, hosts, section)
+        engines = dataclasses.replace(plan.engines, routers=(router,))
     (key,) = {spec.env.get(KEY_VAR, "") for spec in plan.processes if spec.role == "inference"}
-    (spec,) = helper_processes(dataclasses.replace(engines, stores=()), router_env={KEY_VAR: key})
-    return dataclasses.replace(plan, engines=engines, processes=(*plan.processes, spec))
+    first = pod.sets["trainer"].replicas
+    started = helper_processes(dataclasses.replace(engines, stores=()), first, router_env={KEY_VAR: key})
+    return dataclasses.replace(plan, engines=engines, processes=(*plan.processes, *started))
 
 
 def _with_url(plan: LaunchPlan, url: str) -> LaunchPlan:

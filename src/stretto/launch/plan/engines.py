@@ -14,19 +14,18 @@ Rollouts go to the router. Admin calls go to every engine: the router would pass
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import fields, replace
+from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.base.ports import in_url, is_free
-from stretto.config.flags import router as router_flags
+from stretto.base.ports import in_url
 from stretto.config.rules.engine import check_node_gpus
 from stretto.config.rules.rule import below
 from stretto.config.sections.engines import (
-    ADMITTED,
     PEERS_VAR,
     STORE_VARIABLE,
     Disaggregated,
@@ -36,54 +35,13 @@ from stretto.config.sections.engines import (
     SingleNode,
 )
 from stretto.config.sections.inference import InferenceSection
+from stretto.launch.plan.routers import has_unguarded_router, listen_address, plan_registrars, plan_router
+from stretto.launch.plan.specs import EngineSpec, EnginesPlan, HelperSpec, Role
 
-Role = Literal["engine", "prefill", "decode"]
 BACKEND_OFFSET = 100
-METRICS_OFFSET = 10_000
 NIXL = "NixlConnector"
 STORE_ADDRESS_VAR = "MC_TCP_BIND_ADDRESS"
 """Where others reach a process of Mooncake; by itself it takes one of the machine's addresses."""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """One `stretto inference` process."""
-
-    name: str
-    role: Role
-    node: int
-    section: InferenceSection
-    """The section of this process: its port and vLLM options, the parallel degrees of the whole engine."""
-    env: dict[str, str] = field(default_factory=dict)
-    num_gpus: int = 1
-
-    def url(self, hosts: Sequence[str]) -> str:
-        return f"http://{in_url(hosts[self.node])}:{self.section.server.port}"
-
-
-@dataclass(frozen=True)
-class HelperSpec:
-    """A process that is not an engine: a router, the cache store's master, or one node's part of the store."""
-
-    name: str
-    node: int
-    argv: tuple[str, ...]
-    port: int
-    env: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EnginesPlan:
-    """All processes of inference, and where to reach them."""
-
-    engines: tuple[EngineSpec, ...]
-    routers: tuple[HelperSpec, ...]
-    stores: tuple[HelperSpec, ...]
-    """The processes of the KV cache store that all engines share: the master, then one per node."""
-    base_urls: tuple[str, ...]
-    """Where rollouts go."""
-    admin_urls: tuple[str, ...]
-    """Every engine process, for admin calls."""
 
 
 def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: bool = False) -> EnginesPlan:
@@ -113,9 +71,10 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     if not is_routed or router is None:
         return EnginesPlan(tuple(engines), (), stores, admin, admin)
     if router.address is not None:
-        return EnginesPlan(tuple(engines), (), stores, (router.address,), admin)
-    spec = plan_router(router, engines, hosts, section)
-    return EnginesPlan(tuple(engines), (spec,), stores, (f"http://{in_url(hosts[0])}:{spec.port}",), admin)
+        registrars = plan_registrars(router, engines, hosts)
+        return EnginesPlan(tuple(engines), (), stores, (router.address,), admin, registrars)
+    spec, url = plan_router(router, engines, hosts, section)
+    return EnginesPlan(tuple(engines), (spec,), stores, (url,), admin)
 
 
 def has_router(section: InferenceSection) -> bool:
@@ -128,7 +87,11 @@ def has_router(section: InferenceSection) -> bool:
 
 
 def plan_replicas(
-    section: InferenceSection, hosts: Sequence[str], num_replicas: int, *, is_cpu: bool = False
+    section: InferenceSection,
+    hosts: Sequence[str],
+    num_replicas: int,
+    *,
+    is_cpu: bool = False,
 ) -> EnginesPlan:
     """Plan [inference] num_replicas times, each replica with its own nodes and router.
 
@@ -138,20 +101,38 @@ def plan_replicas(
         return plan_engines(section, hosts, is_cpu=is_cpu)
     each = section.deployment.num_nodes
     _need_nodes(hosts, each * num_replicas, "deployment.num_infer_replicas")
-    engines: list[EngineSpec] = []
-    routers: list[HelperSpec] = []
-    urls: list[str] = []
-    admin: list[str] = []
-    stores: list[HelperSpec] = []
+    parts: list[EnginesPlan] = []
     for replica in range(num_replicas):
         first = replica * each
-        plan = plan_engines(section, hosts[first : first + each], is_cpu=is_cpu)
-        engines += [replace(e, name=f"replica_{replica}_{e.name}", node=first + e.node) for e in plan.engines]
-        routers += [replace(r, name=f"replica_{replica}_{r.name}", node=first + r.node) for r in plan.routers]
-        urls += plan.base_urls
-        admin += plan.admin_urls
-        stores += [replace(h, name=f"replica_{replica}_{h.name}", node=first + h.node) for h in plan.stores]
-    return EnginesPlan(tuple(engines), tuple(routers), tuple(stores), tuple(urls), tuple(admin))
+        own = _with_router_port(section, replica) if has_unguarded_router(section) else section
+        plan = plan_engines(own, hosts[first : first + each], is_cpu=is_cpu)
+
+        def moved(specs: Sequence[Any], replica: int = replica, first: int = first) -> tuple[Any, ...]:
+            return tuple(replace(s, name=f"replica_{replica}_{s.name}", node=first + s.node) for s in specs)
+
+        parts.append(
+            EnginesPlan(
+                moved(plan.engines),
+                moved(plan.routers),
+                moved(plan.stores),
+                plan.base_urls,
+                plan.admin_urls,
+                moved(plan.registrars),
+            )
+        )
+    joined = {
+        part.name: tuple(itertools.chain.from_iterable(getattr(each, part.name) for each in parts))
+        for part in fields(EnginesPlan)
+    }
+    # All replicas may be behind one router that runs elsewhere.
+    return EnginesPlan(**joined | {"base_urls": tuple(dict.fromkeys(joined["base_urls"]))})
+
+
+def _with_router_port(section: InferenceSection, replica: int) -> InferenceSection:
+    """The section with this replica's router on a port of its own: routers that are not guarded are on one node."""
+    shape = section.deployment
+    port = (shape.router_port or section.server.port) + replica
+    return section.model_copy(update={"deployment": shape.model_copy(update={"router_port": port})})
 
 
 def _need_nodes(hosts: Sequence[str], needed: int, key: str) -> None:
@@ -187,13 +168,10 @@ def _with_listen_address(engine: EngineSpec, hosts: Sequence[str]) -> EngineSpec
     """Let the engine listen where other nodes reach it, unless the user gave an address."""
     server = engine.section.server
     listening = listen_address(server.host, hosts[engine.node])
+    if listening == server.host:
+        return engine  # an engine that is alone then chooses its own: inference/server.py
     own = engine.section.model_copy(update={"server": server.model_copy(update={"host": listening})})
     return replace(engine, section=own)
-
-
-def listen_address(host: str, node: str) -> str:
-    """Replace loopback, the default, by the node's address: other machines cannot reach loopback."""
-    return node if host == "127.0.0.1" and node != "localhost" else host
 
 
 # -- shapes --
@@ -419,44 +397,3 @@ def _stores(offload: MooncakeOffload, hosts: Sequence[str]) -> tuple[HelperSpec,
         env |= {} if offload.disk is None else {"MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": offload.disk.path}
         parts.append(HelperSpec(f"kv_store_{node}", node, words, offload.client_port, env))
     return HelperSpec("kv_master", 0, master, offload.master_port), *parts
-
-
-# -- the router --
-
-
-def _metrics_port(port: int) -> int:
-    """A free port for the router's own metrics; by default all routers of a host would take the same one."""
-    first = port + METRICS_OFFSET if port + METRICS_OFFSET < 65_000 else port - METRICS_OFFSET
-    return next((found for found in range(first, first + 500) if is_free("127.0.0.1", found)), first)
-
-
-def plan_router(
-    router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str], section: InferenceSection
-) -> HelperSpec:
-    """Plan the vllm-router before engines on these hosts; it is on the first."""
-    shape = section.deployment
-    port = shape.router_port or section.server.port
-    words = ["--host", listen_address(section.server.host, hosts[0]), "--port", str(port)]
-    words += ["--policy", router.policy]
-    if isinstance(shape, Disaggregated):
-        words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-        for engine in engines:
-            words += [f"--{engine.role}", engine.url(hosts)]
-    else:
-        words += ["--worker-urls", *(engine.url(hosts) for engine in engines)]
-    # High limits: rollouts may take long, and the orchestrator itself limits their number and retries them.
-    options: dict[str, Any] = {
-        "health_check_endpoint": ADMITTED,
-        "health_check_interval_secs": 2,
-        "health_failure_threshold": 2,
-        "health_success_threshold": 1,
-        "worker_startup_timeout_secs": 1800,
-        "request_timeout_secs": 7200,
-        "max_concurrent_requests": 65536,
-        "log_level": "warning",
-        "prometheus_port": _metrics_port(port),
-        **router.extra,
-    }
-    for name, value in options.items():
-        words += router_flags.arguments(name, value, f"inference.router.extra.{name}")
-    return HelperSpec("router", 0, (sys.executable, "-m", "stretto.launch.run.router", *words), port)

@@ -7,16 +7,19 @@ config, and the plan depends on nothing that differs between machines. Nodes, in
     first                 orchestrator, trainer ranks, console
     num_train_nodes - 1   trainer ranks
     the rest              inference: one replica after another, as inference.deployment says, each with its router on
-                          its first node
+                          its first node; Dynamo's frontend, which asks nobody for a key, is on the first of all
+                          nodes, where only that machine's processes reach it
 """
 
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from socket import AF_INET, AF_INET6
 from types import MappingProxyType
 
 from stretto.base import process
@@ -28,7 +31,7 @@ from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import MultiNodeDeployment
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import InferenceSection
-from stretto.launch.plan.engines import EngineSpec, EnginesPlan, plan_replicas
+from stretto.launch.plan.engines import plan_replicas
 from stretto.launch.plan.placement import GPU_HOST_THREADS, MOST_THREADS, replaced, with_canary_tolerance
 from stretto.launch.plan.plan import (
     ENGINE_RESTARTS,
@@ -38,7 +41,10 @@ from stretto.launch.plan.plan import (
     engine_key_env,
     helper_processes,
     rank_env,
+    with_engine_key,
 )
+from stretto.launch.plan.routers import has_unguarded_router
+from stretto.launch.plan.specs import EngineSpec, EnginesPlan
 
 LOOPBACK = "127.0.0.1"
 RANK_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
@@ -58,7 +64,7 @@ def plan_nodes(
     assert isinstance(shape, MultiNodeDeployment), shape
     hosts = node_hosts(cfg)
     cfg = _with_addresses(cfg, hosts[0])
-    keyed, notes = _with_key(cfg, secret)
+    keyed, notes = with_engine_key(cfg, secret)
     engines = _engines(cfg, hosts[shape.num_train_nodes :])
     has_gpus, samples = bool(shape.gpus_per_node), cfg.inference is not None and cfg.inference.device != "cpu"
     cfg = with_canary_tolerance(cfg, trains_on_gpus=has_gpus, samples_on_gpus=has_gpus and samples)
@@ -71,9 +77,14 @@ def plan_nodes(
     processes = [_orchestrator(cfg, run, keyed), *_trainers(cfg, run, hosts)]
     if engines is not None and cfg.inference is not None and keyed is not None:
         key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
-        processes += engine_processes(
+        started = engine_processes(
             cfg.inference, engines, run, first_node=shape.num_train_nodes, is_held=True, key_env=key
         )
+        is_first = has_unguarded_router(cfg.inference)
+        processes += [
+            dataclasses.replace(spec, node=0) if spec.role == "router" and is_first else spec
+            for spec in started
+        ]
     return LaunchPlan.of(run, cfg, engines, processes, hosts=hosts, notes=notes)
 
 
@@ -148,7 +159,7 @@ def check_ports(specs: Sequence[ProcessSpec], node: int, host: str, ways: str) -
 
 
 def check_reachable(hosts: Sequence[str], node: int) -> None:
-    """Raises: ConfigError if this node's own name is an address that the others cannot reach.
+    """Raises: ConfigError if this node's own name leads only to addresses that the others cannot reach.
 
     Debian and others give a machine's name to 127.0.1.1; what listens there hears this machine alone.
     """
@@ -156,13 +167,16 @@ def check_reachable(hosts: Sequence[str], node: int) -> None:
     if len(set(hosts)) == 1 or host == "localhost" or host.replace(".", "").isdigit() or ":" in host:
         return
     try:
-        address = socket.gethostbyname(host)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as cause:
         raise ConfigError(f"node {node}, {host}: this machine cannot resolve that name ({cause})") from cause
-    if address.startswith("127."):
+    # Where a name has addresses of both kinds, servers take the IPv4 ones.
+    kinds = {kind: [str(at[0]) for family, *_, at in found if family == kind] for kind in (AF_INET, AF_INET6)}
+    addresses = kinds[AF_INET] or kinds[AF_INET6]
+    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         raise ConfigError(
-            f"node {node}, {host}: on this machine that name is {address}, where other nodes cannot reach it; correct "
-            "/etc/hosts, or give addresses instead of names."
+            f"node {node}, {host}: on this machine that name is {' and '.join(addresses)}, where other nodes cannot "
+            "reach it; correct /etc/hosts, or give addresses instead of names."
         )
 
 
@@ -175,24 +189,6 @@ def _with_addresses(cfg: RLConfig, head: str) -> RLConfig:
         if getattr(getattr(cfg, wire), "host", None) == LOOPBACK:
             cfg = replaced(cfg, f"{wire}.host", head)
     return cfg
-
-
-def _with_key(cfg: RLConfig, secret: Secret | None) -> tuple[InferenceSection | None, list[str]]:
-    """[inference] with the API key of engines that other hosts reach; also a note that says where it comes from.
-
-    First choice is the config, then the environment; else every node makes the same key from the run's secret. That
-    key is given to processes in their environment, and the configs that are written do not have it.
-    """
-    section = cfg.inference
-    if section is None or section.api_key is not None:
-        return section, []
-    if os.environ.get(variable := cfg.orchestrator.client.api_key_var):
-        return section, [f"the engines' key is that of {variable}: it must be set on every node"]
-    if secret is not None:
-        section = section.model_copy(update={"api_key": secret.text_key("inference.api_key")})
-    return section, [
-        "inference.api_key is made from the run's secret: engines answer the run's own processes alone"
-    ]
 
 
 def _engines(cfg: RLConfig, hosts: Sequence[str]) -> EnginesPlan | None:

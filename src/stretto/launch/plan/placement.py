@@ -16,7 +16,8 @@ from stretto.config.root import RLConfig
 from stretto.config.rules.engine import product
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import dtype_on
-from stretto.launch.plan.engines import BACKEND_OFFSET, EnginesPlan, has_router, plan_engines
+from stretto.launch.plan.engines import BACKEND_OFFSET, has_router, plan_engines
+from stretto.launch.plan.specs import EnginesPlan
 
 _PORTS_TRIED = 200
 TEACHER_PORT = 8050  # of the teacher's engine if none is given: the first free one from here

@@ -21,6 +21,7 @@ from typing import Any
 from stretto.base import process
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
+from stretto.base.secret import Secret
 from stretto.config.load import dump, write_json
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig
 from stretto.config.section import Section
@@ -28,7 +29,6 @@ from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
-from stretto.launch.plan.engines import EngineSpec, EnginesPlan
 from stretto.launch.plan.placement import (
     assign_gpus,
     assign_teacher_gpus,
@@ -44,6 +44,8 @@ from stretto.launch.plan.placement import (
     with_free_ports,
     with_threads,
 )
+from stretto.launch.plan.routers import with_reachable_host
+from stretto.launch.plan.specs import EngineSpec, EnginesPlan
 
 ENGINE_RESTARTS = 3
 RENDEZVOUS_PORT = 29500  # where trainer ranks find each other; the first free one from here
@@ -142,13 +144,24 @@ class LaunchPlan:
 
 
 def plan(
-    cfg: RLConfig, run: RunDir, resume_step: int | None = None, *, ports: PortClaims | None = None
+    cfg: RLConfig,
+    run: RunDir,
+    resume_step: int | None = None,
+    *,
+    ports: PortClaims | None = None,
+    secret: Secret | None = None,
 ) -> LaunchPlan:
     """Plan the processes of a run on this machine; their ports stay claimed as long as `ports` is open.
+
+    secret: the run's, from which a key is made for engines that a router on another machine reaches.
 
     Raises: ConfigError if a port given by the user is taken, or GPUs are missing.
     """
     notes: list[str] = []
+    keyed = cfg.inference
+    if cfg.inference is not None and (reached := with_reachable_host(cfg.inference)) is not cfg.inference:
+        cfg = cfg.model_copy(update={"inference": reached})
+        keyed, notes = with_engine_key(cfg, secret)
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
         cfg = with_free_ports(cfg, claims, notes)
@@ -172,7 +185,7 @@ def plan(
         resume = cfg.resume.model_copy(update={"step": resume_step})
         cfg = cfg.model_copy(update={"resume": resume})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
-    processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus, rendezvous)
+    processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus, rendezvous, keyed)
     if cfg.teacher_inference is not None:
         processes.insert(0, _teacher_process(cfg, run, threads["teacher"], teacher_gpus))
     return LaunchPlan.of(run, cfg, engines, processes, notes=notes)
@@ -203,7 +216,10 @@ def _processes(
     trainer_gpus: list[str],
     inference_gpus: list[str],
     rendezvous: int,
+    keyed: InferenceSection | None,
 ) -> list[ProcessSpec]:
+    """keyed: [inference] with the key of its engines."""
+
     def spec(
         role: str,
         rank: int,
@@ -226,10 +242,10 @@ def _processes(
 
     processes = []
     key_env = {}
-    if cfg.inference is not None and engines is not None:
+    if cfg.inference is not None and keyed is not None and engines is not None:
         # Routers send an engine nothing until it has this run's weights: it starts with those of the model.
         hold = {HOLD_VAR: "1"}
-        engine_key = engine_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
+        engine_key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
         gpus = iter(inference_gpus)
         count = len(engines.engines)
         for rank, engine in enumerate(engines.engines):
@@ -238,7 +254,7 @@ def _processes(
             env = {**hold, **engine.env, **engine_key}
             processes.append(spec("inference", rank, count, own, ports, env, config=engine.name))
         processes += helper_processes(engines, router_env=engine_key)
-        key_env |= client_key_env(cfg.inference, cfg.orchestrator.client.api_key_var)
+        key_env |= client_key_env(keyed, cfg.orchestrator.client.api_key_var)
     if cfg.orchestrator.teacher is not None and cfg.teacher_inference is not None:
         variable = cfg.orchestrator.teacher.api_key_var
         key_env |= client_key_env(cfg.teacher_inference, variable)
@@ -257,15 +273,16 @@ def _processes(
 def helper_processes(
     engines: EnginesPlan, first_node: int = 0, router_env: Mapping[str, str] = MappingProxyType({})
 ) -> list[ProcessSpec]:
-    """Cache stores and routers as processes.
+    """Cache stores, routers and registrars as processes.
 
     first_node: the number of their node 0. router_env: the engines' key, which routers ask for too.
     """
+    roles = {"kv_store": engines.stores, "router": engines.routers, "registrar": engines.registrars}
     specs = []
-    for role, helpers in (("kv_store", engines.stores), ("router", engines.routers)):
+    for role, helpers in roles.items():
         for rank, helper in enumerate(helpers):
-            env, ports = process.thread_env(1) | helper.env, {"http": helper.port}
-            env |= router_env if role == "router" else {}
+            env = process.thread_env(1) | helper.env | ({} if role == "kv_store" else dict(router_env))
+            ports = {} if helper.port is None else {"http": helper.port}
             spec = ProcessSpec(role, rank, len(helpers), helper.argv, env, (), 1, ports, ENGINE_RESTARTS)
             specs.append(dataclasses.replace(spec, node=first_node + helper.node))
     return specs
@@ -287,6 +304,24 @@ def engine_key_env(section: InferenceSection, client_var: str | None) -> dict[st
     """
     others = {} if client_var == KEY_VAR else {KEY_VAR: ""}
     return others | ({} if client_var is None else client_key_env(section, client_var, KEY_VAR))
+
+
+def with_engine_key(cfg: RLConfig, secret: Secret | None) -> tuple[InferenceSection | None, list[str]]:
+    """[inference] with the API key of engines that other hosts reach; also a note that says where it comes from.
+
+    First choice is the config, then the environment; else every node makes the same key from the run's secret. That
+    key is given to processes in their environment, and the configs that are written do not have it.
+    """
+    section = cfg.inference
+    if section is None or section.api_key is not None:
+        return section, []
+    if os.environ.get(variable := cfg.orchestrator.client.api_key_var):
+        return section, [f"the engines' key is that of {variable}: it must be set on every node"]
+    if secret is not None:
+        section = section.model_copy(update={"api_key": secret.text_key("inference.api_key")})
+    return section, [
+        "inference.api_key is made from the run's secret: engines answer the run's own processes alone"
+    ]
 
 
 def _teacher_process(cfg: RLConfig, run: RunDir, threads: int, gpus: list[str]) -> ProcessSpec:

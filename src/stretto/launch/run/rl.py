@@ -24,6 +24,7 @@ from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.model_check import check_model
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
+from stretto.launch.plan.routers import check_router
 from stretto.launch.ray import run as on_ray
 from stretto.launch.run import node_checks
 from stretto.launch.run.console import Console
@@ -59,6 +60,7 @@ def main(cfg: RLConfig) -> int:
         node_checks.check_others(hosts, node, "deployment.hosts")
         if node > 0:
             return _run_other_node(cfg, run, node)
+    check_router(cfg.inference)
     with closing(rundir.claim(run, **_resume_options(cfg))) as claim, closing(PortClaims()) as ports:
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
         if plan.hosts:
@@ -81,7 +83,7 @@ def _plan(
         rundir.check_max_steps(cfg.max_steps, resume_step)
     if cfg.deployment.type == "multi_node":
         return nodes.plan_nodes(cfg, run, resume_step, secret)
-    return planning.plan(cfg, run, resume_step, ports=ports)
+    return planning.plan(cfg, run, resume_step, ports=ports, secret=secret)
 
 
 def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:

@@ -16,7 +16,7 @@ from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
 from stretto.config.rules.engine import product
 from stretto.config.sections.inference import KEY_VAR
-from stretto.launch.plan.engines import EnginesPlan, plan_engines
+from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.nodes import (
     check_hosts,
     check_ports,
@@ -27,6 +27,8 @@ from stretto.launch.plan.nodes import (
 )
 from stretto.launch.plan.placement import client_host
 from stretto.launch.plan.plan import ProcessSpec, process_table, section_of
+from stretto.launch.plan.routers import check_router, with_reachable_host
+from stretto.launch.plan.specs import EnginesPlan
 from stretto.launch.run import node_checks, supervisor
 
 STALL_S = 600.0
@@ -48,6 +50,8 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
     """
     nodes = cfg.deployment.num_nodes
     hosts = cfg.hosts
+    if hosts is None and nodes == 1:
+        cfg = cfg.model_copy(update={"server": with_reachable_host(cfg).server})
     if hosts is None:
         if nodes > 1 and not cfg.dry_run:
             raise ConfigError(
@@ -74,12 +78,14 @@ def plan_serving(cfg: InferenceConfig, run: RunDir) -> ServingPlan:
 def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
     """Serve until stopped, or print the plan; the exit status, or the config if this process is enough."""
     run = cfg.run_dir
+    missing = check_router(cfg, is_dry_run=dry_run)
     plan = plan_serving(cfg, run)
     if len(plan.processes) == 1:
         return section_of(cfg, plan.engines.engines[0])
     if dry_run:
         sys.stdout.write(process_table(plan.processes, plan.hosts if len(plan.hosts) > 1 else ()) + "\n")
         sys.stdout.write(f"requests go to {', '.join(plan.engines.base_urls)}\n")
+        sys.stdout.write(f"NOT READY: {missing}\n" if missing else "")
         return 0
     node = find_node_rank(cfg.node_rank, plan.hosts, "node_rank") if len(plan.hosts) > 1 else 0
     own = run if len(plan.hosts) == 1 else RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))

@@ -42,7 +42,7 @@ STALL_SLACK_S = 60.0  # the processes' own watchdogs fire first and say more
 RESTART_GRACE_S = 2.0
 LAST_WORDS_S = 3.0  # for other processes to say why they end when one has failed
 WEDGED_AFTER_S = 60.0  # after its start; before, an engine may be loading its model
-SERVERS = ("inference", "teacher", "router", "kv_store")
+SERVERS = ("inference", "teacher", "router", "registrar", "kv_store")
 """Roles that never end by themselves."""
 FINISH = signal.SIGUSR2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, FINISH)

@@ -418,10 +418,26 @@ class _Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: _CachedTokens | None = None
 
 
+class _Carried(msgspec.Struct, frozen=True):
+    """What a router that has no fields for it carries unseen: launch/run/dynamo_router.py puts it there."""
+
+    weight_versions: dict[str, list[_Span]] = {}
+    usage: _Usage | None = None
+
+
+class _Transfer(msgspec.Struct, frozen=True):
+    stretto: _Carried = _Carried()
+
+
 class _Answer(msgspec.Struct, frozen=True):
     choices: list[_Choice]
     usage: _Usage = _Usage()
     prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+    kv_transfer_params: _Transfer | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[dict[str, Any]] = []
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
@@ -435,6 +451,14 @@ class _Error(msgspec.Struct, frozen=True):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
+def has_models(data: bytes) -> bool:
+    """Whether an answer of MODELS names a model."""
+    try:
+        return bool(msgspec.json.decode(data, type=_Models).data)
+    except msgspec.DecodeError:
+        return False
+
+
 def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion]:
     """The completions in an answer of GENERATE, in sample order.
 
@@ -446,7 +470,8 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
         raise WireError(f"{GENERATE}: the answer to {request.request_id} does not fit: {error}") from error
     if len(answer.choices) != request.n:
         raise WireError(f"{GENERATE}: requested n = {request.n} samples, received {len(answer.choices)}")
-    details = answer.usage.prompt_tokens_details
+    carried = (answer.kv_transfer_params or _Transfer()).stretto
+    details = (carried.usage or answer.usage).prompt_tokens_details
     prompt_logprobs = None
     if request.prompt_logprobs and answer.prompt_logprobs is not None:
         ids = request.prompt_ids.tolist()
@@ -457,7 +482,10 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
             token_ids=np.array(choice.token_ids, np.int32),
             logprobs=_finite_logprobs(request, choice),
             finish_reason=choice.finish_reason,
-            versions=tuple(VersionSpan(_version(s.version), s.start, s.end) for s in choice.weight_versions),
+            versions=tuple(
+                VersionSpan(_version(s.version), s.start, s.end)
+                for s in choice.weight_versions or carried.weight_versions.get(str(choice.index), [])
+            ),
             cached_tokens=(details.cached_tokens or 0) if details else 0,
             prompt_logprobs=prompt_logprobs,
             routed_experts=decode_routed_experts(

@@ -289,12 +289,23 @@ class EngineClient:
         for url in self.urls:
             while True:
                 try:
-                    await self._once("GET", url + api.READINESS)
+                    await self._check_router(url)
                     break
                 except _Transient as error:
                     if time.monotonic() > deadline:
                         raise EngineError(f"the router accepts no engine: {error}") from error
                 await asyncio.sleep(_POLL_S)
+
+    async def _check_router(self, url: str) -> None:
+        """Whether a router has an engine: by READINESS, or, where it has no such route, by the models that it serves.
+
+        Raises: _Transient if it has none.
+        """
+        try:
+            await self._once("GET", url + api.READINESS)
+        except EngineError:
+            if not api.has_models(await self._once("GET", url + api.MODELS)):
+                raise _Unavailable(f"{url}{api.MODELS}: no model") from None
 
     async def prompt_logprobs(
         self, token_ids: Int32[np.ndarray, " tokens"], name: str
@@ -465,7 +476,9 @@ class EngineClient:
         if response.status == 200:
             return data
         message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
-        if response.status == 503:
+        # Dynamo's frontend forgets the model while it has no engine.
+        has_no_engine = self._is_routed and response.status == 404 and b"Model not found" in data
+        if response.status == 503 or has_no_engine:
             raise _Unavailable(message)
         if response.status == 429:
             raise _Full(message)

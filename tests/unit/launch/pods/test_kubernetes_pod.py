@@ -169,7 +169,7 @@ def test_without_a_router_the_orchestrator_has_the_address_of_every_engine(toml:
 
 def test_a_router_that_runs_elsewhere_has_all_engines(toml: Path) -> None:
     address = "http://exp-epp:8080"
-    words = ["--inference.router.address", address]
+    words = ["--inference.router.address", address, "--inference.router.type", "llm-d"]
     _, _, plan = planned(toml, "orchestrator", 0, *words, is_routed=False)
     client = plan.config.orchestrator.client
     assert (client.base_url, len(client.admin_base_url or ())) == (f"{address}/v1", 3)

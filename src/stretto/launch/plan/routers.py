@@ -1,0 +1,219 @@
+"""Plans what stands before several engines: a router that is started with them, or one that runs elsewhere.
+
+    vllm      vllm-router: started here, or at `address`, where a registrar (launch/run/register.py) per node enters
+              the node's engines
+    dynamo    Dynamo's frontend with a worker for each engine, in a Python that has Dynamo (launch/run/dynamo_router.py)
+    llm-d     runs in Kubernetes alone, where the chart starts it and it finds engines by their labels
+
+What calls a router sees no difference: transports/engine/client.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from stretto.base.errors import ConfigError
+from stretto.base.ports import address_towards, in_url, is_free, open_url
+from stretto.config.flags import router as router_flags
+from stretto.config.sections.engines import ADMITTED, Disaggregated, RouterSection
+from stretto.config.sections.inference import InferenceSection
+from stretto.launch.plan.specs import EngineSpec, HelperSpec
+
+LOOPBACK = "127.0.0.1"
+METRICS_OFFSET = 10_000
+ANSWER_TIMEOUT_S = 5.0
+DYNAMO = Path("opt/dynamo/bin/python")
+"""Where `make dynamo` installs Dynamo's Python, from the environment's directory."""
+DYNAMO_MODES = {
+    "kv": ("--router-mode", "kv", "--no-router-kv-events"),
+    "session_affinity": ("--router-mode", "round-robin", "--router-session-affinity-ttl-secs", "86400"),
+}
+"""Flags of Dynamo's frontend by policy, where it is not a mode of that name. Engines report no cache events: in kv mode
+Dynamo remembers what it has sent where."""
+
+
+def listen_address(host: str, node: str) -> str:
+    """Replace loopback, the default, by the node's address: other machines cannot reach loopback."""
+    return node if host == LOOPBACK and node != "localhost" else host
+
+
+def has_unguarded_router(section: InferenceSection | None) -> bool:
+    """Whether the router that is started asks nobody for the engines' key."""
+    return section is not None and section.router is not None and section.router.type == "dynamo"
+
+
+def with_reachable_host(section: InferenceSection) -> InferenceSection:
+    """The section with engines where a router on another machine reaches them, unless the user gave an address."""
+    router, server = section.router, section.server
+    if router is None or router.address is None or "host" in server.model_fields_set:
+        return section
+    parts = urlsplit(router.address)
+    host = address_towards(parts.hostname or "", parts.port or 80)
+    if host is None or host == LOOPBACK:
+        return section
+    return section.model_copy(update={"server": server.model_copy(update={"host": host})})
+
+
+def plan_router(
+    router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str], section: InferenceSection
+) -> tuple[HelperSpec, str]:
+    """The router before engines on these hosts, and its address; it is on the first."""
+    port = section.deployment.router_port or section.server.port
+    if has_unguarded_router(section):
+        return _dynamo(router, engines, hosts, section, LOOPBACK, port), f"http://{LOOPBACK}:{port}"
+    host = listen_address(section.server.host, hosts[0])
+    return _vllm_router(router, engines, hosts, section, host, port), f"http://{in_url(hosts[0])}:{port}"
+
+
+def _vllm_router(
+    router: RouterSection,
+    engines: Sequence[EngineSpec],
+    hosts: Sequence[str],
+    section: InferenceSection,
+    host: str,
+    port: int,
+) -> HelperSpec:
+    words = ["--host", host, "--port", str(port), "--policy", router.policy]
+    if isinstance(section.deployment, Disaggregated):
+        words += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        for engine in engines:
+            words += [f"--{engine.role}", engine.url(hosts)]
+    else:
+        words += ["--worker-urls", *(engine.url(hosts) for engine in engines)]
+    # High limits: rollouts may take long, and the orchestrator itself limits their number and retries them.
+    options: dict[str, Any] = {
+        "health_check_endpoint": ADMITTED,
+        "health_check_interval_secs": 2,
+        "health_failure_threshold": 2,
+        "health_success_threshold": 1,
+        "worker_startup_timeout_secs": 1800,
+        "request_timeout_secs": 7200,
+        "max_concurrent_requests": 65536,
+        "log_level": "warning",
+        "prometheus_host": LOOPBACK,
+        "prometheus_port": _metrics_port(port),
+        **router.extra,
+    }
+    for name, value in options.items():
+        words += router_flags.arguments(name, value, f"inference.router.extra.{name}")
+    return HelperSpec("router", 0, (sys.executable, "-m", "stretto.launch.run.router", *words), port)
+
+
+def _metrics_port(port: int) -> int:
+    """A free port for the router's own metrics; by default all routers of a host would take the same one."""
+    first = port + METRICS_OFFSET if port + METRICS_OFFSET < 65_000 else port - METRICS_OFFSET
+    return next((found for found in range(first, first + 500) if is_free(LOOPBACK, found)), first)
+
+
+# -- Dynamo --
+
+
+def dynamo_python(router: RouterSection) -> str:
+    """The Python that Dynamo is installed in."""
+    return router.interpreter or str(Path(sys.prefix) / DYNAMO)
+
+
+def _dynamo(
+    router: RouterSection,
+    engines: Sequence[EngineSpec],
+    hosts: Sequence[str],
+    section: InferenceSection,
+    host: str,
+    port: int,
+) -> HelperSpec:
+    script = Path(__file__).parent.parent / "run" / "dynamo_router.py"
+    model = section.model or ""
+    words = [dynamo_python(router), "-P", str(script), "--model", str(Path(model).expanduser().absolute())]
+    words += ["--name", section.served_model_name or model, "--engines", *(e.url(hosts) for e in engines)]
+    words += ["--", "--http-host", host, "--http-port", str(port)]
+    words += DYNAMO_MODES.get(router.policy, ("--router-mode", router.policy.replace("_", "-")))
+    for name, value in router.extra.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(option if value else f"--no-{option[2:]}")
+        else:
+            words += [option, value if isinstance(value, str) else json.dumps(value)]
+    return HelperSpec("router", 0, tuple(words), port)
+
+
+# -- a router that runs elsewhere --
+
+
+def plan_registrars(
+    router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str]
+) -> tuple[HelperSpec, ...]:
+    """Per node, the process that enters its engines in the router at `address`.
+
+    None for engines that read or write only, which a vllm-router takes at its own start alone.
+    """
+    if router.type != "vllm" or router.address is None or any(engine.role != "engine" for engine in engines):
+        return ()
+    by_node: dict[int, list[str]] = {}
+    for engine in engines:
+        by_node.setdefault(engine.node, []).append(engine.url(hosts))
+    command = (sys.executable, "-m", "stretto.launch.run.register", router.address)
+    return tuple(HelperSpec("registrar", node, (*command, *urls)) for node, urls in by_node.items())
+
+
+def check_router(section: InferenceSection | None, *, is_dry_run: bool = False) -> str | None:
+    """Look whether what the router needs is there; what is not, in words, if this is a dry run and it may come yet.
+
+    Raises: ConfigError for a router at `address` that does not answer or takes no engines, and without Dynamo.
+    """
+    router = None if section is None else section.router
+    if router is None:
+        return None
+    fault: str | None = None
+    if router.type == "dynamo" and not Path(python := dynamo_python(router)).is_file():
+        fault = (
+            f'inference.router.type = "dynamo": there is no {python}. `make dynamo` installs Dynamo beside stretto, in '
+            "an environment of its own; or give the Python that has it as inference.router.interpreter"
+        )
+    elif router.address is not None and router.type == "vllm":
+        fault = _unanswered(router.address)
+        if fault is None and not isinstance(section and section.deployment, Disaggregated):
+            _check_takes_engines(router.address, section.key if section else None)
+    if fault is not None and not is_dry_run:
+        raise ConfigError(fault)
+    return fault
+
+
+def _unanswered(address: str) -> str | None:
+    """Why nothing can be said of a router yet; None if something answers there."""
+    try:
+        with open_url(address.rstrip("/") + "/liveness", ANSWER_TIMEOUT_S):
+            return None
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", error)
+        return (
+            f"inference.router.address = {address}: nothing answers there ({why}); start the router first, such as "
+            "`vllm-router --host 0.0.0.0 --port 3000`, or leave the address out: one is started with the engines"
+        )
+
+
+def _check_takes_engines(address: str, key: str | None) -> None:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(address.rstrip("/") + "/list_workers", headers=headers)
+    try:
+        with open_url(request, ANSWER_TIMEOUT_S) as answer:
+            if isinstance(json.load(answer)["urls"], list):
+                return
+            why = "no list"
+    except urllib.error.HTTPError as error:
+        why = f"HTTP {error.code}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise ConfigError(
+        f"inference.router.address = {address}: what answers there has no list of engines (GET /list_workers: {why}), "
+        "so engines cannot enter it by POST /add_worker as they do with vllm-router; give the address of one, "
+        'or inference.router.type = "llm-d" for a router that finds engines itself'
+    )

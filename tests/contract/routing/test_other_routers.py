@@ -1,0 +1,191 @@
+"""Routers that engines enter themselves: a real vllm-router that runs elsewhere, and Dynamo's frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from ports import free_port, free_ports_in_a_row
+from servers import logprobs_of, save, scratch, serve, stop
+from waiting import until
+
+from stretto.launch.plan.routers import DYNAMO
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams
+from stretto.transports.engine.client import EngineClient
+
+PROMPT = np.arange(20, 50, dtype=np.int32)
+needs_router = pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm-router is not installed")
+needs_dynamo = pytest.mark.skipif(
+    not (Path(sys.prefix) / DYNAMO).exists(), reason="Dynamo is not installed: `make dynamo`"
+)
+
+
+def request(session: int, num_samples: int = 1) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=4, seed=session, ignore_eos=True)
+    return GenerateRequest(
+        request_id=f"r-{session}",
+        prompt_ids=PROMPT,
+        sampling=sampling,
+        n=num_samples,
+        session_id=f"rollout-{session}",
+    )
+
+
+def assert_exact(completions: list[Completion]) -> None:
+    for completion in completions:
+        assert len(completion.token_ids) == 4 and completion.versions[-1].end == 4
+        expected = logprobs_of(scratch(0), np.concatenate([PROMPT, completion.token_ids]))
+        np.testing.assert_allclose(completion.logprobs, expected[len(PROMPT) - 1 :], atol=2e-5, rtol=0)
+
+
+async def num_served(engines: list[str]) -> list[float]:
+    counts = []
+    for engine in engines:
+        async with EngineClient([engine], api_key="k") as client:
+            counts.append((await client.metrics())["vllm:request_success_total"])
+    return counts
+
+
+def kill_one(launcher: int, engine: str) -> None:
+    """kill -9 of the process that listens where this engine does."""
+    port = int(engine.rpartition(":")[2])
+    for child in psutil.Process(launcher).children(recursive=True):
+        if any(at.laddr.port == port and at.status == "LISTEN" for at in child.net_connections("tcp")):
+            child.kill()
+            return
+    raise AssertionError(f"nobody listens at {engine}")
+
+
+# -- vllm-router --
+
+
+@contextlib.contextmanager
+def router_elsewhere(log: Path, port: int, key: str) -> Iterator[str]:
+    words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    words += [
+        "--policy",
+        "consistent_hash",
+        "--health-check-interval-secs",
+        "600",
+    ]  # it finds out nothing by itself
+    with log.open("ab") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "stretto.launch.run.router", *words],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "VLLM_API_KEY": key},
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        stop(child)
+
+
+def listed(router: str) -> list[str]:
+    asked = urllib.request.Request(router + "/list_workers", headers={"Authorization": "Bearer k"})
+    with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=10) as answer:
+        return sorted(json.load(answer)["urls"])
+    return ["no answer"]
+
+
+@needs_router
+def test_engines_enter_a_router_leave_it_when_killed_and_come_back(tmp_path):
+    model, port, backend = save(scratch(0), tmp_path / "model"), free_port(), free_ports_in_a_row(2)
+    engines = [f"http://127.0.0.1:{backend + i}" for i in range(2)]
+    words = ["--router.address", f"http://127.0.0.1:{port}", "--num-threads", "1"]
+    words += ["--deployment.num-replicas", "2", "--deployment.backend-port", str(backend)]
+
+    async def run(router: str, launcher: subprocess.Popen) -> None:
+        await until(lambda: listed(router) == engines)
+        async with EngineClient([router], engines, "k", timeout_s=120, max_retries=20) as client:
+            for session in range(8):
+                assert_exact(await client.generate(request(session)))
+            assert all(await num_served(engines))
+            kill_one(launcher.pid, engines[0])
+            await until(lambda: listed(router) == engines[1:])
+            await until(lambda: listed(router) == engines)
+            for session in range(8):
+                assert_exact(await client.generate(request(session)))
+
+    log = tmp_path / "router.log"
+    with contextlib.ExitStack() as processes:
+        with router_elsewhere(log, port, "k") as router:
+            serving = serve("embedded", model, tmp_path / "log", *words, env={"VLLM_API_KEY": "k"})
+            _, launcher = processes.enter_context(serving)
+            asyncio.run(run(router, launcher))
+        with router_elsewhere(log, port, "k") as router:  # it has lost its list
+            asyncio.run(until(lambda: listed(router) == engines))
+            os.kill(launcher.pid, signal.SIGTERM)
+            assert launcher.wait(60) == 0
+            assert listed(router) == []
+
+
+@needs_router
+def test_a_router_that_does_not_answer_is_one_message_and_no_engine_is_started(tmp_path):
+    model, port = save(scratch(0), tmp_path / "model"), free_port()
+    words = ["--router.address", f"http://127.0.0.1:{port}"]
+    with serve("embedded", model, tmp_path / "log", *words) as (_, launcher):
+        assert launcher.wait(120) == 2
+    text = (tmp_path / "log").read_text()
+    assert f"inference.router.address = http://127.0.0.1:{port}: nothing answers there" in text
+    assert "Traceback" not in text and "start the router first" in text
+
+
+# -- Dynamo --
+
+
+@needs_dynamo
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "kv",
+        pytest.param("round_robin", marks=pytest.mark.slow),
+        pytest.param("session_affinity", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_and_logprobs_are_exact_through_dynamo(policy: str, tmp_path: Path) -> None:
+    model, backend = save(scratch(0), tmp_path / "model"), free_ports_in_a_row(2)
+    engines = [f"http://127.0.0.1:{backend + i}" for i in range(2)]
+    words = ["--router.type", "dynamo", "--router.policy", policy, "--num-threads", "1"]
+    words += ["--deployment.num-replicas", "2", "--deployment.backend-port", str(backend)]
+
+    async def run(router: str, launcher: subprocess.Popen) -> None:
+        async with EngineClient([router], engines, "k", timeout_s=240, max_retries=20) as client:
+            await client.wait_ready(240)
+            for _ in range(2):
+                for session in range(8):
+                    [completion] = await client.generate(request(session))
+                    assert_exact([completion])
+            counts = await num_served(engines)
+            assert sum(counts) == 16
+            if policy == "session_affinity":
+                assert all(count and count % 2 == 0 for count in counts), counts
+            elif policy == "round_robin":
+                assert all(counts), counts
+            samples = await client.generate(request(99, num_samples=3))
+            assert_exact(samples)
+            assert len({completion.token_ids.tobytes() for completion in samples}) > 1
+            if policy != "kv":
+                return
+            kill_one(launcher.pid, engines[0])
+            for session in range(20, 28):
+                assert_exact(await client.generate(request(session)))
+            await client.wait_ready(240)
+
+    environment = {"VLLM_API_KEY": "k"}
+    with serve("embedded", model, tmp_path / "log", *words, env=environment) as (router, launcher):
+        asyncio.run(run(router, launcher))
+        os.kill(launcher.pid, signal.SIGTERM)
+        assert launcher.wait(60) == 0
