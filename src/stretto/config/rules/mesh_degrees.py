@@ -55,6 +55,8 @@ def read_shape(directory: Path) -> Shape | None:
     found = json.loads(path.read_text())
     if found.get("model_type") not in OWN_FAMILIES:
         return None
+    if found["model_type"] == "qwen3_5_moe_text":  # all its blocks are sparse
+        found.setdefault("intermediate_size", found.get("moe_intermediate_size"))
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:
         raise ConfigError(
             f"{path}: no value for {', '.join(missing)}; a {found['model_type']} config.json must give every one"
@@ -97,6 +99,7 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
 
     Raises: ConfigError naming the key, and the values it may have.
     """
+    _check_uncut(section, shape)
     _divides("cp x tp", section.cp * section.tp, world_size, f"the {world_size} trainer ranks")
     if section.tp > 1 and (reason := WITHOUT_TP.get(shape.family)):
         raise ConfigError(
@@ -144,6 +147,20 @@ def find_plain_degrees(section: ModelSection, world_size: int) -> Degrees:
             )
     _divides("dp_replicate", section.dp_replicate, world_size, f"the {world_size} trainer ranks")
     return Degrees(dp_replicate=section.dp_replicate, dp_shard=world_size // section.dp_replicate)
+
+
+def _check_uncut(section: ModelSection, shape: Any) -> None:
+    """Raises: ConfigError for an axis that the layers of this family cannot be cut by."""
+    uncut = _UNCUT.get(getattr(shape, "family", ""), {})
+    for key, what in uncut.items():
+        if (value := getattr(section, key)) != 1:
+            others = [axis for axis in ("cp", "tp") if axis not in uncut]
+            usable = ["sharding (dp_shard is what is left)", "dp_replicate", *others]
+            usable += ["ep"] if shape.num_experts else []
+            raise ConfigError(
+                f"[model] {key} = {value} cannot cut {what} ({shape.family}); leave {key} out and use "
+                f"{', '.join(usable)}"
+            )
 
 
 def _expert_degree(ep: int | str, island: int, shape: Any) -> int:
