@@ -159,14 +159,21 @@ def _make_directory(token: str) -> tuple[Path, int]:
 
 
 def persistent_caches() -> dict[str, str]:
-    """Environment variables that keep caches out of the run's temporary directory."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
+    """Environment variables that keep caches out of the run's temporary directory.
+
+    PyTorch keeps headers that it compiles for a CPU in the temporary directory, whatever it is told: they would be
+    compiled anew in each run, while the kernels that include them are not. So they are not compiled ahead.
+    """
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name
         user = str(os.getuid())
     user = re.sub(r'[\\/:*?"<>|]', "_", user)
-    return {} if name in os.environ else {name: str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")}
+    variables = {
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{user}"),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    }
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def remove_stale() -> int:

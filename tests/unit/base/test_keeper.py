@@ -223,10 +223,13 @@ def test_directories_of_dead_keepers_are_removed_and_those_of_live_ones_stay(
 
 def test_caches_of_compiled_code_outlive_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+    for name in ("TORCHINDUCTOR_CACHE_DIR", headers):
+        monkeypatch.delenv(name, raising=False)
     mine = keeper.persistent_caches()
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    assert mine == {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir()}
+    assert mine == {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir(), headers: "0"}
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    monkeypatch.setenv(headers, "1")
     assert keeper.persistent_caches() == {}
