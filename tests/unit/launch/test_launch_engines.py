@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.engines import PEERS_VAR
 from stretto.config.sections.inference import InferenceSection
-from stretto.launch.plan import routers
 from stretto.launch.plan.engines import EnginesPlan, plan_engines, plan_replicas
 
 NODES = [f"node-{i}" for i in range(18)]
@@ -253,19 +251,3 @@ def test_disaggregation_and_offload_are_two_connectors_in_one():
 def test_an_impossible_deployment_is_refused(data, hosts, message):
     with pytest.raises(ConfigError, match=message):
         planned(data, hosts)
-
-
-def test_routers_of_one_host_do_not_share_a_port_for_their_metrics():
-    """vllm-router's default is 29000 for all of them; the second would not start."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen(1)
-        taken = other.getsockname()[1]
-        port = (
-            taken - routers.METRICS_OFFSET
-            if taken - routers.METRICS_OFFSET > 1024
-            else taken + routers.METRICS_OFFSET
-        )
-        found = routers._metrics_port(port)
-    assert found != taken and 1024 < found < 65_536
-    assert routers._metrics_port(8000) != routers._metrics_port(8100)

@@ -20,14 +20,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stretto.base.errors import ConfigError
-from stretto.base.ports import address_towards, in_url, is_free, open_url
+from stretto.base.ports import address_towards, in_url, open_url
 from stretto.config.flags import router as router_flags
 from stretto.config.sections.engines import ADMITTED, Disaggregated, RouterSection
 from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan.specs import EngineSpec, HelperSpec
 
 LOOPBACK = "127.0.0.1"
-METRICS_OFFSET = 10_000
 ANSWER_TIMEOUT_S = 5.0
 DYNAMO = Path("opt/dynamo/bin/python")
 """Where `make dynamo` installs Dynamo's Python, from the environment's directory."""
@@ -98,18 +97,11 @@ def _vllm_router(
         "max_concurrent_requests": 65536,
         "log_level": "warning",
         "prometheus_host": LOOPBACK,
-        "prometheus_port": _metrics_port(port),
         **router.extra,
     }
     for name, value in options.items():
         words += router_flags.arguments(name, value, f"inference.router.extra.{name}")
     return HelperSpec("router", 0, (sys.executable, "-m", "stretto.launch.run.router", *words), port)
-
-
-def _metrics_port(port: int) -> int:
-    """A free port for the router's own metrics; by default all routers of a host would take the same one."""
-    first = port + METRICS_OFFSET if port + METRICS_OFFSET < 65_000 else port - METRICS_OFFSET
-    return next((found for found in range(first, first + 500) if is_free(LOOPBACK, found)), first)
 
 
 # -- Dynamo --

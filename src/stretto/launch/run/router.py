@@ -7,6 +7,9 @@ environment all routes of this one require that key, /readiness and /add_worker 
 vllm-router asks a URL whether a key is right, and remembers the answer for ever. So it must not ask an engine, which
 may not be ready yet: a child process answers, which ends when the router does. A thread could not: the router never
 gives up Python's lock.
+
+Its own metrics have a port of their own, which is chosen when it starts: by default all routers of a host take the
+same one, and a port that the launcher chose could be taken by then.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import hmac
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -38,7 +42,16 @@ def main(words: Sequence[str]) -> None:
 
     args = parse_router_args([*words])
     args.api_key_validation_urls = urls  # an argument of the router that has no option
+    if not any(word.startswith("--prometheus-port") for word in words):
+        args.prometheus_port = free_port()
     launch_router(args)
+
+
+def free_port() -> int:
+    """A port on which nothing of this machine listens."""
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        return probe.getsockname()[1]
 
 
 def start_key_check(key: str) -> str:
