@@ -143,6 +143,7 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
         if (
             is_plain
             and 0 < native.longest <= MAX_NATIVE_KEYS
+            and native.takes(q, k, v)
             and (kernels := find_training_kernels(q, k, v)) is not None
         ):
             return native(q, k, v, kernels)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stretto.models.attention import packed_attention
 from stretto.models.native import library, training
 from stretto.models.native.training import (
     NativeAttention,
@@ -14,6 +15,8 @@ from stretto.models.native.training import (
     find_training_kernels,
     gate_product,
 )
+from stretto.models.norm import rms_norm
+from stretto.models.parts.rope import Angles, rotate
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +163,31 @@ def test_what_the_kernels_cannot_take_is_left_to_torch(monkeypatch):
     training._kernels.cache_clear()
     assert find_training_kernels(x) is None
     training._kernels.cache_clear()
+
+
+def test_a_weight_that_is_no_block_of_memory_is_read_by_its_strides(kernels):
+    x, columns = random(5, 16), random(16, 3, seed=1)
+
+    def norm(x, columns):
+        return F.rms_norm(x, (16,), columns[:, 1], 1e-6)
+
+    assert_like_float64(lambda x, w: rms_norm(x, w[:, 1], 1e-6), norm, (x, columns))
+
+
+def test_angles_of_all_tokens_at_once_are_left_to_torch():
+    """The kernel reads a row of angles for each token, which these do not have."""
+    x = random(6, 2, 16).detach()
+    cos, sin = random(2, 1, 1, 16, seed=2).detach()
+    torch.testing.assert_close(rotate(x, Angles(cos, sin)), x * cos + x.roll(8, -1) * sin)
+
+
+def test_heads_that_do_not_fit_together_are_not_read_by_the_kernels():
+    attend = packed_attention((0, 80))
+    q, k, v = (random(80, n, dim, seed=n).detach() for n, dim in ((4, 32), (2, 32), (2, 16)))
+    exact = reference([0, 80], [-1], 4)(q.double(), k.double(), v.double())
+    torch.testing.assert_close(attend(0, q, k, v).double(), exact, atol=1e-5, rtol=1e-5)
+    with pytest.raises(RuntimeError, match="heads"):
+        attend(0, random(80, 5, 32), k, k)
 
 
 class Marked(torch.Tensor):

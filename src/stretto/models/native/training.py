@@ -54,7 +54,7 @@ class TrainingKernels:
         self, x: Float[Tensor, "*rows dim"], weight: Float[Tensor, " dim"] | None, eps: float
     ) -> tuple[Float[Tensor, "*rows dim"], Float[Tensor, " *rows"]]:
         """x / rms(x) * weight, and 1 / rms(x) of every row."""
-        x, dim = x.contiguous(), x.shape[-1]
+        x, weight, dim = x.contiguous(), _contiguous(weight), x.shape[-1]
         out, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1])
         self._norm(
             x.data_ptr(), _pointer(weight), out.data_ptr(), inverse.data_ptr(), inverse.numel(), dim, eps,
@@ -72,6 +72,7 @@ class TrainingKernels:
     ) -> tuple[Float[Tensor, "*rows dim"] | None, Float[Tensor, " dim"] | None]:
         """Gradients of x and of the weight, where they are needed; `inverse` is the second result of rms_norm."""
         x, grad, threads = x.contiguous(), grad.contiguous(), torch.get_num_threads()
+        weight = _contiguous(weight)
         grad_x = torch.empty_like(x) if needed[0] else None
         grad_weight = x.new_zeros(threads, x.shape[-1]) if needed[1] else None
         self._norm_backward(
@@ -129,6 +130,12 @@ class NativeAttention:
         self.longest = int((self.ends - self.starts + self.prefix_ends - self.prefix_starts).max(initial=0))
         self.num_rows = int(bounds[-1])
 
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these have the shapes of `__call__`: the kernels read memory by them, unchecked."""
+        (rows, heads, dim), kv_heads = q.shape, k.shape[1]
+        is_same = k.shape == v.shape == (rows, kv_heads, dim)
+        return is_same and rows == self.num_rows and heads % kv_heads == 0
+
     def __call__(
         self,
         q: Float[Tensor, "rows heads dim"],
@@ -141,7 +148,7 @@ class NativeAttention:
     def segments(self, q: Tensor, k: Tensor) -> Segments:
         """These segments for q [rows, heads, dim] and k [rows, kv heads, dim]."""
         (rows, heads, dim), kv_heads = q.shape, k.shape[1]
-        assert rows == self.num_rows
+        assert rows == self.num_rows and heads % kv_heads == 0
         arrays = (self.starts, self.ends, self.prefix_starts, self.prefix_ends)
         return Segments(
             rows, heads, kv_heads, dim, len(self.starts), self.longest, torch.get_num_threads(),
@@ -175,7 +182,7 @@ class _Attention(torch.autograd.Function):
 def gate_product(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """silu(gate) * up."""
     kernels = find_training_kernels(gate, up)
-    if kernels is None:
+    if kernels is None or gate.shape != up.shape:
         return F.silu(gate) * up
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _GateProduct.apply(gate, up, kernels)
@@ -196,7 +203,10 @@ class _GateProduct(torch.autograd.Function):
 
 
 def find_training_kernels(x: Tensor, *others: Tensor | None) -> TrainingKernels | None:
-    """The kernels, if these tensors are plain ones that they can compute with and this machine can compile them."""
+    """The kernels, if these tensors are plain ones that they can compute with and this machine can compile them.
+
+    Whether their shapes fit together is the caller's to check.
+    """
     if x.shape[-1] % LANES or torch.compiler.is_compiling():
         return None
     if all(t is None or _is_plain(t) for t in (x, *others)):
@@ -211,6 +221,10 @@ def _is_plain(x: Tensor) -> bool:
 @functools.cache
 def _kernels() -> TrainingKernels | None:
     return None if find_library() is None else TrainingKernels()
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _pointer(x: Tensor | None) -> int | None:

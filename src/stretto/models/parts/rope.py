@@ -69,7 +69,7 @@ class _Rotation(torch.autograd.Function):
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
     kernels = find_training_kernels(x, cos, sin)
-    if kernels is not None:
+    if kernels is not None and cos.shape == sin.shape == (len(x), 1, x.shape[-1]) and x.dim() == 3:
         return kernels.rotate(x, cos, sin, sign)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=sign)
 
