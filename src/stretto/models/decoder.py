@@ -92,7 +92,11 @@ class Attention(nn.Module):
         k: Float[Tensor, "tokens kv_size"],
         v: Float[Tensor, "tokens kv_size"],
         angles: Angles | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[
+        Float[Tensor, "tokens heads head_dim"],
+        Float[Tensor, "tokens kv_heads head_dim"],
+        Float[Tensor, "tokens kv_heads head_dim"],
+    ]:
         """Results of the products by head, normalised and rotated."""
         if self.is_norm_joint:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -103,8 +107,13 @@ class Attention(nn.Module):
         return (q, k, v) if angles is None else (rotate(q, angles), rotate(k, angles), v)
 
     def mix(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: Attend
-    ) -> Float[Tensor, "tokens q_size"]:
+        self,
+        layer: int,
+        q: Float[Tensor, "tokens heads head_dim"],
+        k: Float[Tensor, "tokens kv_heads head_dim"],
+        v: Float[Tensor, "tokens kv_heads value_dim"],
+        attend: Attend,
+    ) -> Float[Tensor, "tokens mixed"]:
         """Values mixed by attention, within the limits of this layer."""
         if self.window is None and self.sinks is None:
             return attend(layer, q, k, v).flatten(1)

@@ -147,14 +147,8 @@ def test_a_router_that_does_not_answer_is_one_message_and_no_engine_is_started(t
 
 
 @needs_dynamo
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "kv",
-        pytest.param("round_robin", marks=pytest.mark.slow),
-        pytest.param("session_affinity", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["kv", "round_robin", "session_affinity"])
 def test_tokens_and_logprobs_are_exact_through_dynamo(policy: str, tmp_path: Path) -> None:
     model, backend = save(scratch(0), tmp_path / "model"), free_ports_in_a_row(2)
     engines = [f"http://127.0.0.1:{backend + i}" for i in range(2)]

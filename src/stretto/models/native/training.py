@@ -20,7 +20,7 @@ from stretto.models.native.kernels import LANES, declare
 from stretto.models.native.library import find_library
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int, Shaped
 
 
 class Segments(Structure):
@@ -118,7 +118,7 @@ class TrainingKernels:
 class NativeAttention:
     """Causal attention within segments, each of which may continue another one, its prefix."""
 
-    def __init__(self, bounds: np.ndarray, parents: np.ndarray) -> None:
+    def __init__(self, bounds: Int[np.ndarray, " bounds"], parents: Int[np.ndarray, " segments"]) -> None:
         """bounds, parents: those of a PackedLayout as int64; a parent of -1 is none."""
         lengths = np.diff(bounds)
         chosen = np.flatnonzero(lengths)
@@ -130,7 +130,7 @@ class NativeAttention:
         self.longest = int((self.ends - self.starts + self.prefix_ends - self.prefix_starts).max(initial=0))
         self.num_rows = int(bounds[-1])
 
-    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def takes(self, q: Float[Tensor, "*_"], k: Float[Tensor, "*_"], v: Float[Tensor, "*_"]) -> bool:
         """Whether these have the shapes of `__call__`: the kernels read memory by them, unchecked."""
         (rows, heads, dim), kv_heads = q.shape, k.shape[1]
         is_same = k.shape == v.shape == (rows, kv_heads, dim)
@@ -145,7 +145,7 @@ class NativeAttention:
     ) -> Float[Tensor, "rows heads dim"]:
         return _Attention.apply(q.contiguous(), k.contiguous(), v.contiguous(), self, kernels)
 
-    def segments(self, q: Tensor, k: Tensor) -> Segments:
+    def segments(self, q: Float[Tensor, "rows heads dim"], k: Float[Tensor, "rows kv_heads dim"]) -> Segments:
         """These segments for q [rows, heads, dim] and k [rows, kv heads, dim]."""
         (rows, heads, dim), kv_heads = q.shape, k.shape[1]
         assert rows == self.num_rows and heads % kv_heads == 0
@@ -202,7 +202,9 @@ class _GateProduct(torch.autograd.Function):
         return *ctx.kernels.gate_product_backward(*ctx.saved_tensors, grad), None
 
 
-def find_training_kernels(x: Tensor, *others: Tensor | None) -> TrainingKernels | None:
+def find_training_kernels(
+    x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None
+) -> TrainingKernels | None:
     """The kernels, if these tensors are plain ones that they can compute with and this machine can compile them.
 
     Whether their shapes fit together is the caller's to check.

@@ -24,6 +24,10 @@ MAX_CHUNK = 64
 """Tokens per chunk; fewer if all documents are shorter."""
 
 
+Step = Callable[[slice, Tensor], tuple[Tensor, Tensor]]
+"""(chunks, states [chunks, ...] before them) -> (states after them, results [chunks, ...])."""
+
+
 @dataclass(frozen=True)
 class Chunks:
     """The tokens of a row in chunks of equal size, padded at the end of each document.
@@ -51,9 +55,9 @@ class Chunks:
     def scan(
         self,
         state: Float[Tensor, "documents ..."],
-        step: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
+        step: Step,
     ) -> Float[Tensor, "chunks ..."]:
-        """Results of all chunks, in order; step: (chunks, their states) -> (states after them, results)."""
+        """Results of all chunks, in order."""
         results, start = [], 0
         for count in self.num_documents:
             state, out = step(slice(start, start + count), state[:count])
@@ -71,7 +75,7 @@ class Documents:
     _convolution_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @functools.cached_property
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> Int[np.ndarray, " documents"]:
         """Tokens per document, without empty ones."""
         lengths = np.diff(np.asarray(self.bounds, np.int64))
         return lengths[lengths > 0]
