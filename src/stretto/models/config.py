@@ -20,7 +20,7 @@ _REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-_FIXED_VALUES = {"hidden_act": "silu", "attention_dropout": 0.0}
+_FIXED_VALUES = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 
 
 def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
@@ -35,7 +35,7 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
             f'{where}: model_type = {hf.get("model_type")!r} is not supported by impl = "custom" (known: {known}); '
             'use impl = "hf"'
         )
-    raw, hf = hf, family.normalise(hf)
+    raw, hf = hf, family.normalise(dict(family.defaults) | hf)
     hf = {name: hf[key] for key, name in family.key_aliases.items() if key in hf} | hf
     missing = [key for key in _REQUIRED + family.required if hf.get(key) is None]
     if missing:

@@ -58,6 +58,7 @@ class Family:
     fields: reads the settings of config.json that only this family has, as fields of ModelConfig.
     to_hf: the inverse: these settings as keys of config.json.
     required: keys that a config.json of this family must have.
+    defaults: what keys mean that config.json leaves out, where transformers has a value of its own for this family.
     fixed_values: keys that are supported with one value only (a missing key counts as that value).
     key_aliases: other names of keys that some versions of transformers write.
     normalise: gives a config.json the usual keys, where a family has others.
@@ -75,6 +76,7 @@ class Family:
     fields: Callable[[dict[str, Any]], dict[str, Any]]
     to_hf: Callable[[ModelConfig], dict[str, Any]]
     required: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed_values: Mapping[str, Any] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     normalise: Callable[[dict[str, Any]], dict[str, Any]] = dict

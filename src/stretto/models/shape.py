@@ -247,7 +247,8 @@ class ModelConfig:
     @property
     def num_prediction_layers(self) -> int:
         """Layers for multi-token prediction in its checkpoint, which are not part of the network."""
-        return self.hf.get("num_nextn_predict_layers") or self.hf.get("num_mtp_layers") or 0
+        keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+        return next((self.hf[key] for key in keys if self.hf.get(key)), 0)
 
     @property
     def num_experts(self) -> int:

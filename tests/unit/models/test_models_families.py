@@ -21,6 +21,9 @@ from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.config import parse_config, to_hf
 from stretto.models.families import FAMILIES
+from stretto.models.moe import Routing
+from stretto.models.parts.router import Router
+from stretto.models.shape import MoEShape
 from stretto.models.tensor_map import as_whole_slices
 
 VOCAB = 40
@@ -337,6 +340,12 @@ def test_what_is_not_computed_is_refused_by_name(change, words, tmp_path):
         ("laguna-varied", {"num_attention_heads_per_layer": [4, 3, 2]}, "heads_per_layer 3 must be a multiple of .* 2"),
         ("afmoe", {"sliding_window": 0}, "sliding_window = 0 must be at least 1 token"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head' is not supported"),
+        ("laguna", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must give .* for each of the 3 layers"),
+        ("laguna", PARTIAL, "rope_parameters partial_rotary_factor, rope_theta, rope_type is not supported"),
+        ("nemotron_h", {"n_routed_experts": None}, "no value for n_routed_experts; a nemotron_h"),
+        ("deepseek_v3", {"num_attention_heads": None}, "no value for num_attention_heads"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ("glm4", {"layer_types": ["sliding_attention"] * 3}, "layer_types sliding_attention is not supported"),
     ],
 )  # fmt: skip
@@ -346,6 +355,52 @@ def test_a_config_that_contradicts_itself_or_the_family_is_refused(case, change,
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(hub.DataError, match=words):
         hub.load_config(tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(case):
+    """Or it is refused by name: nothing is computed with a value of our own."""
+    config = AutoConfig.for_model(CASES[case][0], **SHAPE | {"tie_word_embeddings": False} | CASES[case][1])
+    full, compared = json.loads(config.to_json_string()), 0
+    for key in full.keys() - {"model_type", "q_lora_rank"}:  # null is a value of q_lora_rank
+        rest = {name: value for name, value in full.items() if name != key}
+        try:
+            theirs = json.loads(type(config).from_dict(dict(rest)).to_json_string(use_diff=False))
+            expected = parse_config(theirs, case)
+        except Exception:  # the default of a real model does not fit this small one
+            continue
+        try:
+            ours = parse_config(rest, case)
+        except hub.DataError:
+            continue
+        compared += 1
+        assert ours == expected, key
+    # transformers does not read all of its own JSON of this family
+    assert compared > 10 or CASES[case][0] == "nemotron_h"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_quantized_checkpoint_is_refused_before_its_tensors_are_read(case, tmp_path):
+    settings = SHAPE | CASES[case][1]
+    build = AutoConfig.for_model(CASES[case][0], **settings)
+    config = json.loads(build.to_json_string()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(hub.DataError, match=r"quantization_config = .*fp8.* is not supported"):
+        hub.load_config(tmp_path)
+    assert not hub.has_custom_module(tmp_path)
+
+
+def test_experts_that_are_chosen_without_any_score_get_no_gate_instead_of_nan():
+    shape = MoEShape(4, 2, 8, norm_topk_prob=True, sparse_layers=(0,), has_expert_bias=True, is_sigmoid=True)
+    router = Router(8, shape)
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([30.0, 30.0, -30.0, -30.0])[:, None].expand(4, 8))
+        router.expert_bias.copy_(torch.tensor([0.0, 0.0, 2.0, 2.0]))
+    x = torch.ones(3, 8, requires_grad=True)
+    chosen, gates = router(x, 0, Routing(), None)
+    assert sorted(chosen[0].tolist()) == [2, 3], "by their bias alone"
+    gates.sum().backward()
+    assert (gates == 0).all() and x.grad.isfinite().all() and router.weight.grad.isfinite().all()
 
 
 def test_layers_for_the_prediction_of_several_tokens_are_not_read(tmp_path):

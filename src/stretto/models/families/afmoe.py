@@ -72,7 +72,15 @@ AFMOE = Family(
     fields=_fields,
     to_hf=_to_hf,
     required=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "sliding_window"),
-    fixed_values={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
+    fixed_values={
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_expert_groups": 1,
+        "num_limited_groups": 1,
+    },  # fmt: skip
     weights=(
         *STACKED_EXPERTS,
         WeightRule((f"{_LAYER}.mlp.gate.weight",), (f"{_LAYER}.mlp.router.gate.weight",)),

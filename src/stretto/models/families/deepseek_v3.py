@@ -20,14 +20,14 @@ REQUIRED = (
 
 def normalise(hf: dict[str, Any]) -> dict[str, Any]:
     """head_dim is that of queries and keys, of which a part is rotated; `mscale` becomes a factor on cos and sin."""
-    if any(hf.get(key) is None for key in REQUIRED):
+    if any(hf.get(key) is None for key in (*REQUIRED, "num_attention_heads")):
         return hf  # said by name later
     width = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = dict(hf.get(key) or {})
     mscale, all_dims = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
     if mscale and all_dims and rope.get("attention_factor") is None:
-        factor = rope["factor"]
+        factor = rope.get("factor") or 1.0
         rope["attention_factor"] = yarn_scale(factor, mscale) / yarn_scale(factor, all_dims)
     rope.pop("partial_rotary_factor", None)
     return hf | {
@@ -35,7 +35,7 @@ def normalise(hf: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": hf["num_attention_heads"],
         "partial_rotary_factor": hf["qk_rope_head_dim"] / width,
         key: rope or None,
-        "yarn": {"yarn_mscale": all_dims, "yarn_factor": rope["factor"]} if all_dims else {},
+        "yarn": {"yarn_mscale": all_dims, "yarn_factor": rope.get("factor") or 1.0} if all_dims else {},
     }
 
 
@@ -108,7 +108,13 @@ DEEPSEEK_V3 = Family(
     fields=fields,
     to_hf=to_hf,
     required=REQUIRED,
-    fixed_values={"rope_interleave": True},
+    defaults={"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    fixed_values={
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },  # fmt: skip
     key_aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     normalise=normalise,
     weights=(*STACKED_EXPERTS, EXPERT_BIAS),

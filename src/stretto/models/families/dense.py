@@ -36,5 +36,6 @@ QWEN3 = Family(
         "out_bias": hf.get("attention_bias", False),
     },
     to_hf=lambda cfg: {"attention_bias": cfg.qkv_bias, "use_sliding_window": False},
+    defaults={"head_dim": 128},
     fixed_values=_NO_WINDOW,
 )

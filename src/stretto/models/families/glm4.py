@@ -17,6 +17,7 @@ GLM4 = Family(
         "has_post_norms": True,
     },
     to_hf=lambda cfg: {"attention_bias": cfg.qkv_bias, "pad_token_id": None},
+    defaults={"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
     weights=(
         WeightRule((f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"), (f"{_MLP}.gate_up_proj.weight",)),
     ),

@@ -58,6 +58,7 @@ GLM4_MOE = Family(
     fields=_fields,
     to_hf=_to_hf,
     required=("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     key_aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     weights=(*STACKED_EXPERTS, EXPERT_BIAS),
     rotary_fraction=0.5,

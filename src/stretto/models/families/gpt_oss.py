@@ -15,6 +15,16 @@ from stretto.models.tensor_map import WeightRule
 
 _MLP = "model.layers.{layer}.mlp"
 
+_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+"""The rotation of a config.json that says nothing of it."""
+
+
+def _normalise(hf: dict[str, Any]) -> dict[str, Any]:
+    return hf if hf.get("rope_parameters") or hf.get("rope_scaling") else hf | {"rope_parameters": _YARN}
+
 
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     rope, heads, count = parse_rope(hf, "config.json"), hf["num_attention_heads"], hf["num_hidden_layers"]
@@ -61,8 +71,15 @@ GPT_OSS = Family(
     fields=_fields,
     to_hf=_to_hf,
     required=("num_local_experts", "num_experts_per_tok"),
-    fixed_values={"quantization_config": None},
+    defaults={
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+    },  # fmt: skip
     key_aliases={"num_experts": "num_local_experts"},
+    normalise=_normalise,
     weights=(
         WeightRule((f"{_MLP}.gate.weight",), (f"{_MLP}.router.weight",)),
         WeightRule((f"{_MLP}.gate.bias",), (f"{_MLP}.router.bias",)),

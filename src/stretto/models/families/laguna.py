@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from stretto.base.errors import DataError
 from stretto.models.family import DENSE_TP_PLAN, STACKED_EXPERTS, Family, scratch_layers, scratch_moe
 from stretto.models.parts.rope import parse_rope, rope_to_hf
 from stretto.models.shape import AttentionGate, LayerAttention, ModelConfig, MoEShape
@@ -19,12 +20,21 @@ _ROPES = {
 
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     count = hf["num_hidden_layers"]
+    kinds = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
+    if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise DataError(
+            f'config.json: mlp_layer_types must give "dense" or "sparse" for each of the {count} layers'
+        )
+    if others := sorted(set(hf.get("rope_parameters") or ()) - set(_ROPES)):
+        raise DataError(
+            f"config.json: rope_parameters {', '.join(others)} is not supported: laguna has one table for each of "
+            f"{', '.join(_ROPES)}"
+        )
     types = hf.get("layer_types") or ["full_attention"] * count
     given = _ROPES | (hf.get("rope_parameters") or {})
     ropes = {kind: parse_rope({"rope_parameters": given[kind]}, "config.json", 1.0) for kind in _ROPES}
     heads = hf.get("num_attention_heads_per_layer") or [hf["num_attention_heads"]] * count
     window = {"full_attention": None, "sliding_attention": hf.get("sliding_window", 512)}
-    is_dense = [kind == "dense" for kind in hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)]
     return {
         "rope": ropes["full_attention"],
         "num_heads": math.gcd(*heads),
@@ -37,7 +47,7 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
             top_k=hf["num_experts_per_tok"],
             intermediate_size=hf["moe_intermediate_size"],
             norm_topk_prob=True,
-            sparse_layers=tuple(i for i in range(count) if not is_dense[i]),
+            sparse_layers=tuple(i for i, kind in enumerate(kinds) if kind == "sparse"),
             has_expert_bias=True,
             is_sigmoid=True,
             gate_scale=hf.get("moe_routed_scaling_factor", 1.0),
@@ -79,6 +89,7 @@ LAGUNA = Family(
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
     ),
+    defaults={"head_dim": 128, "num_key_value_heads": 8},
     fixed_values={"moe_apply_router_weight_on_input": False},
     weights=(
         *STACKED_EXPERTS,

@@ -42,7 +42,14 @@ MINIMAX_M2 = Family(
     fields=_fields,
     to_hf=_to_hf,
     required=("num_local_experts", "num_experts_per_tok"),
-    fixed_values={"scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_qk_norm": True},
+    defaults={"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5_000_000.0},
+    fixed_values={
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+    },  # fmt: skip
     key_aliases={"num_experts": "num_local_experts"},
     weights=(
         WeightRule((f"{_OURS}.gate.weight",), (f"{_THEIRS}.gate.weight",)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stretto.base.errors import DataError
 from stretto.models.family import Family
 from stretto.models.shape import LayerAttention, MambaShape, ModelConfig, MoEShape
 from stretto.models.tensor_map import WeightRule
@@ -24,6 +25,9 @@ _MAMBA = {
     "min_step": "time_step_min",
 }
 """Fields of MambaShape and their keys in config.json."""
+_MOE_KEYS = (
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
 
 
 def _normalise(hf: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +43,10 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     kinds = hf["layer_types"]
     moe = None
     if "moe" in kinds:
+        if missing := [key for key in _MOE_KEYS if hf.get(key) is None]:
+            raise DataError(
+                f"config.json: no value for {', '.join(missing)}; a nemotron_h config.json with experts must give every one"
+            )
         moe = MoEShape(
             num_experts=hf["n_routed_experts"],
             top_k=hf["num_experts_per_tok"],

@@ -83,6 +83,7 @@ QWEN3_5 = Family(
     fields=_fields,
     to_hf=_to_hf,
     required=tuple(_KEYS.values()),
+    defaults={"head_dim": 256},
     layer_types=("full_attention", "linear_attention"),
     rotary_fraction=0.25,
 )
@@ -93,6 +94,7 @@ QWEN3_5_MOE = Family(
     fields=_moe_fields,
     to_hf=_moe_to_hf,
     required=(*_KEYS.values(), *_MOE_KEYS),
+    defaults={"head_dim": 256, "num_key_value_heads": 2},
     key_aliases={"moe_intermediate_size": "intermediate_size"},
     layer_types=QWEN3_5.layer_types,
     rotary_fraction=QWEN3_5.rotary_fraction,

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from stretto.models.shape import MoEShape
 
+_LEAST_SUM = 1e-20
+"""Scores of the chosen experts may all be 0 in float32: a bias or a replay chooses without them."""
+
 
 @dataclass
 class Routing:
@@ -110,7 +113,7 @@ class Router(nn.Module):
             routing.record(layer, scores, chosen)
         gates = scores.gather(1, chosen)
         if self.shape.norm_topk_prob:
-            gates = gates / gates.sum(dim=-1, keepdim=True)
+            gates = gates / gates.sum(dim=-1, keepdim=True).clamp_min(_LEAST_SUM)
         if self.shape.gate_scale != 1.0:
             gates = gates * self.shape.gate_scale
         return chosen, gates.to(x.dtype)
