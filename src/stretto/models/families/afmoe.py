@@ -80,7 +80,7 @@ AFMOE = Family(
         "topk_group": 1,
         "num_expert_groups": 1,
         "num_limited_groups": 1,
-    },  # fmt: skip
+    },
     weights=(
         *STACKED_EXPERTS,
         WeightRule((f"{_LAYER}.mlp.gate.weight",), (f"{_LAYER}.mlp.router.gate.weight",)),

@@ -114,7 +114,7 @@ DEEPSEEK_V3 = Family(
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
-    },  # fmt: skip
+    },
     key_aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     normalise=normalise,
     weights=(*STACKED_EXPERTS, EXPERT_BIAS),

@@ -77,7 +77,7 @@ GPT_OSS = Family(
         "rms_norm_eps": 1e-5,
         "rope_theta": 150_000.0,
         "sliding_window": 128,
-    },  # fmt: skip
+    },
     key_aliases={"num_experts": "num_local_experts"},
     normalise=_normalise,
     weights=(

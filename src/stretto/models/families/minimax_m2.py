@@ -49,7 +49,7 @@ MINIMAX_M2 = Family(
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",
         "use_routing_bias": True,
-    },  # fmt: skip
+    },
     key_aliases={"num_experts": "num_local_experts"},
     weights=(
         WeightRule((f"{_OURS}.gate.weight",), (f"{_THEIRS}.gate.weight",)),

@@ -45,7 +45,7 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     if "moe" in kinds:
         if missing := [key for key in _MOE_KEYS if hf.get(key) is None]:
             raise DataError(
-                f"config.json: no value for {', '.join(missing)}; a nemotron_h config.json with experts must give every one"
+                f"config.json: no value for {', '.join(missing)}; a nemotron_h with experts must give every one"
             )
         moe = MoEShape(
             num_experts=hf["n_routed_experts"],
