@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ import pytest
 from ports import free_port
 from servers import logprobs_of, needs_vllm, save
 from test_contract_moe import mixture
+from waiting import until
 
 from stretto.base import keeper
 from stretto.base.errors import EngineError
@@ -30,7 +32,7 @@ pytestmark = [
     needs_vllm,
     pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm-router is not installed"),
 ]
-DEADLINE_S = 45
+DEADLINE_S = 180  # processes of vLLM end slowly on a busy machine
 PROMPT = np.arange(20, 90, dtype=np.int32)
 
 
@@ -121,7 +123,7 @@ def test_a_wide_engine_receives_broadcasts_on_both_of_its_nodes(wide: Wide) -> N
     asyncio.run(check(wide.url, wide.backends, publisher))
     for node in wide.nodes:
         node.terminate()
-    assert [node.wait(60) for node in wide.nodes] == [0, 0]
+    assert [node.wait(DEADLINE_S) for node in wide.nodes] == [0, 0]
 
 
 @pytest.mark.parametrize("wide", [("--max-restarts", "0")], indirect=True)
@@ -133,28 +135,40 @@ async def test_a_node_that_is_killed_ends_the_other_one(wide: Wide, killed: int,
         async with EngineClient([wide.backends[killed]]) as other:
             await asyncio.gather(client.wait_ready(300), other.wait_ready(300))
         await client.generate(ask("before", "0"))
-        running = [asyncio.create_task(client.generate(ask(f"r{i}", "0", 400))) for i in range(4 * is_busy)]
-        await asyncio.sleep(0.5 * is_busy)
+        answers = Counter[int]()
+
+        async def ask_on(stream: int) -> None:
+            while True:
+                await client.generate(ask(f"r{stream}-{answers[stream]}", "0", 100))
+                answers[stream] += 1
+
+        streams = [asyncio.create_task(ask_on(stream)) for stream in range(4 * is_busy)]
+        await until(lambda: len(answers) == len(streams) or any(stream.done() for stream in streams))
         wide.nodes[killed].kill()
         keeper.kill_marked(wide.marks[killed])
-        for result in await asyncio.gather(*running, return_exceptions=True):
-            assert isinstance(result, EngineError), result
+        async with asyncio.timeout(DEADLINE_S):
+            for result in await asyncio.gather(*streams, return_exceptions=True):
+                assert isinstance(result, EngineError), result
+        assert len(answers) == len(streams)
     assert await asyncio.to_thread(wide.nodes[left].wait, DEADLINE_S) == 1
     log = wide.logs[left].read_text()
     assert f"error: another node of this engine, {wide.backends[killed]}, is gone" in log, log
     assert keeper.marked_processes(wide.marks[left]) == []
 
 
-@pytest.mark.slow
 async def test_an_engine_whose_one_node_fails_is_started_anew_on_both(wide: Wide) -> None:
     async with EngineClient([wide.url], wide.backends, timeout_s=120, max_retries=20) as client:
         await client.wait_ready(300)
         await client.generate(ask("before", "0"))
         [engine] = [pid for pid in keeper.marked_processes(wide.marks[1]) if b"EngineCor" in name_of(pid)]
         os.kill(engine, signal.SIGKILL)
-        while (shown := [log.read_text() for log in wide.logs]) and not all("anew" in text for text in shown):
+
+        def is_anew() -> bool:
+            shown = [log.read_text() for log in wide.logs]
             assert [node.poll() for node in wide.nodes] == [None, None], shown
-            await asyncio.sleep(0.2)
+            return all("anew" in text for text in shown)
+
+        await until(is_anew, DEADLINE_S)
         await client.wait_ready(300)
         await client.generate(ask("after", "0"))
 
