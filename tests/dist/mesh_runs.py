@@ -15,9 +15,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from cases.mixers import MIXER_CASES
 from msgspec.structs import replace
 from ranks import gather_anything
-from tiny import build_policy, documents, pack
+from tiny import VOCAB, build_policy, documents, pack
 
 from stretto.config.rules.mesh_degrees import WITHOUT_TP
 from stretto.config.sections.algorithm import GaeAdvantages
@@ -29,6 +30,9 @@ from stretto.config.sections.trainer import (
     MuonOptim,
     TrainerSection,
 )
+from stretto.models import hub
+from stretto.models.config import parse_config
+from stretto.models.decoder import Decoder
 from stretto.records.support import Support
 from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
@@ -38,6 +42,7 @@ from stretto.trainer.updates import Updates
 NUM_STEPS = 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXERS = ("qwen3_5_moe_text", "nemotron_h", "deepseek_v3")
 FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna")
 """Families with experts whose meshes are tested with the choices replayed; windows are shorter than documents."""
 REPLAYED = ("replay", *FAMILIES)
@@ -172,7 +177,9 @@ def _family_cases() -> list[Case]:
     meshes = {"ep": {"ep": 2}, "ulysses": {"cp": 2}, "ring": {"cp": 2, "cp_style": "ring"}, "tp": {"tp": 2}}
     cases = [Case(2, name, family, model) for family in FAMILIES for name, model in meshes.items()]
     cases += [Case(2, name, "glm4", model) for name, model in meshes.items() if name != "ep"]
-    return [case for case in cases if case.name != "tp" or case.kind not in WITHOUT_TP]
+    cases = [case for case in cases if case.name != "tp" or case.kind not in WITHOUT_TP]
+    cases += [Case(2, name, kind, model) for kind in MIXERS for name, model in (("fsdp", {}), ("ep", meshes["ep"]))]
+    return cases + [Case(2, name, "deepseek_v3", meshes[name]) for name in ("ulysses", "ring")]
 
 
 QUICK = frozenset(
@@ -181,6 +188,7 @@ QUICK = frozenset(
     2-fsdp-moe 2-ep-moe 2-ep_ulysses-replay 2-tp-replay 2-tp-bias 2-fsdp-untied 2-ring-cut
     2-ulysses_ac-dense 2-tp_parts-dense 2-ep_experts-moe 2-ep-lora_moe 2-tp-lora 2-fsdp-fp8
     2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
+    2-ep-qwen3_5_moe_text 2-ring-deepseek_v3
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-tp_ulysses-untied 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
     """.split()
@@ -236,9 +244,31 @@ def policy_of(kind: str):
             return build_policy(**SHAPE, family="qwen2")
         case "glm4":
             return build_policy(**SHAPE, family="glm4")
+    if kind in MIXERS:
+        return _mixer_policy(kind)
     if kind in FAMILIES:
         return build_policy(**MOE | {"family": kind, "sliding_window": 7})
     return build_policy(**MOE, has_expert_bias=kind == "moe")
+
+
+def _mixer_policy(kind: str) -> Decoder:
+    """A family that is not made from scratch, with weights that are not as at the start."""
+    from transformers import AutoConfig
+
+    keys = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 8,
+    }  # fmt: skip
+    groups = {} if kind == "qwen3_5_moe_text" else {"n_group": 2, "topk_group": 1}
+    experts = {"num_experts" if not groups else "n_routed_experts": 8}
+    config = AutoConfig.for_model(kind, **keys | MIXER_CASES[kind][1] | groups | experts).to_dict()
+    policy = hub.build_model(parse_config(config, kind), torch.float32, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            values = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.copy_(values + (parameter.dim() == 1))
+    return policy
 
 
 def section_of(kind: str, **model) -> ModelSection:

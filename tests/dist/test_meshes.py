@@ -64,7 +64,9 @@ def test_a_mesh_trains_like_one_rank(case, on_meshes):
                 {k: v for k, v in m.items() if "max_vio" not in k and "routing" not in k}
                 for m in (ours, theirs)
             )
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+        # The delta rule divides by the lengths of its keys, which enlarges rounding errors.
+        rel = 1e-4 if case.kind == "qwen3_5_moe_text" else 1e-5
+        assert ours == pytest.approx(theirs, rel=rel, abs=1e-5)
     assert got["tensors"].keys() == want["tensors"].keys()
     for name, tensor in want["tensors"].items():
         if name.startswith("rng."):

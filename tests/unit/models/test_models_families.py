@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from mixer_cases import MIXER_CASES
+from cases.mixers import MIXER_CASES
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 

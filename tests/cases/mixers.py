@@ -1,4 +1,4 @@
-"""Tiny configs of the families whose mixers are not plain attention, for test_models_families.py."""
+"""Tiny configs of the families whose mixers are not plain attention: (model_type, keys of config.json)."""
 
 from __future__ import annotations
 
