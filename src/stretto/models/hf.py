@@ -263,16 +263,26 @@ def load_hf_model(
 ) -> HFDecoder:
     """The transformers model of a directory, ready to train.
 
-    Raises: DataError when transformers does not know the architecture or the directory is incomplete.
+    Raises: DataError when transformers does not know the architecture, the directory is incomplete, or its weights
+    stay quantized, which cannot be trained (transformers expands those of mxfp4 where it has no kernels for them).
     """
     from transformers import AutoModelForCausalLM
 
+    path = Path(directory) / "config.json"
+    method = (hub.read_json(path).get("quantization_config") or {}).get("quant_method")
+    refusal = DataError(
+        f"{path}: quantization_config {method}: quantized weights cannot be trained; give a checkpoint in bfloat16"
+    )
+    if method not in (None, "mxfp4"):
+        raise refusal
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as cause:
         raise DataError(f"{directory}: transformers cannot load it: {cause}") from cause
+    if getattr(model, "is_quantized", False):
+        raise refusal
     decoder = HFDecoder(model.to(device).train())
     check_output_head(decoder, str(directory))
     return decoder

@@ -187,6 +187,17 @@ def test_logits_that_are_not_a_plain_product_are_refused(tmp_path, family, setti
         load_hf_model(tmp_path, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("impl", ["auto", "hf"])
+def test_quantized_weights_are_not_trained(tmp_path, impl):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **BASE)).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(DataError, match="quantization_config fp8: quantized weights cannot be trained"):
+        load_policy(ModelSection(name=str(tmp_path), impl=impl))
+
+
 def test_an_unknown_architecture_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
     with pytest.raises(DataError, match=f"{tmp_path}: transformers cannot load it"):
