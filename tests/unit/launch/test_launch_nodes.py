@@ -169,6 +169,21 @@ def test_settings_that_are_impossible_on_several_nodes_are_refused(tmp_path, wor
         config(tmp_path, *words)
 
 
+@pytest.mark.parametrize("host", ["10.0.0.1:29500", "http://a", "[fd00::1]", "a,b", "a b", ""])
+def test_a_host_that_is_no_machine_is_refused(tmp_path, host):
+    words = ["--deployment.hosts", *map(str, range(21)), host]
+    with pytest.raises(
+        ConfigError, match=r"deployment\.hosts: .* is no name or address of a machine"
+    ) as caught:
+        config(tmp_path, *words)
+    assert f'"{host}"' in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["a", "gpu_1.local", "10.0.0.1", "fd00::1", "::1", "fe80::1%eth0"])
+def test_names_and_addresses_are_hosts(tmp_path, host):
+    assert host in config(tmp_path, "--deployment.hosts", *map(str, range(21)), host).deployment.hosts
+
+
 def test_a_run_needs_hosts_to_start(tmp_path):
     with pytest.raises(ConfigError, match=r"needs deployment\.hosts"):
         node_hosts(config(tmp_path))

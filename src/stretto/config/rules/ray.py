@@ -13,6 +13,8 @@ from stretto.config.sections.deployment import RaySection
 
 Found = Iterator[tuple[str, str] | tuple[str, str, Any]]
 NAME = re.compile(r"[A-Za-z_]\w*")
+HEAD = re.compile(r"[^\s/]+:\d+")
+"""An address of a cluster's head; not a URL, which leads to the dashboard or to a server for Ray clients."""
 SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|(API_?|ACCESS_?)?KEY)(_|$)")
 """Variables whose values belong into no file."""
 OURS = re.compile(r"STRETTO_|CUDA_VISIBLE_DEVICES$|(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$")
@@ -29,8 +31,8 @@ def value_faults(section: RaySection) -> Found:
             "{0} is a server for Ray clients, which do not see the run directory; give HOST:PORT of the head on a "
             "machine of the cluster, or submit the command: ray job submit --address http://HEAD:8265 -- rl @ ...",
         )
-    elif address is not None and address != "auto" and not re.fullmatch(r"\S+:\d+", address):
-        yield "address", "{0} is no address; write it as HOST:PORT, such as 10.0.0.1:6379"
+    elif address is not None and address != "auto" and not HEAD.fullmatch(address):
+        yield "address", "{0} is no address of a cluster's head; write it as HOST:PORT, such as 10.0.0.1:6379"
     for name, amount in section.resources.items():
         if name in COUNTED:
             yield "resources", f"{{0.path}}: {name} is claimed by {COUNTED[name]}; leave it out"

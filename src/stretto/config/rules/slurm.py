@@ -1,4 +1,4 @@
-"""Rules of [slurm]: what sbatch would refuse later, or understand in another way."""
+"""Rules of [slurm], what sbatch would refuse later or understand in another way, and of lists of hosts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ WRITTEN = frozenset(
     | {"ntasks-per-node", "open-mode", "output", "requeue", "signal", "wrap"}
 )
 """Options of sbatch that the script has already, or that it does not work with."""
+HOST = re.compile(r"[\w.-]+|(?=.*:.*:)[\da-fA-F:.]+(%[\w.-]+)?")
+"""A name or an address of a machine, those of IPv6 without brackets."""
 NODES = re.compile(r"([^\[\],]+)(?:\[([\d,-]+)\])?(?:,|$)")
 
 
@@ -99,6 +101,15 @@ def node_list_faults(section: SlurmSection) -> Found:
         yield "nodelist exclude", "{0} and {1} both name {it}; leave it out of one", both[0]
 
 
+def host_faults(cfg: Any) -> Found:
+    """Hosts that are no names or addresses of machines, as URLs, ports and lists in one word."""
+    at = "" if isinstance(cfg, InferenceConfig) else "deployment."
+    for host in getattr(cfg.deployment if at else cfg, "hosts", None) or ():
+        if not HOST.fullmatch(host):
+            rule = "is no name or address of a machine; give each alone, as node-0, 10.0.0.1 or fd00::1"
+            yield f"{at}hosts", f'{{0.path}}: "{{it}}" {rule}', host
+
+
 def placed_faults(cfg: Any, section: str, way_out: str) -> Found:
     """Keys that say which machines run the command, where `section` finds them."""
     at = "" if isinstance(cfg, InferenceConfig) else "deployment."
@@ -136,7 +147,7 @@ def job_faults(cfg: Any) -> Found:
 
 RULES: Rules = {
     SlurmSection: (Each(option_faults), Each(node_list_faults)),
-    RLConfig: (Each(job_faults),),
-    SFTConfig: (Each(job_faults),),
-    InferenceConfig: (Each(job_faults),),
+    RLConfig: (Each(job_faults), Each(host_faults)),
+    SFTConfig: (Each(job_faults), Each(host_faults)),
+    InferenceConfig: (Each(job_faults), Each(host_faults)),
 }

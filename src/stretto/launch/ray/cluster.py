@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.base.errors import ConfigError, EngineError
+from stretto.config.rules.ray import HEAD
 from stretto.launch.ray.node import Node, Seen
 from stretto.launch.ray.placing import Bundle, Machine, Placed
 
@@ -30,7 +31,14 @@ class Cluster:
     """A connection to a cluster that runs already."""
 
     def __init__(self, address: str | None) -> None:
-        """Raises: ConfigError if Ray is not installed, or no cluster answers there."""
+        """Raises: ConfigError if Ray is not installed, or no cluster answers there, or RAY_ADDRESS names none."""
+        where = address or os.environ.get("RAY_ADDRESS") or "auto"
+        if where != "auto" and not HEAD.fullmatch(where):  # "local" would start a cluster
+            raise ConfigError(
+                f"[ray]: RAY_ADDRESS = {where} is no address of a cluster's head: the dashboard's is for `ray job` "
+                "alone; give HOST:PORT, such as 10.0.0.1:6379, as ray.address, or unset RAY_ADDRESS on a machine of "
+                "the cluster."
+            )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             import ray
@@ -42,9 +50,8 @@ class Cluster:
         self._ray = ray
         # Ray prints the end of a lost machine's log, even with log_to_driver=False; run.py says which was lost.
         ray._private.worker.print_to_stdstream = lambda *_, **__: None
-        where = address or os.environ.get("RAY_ADDRESS") or "auto"
         try:
-            _probe(where)
+            probe(where)
             # Variables and logs of the nodes do not go through Ray: its dashboard would show them.
             ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError, TimeoutError) as cause:
@@ -77,11 +84,11 @@ class Cluster:
         self._ray.shutdown()
 
 
-def _probe(address: str) -> None:
+def probe(address: str) -> None:
     """Raises: OSError if nothing listens at HOST:PORT: Ray itself tries for minutes, and says so again and again."""
     host, _, port = address.rpartition(":")
     if port.isdigit():
-        socket.create_connection((host, int(port)), PROBE_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
 
 
 class Group:

@@ -65,6 +65,10 @@ class Node:
                 "machines share"
             )
         self._log = Path(log)
+        try:
+            self._log.open("ab").close()
+        except OSError as cause:
+            return f"cannot write {log} as user {self.look().user}: {cause.strerror}; make output_dir writable there"
         for name in [name for name in os.environ if name.startswith(NOT_OURS)]:
             del os.environ[name]
         own = {"CUDA_VISIBLE_DEVICES": ",".join(_sorted_gpus()), JOB_VAR: "ray"}

@@ -66,7 +66,10 @@ def is_live(job: Queued | None) -> bool:
 
 
 def cancel(job: str) -> None:
-    """End a job at once, or take it out of the queue."""
+    """End a job at once, or take it out of the queue.
+
+    Raises: EngineError if Slurm refuses, or does not answer.
+    """
     _checked("scancel", job)
 
 
@@ -98,26 +101,28 @@ def submit_text(script: str) -> str:
     return ended.stdout.strip().split(";")[0]
 
 
-def requeue(job: str) -> None:
-    """Queue a job again, if it may be; whoever calls it within the job is then ended."""
+def requeue(job: str) -> bool:
+    """Queue a job again, if it may be; whoever calls it within the job is then ended. Whether Slurm does so."""
     if (ended := _run("scontrol", "requeue", job)).returncode:
         logger.warning("job %s is not queued again: %s", job, " ".join(ended.stderr.split()))
+    return ended.returncode == 0
 
 
 def signal_steps(job: str, name: str) -> None:
     """Send a signal to all steps of a job that still run, but not to its script."""
-    _run("scancel", f"--signal={name}", job)
+    _tried("scancel", f"--signal={name}", job)
 
 
 def cancel_named(name: str) -> None:
     """End this user's jobs of a name."""
-    _run("scancel", f"--name={name}")
+    _tried("scancel", f"--name={name}")
 
 
 def end_other_nodes() -> None:
     """On the first node of a step over several: tell the launchers of the others that the run has ended.
 
-    Their children ignore SIGHUP; the launcher ends them.
+    Their children ignore SIGHUP; the launcher ends them. How the run has ended is known: a Slurm that does not answer
+    changes nothing of it.
     """
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "")
     if (
@@ -127,13 +132,21 @@ def end_other_nodes() -> None:
         and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
         and shutil.which("scancel")
     ):
-        _run("scancel", "--signal=HUP", f"{job}.{step}")
+        _tried("scancel", "--signal=HUP", f"{job}.{step}")
 
 
 def _checked(*words: str) -> None:
     ended = _run(*words)
     if ended.returncode:
         raise EngineError(f"`{' '.join(words)}` failed: {' '.join(ended.stderr.split())}")
+
+
+def _tried(*words: str) -> None:
+    """Run what is worth no failure: without an answer, jobs and steps end later, by themselves."""
+    try:
+        _run(*words)
+    except EngineError as error:
+        logger.warning("%s", error)
 
 
 def _run(

@@ -170,22 +170,27 @@ class Job:
             commands.signal_steps(self.number, "HUP")
         deadline = time.monotonic() + END_S
         for step in self.engines.values():
-            try:
-                step.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                step.kill()
-                step.wait()
+            _wait(step, max(0.0, deadline - time.monotonic()))
 
-    def requeue(self, why: str) -> None:
-        """Queue the job again, which ends it."""
-        logger.warning("%s: the job is queued again", why)
-        self.is_ended_by_slurm = True
-        commands.requeue(self.number)
+    def requeue(self, why: str) -> bool:
+        """Queue the job again, which ends it; False if it may not be (slurm.requeue = false), and goes on."""
+        try:
+            self.is_ended_by_slurm = commands.requeue(self.number)
+        except StrettoError as error:
+            logger.warning("%s", error)
+        is_again = "the job is queued again" if self.is_ended_by_slurm else "the job ends"
+        logger.warning("%s: %s", why, is_again)
+        return self.is_ended_by_slurm
 
     def has_lost_lead(self) -> bool:
-        """Whether a node of the trainer is no longer there; after a failure, which may be why."""
-        lead = self.hosts[: self.num_lead]
-        if not {*lead} <= {*self.nodes()}:
+        """Whether a node of the trainer is no longer there; after a failure, which may be why.
+
+        A job that does not run any more has lost nothing: it was cancelled.
+        """
+        lead, nodes = self.hosts[: self.num_lead], self.nodes()
+        if not nodes or self.is_ended_by_slurm:
+            return False
+        if not {*lead} <= {*nodes}:
             return True
         step = self.step(lead, ["true"], "--overlap")
         try:
@@ -194,6 +199,15 @@ class Job:
             step.kill()
             step.wait()
             return True
+
+
+def _wait(step: subprocess.Popen[bytes], timeout_s: float) -> int:
+    """Wait for a step that was told to end, and kill its srun, and so the step, if it does not; its exit code."""
+    try:
+        return step.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        step.kill()
+        return step.wait()
 
 
 class _Refused(Exception):
@@ -252,13 +266,15 @@ def run_steps(job: Job) -> int:
                 asked_at = time.monotonic()
                 job.look_for_lost()
             if not job.has_replica:
-                job.requeue("no replica of inference has all its nodes")
-                return lead.wait()
+                if not job.requeue("no replica of inference has all its nodes"):
+                    lead.terminate()
+                status = _wait(lead, END_S)
+                break
     except _Refused as why:
         logger.error("%s", why)
         lead.terminate()
         status = why.code
-        lead.wait()
+        _wait(lead, END_S)
     finally:
         job.end_engines()
         for watching in watchers:
@@ -276,8 +292,9 @@ def watch(number: str, first: str) -> int:
         try:
             nodes = commands.nodes_of(number)
             if nodes and first not in nodes:
-                logger.warning("the first node, %s, is lost: the job is queued again", first)
-                commands.requeue(number)
+                logger.warning("the first node, %s, is lost: the job is queued again, or ended", first)
+                if not commands.requeue(number):
+                    commands.cancel(number)
                 return 0
         except StrettoError as error:
             logger.warning("%s", error)
@@ -286,16 +303,25 @@ def watch(number: str, first: str) -> int:
 def stand_in(number: str, first: str, words: Sequence[str]) -> int:
     """In the job of a node that was lost and is back: do its part, as long as the run's job runs."""
     logger.warning("%s is back", os.environ.get("SLURMD_NODENAME", "the node"))
-    while first in commands.nodes_of(number):
+    while _is_there(number, first):
         step = subprocess.Popen(words)
-        while step.poll() is None and first in commands.nodes_of(number):
+        while step.poll() is None and _is_there(number, first):
             time.sleep(POLL_S)
         if step.returncode is None:
             commands.signal_steps(os.environ["SLURM_JOB_ID"], "HUP")
-            step.wait()
+            _wait(step, END_S)
         else:
             time.sleep(PAUSE_S)
     return 0
+
+
+def _is_there(number: str, host: str) -> bool:
+    """Whether a job runs and has this node; taken for granted while Slurm does not answer."""
+    try:
+        return host in commands.nodes_of(number)
+    except StrettoError as error:
+        logger.warning("%s", error)
+        return True
 
 
 if __name__ == "__main__":

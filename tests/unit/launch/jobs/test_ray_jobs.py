@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.launch.job import write_config
 from stretto.launch.plan import nodes
 from stretto.launch.plan.nodes import plan_nodes
+from stretto.launch.ray.cluster import probe as probe_cluster
+from stretto.launch.ray.node import Node
 from stretto.launch.ray.placing import (
     Bundle,
     Machine,
@@ -246,7 +249,12 @@ WRONG = {
     "an address that is none": (
         'address = "head"',
         "",
-        'ray.address = "head" is no address; write it as HOST:PORT',
+        'ray.address = "head" is no address of a cluster\'s head; write it as HOST:PORT',
+    ),
+    "the dashboard": (
+        'address = "http://h:8265"',
+        "",
+        'ray.address = "http://h:8265" is no address of a cluster\'s head',
     ),
     "CPUs as a resource": ("resources = { CPU = 2 }", "", "ray.resources: CPU is claimed by cpus_per_node"),
     "GPUs as a resource": ("resources = { GPU = 2 }", "", "GPU is claimed by [deployment] and [inference]"),
@@ -288,6 +296,32 @@ def test_without_ray_the_message_says_what_to_install(
     with pytest.raises(ConfigError, match=r"pip install \"stretto\[ray\]\".*--ray None"):
         run_on_ray(rl(tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "local"])
+def test_a_variable_that_names_no_cluster_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # nobody could be asked
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS = {address} is no address of a cluster's head"):
+        run_on_ray(rl(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cluster_is_looked_for_at_addresses_of_both_kinds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        probe_cluster(f"127.0.0.1:{server.getsockname()[1]}")
+    if socket.has_dualstack_ipv6():
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            probe_cluster(f"[::1]:{server.getsockname()[1]}")
+
+
+def test_a_machine_that_cannot_write_the_log_says_so(tmp_path: Path) -> None:
+    (tmp_path / "rl.json").write_text("{}")
+    words = [sys.executable, "-m", "stretto", "rl", "@", str(tmp_path / "rl.json")]
+    said = Node().start(words, {}, str(tmp_path / "gone" / "node_0.log"), str(tmp_path))
+    assert said.startswith(f"cannot write {tmp_path}/gone/node_0.log as user ") and "No such file" in said
 
 
 def test_a_dry_run_shows_the_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

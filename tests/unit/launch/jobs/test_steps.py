@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from stretto.base.paths import RunDir
 from stretto.launch.plan.nodes import FIRST_NODE_VAR, find_node_rank
-from stretto.launch.slurm.steps import Job
+from stretto.launch.slurm import commands, steps
+from stretto.launch.slurm.steps import Job, run_steps
 
 SCRIPT = """\
 #!/bin/bash
@@ -68,3 +72,105 @@ def test_a_node_counts_from_the_first_one_of_its_step(monkeypatch: pytest.Monkey
     assert find_node_rank(None, hosts, "deployment.node_rank") == 1
     monkeypatch.setenv(FIRST_NODE_VAR, "2")
     assert find_node_rank(None, hosts, "deployment.node_rank") == 3
+
+
+# -- Slurm's answers, by commands of its names --
+
+Say = Callable[[str, str], None]
+SQUEUE = 'echo "RUNNING|None|a,b,c,d,e|1:00|2:00"'
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Say]:
+    """Give a command of Slurm a text in bash; what is called, with its words, is in tmp_path/called."""
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=os.pathsep)
+    (tmp_path / "bin").mkdir()
+
+    def write(name: str, text: str) -> None:
+        path = tmp_path / "bin" / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >>{tmp_path}/called\n{text}\n')
+        path.chmod(0o755)
+
+    for name in ("scancel", "scontrol", "sbatch"):
+        write(name, "")
+    write("squeue", SQUEUE)
+    write("srun", "exec sleep 600")
+    before = signal.getsignal(signal.SIGTERM)
+    yield write
+    signal.signal(signal.SIGTERM, before)
+
+
+def called(path: Path) -> list[str]:
+    return (path / "called").read_text().splitlines()
+
+
+REFUSED = 'echo "scontrol: error: Requested operation is presently disabled for job 7" >&2; exit 1'
+
+
+def test_a_job_that_may_not_be_queued_again_ends_when_no_replica_is_left(
+    job: Job, say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(steps, "POLL_S", 0.0)
+    say("squeue", SQUEUE.replace("b,c,d,e", "c,e"))
+    say("scontrol", REFUSED)
+    say("scancel", f'case "$1" in --signal=HUP) kill $(cat {tmp_path}/pids);; esac')
+    say("srun", f'if [ "${{@: -1}}" != true ]; then echo $$ >>{tmp_path}/pids; exec sleep 600; fi')
+    assert run_steps(job) == 128 + signal.SIGTERM
+    assert "scancel --signal=HUP 7" in called(tmp_path), "the engines are told"
+    assert "no replica of inference has all its nodes: the job ends" in caplog.text
+    assert all(step.returncode is not None for step in job.engines.values())
+
+
+def test_a_run_that_is_cancelled_or_fails_by_itself_is_not_queued_again(
+    job: Job, say: Say, tmp_path: Path
+) -> None:
+    say("srun", "exit 3")
+    for state in ("CANCELLED", "COMPLETING"):
+        say("squeue", f'echo "{state}|None|a,b,c,d,e|1:00|2:00"')
+        assert not job.has_lost_lead()
+    say("squeue", 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
+    assert not job.has_lost_lead()
+    say("squeue", SQUEUE)
+    assert job.has_lost_lead(), "the node has no answer"
+    say("srun", "exit 0")
+    assert not job.has_lost_lead()
+    say("squeue", SQUEUE.replace("a,b", "b"))
+    assert job.has_lost_lead()
+
+
+def test_the_watch_ends_a_job_that_may_not_be_queued_again(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "POLL_S", 0.0)
+    say("squeue", SQUEUE.replace("a,b", "b"))
+    say("scontrol", REFUSED)
+    assert steps.watch("7", "a") == 0
+    assert called(tmp_path)[-1] == "scancel 7"
+
+
+def test_a_node_that_is_back_goes_on_while_slurm_does_not_answer(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times squeue does not answer; then the run's job has ended, and the part of it here is told so."""
+    monkeypatch.setattr(steps, "POLL_S", 0.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    down = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+    ended = "echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1"
+    count = f"echo >>{tmp_path}/asked; n=$(wc -l <{tmp_path}/asked)"
+    later = f"until [ -s {tmp_path}/pid ]; do sleep 0.1; done; if ((n > 4)); then {ended}; else {down}; fi"
+    say("squeue", f"{count}; if ((n > 1)); then {later}; fi; {SQUEUE}")
+    say("scancel", f"kill $(cat {tmp_path}/pid)")
+    assert steps.stand_in("7", "a", ["bash", "-c", f"echo $$ >{tmp_path}/pid; exec sleep 600"]) == 0
+    assert (tmp_path / "asked").read_text().count("\n") == 6
+    assert "scancel --signal=HUP 8" in called(tmp_path)
+
+
+def test_how_a_run_has_ended_does_not_depend_on_slurms_answer(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(commands, "TIMEOUT_S", 0.1)
+    for name, value in {"JOB_ID": "7", "STEP_ID": "0", "STEP_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    say("scancel", "exec sleep 600")
+    commands.end_other_nodes()
+    assert "scancel --signal=HUP 7.0` did not answer within 0.1 s" in caplog.text

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +25,12 @@ from stretto.launch.plan.routers import check_router, with_reachable_host
 from stretto.launch.run import register
 from stretto.launch.run.register import Registrar
 
+CHECK = """
+import sys
+from stretto.launch.run.router import start_key_check
+print(start_key_check("ключ"), flush=True)
+sys.stdin.read()
+"""
 TWO_NODES = {"deployment": {"type": "multi_node", "num_nodes": 2}}
 
 
@@ -274,3 +283,30 @@ def test_dynamo_that_is_not_installed_is_one_message(tmp_path):
     ):
         check_router(missing)
     assert "make dynamo" in (check_router(missing, is_dry_run=True) or "")
+
+
+# -- the router's key --
+
+
+def test_a_key_of_any_letters_is_itself_alone():
+    """And the process that knows it ends with the router."""
+    router = subprocess.Popen([sys.executable, "-c", CHECK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert router.stdin is not None and router.stdout is not None
+    try:
+        port = urlsplit(router.stdout.readline().decode().strip()).port
+
+        def answer(key: bytes) -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("GET", "/", headers={"Authorization": b"Bearer " + key} if key else {})
+            try:
+                return connection.getresponse().status
+            finally:
+                connection.close()
+
+        assert answer("ключ".encode()) == 200
+        assert [answer(key) for key in (b"????", b"", "ключи".encode(), b"\xff\xfe")] == [401] * 4
+    finally:
+        router.stdin.close()
+        router.wait(60)
+    with router.stdout:
+        assert router.stdout.read() == b"", "nobody holds the other end any more"
