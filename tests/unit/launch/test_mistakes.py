@@ -259,6 +259,12 @@ STARTED = {
 }
 
 
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's directory without GPUs, trackers and hub models, whose own modules are imported anew."""
@@ -272,7 +278,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).write_text(text)
     (tmp_path / "empty").mkdir()
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     there = tmp_path / "outputs" / "there" / "checkpoints" / "step_1"
     there.mkdir(parents=True)
     (there / "COMPLETE").write_text("{}")
