@@ -1,4 +1,4 @@
-"""An adapter as policy, of a family that only transformers implements: vLLM merges it into its weights."""
+"""An adapter of a model that transformers computes (impl = "hf"), as policy: vLLM merges it into its weights."""
 
 from __future__ import annotations
 
