@@ -49,6 +49,7 @@ async def check(url: str, engines: list[str]) -> None:
     assert sum(counts) == 24 and all(count and count % 2 == 0 for count in counts), counts
 
 
+@pytest.mark.slow
 @needs_router
 def test_replicas_by_hand_are_behind_a_router_and_end_with_it(tmp_path):
     port, backend = free_port(), free_ports_in_a_row(2)

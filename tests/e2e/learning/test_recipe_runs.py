@@ -45,25 +45,32 @@ def run(verb: str, file: str, output: Path, name: str, *words: str) -> Ended:
     return Ended(code, printed, RunDir(output / name))
 
 
-def test_a_policy_uses_two_tools_over_several_turns(tmp_path):
-    folder = "examples/multi_turn_tools"
-    run("sft", f"{folder}/sft.toml", tmp_path, "multi-turn-tools-sft")
+TOOLS = "examples/multi_turn_tools"
+ON_CPU = [
+    "--trainer-gpu-ids", "None", "--inference-gpu-ids", "None", "--inference.engine", "embedded",
+    "--inference.max-model-len", "512", "--seq-len", "512", "--orchestrator.env.0.args.instruction", "",
+    "--orchestrator.train.sampling.max-completion-tokens", "24", "--orchestrator.batch-size", "64",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "words"),
+    [
+        ("rl.toml", "multi-turn-tools", []),
+        pytest.param("qwen3.toml", "multi-turn-tools-qwen3", ON_CPU, marks=pytest.mark.slow),
+    ],
+)
+def test_a_policy_uses_two_tools_over_several_turns(file, name, words, tmp_path):
+    run("sft", f"{TOOLS}/sft.toml", tmp_path, "multi-turn-tools-sft")
     weights = str(tmp_path / "multi-turn-tools-sft" / "weights" / "latest")
     shorter = ["--model.name", weights, "--max-steps", "3", "--orchestrator.eval.num-examples", "16"]
-    trained = run("rl", f"{folder}/rl.toml", tmp_path, "multi-turn-tools", *shorter)
-    on_cpu = [
-        "--trainer-gpu-ids", "None", "--inference-gpu-ids", "None", "--inference.engine", "embedded",
-        "--inference.max-model-len", "512", "--seq-len", "512", "--orchestrator.env.0.args.instruction", "",
-        "--orchestrator.train.sampling.max-completion-tokens", "24", "--orchestrator.batch-size", "64",
-    ]  # fmt: skip
-    as_qwen3 = run("rl", f"{folder}/qwen3.toml", tmp_path, "multi-turn-tools-qwen3", *shorter, *on_cpu)
-    for ended in (trained, as_qwen3):
-        assert len(ended.steps()) == 3 and audit(ended.run) == []
-        rollouts = Run(ended.run.path).rollouts()
-        assert max(row["num_turns"] for row in rollouts) >= 4
-        assert max(row["metrics"]["searches"] for row in rollouts) >= 2
-        assert max(row["metrics"]["calculations"] for row in rollouts) >= 1
-        assert ended.steps()[1]["mismatch_kl/max"] < 1e-6
+    ended = run("rl", f"{TOOLS}/{file}", tmp_path, name, *shorter, *words)
+    assert len(ended.steps()) == 3 and audit(ended.run) == []
+    rollouts = Run(ended.run.path).rollouts()
+    assert max(row["num_turns"] for row in rollouts) >= 4
+    assert max(row["metrics"]["searches"] for row in rollouts) >= 2
+    assert max(row["metrics"]["calculations"] for row in rollouts) >= 1
+    assert ended.steps()[1]["mismatch_kl/max"] < 1e-6
 
 
 def test_gsm8k_warms_up_and_trains(tmp_path, monkeypatch):
