@@ -12,6 +12,7 @@ import pytest
 import torch
 from aiohttp import web
 from http_site import KEY, MESSAGES, build_directory, open_site
+from ports import free_port
 
 from stretto.base.errors import EngineError
 from stretto.records.generate import GenerateRequest, SamplingParams
@@ -312,6 +313,16 @@ async def test_a_full_engine_does_not_fail_a_canary(site, no_traceback):
         await client._all("POST", api.RESUME)
         assert len((await scores)[site.url]) == 2
         await asyncio.gather(*tasks)
+
+
+async def test_an_engine_that_dies_before_it_scores_a_canary_is_left_out(site, no_traceback):
+    dead = f"http://127.0.0.1:{free_port()}"
+    async with EngineClient([site.url], [site.url, dead], "secret", max_retries=0) as client:
+        scores = await client.prompt_logprobs(np.array([20, 21], np.int32), "canary")
+        assert list(scores) == [site.url] == client.fleet.ready()
+    async with EngineClient([dead], api_key="secret", max_retries=0) as client:
+        with pytest.raises(EngineError, match=dead):
+            await client.prompt_logprobs(np.array([20, 21], np.int32), "canary")
 
 
 async def test_a_gate_keeps_the_order_and_grows_by_one_a_round():

@@ -312,7 +312,8 @@ class EngineClient:
     ) -> dict[str, Float32[np.ndarray, " tokens"]]:
         """Logprobs of these tokens by engine: float32 [tokens] in nats; the first is 0.
 
-        name: request id and cache salt, so that no prefix cached under other weights is used.
+        name: request id and cache salt, so that no prefix cached under other weights is used. One of several engines
+        that dies meanwhile is marked down and left out.
         """
         request = GenerateRequest(
             request_id=name,
@@ -332,8 +333,15 @@ class EngineClient:
                 )
             return scores
 
-        ready = self.fleet.ready()
-        return dict(zip(ready, await _gather_all(score(url) for url in ready)))
+        ready, found = self.fleet.ready(), {}
+        for url, result in zip(ready, await asyncio.gather(*map(score, ready), return_exceptions=True)):
+            if not isinstance(result, BaseException):
+                found[url] = result
+            elif isinstance(result, EngineError) and len(self.admin_urls) > 1 and await self._is_dead(url):
+                await self.fleet.mark_down(url, str(result))
+            else:
+                raise result
+        return found
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End these requests with the tokens they have; None: all requests."""
