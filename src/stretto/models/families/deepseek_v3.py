@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stretto.models.families.glm4_moe import mixture_to_hf
 from stretto.models.family import EXPERT_BIAS, STACKED_EXPERTS, Family
 from stretto.models.parts.rope import rope_to_hf
 from stretto.models.shape import LatentShape, ModelConfig, MoEShape, yarn_scale
@@ -74,13 +75,12 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     """The reverse of `fields` and `normalise`."""
-    moe, latent = cfg.moe, cfg.latent
-    assert moe is not None
+    latent = cfg.latent
     assert latent is not None
     rope = {key: value for key, value in rope_to_hf(cfg.rope).items() if key != "partial_rotary_factor"}
     if latent.yarn_mscale:
         rope["mscale_all_dim"] = latent.yarn_mscale
-    return {
+    return mixture_to_hf(cfg) | {
         "rope_parameters": rope,
         "head_dim": latent.rotated_dim,
         "q_lora_rank": latent.query_rank,
@@ -89,16 +89,6 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "qk_rope_head_dim": latent.rotated_dim,
         "v_head_dim": latent.value_dim,
         "attention_bias": cfg.qkv_bias,
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.intermediate_size,
-        "norm_topk_prob": moe.norm_topk_prob,
-        "first_k_dense_replace": moe.sparse_layers[0] if moe.sparse_layers else cfg.num_layers,
-        "n_group": moe.num_groups,
-        "topk_group": moe.top_groups,
-        "routed_scaling_factor": moe.gate_scale,
-        "n_shared_experts": (moe.shared_size or 0) // moe.intermediate_size,
-        "num_nextn_predict_layers": 0,
     }
 
 

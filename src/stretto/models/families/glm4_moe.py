@@ -33,12 +33,11 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+def mixture_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    """The keys of a mixture with groups, shared experts and first blocks without experts; deepseek_v3 has the same."""
     moe = cfg.moe
     assert moe is not None
     return {
-        "use_qk_norm": cfg.has_qk_norm,
-        "attention_bias": cfg.qkv_bias,
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.intermediate_size,
@@ -50,6 +49,10 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "n_shared_experts": (moe.shared_size or 0) // moe.intermediate_size,
         "num_nextn_predict_layers": 0,
     }
+
+
+def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    return mixture_to_hf(cfg) | {"use_qk_norm": cfg.has_qk_norm, "attention_bias": cfg.qkv_bias}
 
 
 GLM4_MOE = Family(
