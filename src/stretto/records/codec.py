@@ -3,7 +3,8 @@
 `encode` gives frames for a wire: one frame for all small arrays, and one per large array, which is not copied.
 `encode_blob` gives one bytes object for a file (padded, with a crc). Both start with a fixed prefix that holds
 `SCHEMA`, the number of the record layout, so that a reader of another version raises an error instead of misreading.
-Decoded arrays are read-only views of the received buffers.
+Decoded arrays are read-only views of the received buffers. An array that a record holds in several places (the pixels
+of an image that several samples show) is sent once, and is one array again on the other side.
 
 Decoding executes nothing: no pickle, dtypes from a fixed list, and every length is checked, so damaged or hostile
 input raises a `WireError` (frames) or `DataError` (blobs).
@@ -23,7 +24,7 @@ import numpy as np
 
 from stretto.base.errors import DataError, WireError
 
-SCHEMA = 3
+SCHEMA = 4
 """Increase it whenever a record's meaning or layout changes so that an older reader would misread it."""
 
 T = TypeVar("T")
@@ -52,11 +53,14 @@ def encode(obj: Any) -> list[BytesLike]:
     Contiguous large arrays are not copied.
     """
     arrays: list[np.ndarray] = []
+    known: dict[int, int] = {}  # id of an array -> its index
 
     def hook(value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            arrays.append(_portable(value))
-            return msgspec.msgpack.Ext(_ARRAY, (len(arrays) - 1).to_bytes(4, "little"))
+            index = known.setdefault(id(value), len(arrays))
+            if index == len(arrays):
+                arrays.append(_portable(value))
+            return msgspec.msgpack.Ext(_ARRAY, index.to_bytes(4, "little"))
         if isinstance(value, np.generic):
             return value.item()
         raise TypeError(

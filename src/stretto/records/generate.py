@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from stretto.records.images import Image
 from stretto.records.support import Support
 
 NO_EXPERT = (255, 65535)
@@ -47,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for n samples of one prompt.
 
-    session_id: keeps the turns of one rollout on one engine.
+    session_id: keeps the turns of one rollout on one engine. images: of the prompt, in the order of their placeholders,
+    which are image_token_id.
     """
 
     request_id: str
@@ -58,6 +60,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     adapter: str | None = None  # name of the LoRA adapter to use; None = the engine's own model
     prompt_logprobs: bool = False
+    images: tuple[Image, ...] = ()
+    image_token_id: int | None = None
     routed_experts_start: int = 0  # first prompt token whose experts are wanted; those before are known
 
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from stretto.records.generate import Completion, VersionSpan
+from stretto.records.images import Image
 from stretto.records.support import concat_supports
 
 ABORTED = "abort"
@@ -29,6 +30,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     num_shared: int
     prompt_ids: np.ndarray  # int32
     completion: Completion
+    images: tuple[Image, ...] = ()  # those of prompt_ids, by name: the environment shows them again
 
     @property
     def is_done(self) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from stretto.records.generate import VersionSpan
+from stretto.records.images import Image
 from stretto.records.support import Support
 
 
@@ -52,6 +53,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     ref_logprobs: np.ndarray | None = None  # float32 [tokens], nats, of a teacher; such a branch is distilled
     ce_weights: np.ndarray | None = None  # float32 [tokens], cross-entropy weights; None = all 0
     trained_from: int | None = None  # oldest version whose tokens are trained, if the rollout was continued
+    images: tuple[Image, ...] = ()  # those of the tokens, in the order of their placeholders
     # Sampled by a teacher instead of the policy: trained by cross-entropy, has no versions.
     is_frozen: bool = False
 

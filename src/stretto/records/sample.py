@@ -6,9 +6,12 @@ The first token of a document is never trained.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
+from stretto.records.images import Image
 from stretto.records.support import Support
 
 
@@ -32,6 +35,7 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     ref_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
     support: Support | None = None  # what each token was drawn from; None: all tokens
+    images: tuple[Image, ...] = ()  # in the order of their placeholders
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +59,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     ref_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
     support: Support | None = None  # what each token was drawn from; None: all tokens
+    images: tuple[
+        Image, ...
+    ] = ()  # in the order of their placeholders in the row; equal ones share their patches
+    num_images: tuple[int, ...] = ()  # images per document; () if the row has none
     # Filled in by the trainer at the beginning of a step, never sent: float32 [tokens].
     old_logprobs: np.ndarray | None = None  # under the policy
     values: np.ndarray | None = None  # the critic's value of the text before the token
@@ -68,6 +76,17 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         """Number of tokens without padding."""
         return int(self.cu_seqlens[self.num_samples])
+
+    def images_of(self, document: int) -> tuple[Image, ...]:
+        """The images of one document."""
+        start = sum(self.num_images[:document])
+        return self.images[start : start + sum(self.num_images[document : document + 1])]
+
+
+def images_by_document(documents: Sequence[tuple[Image, ...]]) -> dict[str, tuple]:
+    """The fields `images` and `num_images` of a row with these documents."""
+    images = tuple(image for document in documents for image in document)
+    return {"images": images, "num_images": tuple(map(len, documents)) if images else ()}
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from stretto.algorithms.credit import whiten
 from stretto.config.sections.algorithm import Advantages, GaeAdvantages, ReturnsAdvantages
 from stretto.config.sections.trainer import TrainerSection
 from stretto.records.rows import pack_rows
-from stretto.records.sample import MicroBatch
+from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.support import concat_supports
 from stretto.trainer.batch.metrics import Reduce
 from stretto.trainer.critic import rl_token_mask
@@ -239,6 +239,7 @@ def _merge_documents(samples: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
         sample_ids=tuple(mb.sample_ids[d] for mb, d in samples),
         support=concat_supports(supports, lengths),
         envs=tuple(mb.envs[d] for mb, d in samples),
+        **images_by_document([mb.images_of(d) for mb, d in samples]),
         **streams,
     )
 
@@ -246,6 +247,6 @@ def _merge_documents(samples: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
 STREAMS = tuple(
     name
     for name in MicroBatch.__struct_fields__
-    if name not in ("cu_seqlens", "sample_ids", "envs", "support")
+    if name not in ("cu_seqlens", "sample_ids", "envs", "support", "images", "num_images")
 )
 """Fields of a micro batch that are arrays with one entry per token."""

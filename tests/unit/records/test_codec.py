@@ -68,8 +68,9 @@ def values_of(hint: typing.Any) -> st.SearchStrategy:
         return simple[hint]
     if origin in (typing.Union, types.UnionType):
         return st.one_of([values_of(arg) for arg in args])
+    if origin is tuple and args[1] is not ...:
+        return st.tuples(*map(values_of, args))
     if origin is tuple:
-        assert args[1] is ...
         return st.lists(values_of(args[0]), max_size=2).map(tuple)
     if origin is list:
         return st.lists(values_of(args[0]), max_size=2)
@@ -127,7 +128,7 @@ def micro_batch(num_tokens: int = 5) -> MicroBatch:
         loss_mask=np.ones(num_tokens, bool),
         logprobs=-floats,
         advantages=floats,
-        temperatures=floats,
+        temperatures=floats + 1,
         sample_ids=("g0.0/0",),
         envs=("e",),
     )

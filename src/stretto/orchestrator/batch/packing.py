@@ -20,7 +20,7 @@ import numpy as np
 
 from stretto.base.errors import DataError
 from stretto.records.rows import first_fit_decreasing
-from stretto.records.sample import MicroBatch, TrainBatch, TrainSample
+from stretto.records.sample import MicroBatch, TrainBatch, TrainSample, images_by_document
 from stretto.records.support import Support, concat_supports
 
 if TYPE_CHECKING:
@@ -174,6 +174,7 @@ def to_micro_batch(samples: Sequence[TrainSample], streams: Sequence[str] = ()) 
         envs=tuple(s.env for s in samples),
         routed_experts=_merge_expert_choices(samples),
         support=_merge_supports(samples, lengths),
+        **images_by_document([s.images for s in samples]),
         **whole,
     )
 

@@ -71,6 +71,7 @@ def samples_of(
             "temperature": branch.temperature,
             "routed_experts": branch.routed_experts,
             "support": branch.support,
+            "images": branch.images,
         }
         samples.append(
             TrainSample(
