@@ -24,7 +24,7 @@ from stretto.models.parts.mamba2 import Mamba2
 from stretto.models.parts.mla import LatentAttention
 from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.rope import Angles, angle_table, rotate
-from stretto.models.shape import RECURRENT_MIXERS, ModelConfig, Rope
+from stretto.models.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
 from stretto.models.tensor_map import TensorMap
 
 if TYPE_CHECKING:
@@ -71,9 +71,14 @@ class Attention(nn.Module):
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
     ) -> Float[Tensor, "rows dim"]:
-        attended = _select_rows(self.mix(layer, *self.project(x, angles), attend), rows)
+        q, k, v, gate = self.project(x, angles)
+        attended = _select_rows(self.mix(layer, q, k, v, attend), rows)
         if self.gate is not None:
-            attended = self.gated(attended, self.get_submodule(self.gate.name)(_select_rows(x, rows)))
+            if gate is None:
+                gate = self.get_submodule(self.gate.name)(_select_rows(x, rows))
+            else:
+                gate = _select_rows(gate, rows)
+            attended = self.gated(attended, gate)
         return self.o_proj(attended)
 
     def project(
@@ -82,9 +87,17 @@ class Attention(nn.Module):
         Float[Tensor, "tokens heads head_dim"],
         Float[Tensor, "tokens kv_heads head_dim"],
         Float[Tensor, "tokens kv_heads head_dim"],
+        Float[Tensor, "tokens q_size"] | None,
     ]:
-        """Queries, keys and values, [tokens, heads, head_dim], rotated by position."""
-        return self.turn(self.q_proj(x), self.k_proj(x), self.v_proj(x), angles)
+        """Queries, keys and values, rotated by position; and the gates that `queries` computes."""
+        q, gate = self.queries(x)
+        return *self.turn(q, self.k_proj(x), self.v_proj(x), angles), gate
+
+    def queries(
+        self, x: Float[Tensor, "tokens dim"]
+    ) -> tuple[Float[Tensor, "tokens q_size"], Float[Tensor, "tokens q_size"] | None]:
+        """Queries, not yet rotated; and gates, where one product computes both."""
+        return self.q_proj(x), None
 
     def turn(
         self,
@@ -136,32 +149,14 @@ class PairedAttention(Attention):
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__(cfg, layer)
         self.q_proj = nn.Linear(cfg.hidden_size, 2 * self.q_proj.out_features, bias=cfg.qkv_bias)
+        self.gate = AttentionGate("q_proj", "sigmoid", is_per_head=False)
 
-    def forward(
-        self,
-        x: Float[Tensor, "tokens dim"],
-        angles: Angles | None,
-        layer: int,
-        attend: Attend,
-        rows: Int[Tensor, " rows"] | None,
-    ) -> Float[Tensor, "rows dim"]:
-        q, k, v, gate = self.project(x, angles)
-        attended = _select_rows(self.mix(layer, q, k, v, attend), rows)
-        return self.o_proj(attended * _select_rows(gate, rows).sigmoid())
-
-    def project(
-        self, x: Float[Tensor, "tokens dim"], angles: Angles | None
-    ) -> tuple[
-        Float[Tensor, "tokens heads head_dim"],
-        Float[Tensor, "tokens kv_heads head_dim"],
-        Float[Tensor, "tokens kv_heads head_dim"],
-        Float[Tensor, "tokens q_size"],
-    ]:
-        """Queries, keys, values and gates."""
-        q, gate = (
-            part.flatten(1) for part in self.q_proj(x).unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        )
-        return *self.turn(q, self.k_proj(x), self.v_proj(x), angles), gate
+    def queries(
+        self, x: Float[Tensor, "tokens dim"]
+    ) -> tuple[Float[Tensor, "tokens q_size"], Float[Tensor, "tokens q_size"]]:
+        """Queries, not yet rotated, and gates."""
+        q, gate = self.q_proj(x).unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        return q.flatten(1), gate.flatten(1)
 
 
 class Block(nn.Module):
