@@ -1,7 +1,7 @@
 """Advantage estimators: rewards of a group to one advantage per rollout. Pure numpy.
 
 First rewards are shaped (`length_penalty`, `overlong`), then compared (`ADVANTAGE_ESTIMATORS`, by `algo.type`). Last,
-if the estimator is in `WHITENED_OVER_BATCH`, the advantages of the whole batch are whitened.
+if its section says `whiten`, the advantages of the whole batch are whitened.
 
 Advantages are in reward units. A member with is_counted=False (failed, or without a sampled token) is in no baseline
 and gets exactly 0. A group is normalised by its counted members. Equal rewards give exactly 0, not the rounding error
@@ -11,7 +11,7 @@ of their mean. Advantages per token (discounting, GAE, KL penalty) are in advant
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -29,19 +29,20 @@ def grpo(
     rewards: Float[np.ndarray, " members"],
     is_counted: Bool[np.ndarray, " members"],
     *,
-    normalize_std: bool = False,
+    normalize_std: bool | Literal["unbiased"] = False,
 ) -> Float[np.ndarray, " members"]:
     """A_i = R_i - mean(R) over the counted members, float64 [members].
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; without the division as in Dr. GRPO,
-    arXiv:2503.20783. Differs: with normalize_std the deviation is the population's and 1e-6 is added to it.
+    arXiv:2503.20783. Differs: with normalize_std the deviation is the population's, with "unbiased" that of a
+    sample (n - 1), and 1e-6 is added to it.
     """
     advantages = np.zeros(len(rewards))
     if has_distinct_rewards(rewards, is_counted):
         counted = rewards[is_counted]
         advantages[is_counted] = counted - counted.mean()
         if normalize_std:
-            advantages /= counted.std() + STD_EPS
+            advantages /= counted.std(ddof=int(normalize_std == "unbiased")) + STD_EPS
     return advantages
 
 
@@ -182,8 +183,6 @@ ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "zero": zero,
 }
 
-WHITENED_OVER_BATCH = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Estimators whose advantages are whitened over the batch, by the orchestrator or by the trainer."""
 WITHOUT_GROUP_BASELINE = frozenset({"ppo", "reinforce_plus_plus", "rae"})
 """Estimators whose baseline is not the group's; it comes with the batch."""
 

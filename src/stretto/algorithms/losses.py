@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class TokenCounts(NamedTuple):
-    """Number of tokens of non-zero weight in each component, and of samples with such rl tokens."""
+    """Number of tokens of non-zero weight in each component, and of samples with such rl tokens (of rollouts, if
+    cfg.reduction is `rollout`)."""
 
     rl: float
     ce: float
@@ -224,15 +225,17 @@ def reduce_rl(
 ) -> Float[Tensor, ""]:
     """Reduce one value per token to this micro batch's share of the rl component.
 
-    token: sum / N_rl. sample: sum over samples of (sum / the sample's members) / samples. constant: sum /
-    (samples * reduction_tokens). A sample's members are its tokens of non-zero rl weight in `streams`, even if
-    `weights` is 0.
+    token: sum / N_rl. sample: sum over samples of (sum / the sample's members) / samples. rollout: sum / rollouts,
+    for the caller has divided the weights by the rollouts' members. constant: sum / (samples * reduction_tokens). A
+    sample's members are its tokens of non-zero rl weight in `streams`, even if `weights` is 0.
 
     Source: token, DAPO, arXiv:2503.14476, eq. 8; sample, GRPO, arXiv:2402.03300, eq. 3; constant, Dr. GRPO,
     arXiv:2503.20783, section 3.1.
     """
     if cfg.reduction == "token":
         return weighted_sum(values, weights) / max(counts.rl, 1)
+    if cfg.reduction == "rollout":
+        return weighted_sum(values, weights) / (counts.rl_samples or 1.0)
     samples = max(counts.rl_samples, 1)
     if cfg.reduction == "constant":
         assert cfg.reduction_tokens is not None, "checked with the config"

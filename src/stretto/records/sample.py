@@ -53,6 +53,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     temperatures: np.ndarray  # float32 [tokens]
     sample_ids: tuple[str, ...] = ()
     envs: tuple[str, ...] = ()  # per document (without padding)
+    rollout_tokens: tuple[int, ...] = ()  # per document: rl tokens of all samples of its rollout in the batch
     rl_weights: np.ndarray | None = None
     ce_weights: np.ndarray | None = None
     ref_kl_weights: np.ndarray | None = None

@@ -31,7 +31,7 @@ from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
 from stretto.records.weights import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, sums_by_env
-from stretto.trainer.batch.pass_inputs import PassInputs, count_tokens, has_trained_tokens
+from stretto.trainer.batch.pass_inputs import PassInputs, count_tokens, has_trained_tokens, weigh_by_rollout
 from stretto.trainer.batch.routing import build_routers
 from stretto.trainer.critic import Critic
 from stretto.trainer.network import Network
@@ -155,9 +155,12 @@ class Learner:
         Raises: DataError when a batch does not fit the model, or trains no token.
         """
         with_samples, by_sample = needs_samples(self._loss), self._loss.reduction != "token"
+        own_counts = count_tokens(micro_batches, by_sample=by_sample)
+        if self._loss.reduction == "rollout":
+            micro_batches, num_rollouts = weigh_by_rollout(micro_batches)
+            own_counts = own_counts._replace(rl_samples=num_rollouts)
         sums = self.mesh.reduce(
-            count_tokens(micro_batches, by_sample=by_sample)._asdict()
-            | {"max/passes": sum(has_trained_tokens(mb) for mb in micro_batches)}
+            own_counts._asdict() | {"max/passes": sum(has_trained_tokens(mb) for mb in micro_batches)}
         )
         num_passes = int(sums.pop("max/passes"))
         counts = TokenCounts(**sums)

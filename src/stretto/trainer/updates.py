@@ -240,6 +240,7 @@ def _merge_documents(samples: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
         support=concat_supports(supports, lengths),
         envs=tuple(mb.envs[d] for mb, d in samples),
         **images_by_document([mb.images_of(d) for mb, d in samples]),
+        rollout_tokens=tuple(mb.rollout_tokens[d] for mb, d in samples if mb.rollout_tokens),
         **streams,
     )
 
@@ -247,6 +248,6 @@ def _merge_documents(samples: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
 STREAMS = tuple(
     name
     for name in MicroBatch.__struct_fields__
-    if name not in ("cu_seqlens", "sample_ids", "envs", "support", "images", "num_images")
+    if name not in ("cu_seqlens", "sample_ids", "envs", "rollout_tokens", "support", "images", "num_images")
 )
 """Fields of a micro batch that are arrays with one entry per token."""

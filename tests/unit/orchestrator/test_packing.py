@@ -183,6 +183,18 @@ def test_ranks_get_nearly_equal_work():
         assert max(work) / (sum(work) / world_size) < 1.05
 
 
+def test_every_sample_knows_the_tokens_of_its_rollout_in_all_rows():
+    samples = [msgspec.structs.replace(sample(i, 40), sample_id=f"g{i // 2}.0/{i % 2}") for i in range(6)]
+    samples[3] = msgspec.structs.replace(samples[3], rl_weights=np.zeros(40, np.float32))
+    found = documents(pack_now(samples, step=1, seq_len=SEQ_LEN, world_size=2))
+    counts = [int(each.loss_mask.sum()) for each in samples]
+    counts[3] = 0
+    for index, each in enumerate(samples):
+        micro, _, d = found[each.sample_id]
+        first = index // 2 * 2
+        assert micro.rollout_tokens[d] == counts[first] + counts[first + 1]
+
+
 def test_a_stream_of_one_sample_is_made_whole_for_all():
     samples = [sample(0, 5), sample(1, 4, ce_weights=np.full(4, 0.5, dtype=np.float32))]
     (batch,) = pack_now(samples, step=1, seq_len=SEQ_LEN)

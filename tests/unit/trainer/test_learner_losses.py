@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tiny import build_learner, build_policy, documents, gradients, pack
 
 from stretto.config.load import load
@@ -67,6 +68,35 @@ def test_a_step_does_not_depend_on_how_the_batch_is_cut(loss):
     assert any(g.any() for g in whole[0].values())
     for cut in ([docs[:3], docs[3:]], [docs[::2], docs[1::2]], [[d] for d in docs]):
         assert_same_step(step(cut, loss=loss), whole)
+
+
+def rollout_step(docs, cut, *, loss=None, weights=None):
+    """A step on samples, two branches to a rollout; gradients."""
+    rollouts = [f"g{i // 2}.0" for i in range(len(docs))]
+    lengths = [int(doc["loss_mask"].sum()) for doc in docs]
+    totals = {r: sum(n for n, other in zip(lengths, rollouts) if other == r) for r in rollouts}
+    learner = build_learner(loss=loss or PpoLoss())
+    parts = []
+    for part in cut:
+        mb = replace(pack([docs[i] for i in part]), rollout_tokens=tuple(totals[rollouts[i]] for i in part))
+        if weights is not None:
+            each = [np.full(len(docs[i]["loss_mask"]), weights(totals[rollouts[i]])) for i in part]
+            mb = replace(mb, rl_weights=np.concatenate(each).astype(np.float32))
+        parts.append(mb)
+    learner.forward_backward(parts)
+    return gradients(learner), learner.optim_step()
+
+
+def test_every_rollout_counts_once_whatever_its_branches_and_their_places():
+    docs, rollout = documents(num_groups=2), PpoLoss(reduction="rollout")
+    everything = range(len(docs))
+    tokens = sum(int(doc["loss_mask"].sum()) for doc in docs)
+    slow = rollout_step(docs, [everything], weights=lambda total: 2 * tokens / (len(docs) * total))
+    whole = rollout_step(docs, [everything], loss=rollout)
+    assert_same_step((whole[0], {}), (slow[0], {}))
+    assert whole[1]["optim/grad_norm"] > 0
+    for cut in ([everything[::2], everything[1::2]], [[i] for i in everything]):
+        assert_same_step(rollout_step(docs, cut, loss=rollout), whole)
 
 
 def test_corrections_are_reported_as_means_over_trained_tokens():

@@ -10,6 +10,7 @@ from stretto.config.section import Section
 from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
 
 Level = Literal["token", "sequence", "geometric"]
+Reduction = Literal["token", "sample", "rollout", "constant"]
 
 
 class WeightsSection(Section):
@@ -62,10 +63,10 @@ class LossSection(Section):
     """What all policy losses have."""
 
     type: str
-    reduction: Literal["token", "sample", "constant"] = "token"
+    reduction: Reduction = "token"
     """`token`: the mean over all trained tokens of the batch. `sample`: the mean over samples of each
-    sample's mean. `constant`: the sum over a sample's tokens divided by reduction_tokens, averaged over
-    samples."""
+    sample's mean. `rollout`: the same with rollouts in the place of samples, which are their branches.
+    `constant`: the sum over a sample's tokens divided by reduction_tokens, averaged over samples."""
     reduction_tokens: int | None = Field(None, gt=0)
     """What `constant` divides by, such as the longest reply."""
     use_rollout_logprobs: bool = True
@@ -125,7 +126,7 @@ class GspoLoss(LossSection):
     """PPO's clipped surrogate on one ratio per sample, the geometric mean of its tokens' ratios."""
 
     type: Literal["gspo"] = "gspo"
-    reduction: Literal["token", "sample", "constant"] = "sample"
+    reduction: Reduction = "sample"
     """As in the other losses; the paper's is `sample`."""
     clip_low: float = Field(3e-4, ge=0, le=1)
     """A ratio below 1 - clip_low no longer pushes a sample of negative advantage down."""
@@ -236,27 +237,34 @@ class CreditSection(Section):
     overlong: OverlongSection | None = None
 
 
-class GrpoAlgo(CreditSection):
+class GroupAlgo(CreditSection):
+    """What rules that compare the members of a group have in common."""
+
+    whiten: bool = False
+    """Afterwards the advantages of the trained tokens of the batch get mean 0 and deviation 1."""
+
+
+class GrpoAlgo(GroupAlgo):
     """Advantage = reward minus the group's mean."""
 
     type: Literal["grpo"] = "grpo"
-    normalize_std: bool = False
-    """Also divide by the group's standard deviation."""
+    normalize_std: bool | Literal["unbiased"] = False
+    """Also divide by the group's standard deviation; "unbiased": by that of a sample, with n - 1."""
 
 
-class DrGrpoAlgo(CreditSection):
+class DrGrpoAlgo(GroupAlgo):
     """Reward minus the group's mean, never divided; its loss has reduction = "constant"."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
 
 
-class RlooAlgo(CreditSection):
+class RlooAlgo(GroupAlgo):
     """Reward minus the mean of the group's other members."""
 
     type: Literal["rloo"] = "rloo"
 
 
-class MaxRlAlgo(CreditSection):
+class MaxRlAlgo(GroupAlgo):
     """Reward minus the group's mean, divided by that mean: rarely solved tasks count more."""
 
     type: Literal["max_rl"] = "max_rl"
@@ -318,8 +326,8 @@ class EchoAlgo(CreditSection):
     """
 
     type: Literal["echo"] = "echo"
-    normalize_std: bool = False
-    """Also divide by the group's standard deviation."""
+    normalize_std: bool | Literal["unbiased"] = False
+    """Also divide by the group's standard deviation; "unbiased": by that of a sample, with n - 1."""
     tool: float | None = Field(0.1, gt=0)
     """Weight of the tokens of tool messages."""
     user: float | None = Field(None, gt=0)

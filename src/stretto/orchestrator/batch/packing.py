@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,11 +85,12 @@ def pack(
     ranks = yield from assign_rows(row_costs, world_size)
     num_micro = max((len(rank) for rank in ranks), default=0)
     streams = [name for name in STREAM_DEFAULTS if any(getattr(s, name) is not None for s in samples)]
+    totals = rollout_tokens(samples)
     batches = []
     for rank, row_indices in enumerate(ranks):
         micro = []
         for r in row_indices:
-            micro.append(to_micro_batch([samples[i] for i in rows[r]], streams))
+            micro.append(to_micro_batch([samples[i] for i in rows[r]], streams, totals))
             yield
         micro += [dummy_micro_batch(streams)] * (num_micro - len(micro))
         batches.append(TrainBatch(step=step, rank=rank, world_size=world_size, micro_batches=tuple(micro)))
@@ -150,11 +152,28 @@ def assign_rows(row_costs: Sequence[float], world_size: int) -> Generator[None, 
     return ranks
 
 
-def to_micro_batch(samples: Sequence[TrainSample], streams: Sequence[str] = ()) -> MicroBatch:
+def rollout_tokens(samples: Sequence[TrainSample]) -> Counter[str]:
+    """Tokens of the rl component by rollout id, over all samples (branches) of the rollout."""
+    totals: Counter[str] = Counter()
+    for sample in samples:
+        is_member = sample.loss_mask if sample.rl_weights is None else sample.loss_mask * sample.rl_weights
+        totals[_rollout_of(sample)] += int(np.count_nonzero(is_member))
+    return totals
+
+
+def _rollout_of(sample: TrainSample) -> str:
+    return sample.sample_id.rpartition("/")[0] or sample.sample_id
+
+
+def to_micro_batch(
+    samples: Sequence[TrainSample], streams: Sequence[str] = (), totals: Mapping[str, int] | None = None
+) -> MicroBatch:
     """One row of these samples, in this order, without padding.
 
-    A sample without one of the `streams` gets the default value on all its tokens.
+    A sample without one of the `streams` gets the default value on all its tokens. totals: `rollout_tokens` of the
+    batch; None if these samples are all of it.
     """
+    totals = rollout_tokens(samples) if totals is None else totals
     lengths = [len(s.token_ids) for s in samples]
     cu_seqlens = np.zeros(len(samples) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -172,6 +191,7 @@ def to_micro_batch(samples: Sequence[TrainSample], streams: Sequence[str] = ()) 
         temperatures=temperatures,
         sample_ids=tuple(s.sample_id for s in samples),
         envs=tuple(s.env for s in samples),
+        rollout_tokens=tuple(totals[_rollout_of(s)] for s in samples),
         routed_experts=_merge_expert_choices(samples),
         support=_merge_supports(samples, lengths),
         **images_by_document([s.images for s in samples]),

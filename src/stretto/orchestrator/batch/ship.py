@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 
-from stretto.algorithms.credit import WHITENED_OVER_BATCH
 from stretto.base.aio import run_in_slices
 from stretto.base.errors import EnvError, StrettoError
 from stretto.orchestrator import telemetry
@@ -40,7 +39,7 @@ class BatchShipper:
         self._gauges: dict[str, float] = {}
         self._next_gauges_at = 0.0  # time.monotonic()
         algos = {env.name or env.id: self.cfg.algo_of(env.name or env.id) for env in self.cfg.env}
-        self._whitened = [n for n, algo in algos.items() if algo.type in WHITENED_OVER_BATCH and algo.whiten]
+        self._whitened = [n for n, algo in algos.items() if getattr(algo, "whiten", False)]
 
     async def ship_batches(self) -> None:
         """Ship until the last step, or until the buffer is closed.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from stretto.algorithms.losses import TokenCounts, TokenStreams
@@ -101,6 +102,26 @@ def count_tokens(micro_batches: Sequence[MicroBatch], *, by_sample: bool = False
             samples = len(np.unique(_find_documents(np.flatnonzero(weights.rl), np.asarray(mb.cu_seqlens))))
         counts += [*(0 if w is None else np.count_nonzero(w) for w in streams), samples]
     return TokenCounts(*counts.tolist())
+
+
+def weigh_by_rollout(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], float]:
+    """The micro batches with rl weights divided by the rl tokens of each token's rollout; their number of rollouts.
+
+    A rollout that is partly here counts with the share of its rl tokens, so that the numbers of all ranks add up.
+    """
+    found, num_rollouts = [], 0.0
+    for mb in micro_batches:
+        weights = ComponentWeights.of(mb).rl
+        if weights is not None:
+            tokens = np.flatnonzero(weights)
+            documents = _find_documents(tokens, np.asarray(mb.cu_seqlens))
+            totals = np.array(mb.rollout_tokens, np.float64)[documents]
+            weights = weights.copy()
+            weights[tokens] /= totals
+            num_rollouts += float((1 / totals).sum())
+            mb = replace(mb, rl_weights=weights)
+        found.append(mb)
+    return found, num_rollouts
 
 
 def _find_documents(tokens: np.ndarray, bounds: np.ndarray) -> np.ndarray:
