@@ -366,6 +366,7 @@ def test_the_sidecar_of_llm_d_finds_the_engine_at_localhost(tmp_path: Path) -> N
     shape = """
 [inference.deployment]
 type = "disaggregated"
+gpus_per_node = 1
 num_decode_replicas = 2
 prefill_port = 8200
 decode_port = 8200

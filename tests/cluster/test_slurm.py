@@ -200,3 +200,23 @@ def test_sft_trains_on_two_nodes_and_resumes_after_a_requeue(cluster: Cluster, t
     assert f"resumed from step {saved}" in run.log()
     run.stop()
     assert lost in run.nodes() and sorted(set(run.steps())) == [*range(1, run.saved() + 1)], run.log()
+
+
+def test_ranks_that_miss_a_node_before_slurm_does_queue_the_job_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.until(cluster.is_idle, "the nodes are free")
+    run = SubmittedSft(cluster, tmp_path, ENDLESS, "--deployment.lost-after-s", "3")
+    run.until_saved(20)
+    lost = run.nodes()[1]
+    try:
+        cluster.set_link(lost, "down")
+        run.until_restarted()
+        saved = run.saved()
+        assert f"error: node 1, {lost}, has been silent for 3 s" in run.log()
+        run.until_saved(saved + 20)
+        assert lost not in run.nodes()
+        run.stop()
+    finally:
+        cluster.set_link(lost, "up")
+    assert sorted(set(run.steps())) == [*range(1, run.saved() + 1)], run.log()

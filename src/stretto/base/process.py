@@ -42,6 +42,10 @@ os.execvp(sys.argv[2], sys.argv[2:])
 _LEFTOVER_GRACE_S = 1.0
 TRAIN_NODES_VAR = "STRETTO_TRAIN_NODES"
 """Environment variable of the first rank: the addresses of the trainer's nodes, for messages."""
+LOST_AFTER_VAR = "STRETTO_LOST_AFTER_S"
+"""Environment variable of the ranks: seconds of silence after which a node of the trainer is lost."""
+EXIT_LOST = 75
+"""Exit code of a process that ends because another node is lost; another machine may take its place."""
 
 
 # -- resources of this machine --

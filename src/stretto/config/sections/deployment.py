@@ -36,6 +36,9 @@ class NodesDeployment(Section):
     """Which of the hosts this machine is, from 0; None: the one whose address is this machine's."""
     rendezvous_port: int = Field(29500, ge=1, le=65535)
     """Port on the first node where the trainer's ranks meet."""
+    lost_after_s: float = Field(45.0, ge=3)
+    """Seconds without a sign of life after which a node of the trainer counts as lost, and the run ends, or is started
+    again by Slurm or Ray. A process that is busy or stopped is no lost node."""
 
     @property
     def num_ranks(self) -> int:

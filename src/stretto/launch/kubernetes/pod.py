@@ -264,7 +264,7 @@ def _gpu_notes(pod: Pod, plan: LaunchPlan) -> list[str]:
     if not given or not used or used == given:
         return []
     said = f"inference.gpu.count = {given}, and [inference] takes {used} in each pod"
-    ways = "[inference] parallel or deployment.num_replicas"
+    ways = "[inference] parallel, deployment.num_replicas or deployment.gpus_per_node"
     if used > given:
         raise ConfigError(f"{said}; raise the count, or lower {ways}")
     return [f"{said}: the others are idle; lower the count, or raise {ways}"]

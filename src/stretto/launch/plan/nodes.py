@@ -250,14 +250,20 @@ def _trainers(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessS
         gpus = (str(local),) if shape.gpus_per_node else ()
         env = {**process.thread_env(threads), **process.device_env(gpus)}
         env |= rank_env(rank, local, ranks, hosts[0], shape.rendezvous_port)
-        if rank == 0 and ranks > 1:
-            env[process.TRAIN_NODES_VAR] = " ".join(hosts[: shape.num_train_nodes])
+        if ranks > 1:
+            env |= nodes_env(rank, each, hosts[: shape.num_train_nodes], shape.lost_after_s)
         argv = _argv("trainer", run, "run")
         ports = {"rendezvous": shape.rendezvous_port} if rank == 0 and ranks > 1 else {}
         if rank == 0 and cfg.weight_broadcast.type == "collective":
             ports["weights"] = cfg.weight_broadcast.port
         specs.append(ProcessSpec("trainer", rank, ranks, argv, env, gpus, threads, ports, node=node))
     return specs
+
+
+def nodes_env(rank: int, num_local: int, hosts: Sequence[str], lost_after_s: float) -> dict[str, str]:
+    """What ranks on several nodes know of these; num_local: ranks of each."""
+    env = {"LOCAL_WORLD_SIZE": str(num_local), process.LOST_AFTER_VAR: str(lost_after_s)}
+    return env | ({process.TRAIN_NODES_VAR: " ".join(hosts)} if rank == 0 else {})
 
 
 def engine_processes(

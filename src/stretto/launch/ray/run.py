@@ -20,19 +20,18 @@ import logging
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stretto.base.errors import ConfigError, EngineError, StrettoError
 from stretto.base.files import write_atomic
 from stretto.base.locked import try_lock
 from stretto.base.paths import RunDir
+from stretto.base.process import EXIT_LOST
 from stretto.base.rundir import COMMAND_VAR
 from stretto.base.secret import SECRET_VAR
 from stretto.config.root import InferenceConfig, RLConfig
@@ -40,6 +39,7 @@ from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.job import RESUME, VERBS, JobConfig, check_run, hosts_key, processes_by_node, write_config
 from stretto.launch.ray.cluster import Cluster, Group, NodeLost, RemoteNode
 from stretto.launch.ray.placing import Bundle, addresses, in_order, missing, plan_bundles
+from stretto.launch.ray.record import hold, record
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,6 @@ FAIL_S = 10.0  # for the first node to end by itself, and to say why, when anoth
 END_S = 30.0
 LOCK_S = 120.0
 EXIT_CONFIG, EXIT_INTERRUPTED = 2, 130
-SUBMISSION = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable in which `ray job submit` describes the job that this is."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,9 @@ def main(cfg: JobConfig) -> int:
     bundles, env = plan_bundles(cfg), passed_env(cfg)
     check_run(cfg)
     run = RunDir(cfg.run_path.absolute())
-    with closing(Cluster(section.address)) as cluster, _hold(run):
+    with closing(Cluster(section.address)) as cluster, hold(run):
         write_config(cfg, run, run.ray / f"{VERBS[type(cfg)]}.json")
-        write_atomic(run.launch, json.dumps(_record(cfg)).encode() + b"\n")
+        write_atomic(run.launch, json.dumps(record(cfg)).encode() + b"\n")
         job = RayJob(cfg, run, bundles, env, cluster)
         with _signals(job):
             return job.run()
@@ -96,16 +94,6 @@ def passed_env(cfg: JobConfig) -> dict[str, str]:
         own.append(cfg.orchestrator.client.api_key_var)
     names = [*cfg.ray.pass_env, *(name for name in own if os.environ.get(name))]
     return cfg.ray.env | {name: os.environ[name] for name in names}
-
-
-def _record(cfg: JobConfig) -> dict[str, Any]:
-    """Who runs it, for RUN/launch.json."""
-    assert cfg.ray is not None
-    record: dict[str, Any] = {"by": "ray", "verb": VERBS[type(cfg)], "host": socket.gethostname()}
-    record |= {"pid": os.getpid(), "address": cfg.ray.address or os.environ.get("RAY_ADDRESS")}
-    with suppress(KeyError, ValueError):
-        record["job"] = json.loads(os.environ[SUBMISSION])["metadata"]["job_submission_id"]
-    return record
 
 
 class RayJob:
@@ -286,6 +274,8 @@ class RayJob:
                     self._show(node.number, answer[0])
                     codes |= {} if answer[1] is None else {node.number: answer[1]}
             failed = {number: code for number, code in codes.items() if code}
+            if EXIT_LOST in failed.values() and not self._is_asked():
+                return Outcome(1, "a node of the trainer has fallen silent, and Ray has not missed it")
             if codes.get(0) == 0:
                 return Outcome(0)
             if failed and failed_at is None:
@@ -368,24 +358,6 @@ class RayJob:
     def _set_state(self, state: str, text: str) -> None:
         data = {"state": state, "text": text, "restarts": self._restarts}
         write_atomic(self._run_dir.ray / "state.json", json.dumps(data).encode() + b"\n")
-
-
-@contextmanager
-def _hold(run: RunDir) -> Iterator[None]:
-    """Hold RUN/ray/lock. Raises: ConfigError if another command has it."""
-    run.ray.mkdir(parents=True, exist_ok=True)
-    fd = os.open(run.ray / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        if not try_lock(fd):
-            raise ConfigError(
-                f"run {run.path.name!r} in {run} is on a Ray cluster already; follow it with `stretto status {run}`, "
-                f"end it with `stretto stop {run}`, or give this run another name with --run.name."
-            )
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(fd)
 
 
 @contextmanager

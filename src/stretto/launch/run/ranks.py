@@ -28,6 +28,7 @@ from stretto.launch.plan.nodes import (
     check_ports,
     check_reachable,
     find_node_rank,
+    nodes_env,
     on_visible_gpus,
 )
 from stretto.launch.plan.placement import free_port
@@ -91,8 +92,8 @@ def _spec(
     threads = cfg.num_threads or max(1, process.num_cores() // (num_local or cfg.num_ranks))
     env = process.thread_env(threads) | rank_env(rank, local, cfg.num_ranks, hosts[0], port)
     env |= process.device_env(devices) | {"LOCAL_WORLD_SIZE": str(num_local or cfg.num_ranks)}
-    if len(hosts) > 1 and rank == 0:
-        env[process.TRAIN_NODES_VAR] = " ".join(hosts)
+    if isinstance(shape := cfg.deployment, NodesDeployment):
+        env |= nodes_env(rank, num_local, hosts, shape.lost_after_s)
     ports = {"rendezvous": port} if len(hosts) > 1 and rank == 0 else {}
     return ProcessSpec("sft", rank, cfg.num_ranks, argv, env, tuple(devices), threads, ports, node=node)
 
@@ -138,9 +139,12 @@ def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) ->
         with closing(_claim(cfg)) as claim:
             node_checks.announce(run, hosts)
             try:
-                return _lead(cfg, own, claim)
+                code = _lead(cfg, own, claim)
             finally:
                 slurm.end_other_nodes()
+            if code == process.EXIT_LOST:
+                slurm.requeue_this()
+            return code
     if cfg.ckpt is not None:
         node_checks.check_shared(run, hosts, node, "each rank writes its part of a checkpoint there")
     directory = RunDir(run.path.with_name(f"{run.path.name}-node-{node}"))

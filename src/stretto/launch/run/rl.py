@@ -17,6 +17,7 @@ from stretto.base import log, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
+from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.config.changes import changes
 from stretto.config.root import RLConfig
@@ -190,6 +191,8 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
         console.close()
         if plan.hosts:
             slurm.end_other_nodes()
+    if code == EXIT_LOST:
+        slurm.requeue_this()
     if supervisor.was_stopped_before_begin:
         if claim.is_new:
             rundir.discard(plan.run)

@@ -276,7 +276,7 @@ class Supervisor:
             lines.append(f"  {cause}")
         logger.error("%s ended: %s", child.name, how)
         self._show("\n".join(lines), is_failure=True)
-        return EXIT_FAILED
+        return process.EXIT_LOST if returncode == process.EXIT_LOST else EXIT_FAILED
 
     def _stopped_by_signal(self) -> int:
         if self._lead is None:

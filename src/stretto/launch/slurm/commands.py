@@ -124,15 +124,34 @@ def end_other_nodes() -> None:
     Their children ignore SIGHUP; the launcher ends them. How the run has ended is known: a Slurm that does not answer
     changes nothing of it.
     """
+    if (step := _own_step()) is not None and shutil.which("scancel"):
+        _tried("scancel", "--signal=HUP", step)
+
+
+def requeue_this() -> None:
+    """On the first node of a step over several, which misses another one before Slurm does: queue the job again.
+
+    If the job has been queued again already, this node is the one that was lost to it, and nothing is done.
+    """
+    if (step := _own_step()) is None or not shutil.which("scontrol"):
+        return
+    job = step.partition(".")[0]
+    try:
+        asked = _run("squeue", "--noheader", f"--jobs={job}", "--Format=RestartCnt")
+        if asked.stdout.strip() == os.environ.get("SLURM_RESTART_COUNT", "0"):
+            requeue(job)
+    except EngineError as error:
+        logger.warning("%s", error)
+
+
+def _own_step() -> str | None:
+    """The step of this process, JOB.STEP; None outside of a job, or if its step has only this node."""
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "")
-    if (
-        job
-        and os.environ.get(JOB_VAR, job) == job  # else Ray, which Slurm has started, has started this
-        and step.isdigit()
-        and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
-        and shutil.which("scancel")
-    ):
-        _tried("scancel", "--signal=HUP", f"{job}.{step}")
+    is_ours = (
+        job and os.environ.get(JOB_VAR, job) == job
+    )  # else Ray, which Slurm has started, has started this
+    is_wide = step.isdigit() and os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
+    return f"{job}.{step}" if is_ours and is_wide else None
 
 
 def _checked(*words: str) -> None:

@@ -29,7 +29,7 @@ from stretto.base.process import TRAIN_NODES_VAR, num_cores
 from stretto.config.rules.mesh_degrees import Degrees, find_degrees, find_plain_degrees
 from stretto.config.sections.model import ModelSection
 from stretto.models.shape import ModelConfig
-from stretto.trainer.parallel import exchange
+from stretto.trainer.parallel import exchange, silence
 from stretto.transports.weights.store import connect_store, create_store, use_interface_to
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def training_device() -> torch.device:
 def process_group(
     timeout_s: float, join_timeout_s: float = 600.0, *, reaches: str | None = None
 ) -> Iterator[None]:
-    """Open the process group of all trainer ranks; does nothing for a single rank.
+    """Open the process group of all trainer ranks, and watch their nodes; does nothing for a single rank.
 
     timeout_s: longest wait of one rank for another, and for the first rank, which `rl` starts only when the
     orchestrator has checked everything. join_timeout_s: longest wait of the first rank until all are there.
@@ -248,7 +248,9 @@ def process_group(
         meeting = {"store": store, "rank": rank, "world_size": num_ranks()}
     dist.init_process_group(backend, timeout=timeout, **meeting)
     try:
-        yield
+        store = dist.distributed_c10d._get_default_store()
+        with silence.watched_nodes(store, host, silence.find_node(), silence.find_lost_after_s()):
+            yield
     finally:
         dist.destroy_process_group()
 

@@ -174,3 +174,19 @@ def test_how_a_run_has_ended_does_not_depend_on_slurms_answer(
     say("scancel", "exec sleep 600")
     commands.end_other_nodes()
     assert "scancel --signal=HUP 7.0` did not answer within 0.1 s" in caplog.text
+
+
+def test_a_job_whose_first_node_misses_another_is_queued_again_once(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if it has been started again since: then this node was the one that was lost."""
+    say("squeue", "echo '1    '")
+    commands.requeue_this()
+    assert not (tmp_path / "called").exists(), "this is no job"
+    for name, value in {"JOB_ID": "7", "STEP_ID": "0", "STEP_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    commands.requeue_this()
+    assert [line.split()[0] for line in called(tmp_path)] == ["squeue"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    commands.requeue_this()
+    assert called(tmp_path)[-1] == "scontrol requeue 7"
