@@ -15,6 +15,9 @@ _LATENT = {
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4,
 }  # fmt: skip
+_INDEXED = _LATENT | {
+    "q_lora_rank": 16, "index_n_heads": 8, "index_head_dim": 8, "index_topk": 7, "first_k_dense_replace": 1,
+}  # fmt: skip
 _KIMI_ROPE = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
     "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 1.0, "beta_slow": 1.0,
@@ -51,4 +54,15 @@ MIXER_CASES = {
         _LATENT
         | {"q_lora_rank": None, "rope_parameters": _KIMI_ROPE, "v_head_dim": 12, "attention_bias": True},
     ),
+    "glm_moe_dsa": ("glm_moe_dsa", _INDEXED),
+    "glm_moe_dsa-shared-choices-biases": (
+        "glm_moe_dsa",
+        _INDEXED
+        | {
+            "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"], "attention_bias": True,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "n_group": 3, "topk_group": 2,
+            "v_head_dim": 12,
+        },
+    ),
+    "deepseek_v32": ("deepseek_v32", _INDEXED | {"rope_parameters": _KIMI_ROPE, "n_group": 3, "topk_group": 2}),
 }  # fmt: skip

@@ -42,7 +42,7 @@ from stretto.trainer.updates import Updates
 NUM_STEPS = 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MIXERS = ("qwen3_5_moe_text", "nemotron_h", "deepseek_v3")
+MIXERS = ("qwen3_5_moe_text", "nemotron_h", "deepseek_v3", "deepseek_v32", "glm_moe_dsa-shared-choices-biases")
 FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna")
 """Families with experts whose meshes are tested with the choices replayed; windows are shorter than documents."""
 REPLAYED = ("replay", *FAMILIES)
@@ -179,7 +179,16 @@ def _family_cases() -> list[Case]:
     cases += [Case(2, name, "glm4", model) for name, model in meshes.items() if name != "ep"]
     cases = [case for case in cases if case.name != "tp" or case.kind not in WITHOUT_TP]
     cases += [Case(2, name, kind, model) for kind in MIXERS for name, model in (("fsdp", {}), ("ep", meshes["ep"]))]
-    return cases + [Case(2, name, "deepseek_v3", meshes[name]) for name in ("ulysses", "ring")]
+    cases += [Case(2, name, "deepseek_v3", meshes[name]) for name in ("ulysses", "ring")]
+    shared, ring = MIXERS[-1], meshes["ring"]
+    return [
+        *cases,
+        Case(2, "ring", "deepseek_v32", ring),
+        Case(2, "ring", shared, ring),
+        Case(4, "ring4", "deepseek_v32", ring | {"cp": 4}),
+        Case(4, "ring4", shared, ring | {"cp": 4}),
+        Case(4, "ep_ring_ac", shared, ring | {"ep": 4, "ac": {}}),
+    ]
 
 
 QUICK = frozenset(
@@ -188,7 +197,8 @@ QUICK = frozenset(
     2-fsdp-moe 2-ep-moe 2-ep_ulysses-replay 2-tp-replay 2-tp-bias 2-fsdp-untied 2-ring-cut
     2-ulysses_ac-dense 2-tp_parts-dense 2-ep_experts-moe 2-ep-lora_moe 2-tp-lora 2-fsdp-fp8
     2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
-    2-ep-qwen3_5_moe_text 2-ring-deepseek_v3
+    2-ep-qwen3_5_moe_text 2-ring-deepseek_v3 2-ring-deepseek_v32
+    4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-tp_ulysses-untied 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
     """.split()
@@ -259,9 +269,10 @@ def _mixer_policy(kind: str) -> Decoder:
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 8,
     }  # fmt: skip
+    family, settings = MIXER_CASES[kind]
     groups = {} if kind == "qwen3_5_moe_text" else {"n_group": 2, "topk_group": 1}
     experts = {"num_experts" if not groups else "n_routed_experts": 8}
-    config = AutoConfig.for_model(kind, **keys | MIXER_CASES[kind][1] | groups | experts).to_dict()
+    config = AutoConfig.for_model(family, **keys | settings | groups | experts).to_dict()
     policy = hub.build_model(parse_config(config, kind), torch.float32, "cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

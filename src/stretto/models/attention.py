@@ -24,6 +24,7 @@ from torch import Tensor
 
 from stretto.models.native.training import NativeAttention, find_training_kernels
 from stretto.models.parts.documents import Documents
+from stretto.models.parts.key_choice import KeyChoice, Sight, attend_chosen
 from stretto.models.parts.sinks import attend_with_sinks
 from stretto.models.parts.windows import cut_segments
 from stretto.models.short_attention import AttentionCall, ShortAttention
@@ -41,11 +42,14 @@ limits: a `Limits`, which layers that have none leave out."""
 class Limits(NamedTuple):
     """What a layer's attention has besides the causal mask.
 
-    window: how many tokens a token sees, itself included. sinks: a logit per head (parts/sinks.py).
+    window: how many tokens a token sees, itself included. sinks: a logit per head (parts/sinks.py). keys: which of the
+    keys that it sees a token attends to (parts/key_choice.py); None: all. They have one head then, and v is the first
+    dims of k.
     """
 
     window: int | None
     sinks: Float[Tensor, " heads"] | None
+    keys: KeyChoice | None = None
 
 
 PAD_STEP = 8
@@ -108,7 +112,7 @@ def packed_attention(
     in_calls = _attend_in_calls(bounds, [-1] * (len(bounds) - 1), device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
-        if limits.sinks is None and _supports_varlen(q):
+        if limits.keys is None and limits.sinks is None and _supports_varlen(q):
             return _attend_varlen(q, k, v, bounds, limits.window)
         return in_calls(layer, q, k, v, limits)
 
@@ -135,10 +139,16 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
     native = NativeAttention(ends, parents_of)
 
     @functools.cache
+    def sight(device: torch.device) -> Sight:
+        return Sight.of(bounds, parents, device)
+
+    @functools.cache
     def plan(window: int | None) -> _CallPlan:
         return _CallPlan(_build_calls(ends, parents_of, window, device), int(ends[-1]))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
+        if limits.keys is not None:
+            return attend_chosen(limits.keys, q, k, v, sight(q.device))
         is_plain = limits.sinks is None and (limits.window is None or native.longest <= limits.window)
         if (
             is_plain

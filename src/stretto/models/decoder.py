@@ -24,6 +24,7 @@ from stretto.models.parts.mamba2 import Mamba2
 from stretto.models.parts.mla import LatentAttention
 from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.rope import Angles, angle_table, rotate
+from stretto.models.parts.sparse_mla import SparseLatentAttention
 from stretto.models.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
 from stretto.models.tensor_map import TensorMap
 
@@ -175,6 +176,8 @@ class Block(nn.Module):
             self.linear_attn = GatedDelta(cfg) if kind == "gated_delta" else Mamba2(cfg)
         elif kind == "latent":
             self.self_attn = LatentAttention(cfg)
+        elif kind == "sparse_latent":
+            self.self_attn = SparseLatentAttention(cfg, layer)
         elif kind != "none":
             self.self_attn = (PairedAttention if kind == "paired" else Attention)(cfg, layer)
         if kind != "none":
@@ -209,6 +212,8 @@ class Block(nn.Module):
         mixer, mixed = self.mixer, None
         if self.is_recurrent:
             mixed = mixer(self.input_layernorm(x), documents, rows)
+        elif isinstance(mixer, SparseLatentAttention):
+            mixed = mixer(self.input_layernorm(x), angles, self.layer, attend, rows, routing)
         elif mixer is not None:
             mixed = mixer(self.input_layernorm(x), angles, self.layer, attend, rows)
         x = _select_rows(x, rows)

@@ -283,12 +283,17 @@ class ModuleDecoder:
 def build_pass(model: Decoder, kernels: Kernels | None = None) -> FusedDecoder | ModuleDecoder:
     """A model's forward pass for an engine.
 
-    Raises: ConfigError for a model with recurrent layers.
+    Raises: ConfigError for a model with recurrent layers, or one that chooses its keys.
     """
     cfg = model.config
     if cfg.has_recurrence:
         raise ConfigError(
             f"{cfg.family} has recurrent layers, whose states the embedded engine does not keep; "
+            'set [inference] engine = "vllm"'
+        )
+    if cfg.chooses_keys:
+        raise ConfigError(
+            f"{cfg.family} chooses the keys it attends to by an index, which the embedded engine does not keep; "
             'set [inference] engine = "vllm"'
         )
     return ModuleDecoder(model) if cfg.mixers else FusedDecoder(model, kernels)

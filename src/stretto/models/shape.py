@@ -136,6 +136,20 @@ class MambaShape:
 
 
 @dataclass(frozen=True)
+class IndexerShape:
+    """The indexer that chooses the keys of latent attention (parts/sparse_mla.py)."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """Keys that a query attends to, at most."""
+    is_interleaved: bool
+    """How the first dims of its vectors are rotated, as `Rope.is_interleaved`."""
+    sources: tuple[int, ...]
+    """By layer: the layer whose indexer chooses; its own number for a layer that has one."""
+
+
+@dataclass(frozen=True)
 class LatentShape:
     """Multi-head latent attention (parts/mla.py)."""
 
@@ -150,6 +164,8 @@ class LatentShape:
     yarn_mscale: float = 0.0
     """`mscale_all_dim` of a YaRN checkpoint."""
     yarn_factor: float = 1.0
+    indexer: IndexerShape | None = None
+    """None: queries attend to all earlier tokens."""
 
     @property
     def query_factor(self) -> float:
@@ -199,8 +215,8 @@ class ModelConfig:
     has_plain_mlp: bool = False
     """True if MLPs and experts have no gate: down(relu(up(x)) ** 2)."""
     mixers: tuple[str, ...] = ()
-    """The mixer of each layer: attention, paired (attention with a gate in q_proj), latent, gated_delta, mamba or
-    none; empty: attention in all."""
+    """The mixer of each layer: attention, paired (attention with a gate in q_proj), latent, sparse_latent,
+    gated_delta, mamba or none; empty: attention in all."""
     layers_without_mlp: tuple[int, ...] = ()
     gated_delta: GatedDeltaShape | None = None
     mamba: MambaShape | None = None
@@ -259,6 +275,11 @@ class ModelConfig:
     def has_recurrence(self) -> bool:
         """True if a layer passes a state from token to token, instead of attending to all tokens before."""
         return any(mixer in RECURRENT_MIXERS for mixer in self.mixers)
+
+    @property
+    def chooses_keys(self) -> bool:
+        """True if queries attend to the keys that an indexer chooses."""
+        return self.latent is not None and self.latent.indexer is not None
 
     def mixer_of(self, layer: int) -> str:
         """The kind of mixer of a layer."""

@@ -138,6 +138,12 @@ def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
         ),
         ("qwen3_5_moe_text", {"tp": 2}, "tp = 2 cannot cut its recurrent layers .* use .*dp_replicate, ep$"),
         ("deepseek_v3", {"tp": 2}, "tp = 2 cannot cut its latent attention .* use .*dp_replicate, cp, ep$"),
+        ("glm_moe_dsa", {"tp": 2}, "tp = 2 cannot cut its latent attention .* use .*dp_replicate, cp, ep$"),
+        (
+            "deepseek_v32",
+            {"cp": 2},
+            'cp_style = "ulysses" gives .* the same keys for all heads; set cp_style = "ring"',
+        ),
     ],
 )
 def test_an_axis_that_cannot_cut_a_family_is_refused_with_those_that_can(family, degrees, words):

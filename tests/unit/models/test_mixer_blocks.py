@@ -14,7 +14,10 @@ from stretto.models.fused import build_pass
 from stretto.models.lora import attach_adapters
 from stretto.trainer.parallel.memory import prepare_blocks
 
-CASES = ["qwen3_5_moe_text", "deepseek_v3", "nemotron_h-latent-experts-biases-mamba-last"]
+CASES = [
+    "qwen3_5_moe_text", "deepseek_v3", "nemotron_h-latent-experts-biases-mamba-last",
+    "glm_moe_dsa-shared-choices-biases",
+]  # fmt: skip
 BOUNDS = (0, 9, 10, 30)
 TARGETS = ["norm", "attn_proj", "routed_experts"]
 
@@ -69,6 +72,10 @@ def test_adapters_train_and_merge(directory):
 
 def test_an_engine_without_states_refuses_recurrent_layers(directory):
     model = load(directory)
+    if model.config.chooses_keys:
+        with pytest.raises(ConfigError, match=r'glm_moe_dsa chooses .*set .inference. engine = "vllm"'):
+            build_pass(model)
+        return
     if not model.config.has_recurrence:
         assert build_pass(model) is not None
         return

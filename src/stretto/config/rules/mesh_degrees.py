@@ -18,6 +18,7 @@ from stretto.config.sections.model import ModelSection
 OWN_FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna",
     "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3",
+    "glm_moe_dsa", "deepseek_v32",
 )  # fmt: skip
 """`model_type` of the families that models/families computes."""
 WITHOUT_TP = {
@@ -31,7 +32,9 @@ _UNCUT = {
     name: {"cp": "the state of its recurrent layers", "tp": "its recurrent layers"}
     for name in RECURRENT_FAMILIES
 }
-_UNCUT["deepseek_v3"] = {"tp": "its latent attention"}
+SPARSE_FAMILIES = ("glm_moe_dsa", "deepseek_v32")
+"""Those whose queries attend to the keys that an indexer chooses."""
+_UNCUT |= {name: {"tp": "its latent attention"} for name in ("deepseek_v3", *SPARSE_FAMILIES)}
 """Per family: axes that cannot cut it, and what of it stays whole."""
 
 
@@ -105,6 +108,11 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
         raise ConfigError(
             f"[model] tp = {section.tp}: a {shape.family} {reason}, so its attention is not spread over tp; "
             "use tp = 1, and cp, ep or more dp_shard instead"
+        )
+    if section.cp > 1 and section.cp_style == "ulysses" and shape.family in SPARSE_FAMILIES:
+        raise ConfigError(
+            f'[model] cp_style = "ulysses" gives each of cp = {section.cp} ranks some heads, but the indexer of '
+            f'{shape.family} chooses the same keys for all heads; set cp_style = "ring", which takes any cp'
         )
     left = world_size // (section.cp * section.tp)
     _divides("dp_replicate", section.dp_replicate, left, f"the {left} ranks that cp and tp leave")

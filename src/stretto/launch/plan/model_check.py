@@ -10,6 +10,7 @@ from pathlib import Path
 from stretto.base.errors import ConfigError
 from stretto.config.rules.mesh_degrees import (
     RECURRENT_FAMILIES,
+    SPARSE_FAMILIES,
     Shape,
     find_degrees,
     find_plain_degrees,
@@ -47,6 +48,11 @@ def check_model(
         raise ConfigError(
             f'{model.name}: [inference] engine = "embedded" keeps no state for the recurrent layers of '
             f'{shape.family}; set engine = "vllm"'
+        )
+    if engine == "embedded" and shape is not None and shape.family in SPARSE_FAMILIES:
+        raise ConfigError(
+            f'{model.name}: [inference] engine = "embedded" keeps no index of the keys that {shape.family} chooses '
+            'from; set engine = "vllm"'
         )
     for key, why in _unused_keys(model, shape, has_replay=has_replay):
         raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")

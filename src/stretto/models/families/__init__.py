@@ -6,6 +6,7 @@ from stretto.models.families import (
     dense,
     glm4,
     glm4_moe,
+    glm_moe_dsa,
     gpt_oss,
     laguna,
     minimax_m2,
@@ -31,5 +32,7 @@ FAMILIES = {
         qwen3_5.QWEN3_5_MOE,
         nemotron_h.NEMOTRON_H,
         deepseek_v3.DEEPSEEK_V3,
+        glm_moe_dsa.GLM_MOE_DSA,
+        glm_moe_dsa.DEEPSEEK_V32,
     )
 }

@@ -38,7 +38,8 @@ class Routing:
     is to choose. row_multiple: pad the rows of each expert to a multiple of this, so that results do not depend on the
     batch; is_tiled: compute tiles of exactly this many rows. After the pass: `choices` by layer, if is_recording;
     `loads` (tokens per expert) and `confidence` (scores of the chosen experts, summed over tokens) by layer, if
-    is_measuring. A layer that is computed again for the backward pass uses its `first_choices`.
+    is_measuring. A layer that is computed again for the backward pass uses its `first_choices`. key_choices:
+    by layer, the keys that queries attend to (key_choice.py).
     """
 
     replay: Int[Tensor, "tokens layers top_k"] | None = None
@@ -50,6 +51,7 @@ class Routing:
     loads: dict[int, Tensor] = field(default_factory=dict)
     confidence: dict[int, Tensor] = field(default_factory=dict)
     first_choices: dict[int, Int[Tensor, "tokens top_k"]] = field(default_factory=dict)
+    key_choices: dict[int, Int[Tensor, "tokens chosen"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Computed here, so that the device is waited for once and not in every layer.

@@ -108,6 +108,37 @@ def all_gather_at(
     return _AllGatherAt.apply(x, places, rank, group)
 
 
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: list[Tensor], rank: int, group: Any) -> Tensor:
+        ctx.places, ctx.rank, ctx.group = places, rank, group
+        sizes = [len(place) for place in places]
+        padded = x.new_zeros(max(sizes), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in places]
+        dist.all_gather(parts, padded, group=group)
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        for part, place in zip(parts, places):
+            out[place] = part[: len(place)]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        places, num_own = ctx.places, len(ctx.places[ctx.rank])
+        by_rank = grad.index_select(0, torch.cat(places))
+        received = grad.new_empty(num_own * len(places), *grad.shape[1:])
+        sent = [len(place) for place in places]
+        dist.all_to_all_single(received, by_rank, [num_own] * len(places), sent, group=ctx.group)
+        return received.unflatten(0, (len(places), num_own)).sum(0), None, None, None
+
+
+def gather_rows(
+    x: Shaped[Tensor, "own ..."], places: list[Int[Tensor, " _"]], rank: int, group: Any
+) -> Shaped[Tensor, "all ..."]:
+    """All rows of the group, rank r's at indices places[r]; the backward pass sums what every rank makes of a row."""
+    return _GatherRows.apply(x, places, rank, group)
+
+
 @torch.no_grad()
 def all_gather(part: Shaped[Tensor, "*part"], dim: int, group: Any) -> Shaped[Tensor, "*whole"]:
     """Concatenate the parts of all ranks of the group along a dim."""

@@ -6,6 +6,9 @@ rank to rank; a rank has one chunk from the first half of the row and its mirror
 so that causal attention is balanced. Rows need no padding: chunks may differ by one token. Log-probabilities are
 gathered on every rank, so losses over whole samples work unchanged.
 
+Layers whose queries attend to chosen keys (models/parts/key_choice.py) run with the ring's chunks: every rank gathers
+the small vectors that keys are expanded from, and those of the index, and chooses for its own queries.
+
 Source: DeepSpeed-Ulysses, arXiv:2309.14509; Ring Attention, arXiv:2310.01889. Differs: masks follow packed
 documents, and chunks of keys that no query sees are skipped.
 """
@@ -24,8 +27,9 @@ from torch import Tensor, nn
 from stretto.models.attention import NO_LIMITS, Attend, Limits, PackedLayout
 from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.moe import Routing
+from stretto.models.parts.key_choice import Sight, attend_chosen
 from stretto.trainer.batch.pass_inputs import PassInputs
-from stretto.trainer.parallel.collectives import all_gather_at, all_to_all
+from stretto.trainer.parallel.collectives import all_gather_at, all_to_all, gather_rows
 from stretto.trainer.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -163,7 +167,19 @@ def _ring(layout: PackedLayout, shards: _TokenShards, mesh: Mesh) -> Attend:
             masks.append(is_seen if bool(is_seen.any()) else None)
         return _RingOrder(mesh, masks, sizes)
 
+    @cache
+    def sight() -> Sight:
+        tokens = shards.inputs[me].cpu().numpy()
+        return Sight.of(layout.cu_seqlens, None, positions.device, tokens)
+
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
+        choice = limits.keys
+        if choice is not None:
+            if choice.vectors is not None:
+                keys = gather_rows(choice.vectors.keys, shards.inputs, me, mesh.cp_group)
+                choice = replace(choice, vectors=choice.vectors._replace(keys=keys))
+            k = gather_rows(k, shards.inputs, me, mesh.cp_group)
+            return attend_chosen(choice, q, k, k[..., : v.shape[-1]], sight())
         return _RingAttention.apply(q, k, v, limits.sinks, order(limits.window))
 
     return attend

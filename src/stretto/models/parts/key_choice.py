@@ -1,0 +1,277 @@
+"""Attention to chosen keys: an index scores all earlier keys of a query, and the query attends to the best ones only.
+
+`choose_keys` scores blocks of keys for blocks of queries and keeps the best so far, and `attend_chosen` gathers the
+chosen keys for a few queries at a time, again in the backward pass. So memory grows with the tokens, not with their
+square. Queries may be any part of a row (`Sight`): with context parallelism those of one rank, while keys are always
+those of the whole row. Which keys exist is decided here; what an index is made of, and the projections around the
+attention, are in sparse_mla.py. The slow reference, a mask over the whole row, is in the tests.
+
+Source: DeepSeek Sparse Attention, arXiv:2512.02556, section 2.1. Differs: among keys of equal scores the earliest are
+chosen, so that the choice does not depend on the sizes of blocks or on the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, Int32, Int64
+
+NOT_A_KEY = -1
+"""In a choice: the query sees fewer keys than may be chosen."""
+MAX_QUERIES, MAX_KEYS = 64, 2048
+"""Queries and keys of one block of scores."""
+MAX_GATHERED = 1 << 22
+"""Elements of the keys that are gathered at once."""
+_GPU_FACTOR = 16
+"""Blocks on a GPU have so many times the elements, because small operations cost more there."""
+_HIDDEN = torch.iinfo(torch.int64).min
+_INDEX_BITS = 32
+_LAST = (1 << 31) - 1
+
+
+class IndexVectors(NamedTuple):
+    """What keys are scored with: sum over heads of weights * relu(queries @ keys)."""
+
+    queries: Float[Tensor, "queries heads dim"]
+    weights: Float[Tensor, "queries heads"]
+    keys: Float[Tensor, "keys dim"]
+
+
+@dataclass(frozen=True)
+class KeyChoice:
+    """How the queries of a layer find the keys that they attend to; part of `Limits` (attention.py).
+
+    source: the layer whose index chooses; scale: factor on the scores of the attention. chosen: the choices of this
+    pass by layer, int32 [queries, chosen]; a layer that shares a choice, or is computed again, finds its own in it.
+    vectors: None if they are not needed, because the choice is made already.
+    """
+
+    source: int
+    top_k: int
+    scale: float
+    chosen: dict[int, Tensor]
+    vectors: IndexVectors | None
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries [start, stop), whose keys are in these ranges; `is_whole`: all of them see the whole range."""
+
+    start: int
+    stop: int
+    ranges: list[tuple[int, int, bool]]
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """Which keys of a row the queries may choose from: [own_start, own_end) and [prefix_start, prefix_end).
+
+    spans: these four, int64 [queries, 4]. The first range ends with the query itself.
+    """
+
+    spans: np.ndarray
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        cu_seqlens: Sequence[int],
+        parents: Sequence[int] | None,
+        device: torch.device,
+        tokens: Int[np.ndarray, " queries"] | None = None,
+    ) -> Sight:
+        """The sight of these tokens of a row (None: of all) with segments as in `PackedLayout`."""
+        bounds = np.asarray(cu_seqlens, np.int64)
+        parents = np.full(len(bounds) - 1, -1) if parents is None else np.asarray(parents, np.int64)
+        tokens = np.arange(bounds[-1]) if tokens is None else tokens
+        segments = np.searchsorted(bounds, tokens, side="right") - 1
+        parent = parents[segments]
+        has_parent = parent >= 0
+        prefix = (np.where(has_parent, bounds[parent], 0), np.where(has_parent, bounds[parent + 1], 0))
+        return cls(np.stack((bounds[segments], tokens + 1, *prefix), 1).reshape(-1, 4), device)
+
+    @cached_property
+    def counts(self) -> Int[np.ndarray, " queries"]:
+        """Keys that each query sees."""
+        return self.spans[:, 1] - self.spans[:, 0] + self.spans[:, 3] - self.spans[:, 2]
+
+    @cached_property
+    def most(self) -> int:
+        """Keys of the query that sees most."""
+        return int(self.counts.max(initial=0))
+
+    @cached_property
+    def on_device(self) -> Int64[Tensor, "queries 4"]:
+        return torch.from_numpy(self.spans).to(self.device)
+
+    def is_visible(self, rows: slice, keys: Int[Tensor, " keys"]) -> Bool[Tensor, "rows keys"]:
+        """True where a query of `rows` may see a key."""
+        start, end, first, last = (bound.unsqueeze(1) for bound in self.on_device[rows].unbind(1))
+        return ((keys >= start) & (keys < end)) | ((keys >= first) & (keys < last))
+
+    def blocks(self) -> Iterator[_Block]:
+        """All queries in blocks of neighbours, each with the keys that any of them sees."""
+        factor = _GPU_FACTOR if self.device.type == "cuda" else 1
+        breaks = (np.flatnonzero(np.diff(self.spans[:, 1]) != 1) + 1).tolist()
+        for low, high in zip([0, *breaks], [*breaks, len(self.spans)]):
+            for start in range(low, high, MAX_QUERIES * factor):
+                stop = min(start + MAX_QUERIES * factor, high)
+                yield _Block(start, stop, self._ranges(self.spans[start:stop]))
+
+    @staticmethod
+    def _ranges(spans: np.ndarray) -> list[tuple[int, int, bool]]:
+        hulls = [(int(spans[:, 0].min()), int(spans[:, 1].max()))]
+        prefixes = spans[spans[:, 3] > spans[:, 2], 2:]
+        if len(prefixes):
+            hulls.append((int(prefixes[:, 0].min()), int(prefixes[:, 1].max())))
+        hulls.sort()
+        if len(hulls) == 2 and hulls[0][1] > hulls[1][0]:  # no key may be met twice
+            hulls = [(hulls[0][0], max(hulls[0][1], hulls[1][1]))]
+        found = []
+        for low, high in hulls:
+            for first in range(low, high, MAX_KEYS):
+                last = min(first + MAX_KEYS, high)
+                is_own = (spans[:, 0] <= first) & (spans[:, 1] >= last)
+                is_prefix = (spans[:, 2] <= first) & (spans[:, 3] >= last)
+                found.append((first, last, bool((is_own | is_prefix).all())))
+        return found
+
+
+# -- the choice --
+
+
+def index_scores(
+    queries: Float[Tensor, "rows heads dim"],
+    weights: Float[Tensor, "rows heads"],
+    keys: Float[Tensor, "keys dim"],
+) -> Float[Tensor, "rows keys"]:
+    """sum over heads of weights * relu(queries @ keys), equation 1 of the paper."""
+    by_head = (queries.flatten(0, 1) @ keys.T).relu_().unflatten(0, queries.shape[:2])
+    return (weights.unsqueeze(1) @ by_head).squeeze(1)
+
+
+@torch.no_grad()
+def choose_keys(vectors: IndexVectors, sight: Sight, top_k: int) -> Int32[Tensor, "queries chosen"]:
+    """The keys with the highest scores among those that each query sees, by index; NOT_A_KEY comes first."""
+    count = min(top_k, sight.most)
+    queries, weights, keys = (part.float() for part in vectors)
+    chosen = torch.full((len(queries), count), NOT_A_KEY, dtype=torch.int32, device=keys.device)
+    for block in sight.blocks():
+        rows = slice(block.start, block.stop)
+        needs_scores = int(sight.counts[rows].max()) > top_k
+        best: Tensor | None = None
+        for low, high, is_whole in block.ranges:
+            numbers = torch.arange(low, high, device=keys.device)
+            if needs_scores:
+                codes = _rank_codes(index_scores(queries[rows], weights[rows], keys[low:high]), numbers)
+            else:
+                codes = (_LAST - numbers).expand(block.stop - block.start, -1)
+            if not is_whole:
+                codes = codes.masked_fill(~sight.is_visible(rows, numbers), _HIDDEN)
+            best = codes if best is None else torch.cat((best, codes), 1)
+            if best.shape[1] > count:
+                best = best.topk(count, dim=1, sorted=False).values
+        assert best is not None, "a query sees itself"
+        found = _LAST - (best & _LAST)
+        found = found.masked_fill(best == _HIDDEN, NOT_A_KEY).sort(dim=1).values
+        chosen[rows, count - found.shape[1] :] = found.int()
+    return chosen
+
+
+def _rank_codes(scores: Float[Tensor, "rows keys"], numbers: Int64[Tensor, " keys"]) -> Tensor:
+    """Distinct integers in the order of the scores; of equal scores the earlier key has the higher one."""
+    bits = (scores + 0.0).view(torch.int32)  # without -0.0
+    order = torch.where(bits < 0, bits ^ _LAST, bits)
+    return (order.long() << _INDEX_BITS) | (_LAST - numbers)
+
+
+# -- the attention --
+
+
+def attend_chosen(
+    choice: KeyChoice,
+    q: Float[Tensor, "queries heads dim"],
+    k: Float[Tensor, "keys one dim"],
+    v: Float[Tensor, "keys one value_dim"],
+    sight: Sight,
+) -> Float[Tensor, "queries heads value_dim"]:
+    """Attention of each query to its chosen keys; v is the first dims of k, which all heads share.
+
+    Vectors and keys are those of the whole row, queries those that `sight` is for.
+    """
+    chosen = choice.chosen.get(choice.source)
+    if chosen is None:
+        assert choice.vectors is not None, f"layer {choice.source} has made no choice"
+        if not torch.is_grad_enabled():
+            choice.chosen.clear()  # those of earlier layers are needed for the backward pass only
+        chosen = choose_keys(choice.vectors, sight, choice.top_k)
+        choice.chosen[choice.source] = chosen
+    counts = np.minimum(sight.counts, choice.top_k)
+    return _ChosenAttention.apply(q, k.squeeze(1), chosen, counts, v.shape[-1], choice.scale)
+
+
+class _ChosenAttention(torch.autograd.Function):
+    """Softmax attention of a few queries at a time; the backward pass computes their weights again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, chosen: Tensor, counts: np.ndarray, value_dim: int, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, chosen)
+        ctx.counts, ctx.value_dim, ctx.scale = counts, value_dim, scale
+        out = q.new_empty(*q.shape[:2], value_dim)
+        for rows, columns in _gathered_rows(counts, k):
+            keys, weights, _ = _attend_rows(q[rows], k, chosen[rows, -columns:], scale)
+            out[rows] = weights @ keys[..., :value_dim]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, chosen = ctx.saved_tensors
+        dq, dk = torch.empty_like(q), torch.zeros_like(k, dtype=torch.float32)
+        for rows, columns in _gathered_rows(ctx.counts, k):
+            keys, weights, places = _attend_rows(q[rows], k, chosen[rows, -columns:], ctx.scale)
+            slopes = (grad[rows] @ keys[..., : ctx.value_dim].transpose(1, 2)).float()
+            inner = (weights.float() * slopes).sum(-1, keepdim=True)
+            slopes = (weights.float() * (slopes - inner) * ctx.scale).to(q.dtype)
+            dq[rows] = slopes @ keys
+            dkeys = slopes.transpose(1, 2) @ q[rows]
+            dkeys[..., : ctx.value_dim] += weights.transpose(1, 2) @ grad[rows]
+            dk.index_add_(0, places.flatten(), dkeys.flatten(0, 1).float())
+        return dq, dk.to(k.dtype), None, None, None, None
+
+
+def _gathered_rows(counts: np.ndarray, k: Tensor) -> Iterator[tuple[slice, int]]:
+    """Queries whose keys are gathered together, and how many keys that is at most for each."""
+    limit = MAX_GATHERED * (_GPU_FACTOR if k.is_cuda else 1) // k.shape[1]
+    start = 0
+    while start < len(counts):
+        size = max(limit // max(int(counts[start : start + MAX_QUERIES].max()), 1), 1)
+        stop = min(start + min(size, MAX_QUERIES), len(counts))
+        yield slice(start, stop), int(counts[start:stop].max())
+        start = stop
+
+
+def _attend_rows(
+    q: Float[Tensor, "rows heads dim"],
+    k: Float[Tensor, "keys dim"],
+    chosen: Int32[Tensor, "rows chosen"],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gathered keys [rows, chosen, dim], weights [rows, heads, chosen] in their dtype, and where the keys are."""
+    places = chosen.clamp_min(0).long()
+    keys = k.index_select(0, places.flatten()).unflatten(0, places.shape)
+    scores = (q @ keys.transpose(1, 2)).float() * scale
+    scores = scores.masked_fill((chosen == NOT_A_KEY).unsqueeze(1), float("-inf"))
+    return keys, F.softmax(scores, dim=-1).to(q.dtype), places

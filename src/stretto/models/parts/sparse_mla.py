@@ -1,0 +1,113 @@
+"""Multi-head latent attention to the keys that an indexer chooses (DeepSeek Sparse Attention).
+
+Queries are multiplied by the matrix that would expand the keys, so that all heads attend to the same small vector per
+token: keys that each query chooses for itself are gathered, and expanded ones would be too large. What is attended is
+expanded to values afterwards. Which keys are chosen, and the attention to them, is key_choice.py.
+
+Source: DeepSeek-V3.2, arXiv:2512.02556, section 2.1; choices shared by layers: arXiv:2603.12201. Differs: the index is
+computed in float32, not in rotated 8-bit floats.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.models.attention import Attend, Limits
+from stretto.models.parts.key_choice import IndexVectors, KeyChoice
+from stretto.models.parts.mla import LatentAttention
+from stretto.models.parts.rope import Angles, rotate
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    from stretto.models.moe import Routing
+    from stretto.models.shape import IndexerShape, ModelConfig
+
+_NORM_EPS = 1e-6
+
+
+class Indexer(nn.Module):
+    """Scores of earlier tokens, from small queries and one key per token.
+
+    Its weights are frozen until a trainer asks for their gradients: a choice has none, so the loss of the model never
+    reaches them.
+    """
+
+    def __init__(self, shape: IndexerShape, hidden_size: int, query_rank: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.wq_b = nn.Linear(query_rank, shape.num_heads * shape.head_dim, bias=False)
+        self.wk = nn.Linear(hidden_size, shape.head_dim, bias=False)
+        self.k_norm = nn.LayerNorm(shape.head_dim, eps=_NORM_EPS)
+        self.weights_proj = nn.Linear(hidden_size, shape.num_heads, bias=False)
+        self.requires_grad_(False)
+
+    def forward(
+        self, x: Float[Tensor, "tokens dim"], small_q: Float[Tensor, "tokens rank"], angles: Angles
+    ) -> IndexVectors:
+        """The vectors of these tokens; the model behind x and small_q gets no gradient from them."""
+        x, small_q, shape = x.detach(), small_q.detach(), self.shape
+        angles = angles._replace(is_interleaved=shape.is_interleaved)
+        queries = rotate(self.wq_b(small_q).unflatten(-1, (shape.num_heads, shape.head_dim)), angles)
+        keys = rotate(self.k_norm(self.wk(x)).unsqueeze(1), angles).squeeze(1)
+        weights = F.linear(x.float(), self.weights_proj.weight.float())
+        return IndexVectors(queries, weights * (shape.num_heads * shape.head_dim) ** -0.5, keys)
+
+
+class SparseLatentAttention(LatentAttention):
+    """Latent attention to chosen keys; a layer without an indexer uses the choice of one before it."""
+
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
+        super().__init__(cfg)
+        assert self.shape.indexer is not None and self.shape.query_rank is not None
+        self.source = self.shape.indexer.sources[layer]
+        if self.source == layer:
+            self.indexer = Indexer(self.shape.indexer, cfg.hidden_size, self.shape.query_rank)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Float[Tensor, "tokens dim"],
+        angles: Angles,
+        layer: int,
+        attend: Attend,
+        rows: Int[Tensor, " rows"] | None,
+        routing: Routing,
+    ) -> Float[Tensor, "rows dim"]:
+        q, small, from_small, vectors = self.project(x, angles)
+        choice = KeyChoice(
+            self.source, self.shape.indexer.top_k, self.key_dim**-0.5, routing.key_choices, vectors
+        )
+        keys = small.unsqueeze(1)
+        attended = attend(layer, q, keys, keys[..., : self.shape.rank], Limits(None, None, choice))
+        if rows is not None:
+            attended = attended.index_select(0, rows)
+        return self.o_proj(torch.einsum("thr,rhv->thv", attended, from_small).flatten(1))
+
+    def project(  # type: ignore[override]
+        self, x: Float[Tensor, "tokens dim"], angles: Angles
+    ) -> tuple[
+        Float[Tensor, "tokens heads small_dim"],
+        Float[Tensor, "tokens small_dim"],
+        Float[Tensor, "rank heads value_dim"],
+        IndexVectors | None,
+    ]:
+        """Queries and keys of width rank + rotated_dim, the matrix from what is attended to values, and the index."""
+        shape = self.shape
+        small_q = self.q_a_layernorm(self.q_a_proj(x))
+        q = self.q_b_proj(small_q).unflatten(-1, (-1, self.key_dim))
+        q_plain, q_rotated = q.split((shape.plain_dim, shape.rotated_dim), -1)
+        small, shared = self.kv_a_proj_with_mqa(x).split((shape.rank, shape.rotated_dim), -1)
+        small = torch.cat((self.kv_a_layernorm(small), rotate(shared.unsqueeze(1), angles).squeeze(1)), -1)
+        # The layer's whole matrix, with its adapter if it has one, is what it makes of the identity.
+        identity = torch.eye(shape.rank, dtype=x.dtype, device=x.device)
+        expand = self.kv_b_proj(identity).unflatten(-1, (-1, shape.plain_dim + shape.value_dim))
+        to_small, from_small = expand.split((shape.plain_dim, shape.value_dim), -1)
+        q = torch.cat((torch.einsum("thp,rhp->thr", q_plain, to_small), rotate(q_rotated, angles)), -1)
+        if shape.query_factor != 1.0:
+            q = q * shape.query_factor
+        has_indexer = hasattr(self, "indexer")
+        return q, small, from_small, self.indexer(x, small_q, angles) if has_indexer else None

@@ -1,0 +1,148 @@
+"""Attention to chosen keys in blocks, against a mask over the whole row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_models_families import VOCAB, build_theirs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stretto.models import hub
+from stretto.models.attention import PackedLayout
+from stretto.models.moe import Routing
+from stretto.models.parts import key_choice
+from stretto.models.parts.key_choice import (
+    NOT_A_KEY,
+    IndexVectors,
+    KeyChoice,
+    Sight,
+    attend_chosen,
+    choose_keys,
+)
+
+HEADS, WIDTH, VALUE, INDEX_HEADS = 3, 10, 6, 4
+ROWS = {
+    "one": ((0, 23), None),
+    "packed": ((0, 1, 9, 9, 40, 43), None),
+    "prefixes": ((0, 12, 20, 33, 36, 50), (-1, -1, 0, 0, 1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks that fit none of the sizes of these tests."""
+    for name, size in (("MAX_QUERIES", 4), ("MAX_KEYS", 5), ("MAX_GATHERED", 200)):
+        monkeypatch.setattr(key_choice, name, size)
+
+
+def vectors(num: int, tokens: np.ndarray | None = None, seed: int = 0) -> IndexVectors:
+    """Small whole numbers, so that many scores are equal, and equal in any order of summation."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: torch.from_numpy(rng.integers(-2, 3, shape).astype(np.float32))
+    queries, weights, keys = draw(num, INDEX_HEADS, 5), draw(num, INDEX_HEADS), draw(num, 5)
+    rows = slice(None) if tokens is None else tokens
+    return IndexVectors(queries[rows], weights[rows], keys)
+
+
+def visible(bounds, parents) -> np.ndarray:
+    """[tokens, tokens]: True where a query may see a key."""
+    segments = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    parent = np.full(len(segments), -1) if parents is None else np.asarray(parents)[segments]
+    index = np.arange(len(segments))
+    own = (segments[:, None] == segments) & (index <= index[:, None])
+    return own | (parent[:, None] == segments)
+
+
+def chosen_densely(parts: IndexVectors, seen: np.ndarray, top_k: int) -> np.ndarray:
+    """[queries, tokens]: True for the keys with the highest scores; of equal ones, the earliest."""
+    scores = torch.einsum("qh,qhk->qk", parts.weights, (parts.queries @ parts.keys.T).relu()).numpy()
+    chosen = np.zeros_like(seen)
+    for row, (score, mask) in enumerate(zip(scores, seen)):
+        keys = np.flatnonzero(mask)
+        chosen[row, keys[np.argsort(-score[keys], kind="stable")[:top_k]]] = True
+    return chosen
+
+
+@pytest.mark.parametrize("top_k", [1, 6, 100])
+@pytest.mark.parametrize("row", ROWS)
+def test_the_best_keys_are_chosen_and_of_equal_ones_the_earliest(row, top_k):
+    bounds, parents = ROWS[row]
+    num = bounds[-1]
+    pieces = np.array_split(np.arange(num), 4)
+    for tokens in (
+        np.arange(num),
+        np.concatenate((pieces[1], pieces[2])),
+        np.concatenate((pieces[0], pieces[3])),
+    ):
+        parts = vectors(num, tokens)
+        sight = Sight.of(bounds, parents, torch.device("cpu"), tokens)
+        got = choose_keys(parts, sight, top_k).numpy()
+        want = chosen_densely(parts, visible(bounds, parents)[tokens], top_k)
+        assert got.shape == (len(tokens), want.sum(1).max())
+        for chosen, expected in zip(got, want):
+            assert chosen[chosen != NOT_A_KEY].tolist() == np.flatnonzero(expected).tolist()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_attention_and_gradients_equal_a_masked_softmax(row):
+    bounds, parents = ROWS[row]
+    num, generator = bounds[-1], torch.Generator().manual_seed(1)
+    q, k = (
+        torch.randn(num, *shape, generator=generator, dtype=torch.float64)
+        for shape in ((HEADS, WIDTH), (WIDTH,))
+    )
+    slopes = torch.randn(num, HEADS, VALUE, generator=generator, dtype=torch.float64)
+    q, k = q.requires_grad_(), k.requires_grad_()
+    choice = KeyChoice(0, 6, 0.3, {}, vectors(num))
+    sight = Sight.of(bounds, parents, torch.device("cpu"))
+    out = attend_chosen(choice, q, k.unsqueeze(1), k.unsqueeze(1)[..., :VALUE], sight)
+    got = torch.autograd.grad((out * slopes).sum(), (q, k))
+    mask = torch.from_numpy(chosen_densely(choice.vectors, visible(bounds, parents), 6))
+    scores = (torch.einsum("qhd,kd->qhk", q, k) * 0.3).masked_fill(~mask.unsqueeze(1), float("-inf"))
+    expected = torch.einsum("qhk,kd->qhd", scores.float().softmax(-1).double(), k[:, :VALUE])
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    for ours, theirs in zip(got, torch.autograd.grad((expected * slopes).sum(), (q, k))):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-5)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_no_tensor_grows_with_the_square_of_the_tokens(tmp_path, monkeypatch):
+    for name, size in (("MAX_QUERIES", 32), ("MAX_KEYS", 64), ("MAX_GATHERED", 1 << 14)):
+        monkeypatch.setattr(key_choice, name, size)
+    build_theirs("glm_moe_dsa").save_pretrained(tmp_path)
+    model = hub.load_model(tmp_path, dtype=torch.float32)
+    object.__setattr__(model.config, "max_position_embeddings", 1024)
+    largest = []
+    for num in (512, 1024):
+        ids = torch.arange(num) % VOCAB
+        with _LargestTensor() as seen:
+            model.hidden(ids, PackedLayout((0, num), ids.device)).sum().backward()
+        largest.append(seen.elements)
+    assert largest[1] <= 2 * largest[0] and largest[1] < 1024 * 1024 / 4
+
+
+def test_a_pass_without_gradients_keeps_the_last_choice_only(tmp_path):
+    build_theirs("glm_moe_dsa-shared-choices-biases").save_pretrained(tmp_path)
+    model, ids = hub.load_model(tmp_path, dtype=torch.float32), torch.arange(VOCAB)
+    kept = []
+    for has_gradients in (False, True):
+        routing = Routing()
+        with torch.set_grad_enabled(has_gradients):
+            model.hidden(ids, PackedLayout((0, VOCAB), ids.device), routing=routing)
+        kept.append(sorted(routing.key_choices))
+    assert kept == [[2], [0, 2]]
