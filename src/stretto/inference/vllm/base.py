@@ -1,23 +1,39 @@
 """The weights with which vLLM was started, into which adapters of weight updates are merged.
 
-They are memory-mapped from the model's files once, so all workers of a host share their pages. A new version reads
-only the modules that some adapter has changed: all others still hold the weights with which they were started.
+They are mapped from the model's files. Those of modules that an adapter changes are copied into shared memory at its
+first update, once per host: all workers of all engines merge from there, and later versions read nothing from disk. A
+new version loads only modules that the running model has other than with the new adapter: those of this adapter, and
+once those that the one before had changed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from stretto.base.errors import EngineError, WireError
 from stretto.models.hf import find_adaptable_layers
 from stretto.models.hub import build_tensor_map, has_custom_module, load_config, map_tensors
 from stretto.models.lora import Adapter, with_adapter
 from stretto.models.tensor_map import TensorMap
-from stretto.transports.weights.layout import NamedTensor
+from stretto.transports.weights.host_copy import CopyReader, HostCopy
+from stretto.transports.weights.layout import HEAD_BYTES, NamedTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
+logger = logging.getLogger(__name__)
 
 EXPERTS = ".experts."
+SHARED_MEMORY = Path("/dev/shm")
+_ALIGN = 64
+_VERSION = 0
+"""Of the copy; the weights with which an engine was started never change."""
 
 
 def adaptable_weights(directory: Path) -> TensorMap:
@@ -37,11 +53,20 @@ def adaptable_weights(directory: Path) -> TensorMap:
 class BaseWeights:
     """A model directory, and the modules of the running model that may differ from it."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, memory: Path = SHARED_MEMORY) -> None:
+        """memory: a directory in memory (tmpfs), for the copy that the workers of this host share."""
+        self._directory, self._memory = directory, memory
         self._table = adaptable_weights(directory)
         self._tensors = dict(map_tensors(directory))
+        self._identity = _identity(directory)
         self._changed: set[str] = set()
+        self._kept: set[str] = set()
+        self._copies: list[tuple[HostCopy, CopyReader]] = []
+
+    @property
+    def tensors(self) -> Iterable[Shaped[torch.Tensor, " ..."]]:
+        """All weights of the directory, wherever they are mapped from."""
+        return self._tensors.values()
 
     def mark_all_changed(self) -> None:
         """Note that all weights were replaced, so that the next adapter loads the whole model."""
@@ -62,18 +87,98 @@ class BaseWeights:
             # The policy is transformers' module (impl = "hf"), which may fuse layers that ours has apart.
             self._table = find_adaptable_layers(self._directory)
         adapter.check(self._table.shapes, str(self._directory))
-        self._changed |= {_module(name) for name in self._adapted_by(adapter)}
-        return self._load(adapter, device)
+        adapted = {_module(name) for name in self._adapted_by(adapter)}
+        self._changed |= adapted
+        self._keep(adapted - self._kept)
+        return self._load(adapter, adapted, device)
+
+    def close(self) -> None:
+        """Give up the copy in shared memory; the last worker of the host removes it."""
+        self._tensors.clear()
+        for copy, reader in self._copies:
+            reader.close()
+            copy.close()
+        self._copies.clear()
 
     def _adapted_by(self, adapter: Adapter) -> Iterator[str]:
         for name in self._tensors:
             if any(piece.ours in adapter.pairs for piece in self._table.slices_of(name)):
                 yield name
 
-    def _load(self, adapter: Adapter, device: torch.device) -> Iterator[NamedTensor]:
+    def _load(self, adapter: Adapter, adapted: set[str], device: torch.device) -> Iterator[NamedTensor]:
         for name, tensor in self._tensors.items():
             if _module(name) in self._changed:
                 yield name, with_adapter(name, tensor.to(device), self._table, adapter)
+        self._changed = adapted  # all others are those of the base model again
+
+    def _keep(self, modules: set[str]) -> None:
+        """Have the tensors of these modules in shared memory from now on, if they fit there."""
+        names = [name for name in self._tensors if _module(name) in modules]
+        if not names:
+            return
+        self._kept |= modules
+        starts, end = {}, 0
+        for name in names:
+            starts[name], end = end, end + -(-self._tensors[name].nbytes // _ALIGN) * _ALIGN
+        try:
+            copy, reader = self._copy(names, starts, end)
+        except (EngineError, WireError):
+            logger.warning(
+                "the weights of %s that adapters change, %d bytes, do not fit into %s: each version maps them from the "
+                "files, which may be read from disk again; give this machine or container more shared memory",
+                self._directory, end, self._memory,
+            )  # fmt: skip
+            return
+        self._copies.append((copy, reader))
+        for name in names:
+            self._tensors[name] = _view(reader, starts[name], self._tensors[name])
+
+    def _copy(self, names: list[str], starts: dict[str, int], num_bytes: int) -> tuple[HostCopy, CopyReader]:
+        """The copy of these tensors on this host, which the first worker writes.
+
+        Raises: EngineError or WireError if there is no room, or another worker could not write it.
+        """
+        key = blake2b("\n".join((self._identity, *names)).encode(), digest_size=8).hexdigest()
+        copy = HostCopy(self._memory, f"base-{key}", num_bytes)
+        try:
+            if copy.version != _VERSION and num_bytes > _available_memory() // 2:
+                raise EngineError(f"{num_bytes} bytes are more than half of the memory that is left")
+            with copy.writing(unless=_VERSION) as writer:
+                if writer is not None:
+                    for name in names:
+                        source = _bytes_of(self._tensors[name])
+                        writer.tensors[starts[name] : starts[name] + len(source)] = source.numpy()
+                    writer.commit(_VERSION)
+            return copy, copy.read(_VERSION)
+        except BaseException:
+            copy.close()
+            raise
+
+
+def _identity(directory: Path) -> str:
+    """Differs between directories whose files differ."""
+    files = sorted(path for path in directory.glob("*.safetensors"))
+    stats = ((path.name, path.stat()) for path in files)
+    found = [f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}" for name, stat in stats]
+    return "\n".join((str(directory.resolve()), *found))
+
+
+def _available_memory() -> int:
+    """Bytes that this machine can give, those of cached files included."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _view(reader: CopyReader, start: int, like: torch.Tensor) -> torch.Tensor:
+    """The tensor in the copy that begins at this byte."""
+    if not like.numel():
+        return like
+    whole = torch.frombuffer(reader.map, dtype=torch.uint8, offset=HEAD_BYTES + start, count=like.nbytes)
+    return whole.view(like.dtype).view(like.shape)
 
 
 def _module(name: str) -> str:

@@ -115,7 +115,9 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
             _pack_cpu_heads(self.model)
 
     def shutdown(self) -> None:
-        pass
+        if self._base is not None:
+            self._base.close()
+            self._base = None
 
 
 def _forget_cpu_kernels(model: torch.nn.Module) -> dict[Any, Any]:

@@ -59,13 +59,19 @@ class HostCopy:
         return None
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[CopyWriter | None]:
-        """Exclusive write lock on the copy; yields None if another process holds it."""
+    def writing(self, unless: int | None = None) -> Iterator[CopyWriter | None]:
+        """Exclusive write lock on the copy; yields None if another process holds it.
+
+        unless: also None if the copy is at this version already.
+        """
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             if not lock_within(
                 lock, _LOCK_TRY_S
             ):  # not 0: a reader locks it for a moment, to wait for a writer
+                yield None
+                return
+            if unless is not None and self.version == unless:
                 yield None
                 return
             fd = self._open_for_writing()
