@@ -18,6 +18,7 @@ from stretto.models.attention import Attend, Limits, PackedLayout
 from stretto.models.families import FAMILIES
 from stretto.models.moe import MoE, Routing
 from stretto.models.norm import CentredRMSNorm, RMSNorm
+from stretto.models.parts.carried import CarriedDocuments
 from stretto.models.parts.documents import Documents
 from stretto.models.parts.gated_delta import GatedDelta
 from stretto.models.parts.mamba2 import Mamba2
@@ -207,11 +208,11 @@ class Block(nn.Module):
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
         routing: Routing,
-        documents: Documents | None = None,
+        documents: Documents | CarriedDocuments | None = None,
     ) -> Float[Tensor, "rows dim"]:
         mixer, mixed = self.mixer, None
         if self.is_recurrent:
-            mixed = mixer(self.input_layernorm(x), documents, rows)
+            mixed = mixer(self.input_layernorm(x), documents.at(self.layer), rows)
         elif isinstance(mixer, SparseLatentAttention):
             mixed = mixer(self.input_layernorm(x), angles, self.layer, attend, rows, routing)
         elif mixer is not None:
@@ -275,11 +276,11 @@ class Decoder(nn.Module):
         attend: Attend,
         rows: Int[Tensor, " rows"] | None = None,
         routing: Routing | None = None,
-        documents: Documents | None = None,
+        documents: Documents | CarriedDocuments | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all tokens, or only of `rows`: the last block then computes no others.
 
-        documents: where recurrent mixers start anew; a model with such mixers needs it.
+        documents: where recurrent mixers start anew, or what they go on from; a model with such mixers needs it.
         """
         x = self.embed(token_ids)
         angles = self.angles(position_ids, x.dtype)

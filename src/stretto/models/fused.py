@@ -24,6 +24,7 @@ from stretto.models.attention import Attend
 from stretto.models.decoder import Block, Decoder, RMSNorm
 from stretto.models.moe import MoE, Routing
 from stretto.models.native.kernels import Kernels
+from stretto.models.parts.carried import CarriedDocuments
 from stretto.models.parts.mlp import MLP
 from stretto.models.parts.rope import Angles, rotate
 
@@ -264,11 +265,12 @@ class ModuleDecoder:
         attend: Attend,
         routing: Routing,
         adapt: Adapt | None = None,
+        documents: CarriedDocuments | None = None,
     ) -> Float[Tensor, "rows dim"]:
-        """Hidden states of all rows, after the final norm."""
+        """Hidden states of all rows, after the final norm; documents: the states of recurrent layers."""
         self._adapt = adapt
         try:
-            return self.model(token_ids, position_ids, attend, None, routing)
+            return self.model(token_ids, position_ids, attend, None, routing, documents)
         finally:
             self._adapt = None  # hooks of several engines may be on one model
 
@@ -283,14 +285,9 @@ class ModuleDecoder:
 def build_pass(model: Decoder, kernels: Kernels | None = None) -> FusedDecoder | ModuleDecoder:
     """A model's forward pass for an engine.
 
-    Raises: ConfigError for a model with recurrent layers, or one that chooses its keys.
+    Raises: ConfigError for a model that chooses its keys.
     """
     cfg = model.config
-    if cfg.has_recurrence:
-        raise ConfigError(
-            f"{cfg.family} has recurrent layers, whose states the embedded engine does not keep; "
-            'set [inference] engine = "vllm"'
-        )
     if cfg.chooses_keys:
         raise ConfigError(
             f"{cfg.family} chooses the keys it attends to by an index, which the embedded engine does not keep; "

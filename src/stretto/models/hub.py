@@ -26,6 +26,7 @@ from stretto.models.config import parse_config, to_hf
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
 from stretto.models.lora import MergedWeights
+from stretto.models.parts.initial import initialise
 from stretto.models.safetensors_file import read_file
 from stretto.models.shape import ModelConfig, Rope
 from stretto.models.tensor_map import LazyTensor, TensorMap, TensorSlice, as_whole_slices
@@ -179,14 +180,7 @@ def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | li
     hf = to_hf(cfg, dtype="float32", **token_ids)
     model = build_model(parse_config(hf, "[model.scratch]"), torch.float32, "cpu")
     generator = torch.Generator().manual_seed(scratch.seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "sinks")):
-                parameter.zero_()
-            elif parameter.ndim >= 2:
-                parameter.normal_(0.0, cfg.initializer_range, generator=generator)
-            else:
-                parameter.fill_(1.0)
+    initialise(model, cfg.initializer_range, generator)
     return model
 
 

@@ -281,6 +281,12 @@ class ModelConfig:
         """True if queries attend to the keys that an indexer chooses."""
         return self.latent is not None and self.latent.indexer is not None
 
+    @property
+    def attending_layers(self) -> tuple[int, ...]:
+        """The layers whose mixer reads keys and values of earlier tokens."""
+        kinds = (*RECURRENT_MIXERS, "none")
+        return tuple(i for i in range(self.num_layers) if self.mixer_of(i) not in kinds)
+
     def mixer_of(self, layer: int) -> str:
         """The kind of mixer of a layer."""
         return self.mixers[layer] if self.mixers else "attention"

@@ -70,15 +70,10 @@ def test_adapters_train_and_merge(directory):
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_an_engine_without_states_refuses_recurrent_layers(directory):
+def test_an_engine_without_an_index_refuses_layers_that_choose_keys(directory):
     model = load(directory)
-    if model.config.chooses_keys:
-        with pytest.raises(ConfigError, match=r'glm_moe_dsa chooses .*set .inference. engine = "vllm"'):
-            build_pass(model)
-        return
-    if not model.config.has_recurrence:
+    if not model.config.chooses_keys:
         assert build_pass(model) is not None
         return
-    assert not model.shares_prefixes
-    with pytest.raises(ConfigError, match=r'has recurrent layers.*set .inference. engine = "vllm"'):
+    with pytest.raises(ConfigError, match=r'glm_moe_dsa chooses .*set .inference. engine = "vllm"'):
         build_pass(model)

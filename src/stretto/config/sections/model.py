@@ -13,9 +13,23 @@ class ScratchSection(Section):
     """Start from a random network of this shape instead of loading weights; everything is made locally."""
 
     family: Literal[
-        "qwen3", "qwen3_moe", "qwen2", "llama", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna"
+        "qwen3",
+        "qwen3_moe",
+        "qwen2",
+        "llama",
+        "glm4",
+        "glm4_moe",
+        "gpt_oss",
+        "minimax_m2",
+        "afmoe",
+        "laguna",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "nemotron_h",
+        "deepseek_v3",
     ] = "qwen3"
-    """Architecture family; the keys on experts count for those with experts only."""
+    """Architecture family; the keys on experts count for those with experts only. `nemotron_h` has one half of a block
+    per layer, in turn: Mamba 2, experts, attention, experts."""
     tokenizer: Literal["letters"] = "letters"
     """Tokenizer to build beside it: `letters` has one token per character and Qwen3's chat tokens."""
     phrases: tuple[str, ...] = ()
@@ -34,7 +48,7 @@ class ScratchSection(Section):
     head_dim: int = Field(16, gt=0, multiple_of=2)
     """Width of one head."""
     num_experts: int = Field(8, gt=0)
-    """Experts of every block (`glm4_moe`, `afmoe`, `laguna`: of every block but the first)."""
+    """Experts of every block (`glm4_moe`, `afmoe`, `laguna`, `deepseek_v3`: of every block but the first)."""
     num_experts_per_tok: int = Field(2, gt=0)
     """Experts that compute one token."""
     moe_intermediate_size: int = Field(64, gt=0)

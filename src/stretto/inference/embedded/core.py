@@ -8,7 +8,6 @@ steps: sequences keep their cache and go on under the new weights. engine.py dri
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, RequestState, Scheduler
 from stretto.inference.embedded.slots import SequenceSlots, SequenceState
+from stretto.inference.embedded.states import StateCache, free_memory, sequences_that_fit
 from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
@@ -107,11 +107,19 @@ class EngineCore:
         self.cache = self._build_cache(num_blocks, weight, kernels, is_exact=is_exact)
         self.expert_choices = _build_expert_choices(model, settings, num_blocks + 1)
         self.adapters = Adapters(model, find_tile=find_tile if is_exact else None)
-        self.runner = Runner(model, self.cache, self.adapters, expert_choices=self.expert_choices)
+        self.states = StateCache(model, is_exact=is_exact) if model.config.has_recurrence else None
+        self.runner = Runner(
+            model, self.cache, self.adapters, expert_choices=self.expert_choices, states=self.states
+        )
         if is_exact:
             self.runner.tile = find_model_tile(self.runner.model)
-        self.slots = SequenceSlots(settings.max_num_seqs, self.max_model_len, settings.block_size)
-        self.pool = BlockPool(num_blocks + 1, is_caching=settings.enable_prefix_caching)
+        self.max_num_seqs = sequences_that_fit(model, settings.max_num_seqs)
+        self.slots = SequenceSlots(self.max_num_seqs, self.max_model_len, settings.block_size)
+        is_caching = settings.enable_prefix_caching
+        if is_caching and self.states is not None:
+            is_caching = False
+            logger.info("the prefix cache is off: %s has layers that keep a state", model.config.family)
+        self.pool = BlockPool(num_blocks + 1, is_caching=is_caching)
         self.scheduler = Scheduler(
             self.pool,
             self.slots,
@@ -173,7 +181,7 @@ class EngineCore:
             spec,
             vocab_size=self.config.vocab_size,
             max_model_len=self.max_model_len,
-            max_num_seqs=self.settings.max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
         )
 
     def submit(self, request: EngineRequest) -> None:
@@ -299,11 +307,13 @@ class EngineCore:
             leaders.append(slot)
             rows.append(np.full(len(request.slots), i))
             members.append(np.array(request.slots))
-        source, target = scheduler.fork(leaders)
-        if len(source):
-            self.cache.copy_blocks(source, target)
+        fork = scheduler.fork(leaders)
+        if len(fork.source_blocks):
+            self.cache.copy_blocks(fork.source_blocks, fork.target_blocks)
             if self.expert_choices is not None:
-                self.expert_choices.copy(source, target)
+                self.expert_choices.copy(fork.source_blocks, fork.target_blocks)
+        if self.states is not None and len(fork.source_slots):
+            self.states.copy(fork.source_slots, fork.target_slots)
         all_slots = np.concatenate(members)
         if len(all_slots) == len(chosen):
             return chosen, logits
@@ -450,6 +460,5 @@ def _tokens_that_fit(model: Decoder, settings: CoreSettings, device: torch.devic
         # A tenth of the GPU's memory stays free for the activations and logits of a step.
         budget = max(free - int((1 - settings.gpu_memory_utilization) * total) - total // 10, 0)
         return max(budget // per_token, settings.block_size)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with_slabs = per_token + -(-per_token // _BLOCK_KEYS_PER_SLAB_KEY)
-    return min(_CPU_CACHE_TOKENS, max(available // 4 // with_slabs, settings.block_size))
+    return min(_CPU_CACHE_TOKENS, max(free_memory() // 4 // with_slabs, settings.block_size))

@@ -6,8 +6,9 @@ matrix products do not depend on the rest of the batch, on how a prompt was cut 
 prefix cache, so a row has equal bits in every batch. Rows of one long prompt share one read of its keys; sequences
 that are being decoded have their keys in one piece (running.py). With kernels in C all of this is native_cache.py's.
 
-Shape of the cache: [layers, 2 * kv_heads, blocks, block_size * head_dim], keys before values, so that one row gather
-yields a batch of [keys, head_dim] matrices for a batched product without another copy.
+Shape of the cache: [layers that attend, 2 * kv_heads, blocks, block_size * head_dim], keys before values, so that one
+row gather yields a batch of [keys, head_dim] matrices for a batched product without another copy. What layers with a
+state keep is in states.py.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class KVCache:
         self.group = 1 if self.is_varied else config.num_heads // config.num_kv_heads
         self.scale = config.head_dim**-0.5
         self.device = device
-        shape = (config.num_layers, 2 * config.num_kv_heads, num_blocks, block_size * config.head_dim)
+        self._nth = {layer: i for i, layer in enumerate(config.attending_layers)}
+        shape = (len(self._nth), 2 * config.num_kv_heads, num_blocks, block_size * config.head_dim)
         self.blocks = torch.zeros(shape, dtype=dtype, device=device)
         by_token = self.blocks.view(*shape[:2], -1, config.head_dim).transpose(1, 2)
         self._tokens = list(by_token.unbind())  # by layer: [blocks * block_size, 2 * kv_heads, dim]
@@ -113,7 +115,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+        return 2 * len(config.attending_layers) * config.num_kv_heads * config.head_dim * dtype.itemsize
 
     def copy_blocks(self, source: Int64[np.ndarray, " blocks"], target: Int64[np.ndarray, " blocks"]) -> None:
         """Copy whole blocks in all layers; a fork does so with the half-full last block."""
@@ -223,6 +225,7 @@ class KVCache:
         """The attention function of one pass: it writes the rows' keys and values, then attends."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
+            layer = self._nth[layer]
             self._tokens[layer].index_copy_(0, layout.write, torch.cat((k, v), dim=1))
             out = [self._read(part, layer, q, k, v, limits) for part in layout.parts]
             return out[0] if len(out) == 1 else torch.cat(out)

@@ -23,10 +23,12 @@ from stretto.inference.embedded.native_cache import NativeCache
 from stretto.inference.embedded.sampler import token_logprobs
 from stretto.inference.embedded.scheduler import StepPlan
 from stretto.inference.embedded.slots import SequenceSlots
+from stretto.inference.embedded.states import StateCache
 from stretto.models.decoder import Decoder
 from stretto.models.fused import FusedDecoder, ModuleDecoder, build_pass
 from stretto.models.lm_head import head_logits
 from stretto.models.moe import Routing, mixtures
+from stretto.models.parts.carried import CarriedDocuments
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int
@@ -85,6 +87,7 @@ class _Pass:
     num_rows: int
     places: Int[np.ndarray, " rows"] | None
     layouts: list[PassLayout]
+    documents: list[CarriedDocuments]  # by layout; none for a model without states
     plan_slots: np.ndarray
     num_left: int  # later passes, one token further each, that can reuse these layouts
 
@@ -100,8 +103,9 @@ class Runner:
         *,
         tile: int | None = None,
         expert_choices: ExpertChoices | None = None,
+        states: StateCache | None = None,
     ) -> None:
-        self.cache, self.adapters = cache, adapters
+        self.cache, self.adapters, self.states = cache, adapters, states
         kernels = cache.kernels if isinstance(cache, NativeCache) else None
         self.model = build_pass(model, kernels)
         self.output_weight = model.output_weight
@@ -115,7 +119,7 @@ class Runner:
     ) -> Float[Tensor, "last vocab"] | None:
         """Logits (float32) of the plan's last rows, in plan order; fills `prompt_logprobs`, by slot."""
         rows = self._latest = self._follow(plan, slots) or self._arrange(plan, slots)
-        hidden = self._forward(slots, rows.layouts)
+        hidden = self._forward(slots, rows)
         if prompt_logprobs:
             self._fill_prompt_logprobs(plan, slots, hidden, rows.places, prompt_logprobs)
         if plan.is_decode:
@@ -176,12 +180,15 @@ class Runner:
         num_left = 0
         if plan.is_decode and (isinstance(self.cache, NativeCache) or (places >= 0).all()):
             num_left = int((self.cache.widths[width_index] - positions).min()) - 1
-        return _Pass(len(order), inverse, layouts, plan.slots, num_left)
+        documents = []
+        if self.states is not None:
+            documents = [self.states.documents(part.rows.owners, part.rows.positions) for part in layouts]
+        return _Pass(len(order), inverse, layouts, documents, plan.slots, num_left)
 
-    def _forward(self, slots: SequenceSlots, layouts: list[PassLayout]) -> Tensor:
+    def _forward(self, slots: SequenceSlots, whole: _Pass) -> Tensor:
         hidden = []
-        for layout in layouts:
-            rows = layout.rows
+        for i, layout in enumerate(whole.layouts):
+            rows, documents = layout.rows, whole.documents[i : i + 1]
             tokens = slots.tokens[rows.owners, rows.positions].astype(np.int64)
             ids = torch.from_numpy(tokens).to(self.device)
             at = torch.from_numpy(rows.positions).to(self.device)
@@ -190,7 +197,7 @@ class Runner:
             if self.adapters.is_used:
                 adapter_ids = np.where(rows.owners < 0, -1, slots.adapter[rows.owners])
                 adapt = self.adapters.add if self.adapters.select(adapter_ids) else None
-            hidden.append(self.model(ids, at, self.cache.attend(layout), routing, adapt))
+            hidden.append(self.model(ids, at, self.cache.attend(layout), routing, adapt, *documents))
             if self.expert_choices is not None:
                 self.expert_choices.write(slots.blocks, rows.owners, rows.positions, routing)
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)

@@ -194,7 +194,7 @@ class RunningKV:
 
     def _build(self, width: int, capacity: int) -> Slab:
         heads, dim = self.config.num_kv_heads, self.config.head_dim
-        shape = (self.config.num_layers, capacity, heads)
+        shape = (len(self.config.attending_layers), capacity, heads)
         bias = (capacity, heads if self.is_exact else 1, 1, width)
         zeros = lambda *sizes: torch.zeros(*sizes, dtype=self.dtype, device=self.device)
         return Slab(

@@ -94,6 +94,16 @@ class StepPlan:
     is_following: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """What to copy when samples start from one prompt: half-full last blocks, and states of slots."""
+
+    source_blocks: Int64[np.ndarray, " blocks"]
+    target_blocks: Int64[np.ndarray, " blocks"]
+    source_slots: Int64[np.ndarray, " slots"]
+    target_slots: Int64[np.ndarray, " slots"]
+
+
 @dataclass(slots=True)
 class Counters:
     num_preemptions: int = 0
@@ -192,14 +202,14 @@ class Scheduler:
             for b in range(start // self.block_size, full):
                 self.pool.register(int(slots.blocks[slot, b]), hashes[b])
 
-    def fork(self, leaders: list[int]) -> tuple[Int64[np.ndarray, " blocks"], Int64[np.ndarray, " blocks"]]:
-        """Give the prompt's blocks to the requests' other samples; returns blocks to copy (from, to).
+    def fork(self, leaders: list[int]) -> Fork:
+        """Give the prompt's blocks to the requests' other samples; returns what is to copy.
 
         If no block is free for the copy of a sample, the sample becomes PREEMPTED: it keeps its place in line and
         computes its prompt itself.
         """
         slots, pool = self.slots, self.pool
-        sources, targets, started = [], [], [self.running]
+        sources, targets, started, from_slots = [], [], [self.running], []
         for leader in leaders:
             request = self.request_of[leader]
             request.is_forked = True
@@ -227,11 +237,12 @@ class Scheduler:
             slots.allocation_id[siblings] = [next(self._allocation_ids) for _ in siblings]
             slots.state[siblings] = _RUNNING
             started.append(siblings)
+            from_slots.append(np.full(len(siblings), leader))
         self.preempted.sort(key=lambda slot: slots.order[slot])
         self._set_running(np.concatenate(started))
-        if not sources:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        return np.concatenate(sources), np.concatenate(targets)
+        none = np.empty(0, np.int64)
+        join = lambda parts: np.concatenate([none, *parts])
+        return Fork(join(sources), join(targets), join(from_slots), join(started[1:]))
 
     def finish_sample(self, slot: int, reason: str, stop_reason: int | str | None) -> EngineRequest | None:
         """Turn a slot into a completion; returns the request if this was its last open sample.

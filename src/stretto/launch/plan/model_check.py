@@ -9,7 +9,6 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.config.rules.mesh_degrees import (
-    RECURRENT_FAMILIES,
     SPARSE_FAMILIES,
     Shape,
     find_degrees,
@@ -44,11 +43,6 @@ def check_model(
             find_degrees(model, num_ranks, shape)
     except ConfigError as error:
         raise ConfigError(f"{model.name}: {str(error).replace('[model]', f'[{path}]')}") from None
-    if engine == "embedded" and shape is not None and shape.family in RECURRENT_FAMILIES:
-        raise ConfigError(
-            f'{model.name}: [inference] engine = "embedded" keeps no state for the recurrent layers of '
-            f'{shape.family}; set engine = "vllm"'
-        )
     if engine == "embedded" and shape is not None and shape.family in SPARSE_FAMILIES:
         raise ConfigError(
             f'{model.name}: [inference] engine = "embedded" keeps no index of the keys that {shape.family} chooses '

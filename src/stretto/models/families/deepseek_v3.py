@@ -6,12 +6,15 @@ prediction are not read.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.models.families.glm4_moe import mixture_to_hf
-from stretto.models.family import EXPERT_BIAS, STACKED_EXPERTS, Family
+from stretto.models.family import EXPERT_BIAS, STACKED_EXPERTS, Family, scratch_moe
 from stretto.models.parts.rope import rope_to_hf
 from stretto.models.shape import LatentShape, ModelConfig, MoEShape, yarn_scale
+
+if TYPE_CHECKING:
+    from stretto.config.sections.model import ScratchSection
 
 REQUIRED = (
     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts",
@@ -83,12 +86,31 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     return mixture_to_hf(cfg) | {
         "rope_parameters": rope,
         "head_dim": latent.rotated_dim,
+        "num_key_value_heads": cfg.num_heads,
         "q_lora_rank": latent.query_rank,
         "kv_lora_rank": latent.rank,
         "qk_nope_head_dim": latent.plain_dim,
         "qk_rope_head_dim": latent.rotated_dim,
         "v_head_dim": latent.value_dim,
         "attention_bias": cfg.qkv_bias,
+    }
+
+
+def scratch(scratch: ScratchSection) -> dict[str, Any]:
+    """Latent attention with vectors of half the width of the residual stream, and one shared expert."""
+    return {
+        "has_qk_norm": False,
+        "mixers": ("latent",) * scratch.num_layers,
+        "latent": LatentShape(
+            query_rank=max(scratch.hidden_size // 2, 1),
+            rank=max(scratch.hidden_size // 2, 1),
+            plain_dim=scratch.head_dim,
+            rotated_dim=scratch.head_dim // 2 + scratch.head_dim // 2 % 2,
+            value_dim=scratch.head_dim,
+        ),
+        "moe": scratch_moe(
+            scratch, 1, is_sigmoid=True, shared_size=scratch.moe_intermediate_size, has_expert_bias=True
+        ),
     }
 
 
@@ -110,4 +132,5 @@ DEEPSEEK_V3 = Family(
     weights=(*STACKED_EXPERTS, EXPERT_BIAS),
     rotary_fraction=1.0,
     is_rotary_interleaved=True,
+    scratch=scratch,
 )

@@ -6,12 +6,16 @@ Attention does not rotate by position; MLPs and experts have no gate. In checkpo
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import DataError
-from stretto.models.family import Family
+from stretto.models.family import Family, scratch_moe
 from stretto.models.shape import LayerAttention, MambaShape, ModelConfig, MoEShape
 from stretto.models.tensor_map import WeightRule
+
+if TYPE_CHECKING:
+    from stretto.config.sections.model import ScratchSection
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -138,6 +142,34 @@ def _rules() -> tuple[WeightRule, ...]:
     return tuple(WeightRule((mine,), (other,)) for mine, other in found.items())
 
 
+def _scratch(scratch: ScratchSection) -> dict[str, Any]:
+    kinds = [("mamba", "none", "attention", "none")[i % 4] for i in range(scratch.num_layers)]
+    experts = [i for i, kind in enumerate(kinds) if kind == "none"]
+    moe = scratch_moe(
+        scratch,
+        is_sigmoid=True,
+        is_plain=True,
+        shared_size=scratch.moe_intermediate_size,
+        has_expert_bias=True,
+    )
+    return {
+        "has_qk_norm": False,
+        "has_plain_mlp": True,
+        "layers": (LayerAttention(scratch.num_heads, None),) * len(kinds),
+        "mixers": tuple(kinds),
+        "layers_without_mlp": tuple(i for i, kind in enumerate(kinds) if kind != "none"),
+        "mamba": MambaShape(
+            num_heads=scratch.num_heads,
+            head_dim=scratch.head_dim,
+            num_groups=scratch.num_kv_heads,
+            state_dim=scratch.head_dim,
+            conv_width=4,
+            min_step=0.001,
+        ),
+        "moe": replace(moe, sparse_layers=tuple(experts)) if experts else None,
+    }
+
+
 NEMOTRON_H = Family(
     name="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -149,4 +181,5 @@ NEMOTRON_H = Family(
     normalise=_normalise,
     layer_types=tuple(_LETTERS.values()),
     weights=_rules(),
+    scratch=_scratch,
 )

@@ -6,11 +6,14 @@ expert that computes every token, with a gate. Positions are those of text; mode
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stretto.models.family import STACKED_EXPERTS, Family
-from stretto.models.shape import GatedDeltaShape, ModelConfig, MoEShape
+from stretto.models.family import STACKED_EXPERTS, Family, scratch_moe
+from stretto.models.shape import GatedDeltaShape, ModelConfig, MoEShape, Rope
 from stretto.models.tensor_map import WeightRule
+
+if TYPE_CHECKING:
+    from stretto.config.sections.model import ScratchSection
 
 _KEYS = {
     "num_key_heads": "linear_num_key_heads",
@@ -24,6 +27,7 @@ _KEYS = {
 
 _MOE_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 _MLP = "model.layers.{layer}.mlp"
+_ROTARY_FRACTION = 0.25
 
 
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +81,30 @@ def _moe_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _scratch(scratch: ScratchSection) -> dict[str, Any]:
+    every = min(4, scratch.num_layers)
+    kinds = ["paired" if (i + 1) % every == 0 else "gated_delta" for i in range(scratch.num_layers)]
+    return {
+        "gated_delta": GatedDeltaShape(
+            num_key_heads=scratch.num_kv_heads,
+            num_value_heads=scratch.num_heads,
+            key_head_dim=scratch.head_dim,
+            value_head_dim=scratch.head_dim,
+            conv_width=4,
+        ),
+        "mixers": tuple(kinds),
+        "has_centred_norms": True,
+        "rope": Rope(theta=10_000.0, fraction=_ROTARY_FRACTION),
+    }
+
+
+def _scratch_moe(scratch: ScratchSection) -> dict[str, Any]:
+    moe = scratch_moe(
+        scratch, shared_size=scratch.moe_intermediate_size, has_shared_gate=True, has_expert_bias=False
+    )
+    return _scratch(scratch) | {"moe": moe}
+
+
 QWEN3_5 = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
@@ -85,7 +113,8 @@ QWEN3_5 = Family(
     required=tuple(_KEYS.values()),
     defaults={"head_dim": 256},
     layer_types=("full_attention", "linear_attention"),
-    rotary_fraction=0.25,
+    rotary_fraction=_ROTARY_FRACTION,
+    scratch=_scratch,
 )
 
 QWEN3_5_MOE = Family(
@@ -97,7 +126,8 @@ QWEN3_5_MOE = Family(
     defaults={"head_dim": 256, "num_key_value_heads": 2},
     key_aliases={"moe_intermediate_size": "intermediate_size"},
     layer_types=QWEN3_5.layer_types,
-    rotary_fraction=QWEN3_5.rotary_fraction,
+    rotary_fraction=_ROTARY_FRACTION,
+    scratch=_scratch_moe,
     weights=(
         *STACKED_EXPERTS,
         *(

@@ -2,7 +2,7 @@
 
 A recurrent mixer computes chunks of tokens at once and passes its state from chunk to chunk. `Chunks` says which tokens
 are in which chunk: no chunk has tokens of two documents, and chunks that are equally far from the beginning of their
-document are computed together.
+document are computed together. An engine's sequences, whose states go on from pass to pass, are in carried.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Shaped
@@ -42,6 +42,8 @@ class Chunks:
     """The place of each token, in rows.flatten()."""
     num_documents: tuple[int, ...]
     """Chunks per step."""
+    carried: CarriedState | None = None
+    """The states before the first chunks, which become those after the last ones; None: states begin at 0."""
 
     def split(self, x: Shaped[Tensor, "tokens ..."]) -> Shaped[Tensor, "chunks size ..."]:
         """Tokens by chunk; padding is 0."""
@@ -53,17 +55,69 @@ class Chunks:
         return x.flatten(0, 1).index_select(0, self.places)
 
     def scan(
-        self,
-        state: Float[Tensor, "documents ..."],
-        step: Step,
+        self, like: Float[Tensor, "tokens ..."], shape: tuple[int, ...], step: Step
     ) -> Float[Tensor, "chunks ..."]:
-        """Results of all chunks, in order."""
-        results, start = [], 0
-        for count in self.num_documents:
-            state, out = step(slice(start, start + count), state[:count])
+        """Results of all chunks, in order; each document has a state of this shape, in the dtype of `like`."""
+        counts, carried = self.num_documents, self.carried
+        state = like.new_zeros(counts[0], *shape) if carried is None else carried.load()
+        results, ended, start = [], [], 0
+        for count, following in zip(counts, (*counts[1:], 0)):
+            state, out = step(slice(start, start + count), state)
             results.append(out)
+            ended.append(state[following:])
+            state = state[:following]
             start += count
+        if carried is not None:
+            carried.store(torch.cat(ended[::-1]))
         return torch.cat(results)
+
+
+@dataclass(frozen=True)
+class CarriedState:
+    """The states of a pass's documents: document d, longest first, has places[d] of `states`."""
+
+    states: Float[Tensor, "places ..."]
+    places: Int[Tensor, " documents"]
+
+    def load(self) -> Float[Tensor, "documents ..."]:
+        return self.states.index_select(0, self.places)
+
+    def store(self, states: Float[Tensor, "documents ..."]) -> None:
+        self.states.index_copy_(0, self.places, states)
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """Where the tokens of documents are in their chunks; the fields are those of `Chunks`, as arrays."""
+
+    rows: Int[np.ndarray, "chunks size"]
+    places: Int[np.ndarray, " tokens"]
+    num_documents: tuple[int, ...]
+    order: Int[np.ndarray, " documents"]
+    """The documents, longest first."""
+
+    @classmethod
+    def of(cls, lengths: Int[np.ndarray, " documents"], size: int) -> ChunkTable:
+        """The table for documents that follow each other; none is empty."""
+        num_tokens = int(lengths.sum())
+        starts = np.cumsum(lengths) - lengths
+        order = np.argsort(-lengths, kind="stable")
+        lengths, starts = lengths[order], starts[order]
+        counts = -(-lengths // size)
+        # Steps over documents: the first num_documents[s] documents have a chunk of number s.
+        num_documents = tuple(int((counts > step).sum()) for step in range(int(counts[0])))
+        first = np.concatenate([starts[:n] + step * size for step, n in enumerate(num_documents)])
+        end = np.concatenate([(starts + lengths)[:n] for n in num_documents])
+        rows = first[:, None] + np.arange(size)
+        is_real = rows < end[:, None]
+        places = np.empty(num_tokens, np.int64)
+        places[rows[is_real]] = np.flatnonzero(is_real)
+        return cls(np.where(is_real, rows, num_tokens), places, num_documents, order)
+
+
+def chunk_size(longest: int) -> int:
+    """Tokens per chunk for documents of at most this length."""
+    return min(MAX_CHUNK, -(-longest // 16) * 16)
 
 
 @dataclass(frozen=True)
@@ -86,23 +140,13 @@ class Documents:
         if not num_tokens:
             empty = torch.zeros(0, dtype=torch.long, device=self.device)
             return Chunks(empty.view(0, 1), empty, (0,))
-        size = min(MAX_CHUNK, -(-int(lengths.max()) // 16) * 16)
-        starts = np.cumsum(lengths) - lengths
-        order = np.argsort(-lengths, kind="stable")
-        lengths, starts = lengths[order], starts[order]
-        counts = -(-lengths // size)
-        # Steps over documents: the first num_documents[s] documents have a chunk of number s.
-        num_documents = tuple(int((counts > step).sum()) for step in range(int(counts[0])))
-        first = np.concatenate([starts[:n] + step * size for step, n in enumerate(num_documents)])
-        end = np.concatenate([(starts + lengths)[:n] for n in num_documents])
-        rows = first[:, None] + np.arange(size)
-        is_real = rows < end[:, None]
-        places = np.empty(num_tokens, np.int64)
-        places[rows[is_real]] = np.flatnonzero(is_real)
-        rows = np.where(is_real, rows, num_tokens)
-        return Chunks(
-            torch.from_numpy(rows).to(self.device), torch.from_numpy(places).to(self.device), num_documents
-        )
+        table = ChunkTable.of(lengths, chunk_size(int(lengths.max())))
+        rows, places = (torch.from_numpy(x).to(self.device) for x in (table.rows, table.places))
+        return Chunks(rows, places, table.num_documents)
+
+    def at(self, layer: int) -> Documents:
+        """These documents for the mixer of a layer: nothing is carried from pass to pass."""
+        return self
 
     def convolve(
         self,
@@ -126,20 +170,6 @@ class Documents:
         rows = np.full(max(num_tokens + gap * num_documents, gap + 1), num_tokens)
         rows[places] = np.arange(num_tokens)
         return torch.from_numpy(rows).to(self.device), torch.from_numpy(places - gap).to(self.device)
-
-
-class CausalConvolution(nn.Module):
-    """A causal convolution of every channel with its own few weights; the weights of a Conv1d."""
-
-    def __init__(self, channels: int, width: int, *, has_bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.zeros(channels)) if has_bias else None
-
-    def forward(
-        self, x: Float[Tensor, "tokens channels"], documents: Documents
-    ) -> Float[Tensor, "tokens channels"]:
-        return documents.convolve(x, self.weight, self.bias)
 
 
 def pairwise_decay(since_start: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size size"]:

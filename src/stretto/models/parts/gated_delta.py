@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.models.norm import rms_norm
-from stretto.models.parts.documents import CausalConvolution, Chunks, Documents, pairwise_decay
+from stretto.models.parts.carried import CarriedDocuments, CausalConvolution, LayerStates
+from stretto.models.parts.documents import Chunks, Documents, pairwise_decay
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -38,7 +39,7 @@ def gated_delta_rule(
     beta: Float[Tensor, "tokens heads"],
     chunks: Chunks,
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """The outputs of all tokens, each document from a state of 0; log_decay is at most 0."""
+    """The outputs of all tokens, each document from its state; log_decay is at most 0."""
     # [chunks, heads, size, ...]; padding has k = 0 and log_decay = 0, so that it leaves the state as it is.
     q, k, v = (chunks.split(x).transpose(1, 2) for x in (q, k, v))
     log_decay, beta = (chunks.split(x).transpose(1, 2) for x in (log_decay, beta))
@@ -49,7 +50,9 @@ def gated_delta_rule(
     system = (beta * k) @ k.mT * between
     # The diagonal of the system is 1 and is not read, nor is what is above it.
     right = torch.cat((beta * v, beta * k * faded), -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    solved = right
+    if right.shape[-2] > 1:
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     own, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
     seen = q @ k.mT * between
     q, until_end = q * faded, (since_start[..., -1:] - since_start).exp().unsqueeze(-1)
@@ -60,9 +63,8 @@ def gated_delta_rule(
         out = q[at] @ state + seen[at] @ corrections
         return kept[at] * state + k[at] @ corrections, out
 
-    num_documents, heads = chunks.num_documents[0], q.shape[1]
-    state = q.new_zeros(num_documents, heads, q.shape[-1], v.shape[-1])
-    return chunks.join(chunks.scan(state, step).transpose(1, 2))
+    shape = (q.shape[1], q.shape[-1], v.shape[-1])
+    return chunks.join(chunks.scan(q, shape, step).transpose(1, 2))
 
 
 class GatedNorm(nn.Module):
@@ -102,10 +104,16 @@ class GatedDelta(nn.Module):
         self.norm = GatedNorm(shape.value_head_dim, cfg.rms_norm_eps)
         self.out_proj = nn.Linear(self.value_size, cfg.hidden_size, bias=False)
 
+    def new_states(self, places: int, dtype: torch.dtype, device: torch.device) -> LayerStates:
+        """Room for this layer's states of so many sequences."""
+        shape = self.shape
+        state = (shape.num_value_heads, shape.key_head_dim, shape.value_head_dim)
+        return self.conv1d.new_states(places, state, dtype, device)
+
     def forward(
         self,
         x: Float[Tensor, "tokens dim"],
-        documents: Documents,
+        documents: Documents | CarriedDocuments,
         rows: Int[Tensor, " rows"] | None,
     ) -> Float[Tensor, "rows dim"]:
         """The mixed tokens of each document, of all tokens or of `rows`."""
@@ -117,7 +125,7 @@ class GatedDelta(nn.Module):
         return self.out_proj(self.norm(mixed, gate).flatten(1))
 
     def project(
-        self, x: Float[Tensor, "tokens dim"], documents: Documents
+        self, x: Float[Tensor, "tokens dim"], documents: Documents | CarriedDocuments
     ) -> tuple[
         Float[Tensor, "tokens heads key_dim"],
         Float[Tensor, "tokens heads key_dim"],

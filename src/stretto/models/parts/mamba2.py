@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.models.norm import rms_norm
-from stretto.models.parts.documents import CausalConvolution, Chunks, Documents, pairwise_decay
+from stretto.models.parts.carried import CarriedDocuments, CausalConvolution, LayerStates
+from stretto.models.parts.documents import Chunks, Documents, pairwise_decay
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -34,7 +35,7 @@ def mamba2_scan(
     log_decay: Float[Tensor, "tokens heads"],
     chunks: Chunks,
 ) -> Float[Tensor, "tokens heads head_dim"]:
-    """S^T C of all tokens, each document from a state of 0; x includes dt, log_decay is A dt."""
+    """S^T C of all tokens, each document from its state; x includes dt, log_decay is A dt."""
     groups = b.shape[1]
     # [chunks, groups, heads of the group, size, ...]; padding has x = 0 and log_decay = 0.
     x = chunks.split(x).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
@@ -49,8 +50,7 @@ def mamba2_scan(
     def step(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
         return kept[at] * state + added[at], faded[at] * (c[at] @ state) + own[at]
 
-    state = x.new_zeros(chunks.num_documents[0], *added.shape[1:])
-    out = chunks.scan(state, step)
+    out = chunks.scan(x, tuple(added.shape[1:]), step)
     return chunks.join(out.permute(0, 3, 1, 2, 4).flatten(2, 3))
 
 
@@ -89,10 +89,17 @@ class Mamba2(nn.Module):
         self.norm = GroupedGatedNorm(self.size, shape.num_groups, cfg.rms_norm_eps)
         self.out_proj = nn.Linear(self.size, cfg.hidden_size, bias=shape.has_bias)
 
+    def new_states(self, places: int, dtype: torch.dtype, device: torch.device) -> LayerStates:
+        """Room for this layer's states of so many sequences."""
+        shape = self.shape
+        by_group = shape.num_heads // shape.num_groups
+        state = (shape.num_groups, by_group, shape.state_dim, shape.head_dim)
+        return self.conv1d.new_states(places, state, dtype, device)
+
     def forward(
         self,
         x: Float[Tensor, "tokens dim"],
-        documents: Documents,
+        documents: Documents | CarriedDocuments,
         rows: Int[Tensor, " rows"] | None,
     ) -> Float[Tensor, "rows dim"]:
         """The mixed tokens of each document, of all tokens or of `rows`."""
@@ -105,7 +112,7 @@ class Mamba2(nn.Module):
         return self.out_proj(self.norm(mixed, gate))
 
     def project(
-        self, x: Float[Tensor, "tokens dim"], documents: Documents
+        self, x: Float[Tensor, "tokens dim"], documents: Documents | CarriedDocuments
     ) -> tuple[
         Float[Tensor, "tokens size"],
         Float[Tensor, "tokens heads head_dim"],

@@ -1,0 +1,120 @@
+"""The states of recurrent layers, one per sequence and layer, beside the paged keys and values of the others.
+
+A state is as large as that of one token, however long the sequence: it belongs to the sequence's slot and not to
+blocks. It begins at 0 when the first token is computed, is changed in place by every pass, and is copied when the
+samples of a request start from its prompt. A preempted sequence is computed again from its first token. New weights
+change no state, as they change no cached key.
+
+States of earlier tokens are gone, so a prompt cannot begin from one that another request has read: the prefix cache is
+off for models with such layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from stretto.models.decoder import Decoder
+from stretto.models.parts.carried import CarriedDocuments, CarriedRows, LayerStates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from jaxtyping import Int
+
+logger = logging.getLogger(__name__)
+
+_MIN_PLACES = 16
+_FREE_PER_STATES = 6
+"""Free memory per memory of states: they get a quarter, and need half as much again while they are copied to grow."""
+
+
+class StateCache:
+    """The states of all slots; memory is allocated for as many slots as have been used at one time."""
+
+    def __init__(self, model: Decoder, *, is_exact: bool) -> None:
+        """is_exact: prompts are computed token by token, so that a token has equal bits in every batch."""
+        weight = model.output_weight
+        self.device, self.dtype, self.is_exact = weight.device, weight.dtype, is_exact
+        self._mixers = recurrent_mixers(model)
+        self._layers: dict[int, LayerStates] = {}
+        self._num_places = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory allocated for states."""
+        return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer.tensors)
+
+    @torch.inference_mode()
+    def documents(
+        self, owners: Int[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]
+    ) -> CarriedDocuments:
+        """The rows of a pass with the states of their slots; row i is token positions[i] of slot owners[i].
+
+        Sequences that begin in this pass begin from 0.
+        """
+        places = owners + 1  # padding, -1, has a place of its own
+        self._reserve(int(places.max()) + 1)
+        new = torch.from_numpy(np.unique(places[(positions == 0) | (places == 0)])).to(self.device)
+        for tensor in self._tensors():
+            tensor.index_fill_(0, new, 0)
+        rows = CarriedRows(places, self.device, is_stepwise=self.is_exact)
+        return CarriedDocuments(rows, self._layers)
+
+    @torch.inference_mode()
+    def copy(self, source: Int[np.ndarray, " slots"], target: Int[np.ndarray, " slots"]) -> None:
+        """Copy the states of slots, for samples that start from one prompt."""
+        self._reserve(int(target.max()) + 2)
+        src, dst = (torch.from_numpy(slots + 1).to(self.device) for slots in (source, target))
+        for tensor in self._tensors():
+            tensor.index_copy_(0, dst, tensor.index_select(0, src))
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        return (tensor for layer in self._layers.values() for tensor in layer.tensors)
+
+    def _reserve(self, places: int) -> None:
+        if places <= self._num_places:
+            return
+        self._num_places = max(places, 2 * self._num_places, _MIN_PLACES)
+        for layer, mixer in self._mixers.items():
+            grown = mixer.new_states(self._num_places, self.dtype, self.device)
+            if (old := self._layers.get(layer)) is not None:
+                for new, before in zip(grown.tensors, old.tensors):
+                    new[: len(before)] = before
+            self._layers[layer] = grown
+
+
+def recurrent_mixers(model: Decoder) -> dict[int, torch.nn.Module]:
+    """The mixers that keep a state, by layer."""
+    return {block.layer: block.mixer for block in model.model.layers if block.is_recurrent}
+
+
+def bytes_per_sequence(model: Decoder) -> int:
+    """Memory for the states of one sequence; 0 for a model without recurrent layers."""
+    mixers = recurrent_mixers(model).values()
+    states = (mixer.new_states(1, model.output_weight.dtype, torch.device("meta")) for mixer in mixers)
+    return sum(tensor.nbytes for layer in states for tensor in layer.tensors)
+
+
+def sequences_that_fit(model: Decoder, most: int) -> int:
+    """Sequences that may run at one time: `most`, or fewer if their states would not fit into memory."""
+    if not (per_sequence := bytes_per_sequence(model)):
+        return most
+    device = model.output_weight.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    fit = max(free // _FREE_PER_STATES // per_sequence, 1)
+    if fit < most:
+        logger.warning(
+            "max_num_seqs = %d would need %d bytes for the states of sequences; %d run at one time",
+            most, most * per_sequence, fit,
+        )  # fmt: skip
+    return min(most, fit)
+
+
+def free_memory() -> int:
+    """Bytes of this machine's memory that nobody uses."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
