@@ -142,7 +142,7 @@ class Cluster:
             (self.directory / name).mkdir()
         (self.directory / "munge.key").write_bytes(secrets.token_bytes(1024))
         (self.directory / "munge.key").chmod(0o400)
-        # A name server that refuses at once: one that does not answer costs ten seconds a name.
+        # A name server that refuses at once: one that does not answer costs ten seconds per name.
         (self.directory / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         addresses = {"login": 2} | {node: 10 + number for number, node in enumerate(self.nodes)}
         lines = ["127.0.0.1 localhost", *(f"{SUBNET}.{last} {name}" for name, last in addresses.items())]

@@ -49,7 +49,7 @@ def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-@pytest.fixture(params=[1, 1000, 1 << 30], ids=["a bucket a tensor", "some buckets", "one bucket"])
+@pytest.fixture(params=[1, 1000, 1 << 30], ids=["a bucket per tensor", "some buckets", "one bucket"])
 def publisher(request):
     publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=request.param, timeout_s=120)
     yield publisher

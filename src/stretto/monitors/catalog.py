@@ -105,7 +105,7 @@ concurrency/limit | rollouts | Most rollouts in flight, with `concurrency.type =
 canary/error | nats | Mean difference between the log-probabilities of trainer and engine on fixed tokens, at
     the latest check. | Above `canary_tolerance` the run ends: a wrong weight update.
 inference/num_requests_running | requests | Requests that engines are computing. Like the others of `inference/`,
-    asked for at most once a second.
+    asked for at most once per second.
 inference/num_requests_waiting | requests | Requests that wait in engines. | Always above 0: engines are full.
 inference/kv_cache_usage | 0 to 1 | Share of the engines' cache that is in use. | Near 1 requests are
     preempted.

@@ -15,7 +15,7 @@ LETTERS = {"num_letters": 4}
 
 @pytest.fixture(scope="module")
 def model(warmed_up: Callable[..., Path]) -> Path:
-    """0.2M parameters, 8 experts a block, 2 of them a token; after so few steps its choices still change."""
+    """0.2M parameters, 8 experts per block, 2 of them per token; after so few steps its choices still change."""
     scratch = {"family": "qwen3_moe", "moe_intermediate_size": 32}
     return warmed_up(max_steps=60, seq_len=1024, model={"scratch": scratch})
 

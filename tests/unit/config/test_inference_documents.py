@@ -26,7 +26,7 @@ FILES = {
         "[inference]\nenable_expert_parallel = true\n[inference.parallel]\ntp = 2\ndp = 4\n"
         '[inference.deployment]\ntype = "single_node"\n'
     ),
-    "a replica a node": MODEL + '[inference.deployment]\ntype = "multi_node"\nnum_nodes = 2\n'
+    "a replica per node": MODEL + '[inference.deployment]\ntype = "multi_node"\nnum_nodes = 2\n'
     "[inference.parallel]\ntp = 2\ndp = 4\n",
     "wide": MODEL + "enable_expert_parallel = true\n"
     '[inference.deployment]\ntype = "multi_node"\nnum_nodes = 2\n[inference.parallel]\ntp = 2\ndp = 8\n',
