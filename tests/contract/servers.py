@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -21,6 +22,7 @@ from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.sections.model import ScratchSection
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import random_model, save_hf
+from stretto.transports.engine.client import EngineClient
 
 VOCAB = 112
 STOP_S = 60.0
@@ -55,8 +57,7 @@ def serve(
     words = ["--model", str(model), "--server.port", str(port), "--output-dir", str(log.parent)]
     words += ["--engine", engine, "--max-model-len", "512", *flags]
     with log.open("wb") as out:
-        popen = forked.Popen if engine == "embedded" else subprocess.Popen
-        child = popen(
+        child = forked.Popen(
             [sys.executable, "-m", "stretto", "inference", *words],
             stdout=out,
             stderr=out,
@@ -67,6 +68,19 @@ def serve(
         yield f"http://127.0.0.1:{port}", child
     finally:
         stop(child)
+
+
+@contextlib.contextmanager
+def serve_ready(engine: str, model, directory: Path, *flags: str) -> Iterator[str]:
+    """`serve` this model, with its files in `directory`; the address, once the engine answers."""
+
+    async def wait(url: str) -> None:
+        async with EngineClient([url]) as client:
+            await client.wait_ready(240)
+
+    with serve(engine, save(model, directory / "model"), directory / "log", *flags) as (url, _):
+        asyncio.run(wait(url))
+        yield url
 
 
 def stop(child: subprocess.Popen) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ports import free_port
-from servers import VOCAB, logprobs_of, needs_vllm, save, scratch, serve
+from servers import VOCAB, logprobs_of, needs_vllm, save, scratch, serve, serve_ready
 
 from stretto.base.errors import EngineError
 from stretto.config.sections.model import LoRASection, ScratchSection
@@ -30,7 +30,7 @@ from stretto.transports.weights.shm import ShmPublisher
 PROMPT = np.arange(20, 90, dtype=np.int32)
 CLOSE = {"atol": 3e-5, "rtol": 0}
 LORA = LoRASection(rank=8, alpha=16.0)
-LIMIT = 2
+FLAGS = ("--lora.max-loras", "2", "--lora.max-lora-rank", "8")
 _labels = itertools.count()
 
 
@@ -53,21 +53,10 @@ def adapted(seed: int, base=scratch, lora: LoRASection = LORA):
     return model
 
 
-def start(engine: str, model, directory):
-    flags = ("--lora.max-loras", str(LIMIT), "--lora.max-lora-rank", "8")
-    return serve(engine, save(model, directory / "model"), directory / "log", *flags)
-
-
-async def ready(url: str) -> None:
-    async with EngineClient([url]) as client:
-        await client.wait_ready(240)
-
-
 @pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=needs_vllm)])
 def url(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
-    with start(request.param, scratch(0), directory) as (url, _):
-        asyncio.run(ready(url))
+    with serve_ready(request.param, scratch(0), directory, *FLAGS) as url:
         yield url
 
 
@@ -250,9 +239,9 @@ async def test_the_policys_adapter_comes_as_a_weight_update(served, transport, t
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])])
 async def test_a_mixture_of_experts_with_adapters_of_its_attention(engine, tmp_path):
     attention = LoRASection(rank=8, alpha=16.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
-    with start(engine, moe(0), tmp_path) as (url, _):
-        await ready(url)
+    with serve(engine, save(moe(0), tmp_path / "model"), tmp_path / "log", *FLAGS) as (url, _):
         async with aiohttp.ClientSession() as http, EngineClient([url], timeout_s=120) as client:
+            await client.wait_ready(240)
             served = Served(url, tmp_path, http, client)
             models = {"one": adapted(1, moe, attention), "two": adapted(2, moe, attention)}
             for name, model in models.items():

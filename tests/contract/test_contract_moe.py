@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
-from servers import VOCAB, logprobs_of, needs_vllm, save, serve
+from servers import VOCAB, logprobs_of, needs_vllm, serve_ready
 
 from stretto.config.sections.model import ScratchSection
 from stretto.models.attention import PackedLayout
@@ -39,14 +37,7 @@ def mixture(seed: int):
 @pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=needs_vllm)])
 def engine(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
-    model = save(mixture(0), directory / "model")
-    with serve(request.param, model, directory / "log", "--enable-return-routed-experts") as (url, _):
-
-        async def wait() -> None:
-            async with EngineClient([url]) as client:
-                await client.wait_ready(240)
-
-        asyncio.run(wait())
+    with serve_ready(request.param, mixture(0), directory, "--enable-return-routed-experts") as url:
         yield url
 
 

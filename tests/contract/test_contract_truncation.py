@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from servers import VOCAB, needs_vllm, save, scratch, serve
+from servers import VOCAB, needs_vllm, save, scratch, serve_ready
 
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
@@ -40,14 +40,7 @@ def sharp():
 @pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=needs_vllm)])
 def engine(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
-    model = save(sharp(), directory / "model")
-    with serve(request.param, model, directory / "log", "--enable-return-sampling-mask") as (url, _):
-
-        async def wait() -> None:
-            async with EngineClient([url]) as client:
-                await client.wait_ready(240)
-
-        asyncio.run(wait())
+    with serve_ready(request.param, sharp(), directory, "--enable-return-sampling-mask") as url:
         yield url
 
 

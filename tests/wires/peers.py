@@ -7,13 +7,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from processes import forked
+
+WARNINGS_FAIL = "import warnings; warnings.simplefilter('error')\n"
+
 
 class Peer:
     """A running script; `line` waits for its next line of output."""
 
     def __init__(self, code: str, *args: object) -> None:
-        command = [sys.executable, "-W", "error", "-c", code, *map(str, args)]
-        self.process = subprocess.Popen(
+        command = [sys.executable, "-c", WARNINGS_FAIL + code, *map(str, args)]
+        self.process = forked.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 

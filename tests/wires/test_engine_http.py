@@ -19,6 +19,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from ports import free_port
+from processes import forked
 
 from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
@@ -57,7 +58,7 @@ def serve(model_dir: Path, port: int, log: Path, *flags: str) -> Iterator[subpro
         *flags,
     ]
     with log.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-m", "stretto", *words], stdout=out, stderr=out)
+        child = forked.Popen([sys.executable, "-m", "stretto", *words], stdout=out, stderr=out)
     try:
         yield child
     finally:
@@ -149,7 +150,7 @@ sys.exit(server.main(InferenceConfig(model=sys.argv[1], server={"port": int(sys.
 """
     log = tmp_path / "log"
     with log.open("wb") as out:
-        child = subprocess.Popen(
+        child = forked.Popen(
             [sys.executable, "-c", breaking, str(model_dir), str(port)], stdout=out, stderr=out
         )
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
+from processes import forked
 
 from stretto.base import rundir
 from stretto.base.errors import ConfigError
@@ -42,7 +43,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             str(free_port()),
         ]
         running.append(
-            subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            forked.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
         return running[-1]
 
