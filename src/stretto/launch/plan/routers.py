@@ -93,6 +93,7 @@ def _vllm_router(
         "health_failure_threshold": 2,
         "health_success_threshold": 1,
         "worker_startup_timeout_secs": 1800,
+        "worker_startup_check_interval": 1,  # 30 s otherwise, for which a run whose engines are ready waits
         "request_timeout_secs": 7200,
         "max_concurrent_requests": 65536,
         "log_level": "warning",
