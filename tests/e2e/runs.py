@@ -172,6 +172,23 @@ def untrained_model(directory: Path, **shape: Any) -> Path:
     return directory / "model"
 
 
+def sorting(model: Path, max_steps: int, lr: float = 1e-3) -> dict[str, Any]:
+    """Settings of a small synchronous run that sorts four letters."""
+    return {
+        "max_steps": max_steps,
+        "seq_len": 256,
+        "model": {"name": model},
+        "orchestrator": {
+            "batch_size": 32,
+            "group_size": 4,
+            "max_async_level": 0,
+            "train": {"sampling": {"max_completion_tokens": 6}},
+            "env": [{"id": "sort-letters", "args": {"num_letters": 4}}],
+        },
+        "trainer": {"optim": {"lr": lr}},
+    }
+
+
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings laid over each other; later ones win."""
     result: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ports import free_ports
-from runs import Ended, merged, rl, start, start_rl, toml, until, wait
+from runs import Ended, merged, rl, sorting, start, start_rl, toml, until, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -38,20 +38,7 @@ Settings = dict[str, Any]
 @pytest.fixture(scope="module")
 def sync(sorter: Path) -> Settings:
     """A small synchronous run that keeps the weights of every step."""
-    return {
-        "max_steps": NUM_STEPS,
-        "seq_len": 256,
-        "model": {"name": sorter},
-        "ckpt": {"weights": {"interval": 1}},
-        "orchestrator": {
-            "batch_size": 32,
-            "group_size": 4,
-            "max_async_level": 0,
-            "train": {"sampling": {"max_completion_tokens": 6}},
-            "env": [{"id": "sort-letters", "args": LETTERS}],
-        },
-        "trainer": {"optim": {"lr": 1e-3}},
-    }
+    return sorting(sorter, NUM_STEPS) | {"ckpt": {"weights": {"interval": 1}}}
 
 
 @pytest.fixture(scope="module")

@@ -7,32 +7,21 @@ from typing import Any
 
 import pytest
 from ports import free_ports
-from runs import Ended, fine_tuned, merged, rl
+from runs import Ended, fine_tuned, merged, rl, sorting
 from safetensors.numpy import load_file
 
 from stretto.trainer.state.slice_files import SliceFiles
 
 NUM_STEPS = 6
-LETTERS = {"num_letters": 4}
 LORA = {"rank": 4, "alpha": 16}
 
 
 def run(directory: Path, model: Path, *words: str, **more: Any) -> Ended:
-    settings = {
-        "max_steps": NUM_STEPS,
-        "seq_len": 256,
-        "model": {"name": model, "lora": LORA},
+    adapter = {
+        "model": {"lora": LORA},
         "ckpt": {"interval": 3, "weights": {"save_adapter_separately": True}},
-        "orchestrator": {
-            "batch_size": 32,
-            "group_size": 4,
-            "max_async_level": 0,
-            "train": {"sampling": {"max_completion_tokens": 6}},
-            "env": [{"id": "sort-letters", "args": LETTERS}],
-        },
-        "trainer": {"optim": {"lr": 5e-3}},
     }
-    return rl(directory, merged(settings, more), *words)
+    return rl(directory, merged(sorting(model, NUM_STEPS, lr=5e-3), adapter, more), *words)
 
 
 def changed(before: Path, after: Path) -> set[str]:

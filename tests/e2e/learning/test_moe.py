@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Ended, merged, rl
+from runs import Ended, merged, rl, sorting
 
 NUM_STEPS = 6
-LETTERS = {"num_letters": 4}
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +20,7 @@ def model(warmed_up: Callable[..., Path]) -> Path:
 
 
 def run(directory: Path, model: Path, **more: Any) -> Ended:
-    settings = {
-        "max_steps": NUM_STEPS,
-        "seq_len": 256,
-        "model": {"name": model},
-        "orchestrator": {
-            "batch_size": 32,
-            "group_size": 4,
-            "max_async_level": 0,
-            "train": {"sampling": {"max_completion_tokens": 6}},
-            "env": [{"id": "sort-letters", "args": LETTERS}],
-        },
-        "trainer": {"optim": {"lr": 1e-3}},
-    }
-    return rl(directory, merged(settings, more))
+    return rl(directory, merged(sorting(model, NUM_STEPS), more))
 
 
 def test_a_mixture_trains_with_replay_and_is_what_transformers_loads(model: Path, tmp_path: Path) -> None:
