@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 SUMMARIES = {
     "rl": "reinforcement learning: inference, orchestrator and trainer together",
     "sft": "supervised fine-tuning",
+    "vime": "the same as rl, by the flags of vime: stretto vime --hf-checkpoint DIR ...",
     "trainer": "the trainer of an rl run alone",
     "orchestrator": "the orchestrator of an rl run alone",
     "inference": "the inference server alone",
@@ -80,6 +81,11 @@ def main(words: list[str] | None = None) -> int:
 def main_rl() -> int:
     """Console script `rl`."""
     return _run_command("rl")
+
+
+def main_vime() -> int:
+    """Console script `vime`."""
+    return _run_command("vime")
 
 
 def main_sft() -> int:
@@ -327,6 +333,22 @@ def _own_flags(verb: str, words: list[str]) -> list[str]:
     return words
 
 
+def _vime(words: list[str]) -> int:
+    if wanted := [index for index, word in enumerate(words) if word in ("-h", "--help")]:
+        from stretto.vime.flags.pages import help_text
+
+        print(help_text(" ".join(words[wanted[0] + 1 : wanted[0] + 2]).lstrip("-")), end="")
+        return 0
+    from stretto.vime.flags.command import read_command
+
+    cfg, notes = read_command(words)
+    if cfg.print_config:
+        return _print_config(cfg)
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
+    return _dry_run("rl", cfg) if cfg.dry_run else _rl(cfg, words)
+
+
 def _show(words: list[str]) -> int:
     from stretto.view.show import show
 
@@ -393,6 +415,7 @@ def _push(words: list[str]) -> int:
 
 
 _PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
+    "vime": _vime,
     "init": _init,
     "demo": _demo,
     "completion": _completion,

@@ -59,6 +59,7 @@ NOT_RUN = {
     ("docs/environments.md", "(McpToolEnv)"): "its servers are the reader's: tests/unit/envs/test_mcp.py",
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",
     ("docs/lora.md", 'engine = "vllm"'): "vLLM on a CPU takes larger heads: tests/contract/test_adapters.py",
+    ("docs/vime.md", "--hf-checkpoint"): "such commands are planned by tests/unit/vime",
     ("docs/algorithms.md", 'base_url = "http://10.0.0.7'): _ELSEWHERE,
     ("docs/inference.md", "vllm-router --host"): "engines enter a real one: tests/contract/routing",
     ("docs/orchestrator.md", "--client.base_url http"): _ELSEWHERE,

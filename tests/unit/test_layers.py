@@ -20,7 +20,7 @@ BELOW = {
     "models": {"base", "records", "config"},
     "transports": {"base", "records", "config"},
     "data": {"base"},
-    "vime": {"base", "records"},
+    "vime": {"base", "records", "config", "data"},
     "envs": {"base", "records", "config", "data", "vime"},
     "orchestrator": {
         "base",
@@ -51,7 +51,7 @@ BELOW = {
     "launch": {"base", "records", "config", "ledger", "monitors"},
     "view": {"base", "records", "config", "ledger", "monitors", "chat"},
     "dry_run": {"base", "config", "launch", "monitors", "orchestrator", "trainer"},
-    "cli": {"base", "config", "dry_run", "launch", "orchestrator", "trainer", "inference", "view"},
+    "cli": {"base", "config", "vime", "dry_run", "launch", "orchestrator", "trainer", "inference", "view"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -12,7 +12,7 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
@@ -98,16 +98,26 @@ def _names_whole_run(arguments: list[str]) -> bool:
     return any(table in each[0] for each in found if not isinstance(each, str) for table in RUN_TABLES)
 
 
-def build(cls: type[Root], data: dict[str, Any]) -> Root:
-    """The root that raw data describes, without files.
+def build(
+    cls: type[Root],
+    data: dict[str, Any],
+    *,
+    sources: Mapping[Path, str] | None = None,
+    verb: str | None = None,
+) -> Root:
+    """The root that raw data describes, without files. Logs a warning about what is probably not meant.
+
+    sources: what a message says about the origin of the value at a path. verb: whose configuration it is.
 
     Raises: ConfigError listing what is wrong.
     """
-    draft = Draft(cls)
-    draft.put([Given(path, value, dotted(path), "") for path, value in leaves(data)])
+    draft, places = Draft(cls), sources or {}
+    draft.put([Given(path, value, dotted(path), places.get(path, "")) for path, value in leaves(data)])
     root = draft.build_root()
     if not isinstance(root, cls):
-        raise ConfigError(draft.report(cls.__name__))
+        raise ConfigError(draft.report(verb or cls.__name__))
+    for doubt in () if verb is None else rules.doubts(root):
+        logger.warning("warning: %s", draft.placed(doubt.message, *map(dotted_to_path, doubt.paths)))
     return root
 
 

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REWARDS = ("exact", "math")
+GIVEN = "given"
+"""No reward of the environment's: the function that makes a sample rewards it."""
 TYPE_NAMES = {
     "str | list[str] | None": "a file, or a list of files",
     "list[str] | str | None": "a key, or a list of keys",
@@ -96,7 +98,8 @@ class DatasetSettings:
     """True: a new order in every epoch. False: the order of the files."""
     reward: str = "exact"
     """`exact` (the reply equals the label), `math` (the content of its last box equals the label as mathematics, see
-    docs/data.md), or `module:function`: `rm(args, sample)`."""
+    docs/data.md), `given` (`generate`, or a rollout function, sets sample.reward), or `module:function`:
+    `rm(args, sample)`."""
     group_reward: bool = False
     """The function gets all samples of a group at once, `rm(args, samples)`, and returns one reward for each."""
     reward_key: str | None = None
@@ -374,9 +377,9 @@ class Dataset:
         self.args = build_arguments(settings, records.run)
         self.verifier = MathVerifier() if settings.reward == "math" else None
         self._reward = self._generate = None
-        if settings.reward not in REWARDS:
+        if settings.reward not in (*REWARDS, GIVEN):
             if not {":", "."} & set(settings.reward):
-                known = ", ".join(f'"{name}"' for name in REWARDS)
+                known = ", ".join(f'"{name}"' for name in (*REWARDS, GIVEN))
                 raise ConfigError(
                     f'dataset: reward = "{settings.reward}": use {known}, or a function as `module:function`'
                 )
@@ -486,6 +489,10 @@ class Dataset:
     async def _compute_reward(self, sample: Sample) -> Any:
         if self._reward is not None:
             return await self._reward.call(self.args, sample)
+        if self.settings.reward == GIVEN:
+            raise EnvError(
+                'dataset: reward = "given", and the sample has none; set sample.reward in your function'
+            )
         if self.verifier is not None:
             gold, reply = str(sample.label), sample.response
             if number(reply) is not None:  # the whole reply is the answer

@@ -323,7 +323,7 @@ def test_a_record_that_is_not_valid_is_refused_with_its_place(tmp_path, mistake)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"reward": "exakt"}, 'use "exact", "math", or a function'),
+        ({"reward": "exakt"}, 'use "exact", "math", "given", or a function'),
         ({"group_reward": True}, "group_reward does nothing"),
         ({"reward_key": "a"}, "reward_key does nothing"),
         ({"reward": "nowhere_at_all:rm"}, "no module 'nowhere_at_all'"),
@@ -447,6 +447,13 @@ async def test_a_reply_may_take_longer_than_any_limit_of_the_http_library(monkey
         assert asked == [{"a": 1}]
     finally:
         await runner.cleanup()
+
+
+async def test_a_reward_that_is_given_is_the_functions_own(file):
+    env = dataset(file, reward="given", label_key=None)
+    assert await env._reward_of(Sample(reward=0.5)) == 0.5
+    with pytest.raises(EnvError, match="the sample has none"):
+        await env._reward_of(Sample())
 
 
 def test_masked_tokens_and_turns_in_no_returned_sample_are_not_trained(file, module):

@@ -1,0 +1,98 @@
+"""Flags about evals: which data sets, how often, and what differs from training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.vime.flags.flag import Flag, Setting, Values, part, refused
+from stretto.vime.flags.rollout import arguments
+
+EVAL = "orchestrator.eval"
+ONE_FOR_ALL = "evals take the same as training; leave it out"
+
+# fmt: off
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "Evaluation": (
+        part("--eval-reward-key", "text", None, f"{EVAL}.env.0.args.reward_key",
+             "Entry of a reward that is a dictionary; else --reward-key."),
+        part("--eval-interval", "integer", None, f"{EVAL}.interval", "Rollouts between evals."),
+        part("--eval-prompt-data", "list", None, f"{EVAL}.env",
+             "NAME FILE [NAME FILE ...]; a file alone is called aime."),
+        part("--n-samples-per-eval-prompt", "integer", 1, f"{EVAL}.group_size", "Replies to a prompt."),
+        part("--eval-input-key", "text", None, f"{EVAL}.env.0.args.input_key",
+             "Key of the prompt; else the training's."),
+        part("--eval-label-key", "text", None, f"{EVAL}.env.0.args.label_key",
+             "Key of the label; else the training's."),
+        part("--eval-tool-key", "text", None, f"{EVAL}.env.0.args.tool_key",
+             "Key of the tools; else the training's."),
+        part("--eval-temperature", "number", None, f"{EVAL}.sampling.temperature",
+             "Temperature; else the training's."),
+        part("--eval-top-p", "number", None, f"{EVAL}.sampling.top_p", "Nucleus; else the training's."),
+        part("--eval-top-k", "integer", None, f"{EVAL}.sampling.top_k", "Likeliest tokens; else the training's."),
+        part("--eval-max-response-len", "integer", None, f"{EVAL}.sampling.max_completion_tokens",
+             "Tokens of a reply; else the training's."),
+        part("--eval-max-prompt-len", "integer", None, f"{EVAL}.env.0.args.max_prompt_tokens",
+             "Longer prompts are skipped; else as in training."),
+        refused("--eval-max-context-len", "integer", None, ONE_FOR_ALL, "Tokens of prompt and reply."),
+        refused("--eval-min-new-tokens", "integer", None, "replies end where the model ends them; leave it out",
+             "Fewest tokens of a reply."),
+        part("--skip-eval-before-train", "switch", False, f"{EVAL}.skip_first_step",
+             "No eval of the starting weights."),
+        refused("--eval-config", "text", None,
+             "each data set is an [[orchestrator.eval.env]] in the TOML of --print-config", "YAML of data sets."),
+    ),
+}
+# fmt: on
+
+
+def settings(flags: Values) -> Iterator[Setting]:
+    """[orchestrator.eval], if there is something to evaluate on.
+
+    Raises: ConfigError for data sets without a name.
+    """
+    given = flags.eval_prompt_data
+    if given is None:
+        return
+    pairs = [("aime", given[0])] if len(given) == 1 else list(zip(given[::2], given[1::2]))
+    if len(given) > 1 and len(given) % 2:
+        raise ConfigError(f"{flags.given['--eval-prompt-data']}: write NAME FILE for each data set")
+    if flags.eval_interval is not None:
+        yield Setting(f"{EVAL}.interval", flags.eval_interval, ("--eval-interval",))
+    yield Setting(f"{EVAL}.greedy", False, ("--eval-temperature",))
+    yield Setting(f"{EVAL}.num_examples", "None", ("--eval-prompt-data",))
+    yield Setting(f"{EVAL}.group_size", flags.n_samples_per_eval_prompt, ("--n-samples-per-eval-prompt",))
+    yield Setting(f"{EVAL}.skip_first_step", flags.skip_eval_before_train, ("--skip-eval-before-train",))
+    for key, own, other in (
+        ("temperature", "--eval-temperature", flags.rollout_temperature),
+        ("top_p", "--eval-top-p", flags.rollout_top_p),
+        ("top_k", "--eval-top-k", flags.rollout_top_k),
+        ("max_completion_tokens", "--eval-max-response-len", flags.rollout_max_response_len),
+    ):
+        value = _or(flags, own, other)
+        if value is not None and not (key == "top_k" and value == -1):
+            yield Setting(f"{EVAL}.sampling.{key}", value, (own,))
+    replaced = {
+        "input_key": ("--eval-input-key", flags.input_key),
+        "label_key": ("--eval-label-key", flags.label_key),
+        "tool_key": ("--eval-tool-key", flags.tool_key),
+        "max_prompt_tokens": ("--eval-max-prompt-len", flags.rollout_max_prompt_len),
+        "reward_key": ("--eval-reward-key", flags.reward_key),
+    }
+    for index, (name, path) in enumerate(pairs):
+        at = f"{EVAL}.env.{index}"
+        yield Setting(f"{at}.id", "dataset", ("--eval-prompt-data",))
+        yield Setting(f"{at}.name", name, ("--eval-prompt-data",))
+        yield Setting(f"{at}.args.eval_path", path, ("--eval-prompt-data",))
+        for key, value, flag in arguments(flags):
+            if key not in replaced:
+                yield Setting(f"{at}.args.{key}", value, (flag,))
+        for key, (own, other) in replaced.items():
+            if (value := _or(flags, own, other)) is not None:
+                yield Setting(f"{at}.args.{key}", value, (own,))
+
+
+def _or(flags: Values, name: str, other: Any) -> Any:
+    value = getattr(flags, name.removeprefix("--").replace("-", "_"))
+    return other if value is None else value

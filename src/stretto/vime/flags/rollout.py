@@ -1,0 +1,345 @@
+"""Flags about rollouts, and about the data that they and the evals begin with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+
+ENV, HOOKS = "orchestrator.env.0", "orchestrator.hooks"
+DEFAULT_ROLLOUT = "vime.rollout.vllm_rollout.generate_rollout"
+ASYNC_ROLLOUT = "vime.rollout.fully_async_rollout.generate_rollout_fully_async"
+SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
+NONZERO_STD = "check_reward_nonzero_std"
+"""End of the path of vime's own filter of groups."""
+NO_STOPS = (
+    "replies end at the model's end token or the limit; leave it out, or stop in a function: "
+    "--custom-generate-function-path"
+)
+NO_STORE = "batches travel by rollout_transport, zmq or filesystem; leave it out"
+NO_BUFFER = "the plugin of an external buffer has no place here; write an environment (docs/environments.md)"
+IN_GENERATE = (
+    "do it at the end of --custom-generate-function-path or --custom-rm-path, which has the finished sample"
+)
+METRICS = "numbers go to every monitor: return them as `metrics` of a rollout function's output"
+
+# fmt: off
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "Data": (
+        part("--prompt-data", "text", None, f"{ENV}.args.path",
+             "File of prompts, .jsonl or .parquet; FILE@[a:b] is a part of it."),
+        part("--input-key", "text", "input", f"{ENV}.args.input_key", "Key of the prompt: text or messages."),
+        part("--label-key", "text", None, f"{ENV}.args.label_key", "Key of the label."),
+        part("--metadata-key", "text", "metadata", f"{ENV}.args.metadata_key",
+             "Key of an object for your functions."),
+        part("--tool-key", "text", "tools", f"{ENV}.args.tool_key", "Key of the tools that the template shows."),
+        part("--apply-chat-template", "switch", False, f"{ENV}.args.apply_chat_template",
+             "Render messages with the chat template."),
+        part("--apply-chat-template-kwargs", "object", {}, "orchestrator.renderer.enable_thinking",
+             "Arguments of the template.",
+             note="enable_thinking only; true is the template's own default."),
+        part("--rollout-shuffle", "switch", False, f"{ENV}.args.shuffle", "A new order in every epoch."),
+        refused("--multimodal-keys", "object", None, "records have text only under these flags",
+             "Keys of images, videos and sounds."),
+        refused("--data-source-path", "text", "vime.rollout.data_source.RolloutDataSourceWithBuffer",
+                "write an environment, whose tasks come from where you like (docs/environments.md)",
+                     "Class of a data source."),
+        refused("--disable-rollout-global-dataset", "switch", False,
+             "an environment may make its tasks without a file (docs/environments.md)",
+                "No file of prompts."),
+        refused("--loss-mask-type", "text", "qwen",
+             "masks come from the chat template; leave it out. Fine-tuning on conversations is `sft`",
+                "Where replies are in conversations.", allowed=("qwen3", "qwen3_5", "distill_qwen", "gemma4")),
+        equal("--data-pad-size-multiplier", "integer", 128, "Rows have no padding.", "Padding of packed rows."),
+        refused("--rollout-buffer-url", "text", None, NO_BUFFER, "Address of a buffer."),
+        refused("--fetch-trajectory-retry-times", "integer", -1, NO_BUFFER, "Retries of fetching from it."),
+        refused("--min-batch-collection-ratio", "number", 1, NO_BUFFER, "Share of a batch that is enough."),
+        refused("--rollout-task-type", "text", "math", NO_BUFFER, "Kind of its tasks."),
+    ),
+    "Rollout": (
+        part("--num-rollout", "integer", None, "max_steps", "Rollouts (batches of prompts) to train on."),
+        part("--num-epoch", "integer", None, "max_steps",
+             "The same as passes over the prompts; --num-rollout counts if both are given."),
+        part("--rollout-batch-size", "integer", None, "orchestrator.batch_size", "Prompts of a rollout."),
+        part("--n-samples-per-prompt", "integer", 1, "orchestrator.group_size orchestrator.batch_size",
+             "Replies to a prompt."),
+        part("--global-batch-size", "integer", None, "trainer.updates_per_step",
+             "Samples of one update of the weights."),
+        part("--num-steps-per-rollout", "integer", None, "trainer.updates_per_step", "Updates per rollout."),
+        equal("--micro-batch-size", "integer", 1, "Rows are packed by tokens.", "Samples of a pass."),
+        equal("--use-dynamic-batch-size", "switch", False, "Rows are always packed by tokens.",
+             "Pack passes by tokens."),
+        part("--max-tokens-per-gpu", "integer", None, "seq_len", "Tokens of a pass, times --context-parallel-size.",
+             note="Only where no other flag says how long a sample may be: a row holds one whole sample at least."),
+        equal("--log-probs-max-tokens-per-gpu", "integer", None, "Log-probabilities are computed by the same rows.",
+             "The same without gradients."),
+        equal("--balance-data", "switch", False, "Rows are balanced over ranks by their cost.", "Balance ranks."),
+        equal("--balance-by-flops", "switch", False, "Rows are balanced over ranks by their cost.",
+             "Balance ranks by FLOPs."),
+        acts("--rollout-temperature", "number", 1.0, "orchestrator.train.sampling.temperature",
+             "Temperature of sampling and of log-probabilities."),
+        part("--rollout-top-p", "number", 1.0, "orchestrator.train.sampling.top_p orchestrator.train.replay",
+             "Nucleus."),
+        part("--rollout-top-k", "integer", -1, "orchestrator.train.sampling.top_k orchestrator.train.replay",
+             "Likeliest tokens; -1: all."),
+        part("--rollout-max-context-len", "integer", None, "seq_len", "Tokens of prompt and reply."),
+        part("--rollout-max-prompt-len", "integer", None, f"{ENV}.args.max_prompt_tokens seq_len",
+             "Longer prompts are skipped."),
+        part("--rollout-max-response-len", "integer", None,
+             "orchestrator.train.sampling.max_completion_tokens seq_len", "Tokens of a reply."),
+        acts("--rollout-seed", "integer", 42, "seed", "Seed of the order of prompts and of sampling."),
+        refused("--rollout-stop", "list", None, NO_STOPS, "Texts that end a reply."),
+        refused("--rollout-stop-token-ids", "integers", None, NO_STOPS, "Tokens that end a reply."),
+        equal("--rollout-skip-special-tokens", "switch", False,
+             "The text of a reply has no special tokens; its ids are complete.",
+              "Leave special tokens out of the text."),
+        part("--over-sampling-batch-size", "integer", None, "orchestrator.oversampling_factor",
+             "Prompts that are started at a time.",
+             note="With --partial-rollout. Without it groups that a filter rejects are replaced one by one, and no "
+                  "surplus is made."),
+        part("--partial-rollout", "switch", False, "orchestrator.max_async_level",
+             "Replies that are not finished when a batch is full go on later.",
+             note="They go on under the new weights, each token with its own version."),
+        part("--mask-offpolicy-in-partial-rollout", "switch", False, "orchestrator.mask_offpolicy_in_partial_rollout",
+             "Tokens of older weights are not trained."),
+        part("--update-weights-interval", "integer", 1, "", "Rollouts between updates of the engines.",
+             note="1 only."),
+        refused("--start-rollout-id", "integer", None, "a run continues where it stood: --load, --ckpt-step",
+             "Number of the first rollout."),
+        refused("--rollout-external-engine-addrs", "list", None,
+                "engines that run already are orchestrator.client.base_url with inference = \"None\" in the TOML of "
+                     "--print-config", "Engines that run already."),
+        refused("--rollout-data-transport", "text", "object-store", NO_STORE, "How batches travel."),
+        refused("--transfer-backend", "text", "ray", NO_STORE, "How batches travel."),
+        refused("--rollout-data-dir", "text", None, "the ledger keeps what has been generated; leave it out",
+             "Directory of a durable queue."),
+        refused("--rollout-queue-run-id", "text", None, "the ledger keeps what has been generated; leave it out",
+             "Name in a durable queue."),
+        equal("--flush-cache-interval", "integer", 1, "Caches are kept apart by version.",
+             "Updates between flushes of the cache."),
+        equal("--use-fault-tolerance", "switch", False, "Engines that fail are left out and started again.",
+             "Restart engines that fail."),
+        equal("--rollout-health-check-interval", "number", 30, "Engines are watched always.",
+             "Seconds between checks."),
+        equal("--rollout-health-check-timeout", "number", 30, "Engines are watched always.", "Deadline of a check."),
+        equal("--rollout-health-check-first-wait", "number", 0, "Engines are watched always.",
+             "Seconds before the first check."),
+        equal("--use-distributed-post", "switch", False, "One process sends all requests.",
+             "Spread requests over processes."),
+        refused("--http-proxy", "text", None, "engines are reached directly; leave it out", "Proxy of requests."),
+    ),
+    "Custom functions": (
+        part("--rollout-function-path", "text", DEFAULT_ROLLOUT,
+             f"{HOOKS}.rollout_function orchestrator.max_async_level",
+             "Function that makes whole rollouts.", note="vime's fully_async_rollout is max_async_level = 1."),
+        part("--eval-function-path", "text", None, f"{HOOKS}.eval_function", "Function that makes whole evals."),
+        part("--custom-generate-function-path", "text", None, f"{ENV}.args.generate",
+             "Function that makes one sample."),
+        part("--custom-rm-path", "text", None, f"{ENV}.args.reward", "Function that rewards one sample."),
+        part("--dynamic-sampling-filter-path", "text", None,
+             f"{HOOKS}.dynamic_sampling_filter orchestrator.filter_zero_advantages",
+             "Function that keeps or refuses a group."),
+        acts("--buffer-filter-path", "text", None, f"{HOOKS}.buffer_filter",
+             "Function that chooses groups of the buffer."),
+        acts("--rollout-sample-filter-path", "text", None, f"{HOOKS}.sample_filter",
+             "Function that marks samples not to train."),
+        acts("--custom-reward-post-process-path", "text", None, f"{HOOKS}.reward_post_process",
+             "Function that makes advantages of rewards."),
+        acts("--custom-convert-samples-to-train-data-path", "text", None, f"{HOOKS}.convert_samples_to_train_data",
+             "Function that makes the batch."),
+        refused("--rollout-all-samples-process-path", "text", None,
+             "--dynamic-sampling-filter-path sees every finished group; the ledger keeps them",
+                "Function that sees all groups."),
+        refused("--rollout-sample-hook-path", "list", None, IN_GENERATE, "Function that sees each sample."),
+        refused("--rollout-data-postprocess-path", "text", None,
+             "use --custom-convert-samples-to-train-data-path, before the batch is sent",
+                "Function that sees the batch in the trainer."),
+        refused("--custom-rollout-log-function-path", "text", None, METRICS, "Function that logs rollouts."),
+        refused("--custom-eval-rollout-log-function-path", "text", None, METRICS, "Function that logs evals."),
+        refused("--buffer-sort-by-staleness", "switch", False, "batches take the earliest drawn groups; leave it out",
+             "Oldest samples first."),
+        refused("--custom-config-path", "text", None,
+                "give attributes of `args` as orchestrator.hooks.args and orchestrator.env.0.args.hook_args in the "
+                     "TOML of --print-config",
+                "YAML of further arguments."),
+    ),
+    "Reward": (
+        part("--rm-type", "text", None, f"{ENV}.args.reward", "Reward by name.",
+             note="math, also as boxed_math; others are functions: --custom-rm-path."),
+        part("--group-rm", "switch", False, f"{ENV}.args.group_reward", "The function gets all samples of a group."),
+        part("--reward-key", "text", None, f"{ENV}.args.reward_key", "Entry of a reward that is a dictionary."),
+        refused("--rm-url", "text", None, "ask the server in a function: --custom-rm-path",
+             "Address of a reward model."),
+    ),
+}
+# fmt: on
+
+
+def settings(flags: Values) -> Iterator[Setting]:
+    """Batches, sampling, environments and hooks.
+
+    Raises: ConfigError for what is missing or cannot be.
+    """
+    yield from _batches(flags)
+    yield from _sampling(flags)
+    yield from _freshness(flags)
+    yield from _environment(flags)
+    yield from _hooks(flags)
+
+
+def _batches(flags: Values) -> Iterator[Setting]:
+    samples = flags.rollout_batch_size * flags.n_samples_per_prompt
+    both = ("--rollout-batch-size", "--n-samples-per-prompt")
+    yield Setting("max_steps", flags.num_rollout, ("--num-rollout", "--num-epoch"))
+    yield Setting("orchestrator.batch_size", samples, both)
+    yield Setting("orchestrator.group_size", flags.n_samples_per_prompt, both[1:])
+    updates = flags.num_steps_per_rollout
+    if updates is None:
+        size = samples if flags.global_batch_size is None else flags.global_batch_size
+        if size < 1 or samples % size:
+            raise ConfigError(
+                f"{flags.given['--global-batch-size']}: must divide the {samples} samples of a rollout "
+                f"({flags.given['--rollout-batch-size']}, --n-samples-per-prompt {flags.n_samples_per_prompt}); the "
+                f"rest would "
+                "not be trained"
+            )
+        updates = samples // size
+    yield Setting("trainer.updates_per_step", updates, ("--global-batch-size", "--num-steps-per-rollout"))
+    length, source = _longest(flags)
+    yield Setting("seq_len", length, source)
+
+
+def _longest(flags: Values) -> tuple[int, tuple[str, ...]]:
+    """Tokens of the longest sample: what the flags say, else what the model takes."""
+    if flags.rollout_max_context_len is not None:
+        return flags.rollout_max_context_len, ("--rollout-max-context-len",)
+    if flags.rollout_max_prompt_len is not None and flags.rollout_max_response_len is not None:
+        names = ("--rollout-max-prompt-len", "--rollout-max-response-len", "--eval-max-response-len")
+        return flags.rollout_max_prompt_len + _longest_reply(flags), names
+    if (row := row_of_tokens(flags)) is not None:
+        return row, ("--max-tokens-per-gpu", "--context-parallel-size")
+    config = Path(flags.hf_checkpoint or "").expanduser() / "config.json"
+    if flags.hf_checkpoint and config.is_file():
+        found = json.loads(config.read_text()).get("max_position_embeddings")
+        if isinstance(found, int):
+            return found, ("--hf-checkpoint",)
+    raise ConfigError(
+        "--rollout-max-context-len is missing: how many tokens prompt and reply may have together"
+    )
+
+
+def _longest_reply(flags: Values) -> int:
+    return max(flags.rollout_max_response_len or 0, flags.eval_max_response_len or 0)
+
+
+def row_of_tokens(flags: Values) -> int | None:
+    """The row that --max-tokens-per-gpu asks for, tokens; None where another flag says it, or replies are longer."""
+    is_said = flags.rollout_max_context_len is not None or flags.rollout_max_prompt_len is not None
+    row = (flags.max_tokens_per_gpu or 0) * flags.context_parallel_size
+    return row if row > _longest_reply(flags) and not is_said else None
+
+
+def _sampling(flags: Values) -> Iterator[Setting]:
+    at = "orchestrator.train.sampling"
+    yield Setting(f"{at}.top_p", flags.rollout_top_p, ("--rollout-top-p",))
+    if flags.rollout_top_k != -1:
+        yield Setting(f"{at}.top_k", flags.rollout_top_k, ("--rollout-top-k",))
+    if flags.rollout_max_response_len is not None:
+        yield Setting(
+            f"{at}.max_completion_tokens", flags.rollout_max_response_len, ("--rollout-max-response-len",)
+        )
+    if flags.rollout_top_p < 1 or flags.rollout_top_k != -1:
+        yield Setting("orchestrator.train.replay", {}, ("--rollout-top-p", "--rollout-top-k"))
+
+
+def _freshness(flags: Values) -> Iterator[Setting]:
+    """How far generation may be ahead: not at all, but for asynchronous training and partial rollouts."""
+    is_ahead = flags.is_async or flags.partial_rollout or flags.rollout_function_path == ASYNC_ROLLOUT
+    yield Setting("orchestrator.max_async_level", int(is_ahead), ("--partial-rollout",))
+    if flags.update_weights_interval != 1:
+        raise ConfigError(
+            f"{flags.given['--update-weights-interval']}: engines get every version; use 1, and "
+            "orchestrator.max_async_level in the TOML of --print-config for older weights"
+        )
+    started, wanted = flags.over_sampling_batch_size, flags.rollout_batch_size
+    if flags.partial_rollout and started is not None and started > 2 * wanted:
+        yield Setting(
+            "orchestrator.oversampling_factor", started / (2 * wanted), ("--over-sampling-batch-size",)
+        )
+    if flags.mask_offpolicy_in_partial_rollout:
+        yield Setting(
+            "orchestrator.mask_offpolicy_in_partial_rollout", True, ("--mask-offpolicy-in-partial-rollout",)
+        )
+
+
+def _environment(flags: Values) -> Iterator[Setting]:
+    if flags.prompt_data is None:
+        raise ConfigError("--prompt-data is missing: the file of prompts, .jsonl or .parquet")
+    yield Setting(f"{ENV}.id", "dataset", ("--prompt-data",))
+    yield Setting(f"{ENV}.args.path", flags.prompt_data, ("--prompt-data",))
+    for key, value, name in arguments(flags):
+        yield Setting(f"{ENV}.args.{key}", value, (name,))
+    thinking = dict(flags.apply_chat_template_kwargs)
+    if flags.apply_chat_template:
+        is_thinking = thinking.pop("enable_thinking", True)
+        yield Setting("orchestrator.renderer.enable_thinking", is_thinking, ("--apply-chat-template-kwargs",))
+    if thinking:
+        raise ConfigError(
+            f"{flags.given['--apply-chat-template-kwargs']}: {', '.join(thinking)} is not supported; enable_thinking is"
+            + ("" if flags.apply_chat_template else ", with --apply-chat-template")
+        )
+
+
+def arguments(flags: Values) -> Iterator[tuple[str, Any, str]]:
+    """Arguments of the environment `dataset`: key, value, flag."""
+    for name in ("--input-key", "--label-key", "--metadata-key", "--tool-key", "--apply-chat-template"):
+        key = name.removeprefix("--").replace("-", "_")
+        if (value := getattr(flags, key)) is not None:
+            yield key, value, name
+    if flags.rollout_max_prompt_len is not None:
+        yield "max_prompt_tokens", flags.rollout_max_prompt_len, "--rollout-max-prompt-len"
+    yield "shuffle", flags.rollout_shuffle, "--rollout-shuffle"
+    if flags.custom_generate_function_path is not None:
+        yield "generate", flags.custom_generate_function_path, "--custom-generate-function-path"
+    yield "reward", _reward(flags), "--rm-type" if flags.custom_rm_path is None else "--custom-rm-path"
+    if flags.group_rm:
+        yield "group_reward", True, "--group-rm"
+    if flags.reward_key is not None:
+        yield "reward_key", flags.reward_key, "--reward-key"
+
+
+def _reward(flags: Values) -> str:
+    if flags.custom_rm_path is not None:
+        return flags.custom_rm_path
+    if flags.rm_type in ("math", "boxed_math"):
+        return "math"
+    if flags.rm_type is not None:
+        raise ConfigError(
+            f"{flags.given['--rm-type']}: only math is built in; write the reward as a function and name it as "
+            "--custom-rm-path"
+        )
+    if flags.has("--custom-generate-function-path", "--rollout-function-path"):
+        return "given"
+    raise ConfigError("nothing rewards a sample; give --rm-type math, or a function: --custom-rm-path")
+
+
+def _hooks(flags: Values) -> Iterator[Setting]:
+    path = flags.rollout_function_path
+    if path == SFT_ROLLOUT:
+        raise ConfigError(
+            f"{flags.given['--rollout-function-path']}: fine-tuning on conversations is `sft @ sft.toml`"
+        )
+    if path not in (DEFAULT_ROLLOUT, ASYNC_ROLLOUT):
+        yield Setting(f"{HOOKS}.rollout_function", path, ("--rollout-function-path",))
+    if flags.eval_function_path is not None:
+        name = "environments" if flags.eval_function_path == DEFAULT_ROLLOUT else flags.eval_function_path
+        yield Setting(f"{HOOKS}.eval_function", name, ("--eval-function-path",))
+    chosen = flags.dynamic_sampling_filter_path
+    is_ours = chosen is not None and chosen.startswith("vime.") and chosen.endswith(NONZERO_STD)
+    yield Setting("orchestrator.filter_zero_advantages", is_ours, ("--dynamic-sampling-filter-path",))
+    if chosen is not None and not is_ours:
+        yield Setting(f"{HOOKS}.dynamic_sampling_filter", chosen, ("--dynamic-sampling-filter-path",))

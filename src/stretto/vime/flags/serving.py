@@ -1,0 +1,116 @@
+"""Flags about engines and their router; `--vllm-*` and `--router-*` pass through to both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+
+MOVED = {
+    "tensor-parallel-size": "it is --rollout-num-gpus-per-engine",
+    "model": "it is --hf-checkpoint",
+    "served-model-name": "engines serve the policy under its own name",
+    "tokenizer": "it is that of --hf-checkpoint",
+    "seed": "it is --rollout-seed",
+    "dtype": "it is the trainer's, model.dtype",
+    "config": "write the options as --vllm-... flags",
+    "trust-remote-code": "set model.trust_remote_code in the TOML of --print-config",
+    "enable-return-routed-experts": "it is --use-rollout-routing-replay",
+    "nnodes": "nodes follow from --rollout-num-gpus and --num-gpus-per-node",
+    "node-rank": "nodes follow from --rollout-num-gpus and --num-gpus-per-node",
+    "master-addr": "nodes follow from --rollout-num-gpus and --num-gpus-per-node",
+    "master-port": "nodes follow from --rollout-num-gpus and --num-gpus-per-node",
+    "distributed-executor-backend": "each engine's processes are its own",
+    "data-parallel-backend": "each engine's processes are its own",
+}
+"""Options of vLLM that are not set by their own flag, and where they are set."""
+
+# fmt: off
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "vLLM and router": (
+        acts("--vllm-gpu-memory-utilization", "number", None, "inference.gpu_memory_utilization",
+             "Share of the GPU's memory for weights and cache."),
+        acts("--vllm-max-model-len", "integer", None, "inference.max_model_len",
+             "Longest prompt and reply that an engine takes."),
+        acts("--vllm-enable-expert-parallel", "switch", False, "inference.enable_expert_parallel",
+             "Spread experts over the engine's GPUs."),
+        acts("--vllm-data-parallel-size", "integer", 1, "inference.parallel.dp",
+             "Data-parallel ranks of an engine, of its GPUs."),
+        acts("--vllm-pipeline-parallel-size", "integer", 1, "inference.parallel.pp",
+             "Ranks of an engine that share its layers, of its GPUs."),
+        part("--vllm-server-concurrency", "integer", None, "orchestrator.max_inflight_rollouts",
+             "Requests that an engine is given at a time.",
+             note="times the number of engines"),
+        part("--vllm-router-ip", "text", None, "inference.router.address", "Address of a router that runs already."),
+        part("--vllm-router-port", "integer", None, "inference.router.address", "Its port."),
+        acts("--vllm-router-request-timeout-secs", "number", None, "orchestrator.client.timeout_s",
+             "Deadline of a request."),
+        acts("--vllm-weight-transfer-timeout-sec", "number", None, "weight_broadcast.timeout_s",
+             "Longest wait for new weights."),
+        equal("--vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.", "Send weights in buckets."),
+        equal("--no-vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.",
+             "Send each weight by itself."),
+        refused("--vllm-config", "text", None,
+             "one model is served, by engines that are alike; a frozen one is [orchestrator.teacher]",
+             "YAML of models and server groups."),
+        refused("--vllm-enable-deterministic-inference", "switch", False,
+                "export VLLM_BATCH_INVARIANT=1 before the command; with --rollout-seed and no --partial-rollout "
+                     "draws are the same",
+                "The same logits in every batch."),
+        part("--router-policy", "text", None, "inference.router.policy", "How the router spreads requests."),
+    ),
+    "Sending weights": (
+        part("--update-weight-transport", "text", "nccl", "weight_broadcast.type", "How weights travel.",
+             choices=("nccl", "disk"),
+             note="On one node without this flag: shared memory."),
+        part("--update-weight-mode", "text", "full", "weight_broadcast.delta", "All weights, or what changed.",
+             choices=("full", "delta")),
+        equal("--update-weight-buffer-size", "integer", 512 << 20, "Buckets are weight_broadcast.bucket_bytes.",
+             "Bytes of a bucket."),
+        refused("--update-weight-disk-dir", "text", None, "versions are written to RUN/broadcasts; leave it out",
+             "Directory of versions."),
+        equal("--update-weight-disk-keep-files", "switch", False, "The newest versions are kept.", "Keep versions."),
+        equal("--update-weight-delta-encoding", "text", "xor", "Changes are positions and values.",
+             "Form of changes.", choices=("xor", "overwrite")),
+        equal("--update-weight-delta-checksum", "text", "xxh3-128",
+             "Versions are checked by the log-probabilities of fixed tokens.", "Checksum.",
+              choices=("xxh3-128", "blake3", "adler32")),
+        part("--update-weight-local-checkpoint-dir", "text", None, "weight_broadcast.delta.directory",
+             "Where an engine's host keeps its copy."),
+        refused("--custom-update-weight-post-write-path", "text", None,
+             "the manifest of a version is written last; watch for it (docs/weights.md)",
+                "Function called after a version is written."),
+        equal("--check-weight-update-equal", "switch", False,
+             "Every update is checked by the log-probabilities of fixed tokens.", "Check the first update."),
+        refused("--release-train", "switch", False, "trainers run as long as the run; leave it out",
+             "End the trainer's processes during rollouts."),
+    ),
+}
+# fmt: on
+
+
+def settings(flags: Values) -> Iterator[Setting]:
+    """The engines' limits, the router, and the wire of weights."""
+    if flags.vllm_server_concurrency is not None:
+        engines = max(1, (flags.rollout_num_gpus or 0) // flags.rollout_num_gpus_per_engine)
+        yield Setting(
+            "orchestrator.max_inflight_rollouts",
+            flags.vllm_server_concurrency * engines,
+            ("--vllm-server-concurrency",),
+        )
+    if flags.vllm_router_ip is not None:
+        host = f"[{flags.vllm_router_ip}]" if ":" in flags.vllm_router_ip else flags.vllm_router_ip
+        address = f"http://{host}:{flags.vllm_router_port}"
+        yield Setting("inference.router.address", address, ("--vllm-router-ip", "--vllm-router-port"))
+    if flags.router_policy is not None:
+        yield Setting("inference.router.policy", flags.router_policy, ("--router-policy",))
+    if flags.has("--update-weight-transport"):
+        kind = {"nccl": "collective", "disk": "filesystem"}[flags.update_weight_transport]
+        yield Setting("weight_broadcast.type", kind, ("--update-weight-transport",))
+    if flags.update_weight_mode == "delta":
+        yield Setting("weight_broadcast.delta", {}, ("--update-weight-mode",))
+        if flags.update_weight_local_checkpoint_dir is not None:
+            directory = flags.update_weight_local_checkpoint_dir
+            yield Setting(
+                "weight_broadcast.delta.directory", directory, ("--update-weight-local-checkpoint-dir",)
+            )

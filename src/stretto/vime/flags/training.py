@@ -1,0 +1,242 @@
+"""Flags about the optimizer, adapters, and checkpoints: what training starts from, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+
+POINTER = "latest_checkpointed_iteration.txt"
+"""A directory with this file is a checkpoint of Megatron's."""
+KEEPS_MOMENTS = "moments are kept from step to step; leave it out"
+EXACTLY = "a run continues exactly; start from its weights instead: --load RUN/weights/latest"
+
+# fmt: off
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "Optimizer": (
+        part("--optimizer", "text", "adam", "trainer.optim.type", "Optimizer.", choices=("adam", "sgd", "muon")),
+        acts("--lr", "number", 1e-6, "trainer.optim.lr", "Peak learning rate."),
+        part("--lr-decay-style", "text", "linear", "trainer.scheduler.type", "Schedule after the warm-up.",
+             choices=("constant", "linear", "cosine")),
+        part("--min-lr", "number", 0.0, "trainer.scheduler.min_lr", "Learning rate at the end."),
+        part("--lr-warmup-iters", "integer", 0, "trainer.scheduler.warmup_steps", "Steps of linear rise."),
+        part("--lr-warmup-fraction", "number", None, "trainer.scheduler.warmup_steps",
+             "The same as a share of all steps."),
+        part("--lr-decay-iters", "integer", None, "", "Steps after which the rate is least.",
+             note="The run's last step only."),
+        acts("--weight-decay", "number", 0.01, "trainer.optim.weight_decay", "Decoupled weight decay."),
+        part("--adam-beta1", "number", 0.9, "trainer.optim.betas1", "Decay of the first moment."),
+        part("--adam-beta2", "number", 0.999, "trainer.optim.betas2", "Decay of the second moment."),
+        part("--adam-eps", "number", 1e-8, "trainer.optim.eps", "Added to the root of the second moment."),
+        part("--clip-grad", "number", 1.0, "trainer.optim.max_norm",
+             "Gradient norm above which gradients are scaled down; 0: never."),
+        refused("--reset-optimizer-states", "switch", False, KEEPS_MOMENTS, "Forget the moments after each rollout."),
+        refused("--use-stateless-adam", "switch", False, KEEPS_MOMENTS, "Adam without moments."),
+        refused("--only-train-params-name-list", "list", None, "all weights are trained, or an adapter (--lora-rank)",
+             "Weights that are trained."),
+        refused("--freeze-params-name-list", "list", None,
+             "all weights are trained but model.freeze_moe_router's, or an adapter (--lora-rank)",
+                "Weights that are not trained."),
+        refused("--freeze-indexer", "switch", False, "this family is not supported; leave it out",
+             "Freeze the indexer of sparse attention."),
+    ),
+    "Adapters": (
+        part("--lora-rank", "integer", 0, "model.lora.rank", "Rank of a trained adapter; 0: train all weights."),
+        part("--lora-alpha", "number", 16, "model.lora.alpha", "The adapter's part is multiplied by alpha / rank."),
+        part("--lora-dropout", "number", 0.0, "model.lora.dropout", "Share of the adapter's inputs that is dropped."),
+        part("--target-modules", "list", ["all-linear"], "model.lora.target_modules", "Layers that get one."),
+        refused("--lora-type", "text", "lora", "adapters are plain LoRA; leave it out", "Kind of adapter."),
+        refused("--exclude-modules", "list", None, "name those that get one as --target-modules",
+             "Layers that get none."),
+        equal("--lora-adapter-name", "text", "vime_lora", "Engines serve the adapter under the model's name.",
+             "Name of the served adapter."),
+        refused("--lora-adapter-path", "text", None,
+             "an adapter starts from zero; merge the old one into --hf-checkpoint", "Adapter to start from."),
+        equal("--lora-sync-from-tensor", "switch", False, "Engines get the adapter as tensors.",
+             "How engines get it."),
+    ),
+    "Checkpoints": (
+        part("--hf-checkpoint", "text", None, "model.name tokenizer.name",
+             "Hugging Face directory: engines, tokenizer, config."),
+        part("--load", "text", None, "resume resume.dir model.name",
+             "Checkpoint of the actor; where there is none, --ref-load.",
+             note="A run directory of stretto's, or Hugging Face weights. A Megatron checkpoint is refused."),
+        part("--ref-load", "text", None, "model.name trainer.loss.reference_kl.model trainer.advantages.kl_model",
+             "The reference, and where training starts without --load.", note="Hugging Face weights."),
+        part("--save", "text", None, "output_dir run.name ckpt", "Where checkpoints are saved.",
+             note="It is the run's directory; without it there are no checkpoints."),
+        part("--save-interval", "integer", None, "ckpt.interval", "Steps between checkpoints."),
+        part("--ckpt-step", "integer", None, "resume.step", "Step to load; else the newest.",
+             note="Steps are counted from 1, vime's rollouts from 0."),
+        refused("--ref-ckpt-step", "integer", None,
+             "a reference is Hugging Face weights, of one step; name the directory as --ref-load",
+                "Step of the reference."),
+        equal("--ckpt-format", "text", "torch_dist",
+             "Checkpoints load on any number of ranks; their format is stretto's.",
+              "Format of checkpoints.", choices=("torch", "torch_dist", "torch_dcp")),
+        part("--async-save", "switch", False, "ckpt.is_async", "Train on while a checkpoint is written."),
+        refused("--no-save-optim", "switch", False,
+             "a checkpoint without moments could not be resumed exactly; leave it out",
+                "Checkpoints without the optimizer."),
+        refused("--no-load-optim", "switch", False, EXACTLY,
+                "Do not load the optimizer."),
+        refused("--no-load-rng", "switch", False, EXACTLY,
+                "Do not load random states."),
+        part("--save-hf", "text", None, "ckpt.weights", "Hugging Face weights beside each checkpoint.",
+             note="They are in RUN/weights/step_N, whatever the pattern."),
+        equal("--seed", "integer", 1234, "Training draws no random numbers; --rollout-seed is the run's seed.",
+             "Seed of the trainer."),
+    ),
+}
+# fmt: on
+
+
+def settings(flags: Values) -> Iterator[Setting]:
+    """Optimizer, schedule, adapter; where the run starts and what it saves.
+
+    Raises: ConfigError for checkpoints that cannot be loaded, and for a schedule that is not there.
+    """
+    yield from _optimizer(flags)
+    yield from _schedule(flags)
+    if flags.lora_rank:
+        yield Setting("model.lora.rank", flags.lora_rank, ("--lora-rank",))
+        yield Setting("model.lora.alpha", float(flags.lora_alpha), ("--lora-alpha",))
+        yield Setting("model.lora.dropout", flags.lora_dropout, ("--lora-dropout",))
+        if flags.target_modules != ["all-linear"]:
+            yield Setting("model.lora.target_modules", flags.target_modules, ("--target-modules",))
+    yield from _start(flags)
+    yield from _saves(flags)
+
+
+def _optimizer(flags: Values) -> Iterator[Setting]:
+    kind = {"adam": "adamw"}.get(flags.optimizer, flags.optimizer)
+    yield Setting("trainer.optim.type", kind, ("--optimizer",))
+    yield Setting("trainer.optim.max_norm", flags.clip_grad or "None", ("--clip-grad",))
+    betas = {"betas1": "--adam-beta1", "betas2": "--adam-beta2", "eps": "--adam-eps"}
+    for key, name in betas.items():
+        value = getattr(flags, name.removeprefix("--").replace("-", "_"))
+        if kind != "sgd":
+            yield Setting(f"trainer.optim.{key}", value, (name,))
+        elif flags.has(name):
+            raise ConfigError(
+                f"{flags.given[name]}: {flags.given['--optimizer']} has none; leave one of them out"
+            )
+
+
+def _schedule(flags: Values) -> Iterator[Setting]:
+    style, at = flags.lr_decay_style, "trainer.scheduler"
+    yield Setting(f"{at}.type", style, ("--lr-decay-style",))
+    warmup = flags.lr_warmup_iters
+    if flags.lr_warmup_fraction is not None:
+        warmup = int(flags.lr_warmup_fraction * flags.num_rollout)
+    yield Setting(f"{at}.warmup_steps", warmup, ("--lr-warmup-iters", "--lr-warmup-fraction"))
+    if flags.lr_decay_iters not in (None, flags.num_rollout):
+        raise ConfigError(
+            f"{flags.given['--lr-decay-iters']}: the schedule ends with the run, at step {flags.num_rollout}; leave "
+            f"it out"
+        )
+    if style == "constant":
+        if flags.min_lr:
+            raise ConfigError(
+                f"{flags.given['--min-lr']}: a constant rate does not fall; leave it out, or change --lr-decay-style"
+            )
+        return
+    yield Setting(f"{at}.min_lr", flags.min_lr, ("--min-lr",))
+    if style == "linear":
+        trained = flags.num_rollout - flags.num_critic_only_steps
+        yield Setting(f"{at}.decay_steps", max(0, trained - warmup), ("--lr-decay-style", "--num-rollout"))
+
+
+# -- checkpoints --
+
+
+def _start(flags: Values) -> Iterator[Setting]:
+    """The weights that training starts from: --load, else --ref-load, else --hf-checkpoint; or a run to continue."""
+    if flags.hf_checkpoint is None:
+        raise ConfigError("--hf-checkpoint is missing: the Hugging Face directory of the model")
+    start, source = flags.hf_checkpoint, "--hf-checkpoint"
+    if flags.ref_load is not None:
+        start, source = _weights(flags, "--ref-load"), "--ref-load"
+    load = None if flags.load is None else Path(flags.load)
+    if load is not None and _is_run(load):
+        yield from _continued(flags, load)
+    elif load is not None and load.is_dir() and any(load.iterdir()) and load != _save_dir(flags):
+        start, source = _weights(flags, "--load"), "--load"
+    elif flags.ckpt_step is not None:
+        raise ConfigError(
+            f"{flags.given['--ckpt-step']}: {_typed_load(flags)} has no checkpoints; leave it out"
+        )
+    yield Setting("model.name", start, (source,))
+    if start != flags.hf_checkpoint:
+        yield Setting("tokenizer.name", flags.hf_checkpoint, ("--hf-checkpoint",))
+
+
+def _continued(flags: Values, load: Path) -> Iterator[Setting]:
+    save = _save_dir(flags)
+    if save is None:
+        raise ConfigError(
+            f"{flags.given['--load']} is a run, and a run that continues it needs a directory: give --save, the "
+            f"same for the "
+            "same run"
+        )
+    yield Setting("resume", {}, ("--load",))
+    if load.absolute() != save.absolute():
+        yield Setting("resume.dir", str(load), ("--load", "--save"))
+    if flags.ckpt_step is not None:
+        yield Setting("resume.step", flags.ckpt_step, ("--ckpt-step",))
+
+
+def _typed_load(flags: Values) -> str:
+    return flags.given.get("--load", "without --load the run")
+
+
+def _is_run(path: Path) -> bool:
+    """Does a directory hold a run of stretto's with a complete checkpoint?"""
+    return path.is_dir() and bool(RunDir(path).complete_checkpoints())
+
+
+def _weights(flags: Values, name: str) -> str:
+    """The Hugging Face directory that a flag names.
+
+    Raises: ConfigError if there is none.
+    """
+    text = getattr(flags, name.removeprefix("--").replace("-", "_"))
+    path, typed = Path(text).expanduser(), flags.given[name]
+    if (path / POINTER).exists() or any(path.glob("iter_*")):
+        raise ConfigError(
+            f"{typed} is a checkpoint of Megatron's; convert it to Hugging Face's format with "
+            "tools/convert_torch_dist_to_hf.py of vime, and name that directory"
+        )
+    if not path.is_dir():
+        raise ConfigError(f"{typed}: no such directory; name one with config.json and Hugging Face weights")
+    if not (path / "config.json").exists():
+        raise ConfigError(f"{typed} has no config.json; name a directory of Hugging Face weights")
+    return str(text)
+
+
+def _save_dir(flags: Values) -> Path | None:
+    return None if flags.save is None else Path(flags.save)
+
+
+def _saves(flags: Values) -> Iterator[Setting]:
+    save = _save_dir(flags)
+    if save is None:
+        yield Setting("ckpt", "None", ("--save",))
+        return
+    yield Setting("output_dir", str(save.parent), ("--save",))
+    yield Setting("run.name", save.name, ("--save",))
+    yield Setting(
+        "ckpt.interval", "None" if flags.save_interval is None else flags.save_interval, ("--save-interval",)
+    )
+    yield Setting("ckpt.minutes", "None", ("--save-interval",))
+    yield Setting("ckpt.is_async", flags.async_save, ("--async-save",))
+    if flags.save_hf is None:
+        yield Setting("ckpt.weights", "None", ("--save-hf",))
+
+
+def reference(flags: Values) -> str | None:
+    """The model that a divergence is measured from; None: the weights that training starts from."""
+    return None if flags.ref_load is None else _weights(flags, "--ref-load")

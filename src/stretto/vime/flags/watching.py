@@ -1,0 +1,96 @@
+"""Flags about what is logged, dumped and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, refused
+
+NOT_ALONE = (
+    "start the processes alone: the verbs `inference`, `orchestrator` and `trainer` (docs/deployment.md)"
+)
+IN_LEDGER = "the ledger keeps every rollout and batch; look at them with `stretto show RUN`"
+NOT_LOADED = "saved batches are not trained again; fine-tuning on saved conversations is `sft`"
+NO_PROFILER = "run the process under a profiler (docs/troubleshooting.md)"
+IN_CI = "it is for vime's own tests; leave it out"
+BY_LOGIN = "wandb reads it from its own environment variables"
+
+# fmt: off
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "Logging": (
+        part("--use-wandb", "switch", False, "monitors.wandb", "Log to Weights & Biases."),
+        part("--wandb-project", "text", None, "monitors.wandb.project", "Project."),
+        part("--wandb-group", "text", None, "monitors.wandb.name", "Group of the run, which names it."),
+        part("--wandb-team", "text", None, "monitors.wandb.entity", "Team."),
+        part("--wandb-mode", "text", None, "monitors.wandb.offline", "online, offline or disabled.",
+             choices=("online", "offline", "disabled")),
+        refused("--wandb-key", "text", None, f"{BY_LOGIN}, WANDB_API_KEY; a key on a command line is visible to all",
+             "API key."),
+        refused("--wandb-host", "text", None, f"{BY_LOGIN}, WANDB_BASE_URL", "Address of the server."),
+        refused("--wandb-dir", "text", None, "files are in RUN/wandb; leave it out", "Directory of its files."),
+        refused("--wandb-run-id", "text", None, "a run that is resumed goes on under its own id; leave it out",
+             "Id of a run to go on with."),
+        equal("--disable-wandb-random-suffix", "switch", False, "The name has no suffix.", "Name without a suffix."),
+        equal("--wandb-always-use-train-step", "switch", False, "All metrics are by step.",
+             "Metrics by the trainer's step."),
+        part("--use-tensorboard", "switch", False, "monitors.tensorboard",
+             "Write TensorBoard files, in RUN/tensorboard."),
+        equal("--tb-project-name", "text", None, "Files are in RUN/tensorboard.", "Name of the project."),
+        equal("--tb-experiment-name", "text", None, "Files are in RUN/tensorboard.", "Name of the experiment."),
+        equal("--log-multi-turn", "switch", False, "Turns are always reported.", "Report turns."),
+        equal("--log-passrate", "switch", False, "`pass@k` is reported in evals of several samples.",
+             "Report pass rates."),
+        refused("--log-reward-category", "text", None,
+             "return numbers as metrics beside the reward (docs/environments.md)", "Report rewards by category."),
+        equal("--log-correct-samples", "switch", False, "`stretto show RUN --best 3` prints them.",
+             "Report good samples."),
+    ),
+    "Debugging": (
+        refused("--debug-rollout-only", "switch", False, f"{NOT_ALONE}; held-out tasks alone are `eval`",
+             "Rollouts without training."),
+        refused("--debug-train-only", "switch", False, NOT_ALONE, "Training without rollouts."),
+        refused("--save-debug-rollout-data", "text", None, IN_LEDGER, "Write rollouts to files."),
+        refused("--load-debug-rollout-data", "text", None, NOT_LOADED, "Train on written rollouts."),
+        refused("--load-debug-rollout-data-subsample", "number", None, NOT_LOADED, "A part of them."),
+        refused("--load-forge-rollout-data", "text", None, NOT_LOADED, "Train on rollouts of Forge."),
+        part("--save-debug-train-data", "text", None, "trainer.enable_token_export", "Write what is trained on.",
+             note="To RUN/tokens_trained/step_N.jsonl, whatever the path."),
+        part("--dump-details", "text", None, "trainer.enable_token_export", "Both dumps.",
+             note="Tokens to RUN/tokens_trained; rollouts are in the ledger."),
+        refused("--profile-target", "list", None, NO_PROFILER, "What is profiled."),
+        refused("--use-pytorch-profiler", "switch", False, NO_PROFILER, "Profile with torch."),
+        refused("--memory-recorder", "text", "torch", NO_PROFILER, "Recorder of memory."),
+        refused("--record-memory-history", "switch", False, NO_PROFILER, "Record memory."),
+        refused("--memory-snapshot-dir", "text", ".", NO_PROFILER, "Directory of its snapshots."),
+        refused("--memory-snapshot-num-steps", "integer", None, NO_PROFILER, "Steps of a snapshot."),
+        refused("--dspark-block-size", "integer", 7, "draft models are not trained; leave it out",
+             "Training of a draft model."),
+        refused("--dspark-num-draft-layers", "integer", 5, "draft models are not trained; leave it out",
+             "Training of a draft model."),
+        refused("--ci-test", "switch", False, IN_CI, "Checks of vime's own tests."),
+        refused("--ci-disable-kl-checker", "switch", False, IN_CI, "Checks of vime's own tests."),
+        refused("--ci-train-rollout-logprob-abs-diff-threshold", "number", 0.1, IN_CI, "Checks of vime's own tests."),
+        refused("--ci-save-grad-norm", "text", None, IN_CI, "Checks of vime's own tests."),
+        refused("--ci-load-grad-norm", "text", None, IN_CI, "Checks of vime's own tests."),
+    ),
+}
+# fmt: on
+
+
+def settings(flags: Values) -> Iterator[Setting]:
+    """Monitors and dumps."""
+    if flags.use_wandb and flags.wandb_mode != "disabled":
+        yield Setting("monitors.wandb", {}, ("--use-wandb",))
+        for key, name in (
+            ("project", "--wandb-project"),
+            ("name", "--wandb-group"),
+            ("entity", "--wandb-team"),
+        ):
+            if (value := getattr(flags, name.removeprefix("--").replace("-", "_"))) is not None:
+                yield Setting(f"monitors.wandb.{key}", value, (name,))
+        if flags.wandb_mode == "offline":
+            yield Setting("monitors.wandb.offline", True, ("--wandb-mode",))
+    if flags.use_tensorboard:
+        yield Setting("monitors.tensorboard", {}, ("--use-tensorboard",))
+    if flags.save_debug_train_data is not None or flags.dump_details is not None:
+        yield Setting("trainer.enable_token_export", True, ("--save-debug-train-data", "--dump-details"))

@@ -1,0 +1,114 @@
+"""A command line of vime's flags -> their values, and the options of vLLM and its router that pass through."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.config.flags.router import ROUTER
+from stretto.config.flags.table import Program
+from stretto.config.flags.vllm import VLLM
+from stretto.vime.flags.flag import Flag, Setting, Values, listed, parse
+from stretto.vime.flags.serving import MOVED
+from stretto.vime.flags.table import BY_NAME
+
+PROGRAMS = {"train.py": False, "train_async.py": True}
+"""First words of vime's own command, which may stay: is training asynchronous?"""
+THROUGH: dict[str, tuple[Program, str]] = {
+    "--vllm-": (VLLM, "inference.vllm_extra"),
+    "--router-": (ROUTER, "inference.router.extra"),
+}
+
+
+def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
+    """The value of every flag, and settings of what passes through.
+
+    Raises: ConfigError that lists every word that is no flag, no value, or given twice.
+    """
+    queue = list(words)
+    is_async = PROGRAMS[queue.pop(0)] if queue and queue[0] in PROGRAMS else False
+    values: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    passed: list[Setting] = []
+    problems: list[str] = []
+    while queue:
+        word = queue.pop(0)
+        try:
+            if (flag := BY_NAME.get(word.partition("=")[0])) is not None:
+                _take(flag, word, queue, values, given)
+            elif (prefix := next((each for each in THROUGH if word.startswith(each)), None)) is not None:
+                passed.append(_pass(prefix, word, queue))
+            else:
+                _take_values(queue)
+                raise ConfigError(_unknown(word))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(listed(problems))
+    every = {flag.attribute: values.get(flag.attribute, flag.default) for flag in BY_NAME.values()}
+    flags = Values(every, given)
+    flags.is_async = is_async
+    return flags, passed
+
+
+def _take_values(queue: list[str]) -> list[str]:
+    """The words up to the next flag, taken out of the queue."""
+    found = []
+    while queue and not queue[0].startswith("--"):
+        found.append(queue.pop(0))
+    return found
+
+
+def _take(flag: Flag, word: str, queue: list[str], values: dict[str, Any], given: dict[str, str]) -> None:
+    _, equals, value = word.partition("=")
+    following = ([value] if equals else []) + _take_values(queue)
+    typed = " ".join([flag.name, *following])
+    most = {"switch": 0, "list": None, "integers": None}.get(flag.kind, 1)
+    if flag.kind == "switch" and following:
+        raise ConfigError(f"{typed}: a switch takes no value; write {flag.name} alone")
+    if flag.kind != "switch" and not following:
+        raise ConfigError(f"{flag.name}: needs a value")
+    if most is not None and len(following) > most:
+        raise ConfigError(f"{typed}: one value is needed; is a flag missing before {following[1]}?")
+    parsed = parse(flag, following)
+    if values.setdefault(flag.attribute, parsed) != parsed:
+        raise ConfigError(
+            f"{given[flag.name]} and {typed}: given twice with different values; leave one of them out"
+        )
+    given[flag.name] = typed
+    if flag.state == "refused" and parsed not in flag.allowed:
+        raise ConfigError(f"{typed}: {flag.note}")
+
+
+def _pass(prefix: str, word: str, queue: list[str]) -> Setting:
+    program, table = THROUGH[prefix]
+    option = word.partition("=")[0]
+    name = option.removeprefix(prefix)
+    before = len(queue)
+    words = list(queue)
+    if prefix == "--vllm-" and name in MOVED:
+        _take_values(queue)
+        raise ConfigError(f"{option} is not yours to set: {MOVED[name]}; leave it out")
+    if near := difflib.get_close_matches(option, BY_NAME, n=1, cutoff=0.9):
+        known = "--" + name in program.by_name
+        if not known:
+            _take_values(queue)
+            raise ConfigError(f"{option}: unknown flag; did you mean {near[0]}?")
+    try:
+        program.refuse_reserved(name, option)
+        value = program.take_value(program.find(name, option), word, queue)
+        program.arguments(name, value, option)
+    except ConfigError:
+        _take_values(queue)
+        raise
+    typed = " ".join([word, *words[: before - len(queue)]])
+    return Setting(f"{table}.{name.replace('-', '_')}", value, (typed,))
+
+
+def _unknown(word: str) -> str:
+    if not word.startswith("-"):
+        return f"{word}: a flag is needed here, such as --hf-checkpoint; vime's values follow their flags"
+    near = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), BY_NAME, n=1)
+    return f"{word}: unknown flag; " + (f"did you mean {near[0]}?" if near else "`vime --help` lists all")

@@ -1,0 +1,176 @@
+"""Wrong flags are one line each, which says what to do; all of them at once, and before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from cases.vime import MODEL_ARGS, SPLIT, put_files, words_of
+
+from stretto.base.errors import ConfigError
+from stretto.cli import run_verb
+from stretto.vime.flags.command import read_command
+from stretto.vime.flags.table import BY_NAME
+
+WRONG = {
+    "a flag that is none": ("--rollot-batch-size 4",
+        ["--rollot-batch-size: unknown flag; did you mean --rollout-batch-size?"]),
+    "a flag of vLLM's that is none": ("--vllm-max-model-length 4", ["did you mean --vllm-max-model-len?"]),
+    "a flag of the router's that is none": ("--router-balance-abs-treshold 0",
+        ["has no option", "did you mean --balance-abs-threshold?"]),
+    "a value of another type": ("--lr fast", ["--lr fast: a number is needed"]),
+    "half an update": ("--num-steps-per-rollout 1.5", ["--num-steps-per-rollout 1.5: an integer is needed"]),
+    "no value": ("--save --rollout-shuffle", ["--save: needs a value"]),
+    "a value too many": ("--lr 1e-6 1e-5", ["one value is needed; is a flag missing before 1e-5?"]),
+    "a switch with a value": ("--rollout-shuffle true", ["--rollout-shuffle true: a switch takes no value"]),
+    "a choice that is none": ("--advantage-estimator gpro",
+        ["--advantage-estimator gpro: must be grpo", "did you mean g"]),
+    "no JSON": ("--apply-chat-template-kwargs {a}", ["--apply-chat-template-kwargs {a}: a JSON object is needed"]),
+    "twice": ("--lr 1e-6 --lr 1e-5", ["--lr 1e-6 and --lr 1e-5: given twice"]),
+    "a size of 0": ("--rollout-max-prompt-len 0", ["--rollout-max-prompt-len 0: must be more than 0"]),
+    "a batch that updates do not divide": ("--global-batch-size 7",
+        ["--global-batch-size 7: must divide the 16 samples"]),
+    "two sizes of an update": ("--global-batch-size 8 --num-steps-per-rollout 4",
+                               ["--global-batch-size 8 and --num-steps-per-rollout 4 contradict"]),
+    "GPUs that are no engines": ("--rollout-num-gpus 3",
+        ["3 GPUs are no whole number of engines of 2; use 2 or 4 GPUs"]),
+    "an engine over nodes": ("--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16",
+        ["at most the GPUs of a node"]),
+    "nobody who writes": ("--prefill-num-servers 2",
+        ["of 2 engines at least one must read prompts and one write replies"]),
+    "GPUs of the critic": ("--advantage-estimator ppo --critic-num-nodes 1",
+        ["--critic-num-nodes 1: the critic is trained by"]),
+    "one GPU for both": ("--colocate", ["--colocate: trainer and engines do not take turns"]),
+    "another shape": ("--num-layers 28 --hidden-size 1024 --untie-embeddings-and-output-weights",
+                      ["--num-layers 28 (there 36), --hidden-size 1024 (there 2560), "
+                       "--untie-embeddings-and-output-weights "
+                       "(there false)", "Qwen3-4B/config.json says otherwise"]),
+    "stages": ("--pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2: layers are not spread"]),
+    "split experts": ("--expert-tensor-parallel-size 2", ["--expert-tensor-parallel-size 2: an expert is whole"]),
+    "shards of an engine": ("--vllm-data-parallel-size 3", ["parallel sizes, 3 together, must divide it"]),
+    "another backend": ("--train-backend fsdp", ["--train-backend fsdp: stretto does not use Megatron-LM"]),
+    "groups of blocks": ("--recompute-granularity full --recompute-num-layers 2",
+        ["--recompute-num-layers 2: every block"]),
+    "how without what": ("--recompute-method uniform",
+        ["--recompute-method uniform does nothing without --recompute-granularity"]),
+    "a reference that is not there": ("--ref-load nowhere", ["--ref-load nowhere: no such directory"]),
+    "a checkpoint of Megatron's": ("--ref-load megatron",
+        ["--ref-load megatron is a checkpoint of Megatron's; convert it"]),
+    "weights without a config": ("--ref-load empty", ["--ref-load empty has no config.json"]),
+    "a step of nothing": ("--ckpt-step 3", ["--ckpt-step 3 needs --load"]),
+    "an interval without a place": ("--save-interval 3", ["--save-interval 3 needs --save"]),
+    "evals of nothing": ("--eval-interval 3", ["--eval-interval 3 needs --eval-prompt-data"]),
+    "a data set without a file": ("--eval-prompt-data a b c", ["--eval-prompt-data a b c: write NAME FILE"]),
+    "two divergences": ("--advantage-estimator ppo --kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --ref-load Qwen3-4B",
+                        ["--kl-coef 0.1 and --kl-loss-coef 0.1 both hold the policy"]),
+    "a price that is not paid": ("--kl-coef 0.1", ["--kl-coef 0.1 does nothing with --advantage-estimator grpo"]),
+    "a divergence from nothing": ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3",
+        ["--kl-loss-coef 0.1 needs --ref-load"]),
+    "no baseline": ("--advantage-estimator reinforce_plus_plus", ["needs --normalize-advantages"]),
+    "two corrections": ("--use-tis --use-rollout-logprobs", ["--use-rollout-logprobs and --use-tis both correct"]),
+    "a bound of no weight": ("--tis-clip 3", ["--tis-clip 3 does nothing without --use-tis"]),
+    "a dual clip below 1": ("--eps-clip-c 0.5", ["--eps-clip-c 0.5: must be above 1"]),
+    "a critic of nobody": ("--critic-lr 1e-5", ["--critic-lr 1e-5 does nothing with --advantage-estimator grpo"]),
+    "groups of one": ("--n-samples-per-prompt 1", ["--n-samples-per-prompt"]),
+    "no room for a prompt": ("--rollout-max-context-len 256", ["--rollout-max-context-len"]),
+    "two rewards": ("--custom-rm-path a.b", ["--rm-type math and --custom-rm-path a.b both reward"]),
+    "a reward that is not built in": ("--rm-type f1", ["--rm-type"]),
+    "half a router": ("--vllm-router-ip 10.0.0.1", ["--vllm-router-ip 10.0.0.1 needs --vllm-router-port"]),
+    "what another flag sets": ("--vllm-tensor-parallel-size 2", ["it is --rollout-num-gpus-per-engine"]),
+    "a rate that does not fall": ("--lr-decay-style constant --min-lr 1e-7", ["--min-lr 1e-7: a constant rate"]),
+    "a longer rise than the run": ("--lr-warmup-iters 9",
+        ["--lr-warmup-iters 9 is longer than the run, --num-rollout 3"]),
+    "fine-tuning": ("--loss-type sft_loss", ["fine-tuning on conversations is `sft"]),
+}  # fmt: skip
+"""By name: flags after a command that is right, and what is said."""
+
+MISSING = {
+    "--hf-checkpoint": "--hf-checkpoint is missing",
+    "--prompt-data": "--prompt-data is missing",
+    "--num-rollout": "--num-rollout or --num-epoch is missing",
+    "--rollout-batch-size": "--rollout-batch-size is missing",
+    "--rollout-num-gpus": "--rollout-num-gpus is missing",
+    "--rm-type": "nothing rewards a sample",
+    "--label-key": "--rm-type math compares replies with a label; add --label-key",
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    put_files(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("3")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_flag_is_told_with_what_to_do(name, files):
+    flags, said = WRONG[name]
+    replaced = [flag for flag in flags.split() if flag.startswith("--")]
+    words = without(words_of(files, SPLIT), *({*replaced} if "twice" not in name else ()))
+    with pytest.raises(ConfigError) as caught:
+        read_command([*words, *flags.split()] if "{" not in flags else [*words, *flags.split(" ")])
+    for part in said:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_flag_is_named(name, files):
+    with pytest.raises(ConfigError, match=MISSING[name]):
+        read_command(without(words_of(files, SPLIT), name))
+
+
+def test_every_mistake_is_told_at_once(files, capsys):
+    words = words_of(files, SPLIT, "--lr x --colocate --nonsense 3 --pipeline-model-parallel-size 4")
+    assert run_verb("vime", [*words, "--dry-run"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: 4 problems" and len(lines) == 5
+
+
+def test_a_refused_flag_takes_the_value_that_asks_for_nothing(files):
+    quiet = [
+        flag
+        for flag in BY_NAME.values()
+        if flag.state == "refused" and flag.kind in ("integer", "number", "text")
+    ]
+    words = [word for flag in quiet for value in flag.allowed[:1] for word in (flag.name, str(value))]
+    assert len(words) > 30
+    assert read_command([*words_of(files, SPLIT, MODEL_ARGS), *words])[1] == []
+
+
+def test_a_problem_between_keys_names_the_flags(files):
+    with pytest.raises(ConfigError, match=r"--rollout-top-k 2000: .*top_k = 2000"):
+        read_command(words_of(files, SPLIT, "--rollout-top-k 2000"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("--dynamic-sampling-filter-path nowhere.keep", "nowhere"),
+        ("--custom-generate-function-path own.two", "own"),
+        ("--buffer-filter-path own.missing", "missing"),
+        ("--input-key question", "no 'question' (input_key)"),
+        ("--label-key answer", "no 'answer' (label_key)"),
+        ("--prompt-data gone.jsonl", "gone.jsonl"),
+    ],
+)
+def test_code_and_data_that_are_not_there_are_known_from_a_dry_run(extra, said, files, capsys, monkeypatch):
+    from stretto.chat.tokenizer import build_letters_tokenizer
+
+    (files / "own.py").write_text("def two(args):\n    return 1\n")
+    monkeypatch.syspath_prepend(str(files))
+    build_letters_tokenizer(files / "Qwen3-4B")
+    words = without(words_of(files, SPLIT), extra.split()[0])
+    assert run_verb("vime", [*words, *extra.split(), "--dry-run"]) in (1, 2)
+    error = capsys.readouterr().err
+    assert said in error and error.count("error: ") == 1 and "Traceback" not in error
+
+
+def without(words: list[str], *names: str) -> list[str]:
+    """The words less some flags and their values."""
+    kept, is_skipped = [], False
+    for word in words:
+        is_skipped = word in names if word.startswith("--") else is_skipped
+        kept += [] if is_skipped else [word]
+    return kept
