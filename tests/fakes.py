@@ -89,6 +89,16 @@ class CharRenderer:
 
     END = ord(".")
     stop_ids = (END,)
+    image_token_id = None
+
+    def images_of(self, messages: list[Message]) -> tuple:
+        return ()
+
+    def readable(self, token_ids) -> str:
+        return self.decode(token_ids)
+
+    def check_images(self, token_ids, images, where: str = "") -> None:
+        assert not images
 
     def render_prompt(self, messages: list[Message], tools: Any = None) -> np.ndarray:
         text = "".join(f"{m['role'][0].upper()}{m.get('content') or ''}." for m in messages)

@@ -242,7 +242,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str]:
         return _boxed(f"{row.where}, not rendered:", text), str(error)
     ids, mask = renderer.render_sft(row.messages, cfg.loss_mask, row.tools)
     about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained:"
-    return _boxed(about, renderer.decode(ids)), ""
+    return _boxed(about, renderer.readable(ids)), ""
 
 
 # -- where it goes --

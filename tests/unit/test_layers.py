@@ -16,7 +16,7 @@ BELOW = {
     "ledger": {"base", "records", "config"},
     "monitors": {"base", "records", "config"},
     "algorithms": {"base", "records", "config"},
-    "chat": {"base", "records", "config"},
+    "chat": {"base", "records", "config", "data"},
     "models": {"base", "records", "config"},
     "transports": {"base", "records", "config"},
     "data": {"base"},

@@ -12,6 +12,9 @@ Guarantee: for a conversation made by `render_prompt`, sampling and `extend`, th
 assistant turns are those that the engine would have sampled: no more (never the `<think>` wrapper that is part of the
 prompt) and no fewer (the end token is included). Importing the library takes half a second, so only `build_renderer`
 does it.
+
+Messages may have images (images.py), if the model has an image processor. Each stands in the tokens as many times the
+placeholder as the model makes tokens of it; `images_of` are the pixels beside them.
 """
 
 from __future__ import annotations
@@ -22,10 +25,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
+from stretto.chat.images import ImageProcessor, require_processor
+from stretto.chat.placeholders import PLACEHOLDER, one_per_image, repeats, with_placeholders
 from stretto.chat.tokenizer import Tokenizer, is_letters_tokenizer, load_tokenizer
 from stretto.config.sections.model import RendererSection, ScratchSection
 from stretto.config.sections.sft import LossMaskSection
+from stretto.data.pictures import image_parts
+from stretto.records.images import Image, placeholder_spans
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int, Int32, Int64
@@ -37,6 +44,8 @@ STEP_LOSS_MASK = "step_loss_mask"
 FAMILY_OF_MODEL_TYPE = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
+    "qwen3_vl": "qwen3-vl",
+    "qwen3_vl_moe": "qwen3-vl",
     "qwen3_5": "qwen3.5",
     "qwen3_5_text": "qwen3.5",
     "qwen3_5_moe": "qwen3.5",
@@ -58,8 +67,10 @@ _SCRATCH_FAMILIES = get_args(ScratchSection.model_fields["family"].annotation)
 class Renderer:
     """Messages <-> tokens for one tokenizer and one family of chat templates."""
 
-    def __init__(self, tokenizer: Tokenizer, backend: Any, family: str):
+    def __init__(self, tokenizer: Tokenizer, backend: Any, family: str, images: ImageProcessor | None = None):
         self.tokenizer = tokenizer
+        self.images = images
+        self.image_token_id = None if images is None else tokenizer.token_id(PLACEHOLDER)
         self.family = family
         self._backend = backend
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
@@ -69,12 +80,57 @@ class Renderer:
         self, messages: Sequence[Message], tools: list[Message] | None = None
     ) -> Int32[np.ndarray, " tokens"]:
         """Token ids (int32) of the conversation up to where the model's reply begins."""
-        ids = self._backend.render_ids(list(messages), tools=tools, add_generation_prompt=True)
-        return np.asarray(ids, np.int32)
+        ids = self._backend.render_ids(self._plain(messages), tools=tools, add_generation_prompt=True)
+        return self._expanded(np.asarray(ids, np.int32), messages)
 
     def render_leading(self, messages: Sequence[Message]) -> Int32[np.ndarray, " tokens"]:
         """Token ids (int32) of the first messages of a conversation, without the start of a reply."""
-        return np.asarray(self._backend.render_ids(list(messages), add_generation_prompt=False), np.int32)
+        ids = self._backend.render_ids(self._plain(messages), add_generation_prompt=False)
+        return self._expanded(np.asarray(ids, np.int32), messages)
+
+    def images_of(self, messages: Sequence[Message]) -> tuple[Image, ...]:
+        """The images of a conversation with their patches, in the order of their placeholders.
+
+        Raises: DataError for one that cannot be read; ConfigError if the model is one of text.
+        """
+        return tuple(self._processor(where).image(part, where) for part, where in image_parts(messages))
+
+    def last_cut(
+        self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image], max_tokens: int
+    ) -> int:
+        """At most max_tokens: where a sequence can be cut so that no image is cut in two."""
+        for start, stop in self._spans(token_ids, images):
+            if start < max_tokens < stop:
+                return start
+        return min(max_tokens, len(token_ids))
+
+    def images_within(
+        self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image], end: int
+    ) -> tuple[Image, ...]:
+        """The images of the first `end` tokens, which cut none in two."""
+        return tuple(image for image, (_, stop) in zip(images, self._spans(token_ids, images)) if stop <= end)
+
+    def _spans(self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image]) -> list[tuple[int, int]]:
+        if self.images is None or self.image_token_id is None:
+            return []
+        counts = [image.num_tokens(self.images.merge_size) for image in images]
+        spans = placeholder_spans(token_ids, self.image_token_id, counts)
+        assert spans is not None, "the renderer has placed one placeholder per token of each image"
+        return spans
+
+    def check_images(
+        self, token_ids: Int[np.ndarray, " tokens"], images: Sequence[Image], where: str = "the prompt"
+    ) -> None:
+        """Raises: DataError if the placeholders among these tokens are not those of these images."""
+        if self.images is None or self.image_token_id is None:
+            return
+        counts = [image.num_tokens(self.images.merge_size) for image in images]
+        if placeholder_spans(token_ids, self.image_token_id, counts) is None:
+            has = int(np.count_nonzero(np.asarray(token_ids) == self.image_token_id))
+            raise DataError(
+                f"{where} has {has} placeholders {PLACEHOLDER!r}; its {len(images)} images need {sum(counts)}, those "
+                "of one image in a row. Show images in messages, which are rendered with their placeholders."
+            )
 
     def extend(
         self,
@@ -88,10 +144,12 @@ class Renderer:
         A completion that was cut off is closed first. None if the template rewrites history here (it may drop old
         thinking): the caller must then render the whole conversation and start another branch.
         """
-        bridged = self._backend.bridge_to_next_turn(
-            [int(t) for t in prompt_ids], [int(t) for t in completion_ids], list(new_messages), tools=tools
+        bridged = self._bridge(prompt_ids, completion_ids, new_messages, tools)
+        if bridged is None:
+            return None
+        return self._expanded(
+            np.asarray(bridged.token_ids, np.int32), new_messages, after=(prompt_ids, completion_ids)
         )
-        return None if bridged is None else np.asarray(bridged.token_ids, np.int32)
 
     def text_owners(
         self,
@@ -106,14 +164,15 @@ class Renderer:
         tokens of `after` and of the template are -1.
         """
         if after is None:
-            found = self._backend.render(list(messages), tools=tools, add_generation_prompt=True)
+            found = self._backend.render(self._plain(messages), tools=tools, add_generation_prompt=True)
         else:
-            prompt_ids, completion_ids = ([int(t) for t in ids] for ids in after)
-            found = self._backend.bridge_to_next_turn(prompt_ids, completion_ids, list(messages), tools=tools)
+            found = self._bridge(*after, messages, tools)
+        ids = np.asarray(found.token_ids, np.int32)
         owners = np.asarray(found.message_indices, np.int64)
         is_text = np.asarray(found.is_content, bool)
-        assert len(is_text) == len(owners) == len(found.token_ids), f"{self.family} attributes no tokens"
-        return np.where(is_text, owners, -1)
+        assert len(is_text) == len(owners) == len(ids), f"{self.family} attributes no tokens"
+        times = self._repeats(ids, messages, after)
+        return np.repeat(np.where(is_text & ~self._is_image(ids), owners, -1), times)
 
     def render_sft(
         self, messages: Sequence[Message], loss_mask: LossMaskSection, tools: list[Message] | None = None
@@ -123,7 +182,9 @@ class Renderer:
         Assistant turns train the tokens that the model samples, other roles in `loss_mask` the text of the message,
         and messages with `step_loss_mask` = 0 nothing.
         """
-        plain = [{k: v for k, v in message.items() if k != STEP_LOSS_MASK} for message in messages]
+        plain = [
+            {k: v for k, v in message.items() if k != STEP_LOSS_MASK} for message in self._plain(messages)
+        ]
         rendered = self._backend.render(plain, tools=tools)
         ids = np.asarray(rendered.token_ids, np.int32)
         owners = np.asarray(rendered.message_indices, np.int64)
@@ -139,7 +200,8 @@ class Renderer:
             mask |= is_own & (is_sampled if role == "assistant" else is_text)
             if role == "assistant":
                 mask[self._prefix_of_turn(ids, is_own)] = False
-        return ids, mask
+        times = self._repeats(ids, messages)
+        return np.repeat(ids, times), np.repeat(mask & ~self._is_image(ids), times)
 
     def parse(
         self,
@@ -177,6 +239,62 @@ class Renderer:
         """Text of token ids; special tokens are decoded to their text."""
         return self.tokenizer.decode(token_ids)
 
+    def _plain(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as templates see them: text.
+
+        Raises: ConfigError for an image if the model is one of text.
+        """
+        for _, where in image_parts(messages):
+            self._processor(where)
+        return with_placeholders(messages)
+
+    def _bridge(
+        self,
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
+        messages: Sequence[Message],
+        tools: list[Message] | None,
+    ) -> Any:
+        before = [int(t) for t in prompt_ids], [int(t) for t in completion_ids]
+        return self._backend.bridge_to_next_turn(*before, self._plain(messages), tools=tools)
+
+    def _expanded(
+        self, ids: Int32[np.ndarray, " rendered"], messages: Sequence[Message], **given: Any
+    ) -> Int32[np.ndarray, " tokens"]:
+        return ids if self.image_token_id is None else np.repeat(ids, self._repeats(ids, messages, **given))
+
+    def _repeats(
+        self,
+        ids: Int32[np.ndarray, " rendered"],
+        messages: Sequence[Message],
+        after: tuple[Any, Any] | None = None,
+    ) -> Int64[np.ndarray, " rendered"]:
+        """How often each rendered token stands in the prompt; after: prompt and completion, which are whole."""
+        if self.image_token_id is None:
+            return np.ones(len(ids), np.int64)
+        merge = self._processor("messages").merge_size
+        counts = [image.num_tokens(merge) for image in self.images_of(messages)]
+        if after is None:
+            return repeats(ids, self.image_token_id, counts)
+        prompt_ids, completion_ids = (np.asarray(part) for part in after)
+        num_sampled = int(np.count_nonzero(completion_ids == self.image_token_id))
+        num_known = len(prompt_ids)
+        return repeats(ids, self.image_token_id, counts, num_known=num_known, num_sampled=num_sampled)
+
+    def _is_image(self, ids: Int32[np.ndarray, " rendered"]) -> Bool[np.ndarray, " rendered"]:
+        return np.zeros(len(ids), bool) if self.image_token_id is None else ids == self.image_token_id
+
+    def _processor(self, where: str) -> ImageProcessor:
+        return require_processor(self.images, where, self.tokenizer.name_or_path)
+
+    def readable(self, token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> str:
+        """Text of token ids for people: one placeholder per image."""
+        return one_per_image(self.decode(token_ids))
+
+    def pictures(self, images: Sequence[Image]) -> tuple[bytes, ...]:
+        """These images as PNG files, for people."""
+        return () if self.images is None else tuple(map(self.images.png, images))
+
     def _find_reply_prefix(self) -> Int32[np.ndarray, " prefix"]:
         """Tokens before every reply: the role header and, with thinking off, an empty thought."""
         messages = [{"role": "user", "content": "a"}]
@@ -193,10 +311,14 @@ class Renderer:
 
 
 def build_renderer(
-    tokenizer: str | Path | Tokenizer, section: RendererSection | None = None, model_type: str | None = None
+    tokenizer: str | Path | Tokenizer,
+    section: RendererSection | None = None,
+    model_type: str | None = None,
+    images: ImageProcessor | None = None,
 ) -> Renderer:
     """Build the renderer of a tokenizer (a directory, or loaded) for the family in `section`.
 
+    images: the model's image processor; None for a model of text.
     With name = "auto" the family follows from the model's type; a model from scratch has Qwen3's chat tokens.
 
     Raises: ConfigError if no family fits or the vocabulary lacks the family's special tokens.
@@ -212,7 +334,12 @@ def build_renderer(
             f'[renderer] name = "auto" knows no chat template for model_type {model_type!r}; '
             f"set name to one of {', '.join(sorted(set(FAMILY_OF_MODEL_TYPE.values())))}."
         )
-    return Renderer(tokenizer, _build_backend(tokenizer, family, section.enable_thinking), family)
+    if images is not None and tokenizer.token_id(PLACEHOLDER) is None:
+        raise ConfigError(
+            f"{tokenizer.name_or_path}: the model has an image processor, but its tokenizer has no {PLACEHOLDER!r}; "
+            "only the tokens of the Qwen-VL families are known."
+        )
+    return Renderer(tokenizer, _build_backend(tokenizer, family, section.enable_thinking), family, images)
 
 
 def _build_backend(tokenizer: Tokenizer, family: str, enable_thinking: bool) -> Any:

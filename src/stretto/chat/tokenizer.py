@@ -102,7 +102,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 
     Raises: ConfigError if there is no such directory or model; DataError if it has no valid tokenizer files.
     """
-    path = _find_directory(str(name))
+    path = find_directory(str(name))
     file = path / "tokenizer.json"
     if not file.is_file():
         raise DataError(
@@ -174,7 +174,11 @@ def is_letters_tokenizer(tokenizer: Tokenizer) -> bool:
     return [tokenizer.token_id(token) for token in first] == list(range(len(first)))
 
 
-def _find_directory(name: str) -> Path:
+def find_directory(name: str) -> Path:
+    """The directory of this name, or of the model of this name in the local hub cache.
+
+    Raises: ConfigError if there is none.
+    """
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download

@@ -24,6 +24,18 @@ SUFFIXES = (".jsonl", ".parquet")
 _NAMES_OF_FILES = (*SUFFIXES, ".json", ".csv")
 _SLICE = re.compile(r"(?P<path>.+?)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
+
+class Place(str):
+    """The place of a record for messages, `file:line`; its relative paths begin in `folder`."""
+
+    folder: Path
+
+    def __new__(cls, text: str, folder: Path) -> Place:
+        place = super().__new__(cls, text)
+        place.folder = folder
+        return place
+
+
 Record = tuple[str, dict[str, Any]]
 """The place of a record for messages, and its content."""
 
@@ -154,7 +166,7 @@ def _read_file(file: Path) -> Iterator[Record]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                where = f"{file}:{number}"
+                where = Place(f"{file}:{number}", file.parent)
                 yield where, _object(from_json(line, where), where)
 
 
@@ -168,7 +180,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
             for batch in table.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{file}, row {number}", row
+                    yield Place(f"{file}, row {number}", file.parent), row
     except (pyarrow.ArrowException, OSError) as cause:
         raise DataError(f"{file}: not a readable parquet file: {cause}") from cause
 

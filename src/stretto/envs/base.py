@@ -44,6 +44,7 @@ BUNDLED = {
     "alphabet-sort": "stretto.envs.bundled.alphabet_sort:AlphabetSort",
     "arithmetic": "stretto.envs.bundled.arithmetic:Arithmetic",
     "calculator": "stretto.envs.bundled.calculator:Calculator",
+    "count-shapes": "stretto.envs.bundled.count_shapes:CountShapes",
     "dataset": "stretto.envs.dataset:dataset",
     "python-code": "stretto.envs.bundled.python_code:PythonCode",
     "reasoning-gym": "stretto.envs.bundled.reasoning_gym:ReasoningGym",

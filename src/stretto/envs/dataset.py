@@ -5,9 +5,9 @@
     args = { path = "train.jsonl", eval_path = "test.jsonl", reward = "math" }
 
 A record has a prompt (text, or messages in OpenAI's format), and optionally a label, metadata and tools, under keys
-that are arguments here. Every epoch has the records in a new order, drawn from the run's seed. A run that is resumed
-continues at the record where it stopped and checks that the records are the same. `generate` and `reward` may be import
-paths of functions in vime's terms (stretto.vime).
+that are arguments here, and images (data/image_columns.py). Every epoch has the records in a new order, drawn from the
+run's seed. A run that is resumed continues at the record where it stopped and checks that the records are the same.
+`generate` and `reward` may be import paths of functions in vime's terms (stretto.vime).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import ConfigError, DataError, EnvError
+from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, short_repr
+from stretto.data.pictures import image_parts
 from stretto.data.records import read_records
 from stretto.envs.base import (
     EpisodeInfo,
@@ -39,6 +41,7 @@ from stretto.envs.base import (
     TaskSource,
     checked_score,
 )
+from stretto.envs.pictures import Pictures
 from stretto.envs.rewards.math_reward import MathVerifier, boxed, number
 from stretto.records.rollout import Group, Task
 from stretto.vime.arguments import Arguments, addresses_of
@@ -221,6 +224,7 @@ class Records:
             )
         if not settings.path and not settings.eval_path:
             raise ConfigError("dataset: name a file as path, or for evals as eval_path, in `args`")
+        self.pictures = Pictures()  # those that are not files
         self.fingerprints: dict[Split, int] = {"train": 0, "eval": 0}
         self._rows: dict[Split, list[dict[str, Any]] | None] = {
             "train": self._read(settings.path, "train"),
@@ -261,7 +265,9 @@ class Records:
         """int32 tokens of a prompt as the policy gets it; None if its tokenizer is not available here."""
         if isinstance(prompt, str):
             return self.encode(prompt)
-        return None if self.run.prompt_ids is None else self.run.prompt_ids(prompt, tools)
+        if self.run.prompt_ids is None:
+            return None
+        return self.run.prompt_ids(self.pictures.filled_in(prompt), tools)
 
     def _read(self, sources: str | list[str] | None, split: Split) -> list[dict[str, Any]] | None:
         if not sources:
@@ -316,6 +322,10 @@ class Records:
         if settings.tool_key is not None:
             tools = parse_tools(record.get(settings.tool_key), settings.tool_key, where)
         prompt = self._prompt(record[settings.input_key], where)
+        if isinstance(prompt, str) and column_of(record):
+            raise DataError(f"{where}: with apply_chat_template = false prompts are text, without images")
+        if not isinstance(prompt, str):
+            prompt = self.pictures.taken_out(with_images(prompt, record, where), where)
         return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
 
     def _label_within(self, label: Any, where: str) -> str:
@@ -453,7 +463,14 @@ class Dataset:
         return sample
 
     def _rendered_sample(self, task: Task, episode: EpisodeInfo | None) -> Sample:
-        """A sample whose prompt is text, as `generate` functions expect it; its metadata has the messages."""
+        """A sample whose prompt is text, as `generate` functions expect it; its metadata has the messages.
+
+        Raises: EnvError if the prompt has images, for which a text has no place.
+        """
+        if not isinstance(task.data["prompt"], str) and any(image_parts(task.data["prompt"])):
+            raise EnvError(
+                f"task {task.task_id}: `generate` gets text, and this prompt has images; remove generate"
+            )
         sample = self._sample(task, episode)
         if not isinstance(sample.prompt, str):
             assert self.records.run.render is not None, "checked when the environment was built"
@@ -473,7 +490,7 @@ class Dataset:
         if isinstance(prompt, str):
             reply = await ctx.generate(self.records.encode(prompt))
         else:
-            reply = await ctx.chat(prompt, tools)
+            reply = await ctx.chat(self.records.pictures.filled_in(prompt), tools)
         if self._reward is not None and (given := self.records.prompt_ids(prompt, tools)) is not None:
             sample.tokens = [*given.tolist(), *reply.token_ids.tolist()]
         sample.response = reply.text
@@ -505,7 +522,7 @@ class SingleTurnDataset(Dataset, SingleTurnEnv):
     """A dataset whose groups are one request each: a prompt of messages, and one reply."""
 
     def prompt(self, task: Task) -> list[Message]:
-        return task.data["prompt"]
+        return self.records.pictures.filled_in(task.data["prompt"])
 
     async def score(self, task: Task, text: str) -> RolloutResult:
         sample = self._sample(task, None)

@@ -19,6 +19,7 @@ from stretto.base.errors import StrettoError
 from stretto.config.sections.engines import ADMITTED
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.images import VisionSizes
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,15 @@ def is_allowed(path: str, authorization: bytes, key: str | None) -> bool:
     return scheme.lower() == b"bearer" and hmac.compare_digest(sent.strip(), key.encode())
 
 
-def max_body_bytes(max_model_len: int, token_bytes: int | None = None) -> int:
-    """The largest body of a route. token_bytes: bytes of the longest token, for prompts as text."""
+def max_body_bytes(
+    max_model_len: int, token_bytes: int | None = None, vision: VisionSizes | None = None
+) -> int:
+    """The largest body of a route.
+
+    token_bytes: bytes of the longest token, for prompts as text. vision: images may be sent, for every token.
+    """
     per_token = _ID_BYTES if token_bytes is None else max(_ID_BYTES, _MAX_ESCAPED_BYTES * token_bytes)
+    per_token += 0 if vision is None else vision.bytes_per_token
     return 4 * MAX_SETTINGS_BYTES + per_token * max_model_len
 
 

@@ -22,7 +22,9 @@ import numpy as np
 from aiohttp import web
 
 from stretto.base.aio import task_group
-from stretto.base.errors import ConfigError, DataError, StrettoError
+from stretto.base.errors import DataError, StrettoError
+from stretto.chat.images import load_image_processor, refuse_paths
+from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
 from stretto.config.sections.model import RendererSection
@@ -40,8 +42,10 @@ from stretto.inference.embedded.engine import Engine, Ticket
 from stretto.inference.embedded.scheduler import EngineRequest
 from stretto.inference.text import Decode, Detokenizer, cut_at_stop
 from stretto.records.generate import GenerateRequest
+from stretto.records.images import Image
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.images import VisionSizes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -124,7 +128,7 @@ class OpenAIRoutes:
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         body = self._decode(await self._read(http), ChatBody)
         renderer = await self._renderer(body.chat_template_kwargs)
-        prompt_ids = await self._render(renderer, body.messages, body.tools)
+        prompt_ids, images = await self._render(renderer, body.messages, body.tools)
         params = body.sampling(renderer.stop_ids)
         if body.max_completion_tokens is not None:
             params = msgspec.structs.replace(params, max_tokens=body.max_completion_tokens)
@@ -136,6 +140,8 @@ class OpenAIRoutes:
             sampling=params,
             cache_salt=body.cache_salt,
             adapter=self.adapter_of(body.model),
+            images=images,
+            image_token_id=renderer.image_token_id if images else None,
         )
         created = int(time.time())
         if body.stream:
@@ -174,7 +180,7 @@ class OpenAIRoutes:
             [ids] = await self._encode([body.prompt], body.add_special_tokens)
         else:
             renderer = await self._renderer(body.chat_template_kwargs)
-            ids = (await self._render(renderer, body.messages, body.tools)).tolist()
+            ids = (await self._render(renderer, body.messages, body.tools))[0].tolist()
         return _json({"count": len(ids), "max_model_len": self._engine().core.max_model_len, "tokens": ids})
 
     async def detokenize(self, http: web.Request) -> web.Response:
@@ -189,7 +195,12 @@ class OpenAIRoutes:
         if "tokenizer" not in self.__dict__:
             await asyncio.to_thread(lambda: self.tokenizer.max_token_bytes)
         return await read_body(
-            http, max_body_bytes(engine.core.max_model_len, self.tokenizer.max_token_bytes)
+            http,
+            max_body_bytes(
+                engine.core.max_model_len,
+                self.tokenizer.max_token_bytes,
+                VisionSizes.of(engine.core.config.hf),
+            ),
         )
 
     def _check_size(self, num_bytes: int, where: str) -> None:
@@ -241,20 +252,32 @@ class OpenAIRoutes:
             loop = asyncio.get_running_loop()
             try:
                 self._renderers[thinking] = await loop.run_in_executor(
-                    None, build_renderer, self.directory, section, model_type
+                    None, self._build_renderer, section, model_type
                 )
-            except ConfigError as error:
+            except StrettoError as error:
                 raise Refusal(f"messages: the chat template of this model is not known: {error}") from error
         return self._renderers[thinking]
 
+    def _build_renderer(self, section: RendererSection, model_type: str | None) -> Renderer:
+        return build_renderer(self.directory, section, model_type, load_image_processor(self.directory))
+
     async def _render(
         self, renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, tuple[Image, ...]]:
+        """The tokens of a conversation, int32, and its images."""
         check_messages(messages)
-        size = len(msgspec.json.encode((messages, tools)))
+        try:
+            refuse_paths(messages)
+            size = len(msgspec.json.encode((with_placeholders(messages), tools)))
+        except StrettoError as error:
+            raise Refusal(str(error)) from error
         self._check_size(size - _MESSAGE_OVERHEAD_BYTES * len(messages), "messages")
         try:
-            return await _offload(size, lambda: renderer.render_prompt(messages, tools))
+            return await _offload(
+                size, lambda: (renderer.render_prompt(messages, tools), renderer.images_of(messages))
+            )
+        except StrettoError as error:
+            raise Refusal(str(error)) from error
         except Exception as error:  # templates are third-party code and may raise anything
             raise Refusal(
                 f"messages: the template of family {renderer.family} refuses them: {error!r}"

@@ -34,6 +34,7 @@ from stretto.inference.update_order import UpdateOrder
 from stretto.models.hub import dtype_of, find_model, load_model
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.images import VisionSizes
 
 if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig
@@ -154,7 +155,8 @@ class Server:
         return web.Response(text=self.ready_engine().metrics_page())
 
     async def generate(self, http: web.Request) -> web.Response:
-        limit = max_body_bytes(self.ready_engine().core.max_model_len)
+        core = self.ready_engine().core
+        limit = max_body_bytes(core.max_model_len, vision=VisionSizes.of(core.config.hf))
         request, model = api.decode_generate(await read_body(http, limit))
         request = msgspec.structs.replace(request, adapter=self.openai.adapter_of(model))
         done = await self.ready_engine().generate(request)

@@ -14,6 +14,7 @@ import msgspec
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
 from stretto.ledger import schema
+from stretto.ledger.images import damaged_images, hashes_in
 from stretto.ledger.resume import first_step
 from stretto.ledger.token_file import Place, load_payload, load_turns
 
@@ -30,7 +31,7 @@ def audit(run_dir: RunDir | Path | str, *, payloads: bool = True) -> list[str]:
         checks = [_trained_twice, _never_finished, _wrong_age, _step_gaps, _lost, _version_gaps, _open_ends]
         with schema.guarded(run_dir.ledger):
             found = [line for check in checks for line in check(db)]
-            return found + (list(_damaged(db, run_dir)) if payloads else [])
+            return found + ([*_damaged(db, run_dir), *damaged_images(db, run_dir)] if payloads else [])
     finally:
         db.close()
 
@@ -144,10 +145,19 @@ def _damaged(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
         "LEFT JOIN segments USING (segment) WHERE segment IS NOT NULL AND deleted_at IS NULL AND "
         "(finished_at IS NOT NULL OR group_id IN (SELECT group_id FROM draws WHERE state = 'drawn'))"
     )
-    for group_id, member, finished_at, *place in db.execute(query):
-        load = load_turns if finished_at is None else load_payload
+    for group_id, member, finished_at, *where in db.execute(query).fetchall():
+        place, rollout_id = Place(*where), f"g{group_id}.{member}"
         try:
-            load(run_dir, Place(*place), f"g{group_id}.{member}")
+            if finished_at is None:
+                load_turns(run_dir, place, rollout_id)
+            else:
+                shown = {
+                    image.hash
+                    for b in load_payload(run_dir, place, rollout_id).branches
+                    for image in b.images
+                }
+                for name in shown - hashes_in(db, place.segment) if shown else ():
+                    yield f"rollout {rollout_id} shows image {name}, which segment {place.segment} does not have"
         except (DataError, WireError) as error:
             yield str(error)
 

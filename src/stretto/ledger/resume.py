@@ -18,7 +18,9 @@ import msgspec
 
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
+from stretto.ledger.images import with_patches
 from stretto.ledger.token_file import Payload, Place, load_payload, load_turns
+from stretto.records.images import Image
 from stretto.records.partial import PartialRollout, latest_turns, turns_up_to
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 
@@ -231,7 +233,8 @@ def load_group(db: sqlite3.Connection, run_dir: RunDir, group_id: int) -> Group:
     if draw is None or not rows:
         raise DataError(f"group {group_id} is not in the ledger, or not finished.")
     task = _task(*draw)
-    rollouts = tuple(_rollout(run_dir, task, row) for row in rows)
+    known: dict[str, Image] = {}
+    rollouts = tuple(_rollout(db, run_dir, task, row, known) for row in rows)
     return Group(
         group_id=group_id, task=task, rollouts=rollouts, advantages=tuple(r["advantage"] or 0.0 for r in rows)
     )
@@ -273,19 +276,22 @@ def _task(env: str, task_id: str, data: str) -> Task:
     return Task(env=env, task_id=task_id, data=msgspec.json.decode(data))
 
 
-def _rollout(run_dir: RunDir, task: Task, row: dict[str, Any]) -> Rollout:
+def _rollout(
+    db: sqlite3.Connection, run_dir: RunDir, task: Task, row: dict[str, Any], known: dict[str, Image]
+) -> Rollout:
     rollout_id = f"g{row['group_id']}.{row['member']}"
     payload = Payload(())
     if row["segment"] is not None:
         place = Place(row["segment"], row["offset"], row["length"], row["crc"])
         payload = load_payload(run_dir, place, rollout_id)
+    branches = with_patches(db, run_dir, row["segment"], payload.branches, known)
     return Rollout(
         rollout_id=rollout_id,
         group_id=row["group_id"],
         member=row["member"],
         task=task,
         status=RolloutStatus(row["status"]),
-        branches=payload.branches,
+        branches=branches,
         reward=row["reward"] or 0.0,
         agent_rewards=payload.agent_rewards,
         metrics=msgspec.json.decode(row["metrics"]) if row["metrics"] else {},

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stretto.base.errors import DataError, EngineError, StrettoError
+from stretto.ledger import images
 
 SCHEMA = 1
 
@@ -97,6 +98,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
         _check_schema(connection, path)
         connection.execute(INDEXES)
+        connection.execute(images.TABLE)
     except sqlite3.DatabaseError as cause:
         connection.close()
         raise to_error(path, cause) from cause

@@ -1,8 +1,9 @@
 """Token payloads beside the database: append-only files of checksummed records.
 
-The branches of a rollout (tokens, logprobs, versions) and the rewards of its agents are one blob (`records.codec`) in
-the segment that was open when its group finished. The row that names the place is written after the bytes, so every
-row has its payload. Bytes after the last row of a segment were left by a killed process, and are cut off.
+The branches of a rollout (tokens, logprobs, versions; images by name, see images.py) and the rewards of its agents are
+one blob (`records.codec`) in the segment that was open when its group finished. The row that names the place is written
+after the bytes, so every row has its payload. Bytes after the last row of a segment were left by a killed process, and
+are cut off.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 from stretto.base.errors import DataError, EngineError
 from stretto.base.paths import RunDir
 from stretto.records.codec import decode_blob, encode_blob
+from stretto.records.images import Image
 from stretto.records.partial import Turn
 from stretto.records.rollout import Branch, Rollout
 
@@ -60,7 +62,16 @@ class SegmentWriter:
 
         Raises: EngineError if the disk refuses them.
         """
-        return self._write([Payload(rollout.branches, rollout.agent_rewards) for rollout in rollouts])
+        return self._write(
+            [Payload(_by_name(rollout.branches), rollout.agent_rewards) for rollout in rollouts]
+        )
+
+    def append_images(self, images: Sequence[Image]) -> list[Place]:
+        """Write these images with their pixels.
+
+        Raises: EngineError if the disk refuses them.
+        """
+        return self._write(images) if images else []
 
     def append_turn(self, turn: Turn, before: Place | None) -> Place:
         """Write a turn of an unfinished rollout; `before` is the place of the turn before it.
@@ -70,7 +81,7 @@ class SegmentWriter:
         [place] = self._write([TurnRecord(turn, before)])
         return place
 
-    def _write(self, records: Sequence[Payload | TurnRecord]) -> list[Place]:
+    def _write(self, records: Sequence[Payload | TurnRecord | Image]) -> list[Place]:
         blobs = list(map(encode_blob, records))
         places, end = [], self.end
         for blob in blobs:
@@ -105,12 +116,30 @@ class SegmentWriter:
         return fd
 
 
+def _by_name(branches: tuple[Branch, ...]) -> tuple[Branch, ...]:
+    """The branches without the pixels of their images."""
+    return tuple(
+        msgspec.structs.replace(branch, images=tuple(image.without_patches() for image in branch.images))
+        if branch.images
+        else branch
+        for branch in branches
+    )
+
+
 def load_payload(run_dir: RunDir, place: Place, rollout_id: str) -> Payload:
     """Load and verify the payload of a rollout.
 
     Raises: DataError if it is damaged or was deleted.
     """
-    return _load(run_dir, place, rollout_id, Payload)
+    return _load(run_dir, place, f"the payload of rollout {rollout_id}", Payload)
+
+
+def load_image(run_dir: RunDir, place: Place, name: str) -> Image:
+    """Load an image with its pixels.
+
+    Raises: DataError if it is damaged or was deleted.
+    """
+    return _load(run_dir, place, f"the image {name}", Image)
 
 
 def load_turns(run_dir: RunDir, place: Place, rollout_id: str) -> list[Turn]:
@@ -121,30 +150,26 @@ def load_turns(run_dir: RunDir, place: Place, rollout_id: str) -> list[Turn]:
     turns = []
     at: Place | None = place
     while at is not None:
-        record = _load(run_dir, at, rollout_id, TurnRecord)
+        record = _load(run_dir, at, f"the payload of rollout {rollout_id}", TurnRecord)
         turns.append(record.turn)
         at = None if record.before is None else Place(*record.before)
     return turns[::-1]
 
 
-T = TypeVar("T", Payload, TurnRecord)
+T = TypeVar("T", Payload, TurnRecord, Image)
 
 
-def _load(run_dir: RunDir, place: Place, rollout_id: str, kind: type[T]) -> T:
+def _load(run_dir: RunDir, place: Place, what: str, kind: type[T]) -> T:
     path = run_dir.segment(place.segment)
-    blob = _read(path, place, rollout_id)
+    blob = _read(path, place, what)
     if len(blob) != place.length or zlib.crc32(blob) != place.crc:
-        raise DataError(
-            f"{path} at {place.offset}: the payload of rollout {rollout_id} is damaged or cut off."
-        )
+        raise DataError(f"{path} at {place.offset}: {what} is damaged or cut off.")
     return decode_blob(blob, kind, where=f"{path} at {place.offset}")
 
 
-def _read(path: Path, place: Place, rollout_id: str) -> bytes:
+def _read(path: Path, place: Place, what: str) -> bytes:
     try:
         with path.open("rb") as file:
             return os.pread(file.fileno(), place.length, place.offset)
     except FileNotFoundError:
-        raise DataError(
-            f"{path} is gone: the payload of rollout {rollout_id} is older than ledger.keep_steps."
-        ) from None
+        raise DataError(f"{path} is gone: {what} is older than ledger.keep_steps.") from None

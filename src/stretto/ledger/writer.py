@@ -24,7 +24,7 @@ from stretto.base.errors import ConfigError, EngineError
 from stretto.base.files import flush, flush_parents
 from stretto.base.locked import try_lock
 from stretto.base.paths import RunDir
-from stretto.ledger import resume, schema
+from stretto.ledger import images, resume, schema
 from stretto.ledger.token_file import Place, SegmentWriter
 from stretto.records.partial import PartialRollout, Turn
 from stretto.records.rollout import Group, Rollout, Task
@@ -97,6 +97,7 @@ class Ledger:
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
         self._segments = self._open_segment()
         self._flushed_segment = self._segments.segment  # all segments before it are on the disk
+        self._stored_images = images.hashes_in(self._db, self._segments.segment)  # in the open segment
 
     def close(self) -> None:
         self.write_turns()
@@ -181,12 +182,14 @@ class Ledger:
 
         Advantages must be assigned. A group must not be recorded twice.
         """
+        new_images = self._append_images(group)
         places = self._segments.append(group.rollouts)
         advantages = group.advantages or (0.0,) * len(group.rollouts)
         rows = [self._row(*each) for each in zip(group.rollouts, advantages, places)]
         state = "finished" if any(rollout.is_counted for rollout in group.rollouts) else "failed"
         with self.transaction():
             self._db.executemany(_FINISH, rows)
+            self._db.executemany(images.INSERT, new_images)
             self._db.execute(
                 "UPDATE draws SET state = ?, finished_at = ?, reason = NULL WHERE group_id = ?",
                 (state, time.time(), group.group_id),
@@ -392,6 +395,12 @@ class Ledger:
             rollout.started_at or started, rollout.finished_at, rollout.error, _json(rollout.metrics), *place,
         )  # fmt: skip
 
+    def _append_images(self, group: Group) -> list[tuple[Any, ...]]:
+        """Write the images of a group that the open segment does not have yet; the rows to commit."""
+        new = [image for image in images.images_of(group.rollouts) if image.hash not in self._stored_images]
+        self._stored_images.update(image.hash for image in new)
+        return [(image.hash, *place) for image, place in zip(new, self._segments.append_images(new))]
+
     def _open_segment(self) -> SegmentWriter:
         """Continue where the last row ends; delete segments whose deletion a kill interrupted."""
         for (segment,) in self._db.execute("SELECT segment FROM segments WHERE deleted_at IS NOT NULL"):
@@ -408,6 +417,7 @@ class Ledger:
         with self.transaction():
             self._insert("segments", self._segments.segment, self._step, self._segments.end, None)
         self._segments.rotate()
+        self._stored_images.clear()
         if self._keep_steps is not None:
             self._delete_old_segments(self._keep_steps)
 

@@ -21,14 +21,12 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.monitors import tensorboard, trackio, wandb
 from stretto.monitors.file import MetricsFile
+from stretto.monitors.tables import TableRow
 
 logger = logging.getLogger(__name__)
 
 QUEUE_ROWS = 10_000
 CLOSE_TIMEOUT_S = 30.0
-
-
-TableRow = Mapping[str, str | int | float]
 
 
 class Monitor(Protocol):
@@ -61,7 +59,10 @@ class Monitors:
                 self._drop(name, error)
 
     def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
-        """Record rows of text, which have the same keys, where a tracker shows such; the metrics file has none."""
+        """Record rows of text, which have the same keys, where a tracker shows such; the metrics file has none.
+
+        Under the key `images`, if there is one, each row has PNG files; those are kept in RUN/metrics/images too.
+        """
         for monitor_name, monitor in list(self._monitors.items()) if rows else ():
             try:
                 monitor.log_table(step, name, rows)

@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from stretto.base.errors import DataError
+from stretto.monitors.tables import images_of
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
@@ -29,6 +30,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._images = path.parent / "images"
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self.incarnation = _repair_last_line(self._fd) + 1
         self._write({"incarnation": self.incarnation, "resumed_step": resumed_step, "time": time.time()})
@@ -37,7 +39,11 @@ class MetricsFile:
         self._write({"step": step, "time": time.time(), "incarnation": self.incarnation, **metrics})
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing: texts are in files of their own, such as RUN/evals."""
+        """Images of row i as images/<name>-<step>-<i>-<j>.png; texts are in files of their own, such as RUN/evals."""
+        for i, row in enumerate(rows):
+            for j, png in enumerate(images_of(row)):
+                self._images.mkdir(exist_ok=True)
+                (self._images / f"{name.replace('/', '-')}-{step}-{i}-{j}.png").write_bytes(png)
 
     def close(self) -> None:
         if self._fd is not None:

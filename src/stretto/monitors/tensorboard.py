@@ -8,6 +8,7 @@ from typing import Any
 
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import TensorboardSection
+from stretto.monitors.tables import images_of, without_images
 
 
 class TensorboardMonitor:
@@ -30,20 +31,28 @@ class TensorboardMonitor:
         self._add(step, summary=self._summary.Summary(value=values))
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """As a table in Markdown, under TEXT."""
+        """As a table in Markdown, under TEXT; images of row i under IMAGES, with the name and i."""
         from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2
         from tensorboard.plugins.text import metadata
 
         size = tensor_shape_pb2.TensorShapeProto.Dim(size=1)
         text = tensor_pb2.TensorProto(
             dtype="DT_STRING",
-            string_val=[_as_markdown(rows).encode()],
+            string_val=[_as_markdown([without_images(row) for row in rows]).encode()],
             tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[size]),
         )
         value = self._summary.Summary.Value(
             tag=name, tensor=text, metadata=metadata.create_summary_metadata(name, "")
         )
-        self._add(step, summary=self._summary.Summary(value=[value]))
+        pictures = [
+            self._summary.Summary.Value(
+                tag=f"{name}/{i}/{j}",
+                image=self._summary.Summary.Image(encoded_image_string=png, colorspace=3),
+            )
+            for i, row in enumerate(rows)
+            for j, png in enumerate(images_of(row))
+        ]
+        self._add(step, summary=self._summary.Summary(value=[value, *pictures]))
 
     def close(self) -> None:
         self._writer.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import TrackioSection
+from stretto.monitors.tables import without_images
 
 
 class TrackioMonitor:
@@ -23,7 +24,7 @@ class TrackioMonitor:
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         import trackio
 
-        self._run.log({name: trackio.Table(data=[dict(row) for row in rows])}, step=step)
+        self._run.log({name: trackio.Table(data=list(map(without_images, rows)))}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -46,8 +47,16 @@ class WandbMonitor:
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         import wandb
+        from PIL import Image
 
-        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        def shown(value: Any) -> Any:
+            return (
+                [wandb.Image(Image.open(io.BytesIO(png))) for png in value]
+                if isinstance(value, tuple)
+                else value
+            )
+
+        table = wandb.Table(columns=list(rows[0]), data=[list(map(shown, row.values())) for row in rows])
         self._run.log({"step": step, name: table})
 
     def close(self) -> None:

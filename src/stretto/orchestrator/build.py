@@ -14,8 +14,9 @@ import numpy as np
 
 from stretto.base.errors import ConfigError
 from stretto.base.runtime import machine_bytes
+from stretto.chat.images import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
-from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+from stretto.chat.tokenizer import build_letters_tokenizer, find_directory, load_tokenizer
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.distill import TeacherSection
 from stretto.config.sections.model import RendererSection, ScratchSection
@@ -153,7 +154,9 @@ def build_renderer_of(model: str, tokenizer: str | None, section: RendererSectio
         path = Path(directory) / "config.json"
         if model_type is None and path.is_file():
             model_type = json.loads(path.read_text()).get("model_type")
-    return build_renderer(load_tokenizer(tokenizer or model), section, model_type)
+    source = model if tokenizer is None or Path(model).is_dir() else tokenizer
+    images = load_image_processor(find_directory(source))
+    return build_renderer(load_tokenizer(tokenizer or model), section, model_type, images)
 
 
 def build_eval_renderer(cfg: EvalConfig) -> Renderer:

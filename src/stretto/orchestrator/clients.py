@@ -7,6 +7,7 @@ import os
 from stretto.base.status import report
 from stretto.config.sections.distill import TeacherSection
 from stretto.config.sections.orchestrator import ClientSection
+from stretto.data.pictures import openai_messages
 from stretto.orchestrator.build import urls_of
 from stretto.transports.engine.chat import ChatClient
 from stretto.transports.engine.client import EngineClient
@@ -48,4 +49,5 @@ def build_chat(section: ClientSection) -> ChatClient:
         model=section.served_model,
         timeout_s=section.timeout_s,
         max_retries=section.max_retries,
+        prepare=openai_messages,
     )

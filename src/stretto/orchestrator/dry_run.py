@@ -160,7 +160,7 @@ async def _first_task(env: Environment, renderer: Renderer | None, split: str) -
         return FirstTask(f"{about}, not rendered:", _plain(prompt))
     with boundary(EnvError, where):
         ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
-    return FirstTask(f"{about}, {len(ids)} tokens:", renderer.decode(ids))
+    return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids))
 
 
 Prompt = str | list[Message] | None

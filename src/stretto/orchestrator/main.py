@@ -299,12 +299,17 @@ def build_teachers(
         algo = cfg.algo_of(env.name)
         if isinstance(algo, OpdAlgo):
             by_env[env.name] = ScoringTeacher(
-                wires.teacher_engines[env.name], max_failures=cfg.max_failed_groups
+                wires.teacher_engines[env.name],
+                max_failures=cfg.max_failed_groups,
+                image_token_id=renderer.image_token_id,
             )
         elif isinstance(algo, OpsdAlgo):
             privileged_context = build_privileged_context(env, algo, renderer, cfg.algo_path(env.name))
             by_env[env.name] = ScoringTeacher(
-                wires.engines, privileged_context=privileged_context, max_failures=cfg.max_failed_groups
+                wires.engines,
+                privileged_context=privileged_context,
+                max_failures=cfg.max_failed_groups,
+                image_token_id=renderer.image_token_id,
             )
         elif isinstance(algo, SftAlgo):
             by_env[env.name] = PlayingTeacher(algo.min_reward)

@@ -31,6 +31,7 @@ from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.runtime import freeze_objects
 from stretto.base.status import SUPERVISED_VAR, stop_signals
+from stretto.chat.images import load_image_processor
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.changes import changes
@@ -124,7 +125,9 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     num_parameters = sum(p.numel() for p in policy.parameters())
     torch.set_num_threads(choose_threads(cfg.num_threads, num_parameters))
     model_type = policy.config.hf["model_type"]
-    renderer = build_renderer(tokenizer, cfg.renderer, model_type)
+    model_dir = Path(cfg.model.name) if Path(cfg.model.name).is_dir() else tokenizer_dir
+    images = load_image_processor(tokenizer_dir if cfg.model.scratch is not None else model_dir)
+    renderer = build_renderer(tokenizer, cfg.renderer, model_type, images)
     longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
     examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed)
     order = ExampleOrder(len(examples), cfg.seed)

@@ -19,6 +19,7 @@ import numpy as np
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
+from stretto.chat.placeholders import one_per_image
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
 from stretto.config.load import masked
 from stretto.ledger.reader import LedgerReader
@@ -163,7 +164,7 @@ class Run:
 
     def _shown(self, branch: Branch) -> dict[str, Any]:
         start = int(branch.is_sampled.argmax()) if branch.is_sampled.any() else len(branch.token_ids)
-        text = self._tokenizer.decode if self._tokenizer is not None else _as_numbers
+        text = self._text if self._tokenizer is not None else _as_numbers
         return {
             "agent": branch.agent,
             "prompt": text(branch.token_ids[:start]),
@@ -173,6 +174,10 @@ class Run:
             "logprobs": branch.logprobs,
             "versions": [span.version for span in branch.versions],
         }
+
+    def _text(self, token_ids: np.ndarray) -> str:
+        assert self._tokenizer is not None
+        return one_per_image(self._tokenizer.decode(token_ids))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:

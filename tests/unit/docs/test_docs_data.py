@@ -10,9 +10,10 @@ from pathlib import Path
 from cases.dataset import RUN, play, sampled_text
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
+from PIL import Image
 
 from stretto.config.sections.hooks import HooksSection
-from stretto.envs.base import load_environment
+from stretto.envs.base import RunInfo, load_environment
 from stretto.envs.dataset import dataset
 from stretto.trainer.batch.sft_data import parse_row
 
@@ -21,12 +22,20 @@ CODE = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "my_h
 
 
 def test_the_records_shown_are_read(tmp_path):
-    prompt, conversation = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE, re.S))
+    prompt, conversation, shown = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE, re.S))
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(prompt) + "\n")
     env = load_environment("dataset", {"path": str(path), "reward": "math"}, run=RUN)
     assert env.tasks("train").task(0).data["label"] == "5"
     assert parse_row(conversation, "here").messages[1]["step_loss_mask"] == 0
+    (tmp_path / "birds").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / shown["images"][0])
+    path.write_text(json.dumps(shown) + "\n")
+    env = load_environment("dataset", {"path": str(path)}, run=RunInfo())
+    assert [part["type"] for part in env.tasks("train").task(0).data["prompt"][0]["content"]] == [
+        "image",
+        "text",
+    ]
 
 
 def test_every_argument_and_every_hook_has_its_row():

@@ -20,6 +20,7 @@ KEYS = {
     "arithmetic": lambda data: data["question"].rstrip("="),
     "alphabet-sort": lambda data: data["letters"],
     "calculator": lambda data: data["product"],
+    "count-shapes": lambda data: f"{data['num_shapes']} {data['places']}",
     "python-code": lambda data: f"{data['function']} {data['examples']}",
     "tic-tac-toe": lambda data: data["opening"],
     "wordle": lambda data: data["word"],

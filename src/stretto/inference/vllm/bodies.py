@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from stretto.base.errors import StrettoError
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.inference.bodies import check_messages
@@ -25,6 +27,7 @@ from stretto.inference.embedded.limits import (
 )
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.images import VisionSizes, refusal_reason
 
 MAX_DEPTH = 64
 _TEXT_ROUTES = (api.COMPLETIONS, api.CHAT_COMPLETIONS, api.TOKENIZE, api.DETOKENIZE)
@@ -66,6 +69,7 @@ class EngineSizes:
     max_model_len: int
     max_num_seqs: int
     token_bytes: int  # of the longest token; 1 if there is no tokenizer
+    vision: VisionSizes | None = None  # of the images that the model takes
 
     @classmethod
     def of(cls, state: Any) -> EngineSizes:
@@ -76,12 +80,13 @@ class EngineSizes:
         except StrettoError:
             token_bytes = 1
         seqs = state.engine_client.vllm_config.scheduler_config.max_num_seqs
-        return cls(model.get_vocab_size(), model.max_model_len, seqs, token_bytes)
+        vision = VisionSizes.of(model.hf_config.to_dict())
+        return cls(model.get_vocab_size(), model.max_model_len, seqs, token_bytes, vision)
 
     def max_body_bytes(self, path: str) -> int:
         """The largest body of a route."""
         if path == api.GENERATE:
-            return max_body_bytes(self.max_model_len)
+            return max_body_bytes(self.max_model_len, vision=self.vision)
         if path in _KINDS or path in _BODILESS:
             return MAX_ADMIN_BYTES
         return max_body_bytes(self.max_model_len, self.token_bytes)
@@ -126,6 +131,16 @@ def _check_generate(body: dict[str, Any], sizes: EngineSizes) -> None:
             f"limit is {sizes.max_model_len} (max_model_len)"
         )
     _check_sampling(params, sizes)
+    _check_images(body, sizes)
+
+
+def _check_images(body: dict[str, Any], sizes: EngineSizes) -> None:
+    """Check images before vLLM reads them: an error in its engine would end it."""
+    if body.get("features") is None:
+        return
+    request, _ = api.decode_generate(msgspec.json.encode({k: body[k] for k in ("token_ids", "features")}))
+    if (reason := refusal_reason(request, sizes.vision)) is not None:
+        raise Refusal(reason)
 
 
 def _check_text(path: str, body: dict[str, Any], sizes: EngineSizes) -> None:

@@ -203,7 +203,8 @@ class _CacheShape:
 
     @classmethod
     def of(cls, directory: Path) -> _CacheShape:
-        cfg = json.loads((directory / "config.json").read_text())
+        found = json.loads((directory / "config.json").read_text())
+        cfg = found | found.get("text_config", {})
         heads = cfg.get("num_key_value_heads") or cfg["num_attention_heads"]
         head_dim = cfg.get("head_dim") or cfg["hidden_size"] // cfg["num_attention_heads"]
         return cls(head_dim, 2 * cfg["num_hidden_layers"] * heads * head_dim)

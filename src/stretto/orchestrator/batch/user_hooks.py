@@ -236,6 +236,10 @@ def _apply_row(train: TrainSample, sample: Sample, row: dict[str, Any], seq_len:
             f"it has {len(sample.tokens)} tokens now and had {len(train.token_ids)}: the support "
             "([orchestrator.train.replay]) is known only of those it had; keep their number, and mask some"
         )
+    if train.images and sample.tokens != train.token_ids.tolist():
+        raise EnvError(
+            "its tokens were changed, and it shows images, which stand at its placeholders; mask tokens instead"
+        )
     sample.rollout_top_p_token_ids = sample.rollout_top_p_token_lengths = None  # the run has its own
     sample.check()
     reward = checked_reward(row.get("rewards", sample.reward), "", "its reward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from stretto.chat.render import Renderer
 from stretto.orchestrator.eval.results import branch_texts
@@ -15,7 +16,8 @@ REPLY_CHARS = 500
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, str | int | float]
+Row = dict[str, Any]
+"""Text and numbers, and under `images` PNG files, if one of the rows has any."""
 
 
 def choose(groups: Sequence[Group], count: int, seed: int) -> list[Rollout]:
@@ -34,7 +36,9 @@ def example_rows(
 ) -> list[Row]:
     """Chosen conversations as rows of text, shortened: of several branches the first."""
     rows: list[Row] = []
-    for rollout in choose(groups, count, seed=version):
+    chosen = choose(groups, count, seed=version)
+    has_images = any(rollout.branches[0].images for rollout in chosen)
+    for rollout in chosen:
         texts = branch_texts(rollout.branches[0], renderer)
         rows.append(
             {
@@ -47,6 +51,8 @@ def example_rows(
                 "reply": shortened(texts["reply"], REPLY_CHARS),
             }
         )
+        if has_images:
+            rows[-1]["images"] = renderer.pictures(rollout.branches[0].images)
     return rows
 
 

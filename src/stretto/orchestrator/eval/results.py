@@ -134,7 +134,7 @@ async def write_user_samples(
             texts = {"prompt": sample.prompt, "reply": sample.response}
             if sample.tokens:
                 ids = np.asarray(sample.tokens, np.int32)
-                texts = {"prompt": renderer.decode(ids[:start]), "reply": renderer.decode(ids[start:])}
+                texts = {"prompt": renderer.readable(ids[:start]), "reply": renderer.readable(ids[start:])}
             line = {
                 "version": version,
                 "env": name,
@@ -166,7 +166,7 @@ def branch_texts(branch: Branch, renderer: Renderer) -> dict[str, str]:
     """The prompt up to the first sampled token, and the rest as the reply."""
     start = int(branch.is_sampled.argmax()) if branch.is_sampled.any() else len(branch.token_ids)
     ids = branch.token_ids
-    return {"prompt": renderer.decode(ids[:start]), "reply": renderer.decode(ids[start:])}
+    return {"prompt": renderer.readable(ids[:start]), "reply": renderer.readable(ids[start:])}
 
 
 def write_results(path: Path, scores: Sequence[EvalScore]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stretto.records.generate import Completion, VersionSpan
+from stretto.records.images import Image
 from stretto.records.rollout import Branch
 from stretto.records.support import Support, concat_supports
 
@@ -21,6 +22,7 @@ class OpenBranch:
         self.temperature = temperature
         self._agent, self._is_trained = agent, is_trained
         self.token_ids = np.empty(0, dtype=np.int32)
+        self.images: tuple[Image, ...] = ()  # in the order of their placeholders
         self._logprobs: list[np.ndarray] = []
         self._routes: np.ndarray | None = None
         self._sampled: list[tuple[int, int]] = []
@@ -34,10 +36,13 @@ class OpenBranch:
         """Number of tokens with final expert choices; the last is computed in the next turn."""
         return 0 if self._routes is None else len(self._routes) - 1
 
-    def is_extended_by(self, prompt_ids: Int32[np.ndarray, " prompt"], temperature: float) -> bool:
-        """Does the prompt begin with this branch, at the same temperature?"""
+    def is_extended_by(
+        self, prompt_ids: Int32[np.ndarray, " prompt"], temperature: float, images: tuple[Image, ...] = ()
+    ) -> bool:
+        """Does the prompt begin with this branch, tokens and images, at the same temperature?"""
         length = len(self.token_ids)
-        return temperature == self.temperature and np.array_equal(prompt_ids[:length], self.token_ids)
+        is_same = temperature == self.temperature and images[: len(self.images)] == self.images
+        return is_same and np.array_equal(prompt_ids[:length], self.token_ids)
 
     def add_turn(
         self,
@@ -46,11 +51,13 @@ class OpenBranch:
         version: int,
         ce_weights: Float32[np.ndarray, " prompt"] | None = None,
         *,
+        images: tuple[Image, ...] = (),
         is_greedy: bool = False,
     ) -> None:
         """Append the new prompt tokens, then the sampled ones.
 
-        version: of the sampled tokens if the engine names none. ce_weights: of the prompt's tokens, float32.
+        version: of the sampled tokens if the engine names none. ce_weights: of the prompt's tokens, float32. images:
+        all of the prompt.
         is_greedy: the reply is no sample of the policy and is not trained.
         """
         start, known = len(prompt_ids), max(len(self.token_ids), 1)  # the first token is never predicted
@@ -59,6 +66,7 @@ class OpenBranch:
         self._routes = merge_expert_choices(
             self._routes, completion.routed_experts, start + len(completion.token_ids)
         )
+        self.images = images
         self._logprobs.append(np.zeros(start - len(self.token_ids), dtype=np.float32))
         self._logprobs.append(completion.logprobs)
         self._supports += [None, completion.support]
@@ -87,6 +95,7 @@ class OpenBranch:
             is_trained=self._is_trained,
             trained_from=trained_from,
             ce_weights=ce_weights,
+            images=self.images,
         )
 
     def _mask_of(self, spans: list[tuple[int, int]]) -> Bool[np.ndarray, " tokens"]:

@@ -7,19 +7,18 @@ token is trained twice. Each agent of an episode has a recorder; all share the e
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from stretto.base.errors import EngineError, EnvError
+from stretto.base.errors import EnvError
 from stretto.config.sections.orchestrator import SamplingSection
-from stretto.envs.base import EpisodeInfo, EpisodeLimits, LimitReached, Message, Reply, RolloutContext
+from stretto.envs.base import EpisodeInfo, EpisodeLimits, Message, Reply, RolloutContext
 from stretto.orchestrator.rollout.branch import OpenBranch
+from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.continuation import (
     continuation_request,
     match_saved_turn,
@@ -29,77 +28,12 @@ from stretto.orchestrator.rollout.echo import Echo
 from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
-from stretto.records.partial import ABORTED, PartialRollout, Turn
+from stretto.records.images import Image
+from stretto.records.partial import PartialRollout, Turn
 from stretto.records.rollout import Branch
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float32, Int, Int32
-
-
-@dataclass
-class Budget:
-    """Turns and tokens that an episode has used, all agents together.
-
-    Open turns reserve the tokens granted to them, so that agents with open turns share what is left.
-    """
-
-    limits: EpisodeLimits
-    started_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
-    num_turns: int = 0  # completed
-    num_tokens: int = 0
-    _num_open_turns: int = 0
-    _num_reserved_tokens: int = 0  # of open turns
-    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
-    _turn_ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def age_s(self) -> float:
-        return asyncio.get_running_loop().time() - self.started_at
-
-    async def begin_turn(self, wanted: int) -> int:
-        """Open a turn and return how many tokens it may have; `end_turn` must follow.
-
-        If open turns may leave enough tokens, it waits for them, so that the grant does not depend on which agent is
-        faster.
-
-        Raises: LimitReached if the episode has no turn or token left.
-        """
-        granted = wanted
-        if self.limits.max_tokens is None:
-            self._check_limits()
-        else:
-            async with self._queue:
-                granted = await self._grant(wanted, self.limits.max_tokens)
-        self._num_open_turns += 1
-        self._num_reserved_tokens += granted
-        return granted
-
-    def end_turn(self, granted: int, num_tokens: int | None) -> None:
-        """Close a turn that used num_tokens; None if it failed."""
-        self._num_open_turns -= 1
-        self._num_reserved_tokens -= granted
-        if num_tokens is not None:
-            self.num_turns += 1
-            self.num_tokens += num_tokens
-        self._turn_ended.set()
-
-    async def _grant(self, wanted: int, max_tokens: int) -> int:
-        while True:
-            self._check_limits()
-            left = max_tokens - self.num_tokens
-            if left < 1:
-                raise LimitReached(f"the episode has had its {max_tokens} tokens (max_tokens)")
-            if wanted <= left - self._num_reserved_tokens or not self._num_open_turns:
-                return min(wanted, left)
-            self._turn_ended.clear()
-            await self._turn_ended.wait()
-
-    def _check_limits(self) -> None:
-        limits = self.limits
-        if limits.max_turns is not None and self.num_turns + self._num_open_turns >= limits.max_turns:
-            raise LimitReached(f"the episode has had its {limits.max_turns} turns (max_turns)")
-        if limits.timeout_s is not None and self.age_s >= limits.timeout_s:
-            raise LimitReached(f"the episode has had its {limits.timeout_s:g} s (timeout_s)")
 
 
 class Recorder(RolloutContext):
@@ -132,6 +66,7 @@ class Recorder(RolloutContext):
         self._history: list[Message] = []  # a copy: environments edit their messages in place
         self._tools: list[dict] | None = None  # with which the history was rendered
         self._turn: tuple[np.ndarray, np.ndarray] | None = None  # prompt and completion of the last chat turn
+        self._images: tuple[Image, ...] = ()  # of the history
         self._is_busy = False
         self._ce_weights: np.ndarray | None = None  # of the tokens of the next prompt
         self._chosen: list[tuple[int, np.ndarray]] | None = None  # branch index, mask of trained tokens
@@ -181,10 +116,19 @@ class Recorder(RolloutContext):
     async def generate(
         self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any
     ) -> Reply:
-        prompt_ids = np.asarray(prompt_ids, dtype=np.int32)
+        return await self._reply(np.asarray(prompt_ids, dtype=np.int32), (), tools, **sampling)
+
+    async def _reply(
+        self,
+        prompt_ids: Int32[np.ndarray, " prompt"],
+        images: tuple[Image, ...],
+        tools: list[dict] | None,
+        **sampling: Any,
+    ) -> Reply:
         play, draw = self._play, self._draw
         if self._is_busy:
             raise EnvError("two turns of one agent at once: await a reply before you request the next")
+        play.renderer.check_images(prompt_ids, images)
         turn = (self._attempt, self._member, self._num_turns)
         who = () if self.name == POLICY else (self.name,)
         seed = seed_of(play.seed, draw.name, draw.group_id, *turn, *who)
@@ -192,13 +136,15 @@ class Recorder(RolloutContext):
             seed = self._first_seed
         name = "-".join((play.run_id, draw.rollout_id(self._member), *who))
         temperature = play.behavior_temperature(sampling.get("temperature"))
-        is_extended = self._extends(prompt_ids, temperature)
+        is_extended = self._extends(prompt_ids, temperature, images)
         request = GenerateRequest(
             request_id=f"{name}-{self._attempt}-{self._num_turns}",
             prompt_ids=prompt_ids,
             sampling=play.sampling_params(len(prompt_ids), seed, is_learned=self._is_learned, **sampling),
             cache_salt=str(draw.version),
             session_id=name,
+            images=images,
+            image_token_id=play.renderer.image_token_id if images else None,
             routed_experts_start=self._branches[-1].num_known_routes if is_extended else 0,
         )
         self._is_busy = True
@@ -214,6 +160,7 @@ class Recorder(RolloutContext):
             completion,
             draw.version,
             weights,
+            images=images,
             is_greedy=play.is_unlearnable(sampling.get("temperature")),
         )
         self._num_turns += 1
@@ -229,17 +176,19 @@ class Recorder(RolloutContext):
         )
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
-        prompt_ids, first_new = self._extend(messages, tools), len(self._history)
+        renderer, first_new, images = self._play.renderer, len(self._history), self._images
+        prompt_ids = self._extend(messages, tools)
         if prompt_ids is None:
-            prompt_ids, first_new = self._play.renderer.render_prompt(messages, tools), 0
+            prompt_ids, first_new, images = renderer.render_prompt(messages, tools), 0, ()
+        images = (*images, *renderer.images_of(messages[first_new:]))
         if self._play.echo is not None and self._turn is not None:
             self._ce_weights = self._echo_weights(self._play.echo, messages, first_new, tools)
         # A copy of the messages as rendered; only the new ones have to be copied.
         history = [*self._history[:first_new], *map(deep_copy, messages[first_new:])]
         tools_now = list(tools) if tools else None
-        reply = await self.generate(prompt_ids, tools, **sampling)
+        reply = await self._reply(prompt_ids, images, tools, **sampling)
         self._history = [*history, deep_copy(reply.message)]
-        self._turn, self._tools = (prompt_ids, reply.token_ids), tools_now
+        self._turn, self._tools, self._images = (prompt_ids, reply.token_ids), tools_now, images
         return reply
 
     def keep(
@@ -306,17 +255,19 @@ class Recorder(RolloutContext):
 
         Raises: EngineError.
         """
-        known = self._branches[-1].token_ids if self._branches else request.prompt_ids[:0]
+        branch = self._branches[-1] if self._branches else OpenBranch(temperature)
         begun = match_saved_turn(
-            self._replay, request, temperature, known, self._draw.rollout_id(self._member)
+            self._replay,
+            request,
+            temperature,
+            branch.token_ids,
+            branch.images,
+            self._draw.rollout_id(self._member),
         )
         if begun is not None and begun.is_done:
             return begun.completion
         completion = await self._request_turn(request, begun, temperature)
-        if completion.finish_reason == ABORTED or not len(completion.token_ids):
-            raise EngineError(
-                f"the engine returned an incomplete reply of {len(completion.token_ids)} tokens"
-            )
+        self._play.check_reply(completion)
         return completion
 
     async def _request_turn(
@@ -334,8 +285,9 @@ class Recorder(RolloutContext):
         return completion
 
     def _build_turn(self, request: GenerateRequest, completion: Completion, temperature: float) -> Turn:
-        is_extended = self._extends(request.prompt_ids, temperature)
+        is_extended = self._extends(request.prompt_ids, temperature, request.images)
         num_shared = len(self._branches[-1].token_ids) if is_extended else 0
+        images = request.images[len(self._branches[-1].images) if is_extended else 0 :]
         assert request.sampling.seed is not None
         return Turn(
             agent=self.name,
@@ -346,6 +298,7 @@ class Recorder(RolloutContext):
             num_shared=num_shared,
             prompt_ids=request.prompt_ids[num_shared:],
             completion=completion,
+            images=tuple(image.without_patches() for image in images),
         )
 
     def _extend(
@@ -378,9 +331,11 @@ class Recorder(RolloutContext):
                 weights[owners == index - first_new] = weight
         return weights
 
-    def _extends(self, prompt_ids: Int32[np.ndarray, " prompt"], temperature: float) -> bool:
+    def _extends(
+        self, prompt_ids: Int32[np.ndarray, " prompt"], temperature: float, images: tuple[Image, ...]
+    ) -> bool:
         """Does a prompt extend the tokens so far?"""
-        return bool(self._branches) and self._branches[-1].is_extended_by(prompt_ids, temperature)
+        return bool(self._branches) and self._branches[-1].is_extended_by(prompt_ids, temperature, images)
 
 
 def deep_copy(value: Any) -> Any:

@@ -23,6 +23,7 @@ from stretto.base.errors import EngineError
 from stretto.ledger.writer import Ledger
 from stretto.orchestrator.rollout.branch import merge_expert_choices
 from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.images import Image
 from stretto.records.partial import Turn, concat_completions
 
 if TYPE_CHECKING:
@@ -100,18 +101,24 @@ def match_saved_turn(
     request: GenerateRequest,
     temperature: float,
     known: Int32[np.ndarray, " tokens"],
+    known_images: tuple[Image, ...],
     whose: str,
 ) -> Turn | None:
     """An agent's next saved turn if its prompt equals the request's; None otherwise.
 
-    known: the agent's tokens so far. If the environment sends another prompt than before, the remaining saved turns
-    are discarded.
+    known, known_images: the agent's tokens so far and their images. If the environment sends another prompt than
+    before, the remaining saved turns are discarded.
     """
     if not turns:
         return None
     turn = turns.popleft()
     prompt_ids = np.concatenate((known[: turn.num_shared], turn.prompt_ids), dtype=np.int32)
+    images = (
+        *(known_images if turn.num_shared else ()),
+        *turn.images,
+    )  # equal tokens may show other pictures
     is_same = temperature == turn.temperature and np.array_equal(prompt_ids, request.prompt_ids)
+    is_same = is_same and images == request.images
     # A stop text may span both parts of a reply; the engine can find it in a whole reply only.
     if is_same and (turn.is_done or not request.sampling.stop):
         return turn

@@ -18,7 +18,7 @@ from stretto.envs.base import OutOfContext
 from stretto.orchestrator.rollout.continuation import Interruption
 from stretto.orchestrator.rollout.echo import Echo
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
-from stretto.records.partial import PartialRollout
+from stretto.records.partial import ABORTED, PartialRollout
 from stretto.records.rollout import Task
 
 POLICY = "policy"
@@ -111,6 +111,18 @@ class PlaySettings:
         }
         params = SamplingParams(**settings | overrides, max_tokens=min(wanted, room), seed=seed)
         return limit_support(params, self.max_support) if is_learned else params
+
+    def check_reply(self, completion: Completion) -> None:
+        """Raises: EngineError if a reply is incomplete, or has a placeholder of an image that is none."""
+        token_ids = completion.token_ids
+        if completion.finish_reason == ABORTED or not len(token_ids):
+            raise EngineError(f"the engine returned an incomplete reply of {len(token_ids)} tokens")
+        placeholder = self.renderer.image_token_id
+        if placeholder is not None and (token_ids == placeholder).any():
+            raise EngineError(
+                f"the policy sampled the placeholder of an image (token {placeholder}), for which there is no image; "
+                "the reply cannot be trained and is sampled again"
+            )
 
     def is_unlearnable(self, temperature: float | None) -> bool:
         """Is a reply at this temperature greedy, and so no sample that can be trained?"""

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, StrettoError, boundary
 from stretto.base.foreign import call_async
@@ -35,7 +34,8 @@ from stretto.envs.base import (
 from stretto.envs.result import checked_rewards
 from stretto.orchestrator.batch.samples import sampled_tokens
 from stretto.orchestrator.rollout.branch import OpenBranch
-from stretto.orchestrator.rollout.context import Budget, Recorder
+from stretto.orchestrator.rollout.budget import Budget
+from stretto.orchestrator.rollout.context import Recorder
 from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
@@ -155,6 +155,7 @@ class Player(PlaySettings):
                 messages = checked_prompt(await call_async(lambda: env.prompt(draw.task), where), where)
                 with boundary(EnvError, where):
                     prompt_ids = self.renderer.render_prompt(messages)
+                    images = self.renderer.images_of(messages)
                 # Another seed per attempt: a retry must not sample the same replies again.
                 seed = seed_of(self.seed, draw.name, draw.group_id, attempt)
                 request = GenerateRequest(
@@ -163,6 +164,8 @@ class Player(PlaySettings):
                     n=len(missing),
                     sampling=self.sampling_params(len(prompt_ids), seed, is_learned=self.is_learned),
                     cache_salt=str(draw.version),
+                    images=images,
+                    image_token_id=self.renderer.image_token_id if images else None,
                 )
                 completions = await self.request_completions(
                     request, draw.version, is_learned=self.is_learned
@@ -172,7 +175,7 @@ class Player(PlaySettings):
                 members.add_failure(missing, error)
                 continue
             scores = [
-                self._score_member(env, members, member, prompt_ids, completion)
+                self._score_member(env, members, member, request, completion)
                 for member, completion in zip(missing, completions)
             ]
             if inspect.iscoroutinefunction(env.score):
@@ -208,6 +211,7 @@ class Player(PlaySettings):
                 num_shared=0,
                 prompt_ids=request.prompt_ids,
                 completion=completion,
+                images=tuple(image.without_patches() for image in request.images),
             )
             for index, (member, completion) in enumerate(replies.items())
         }
@@ -218,21 +222,18 @@ class Player(PlaySettings):
         env: SingleTurnEnv,
         members: MemberResults,
         member: int,
-        prompt_ids: np.ndarray,
+        request: GenerateRequest,
         completion: Completion,
     ) -> None:
         draw = members.draw
         try:
-            if completion.finish_reason == "abort" or not len(completion.token_ids):
-                raise EngineError(
-                    f"the engine returned an incomplete reply of {len(completion.token_ids)} tokens"
-                )
+            self.check_reply(completion)
             where = f"environment {env.name}, rollout {draw.rollout_id(member)}, score"
             with boundary(EnvError, where):
                 text = self.renderer.parse(completion.token_ids).get("content") or ""
             result = await checked_score(await call_async(lambda: env.score(draw.task, text), where), where)
             branch = OpenBranch(self.behavior_temperature())
-            branch.add_turn(prompt_ids, completion, draw.version)
+            branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)
             is_truncated = completion.finish_reason == "length" or result.is_truncated
             members.add_rollout(member, (branch.close(),), result, is_truncated=is_truncated, num_turns=1)
         except StrettoError as error:

@@ -83,9 +83,14 @@ class ScoringTeacher:
         *,
         privileged_context: Callable[[Task], Int32[np.ndarray, " context"]] | None = None,
         max_failures: int = 32,
+        image_token_id: int | None = None,
     ) -> None:
-        """privileged_context: tokens before a task's rollouts that only the teacher sees, int32."""
+        """privileged_context: tokens before a task's rollouts that only the teacher sees, int32.
+
+        image_token_id: the placeholder of images, the same for policy and teacher.
+        """
         self._engine, self._privileged_context = engine, privileged_context
+        self._image_token_id = image_token_id
         self._max_failures, self._failed_in_a_row = max_failures, 0
 
     async def annotate(self, group: Group) -> Group:
@@ -132,6 +137,8 @@ class ScoringTeacher:
             sampling=SamplingParams(max_tokens=1),
             cache_salt=name,  # the cache of another request must not be reused: it may be of older weights
             prompt_logprobs=True,
+            images=branch.images,
+            image_token_id=self._image_token_id if branch.images else None,
         )
         [completion] = await self._engine.generate(request)
         scores = completion.prompt_logprobs

@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from stretto.base.errors import ConfigError, DataError, EnvError, boundary
+from stretto.base.errors import ConfigError, DataError, EnvError, StrettoError, boundary
 from stretto.chat.render import Message, Renderer
 from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection
+from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools
 from stretto.data.records import read_records
 from stretto.envs.base import load_environment
+from stretto.records.images import Image
 from stretto.records.rows import pack_rows
-from stretto.records.sample import MicroBatch
+from stretto.records.sample import MicroBatch, images_by_document
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Example:
 
     token_ids: np.ndarray  # int32 [tokens]
     is_trained: np.ndarray  # bool [tokens]
+    images: tuple[Image, ...] = ()  # in the order of their placeholders
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Examples:
         crc = len(self.examples)
         for example in self.examples:
             crc = zlib.crc32(example.is_trained, zlib.crc32(example.token_ids, crc))
+            for image in example.images:
+                crc = zlib.crc32(image.hash.encode(), crc)
         return crc
 
 
@@ -85,10 +90,14 @@ def load_examples(
         where = row.where
         try:
             ids, mask = renderer.render_sft(row.messages, loss_mask, row.tools)
+            images = renderer.images_of(row.messages)
+        except StrettoError as cause:
+            raise type(cause)(f"{row.where}: {cause}") from cause
         except (KeyError, TypeError, ValueError) as cause:
             raise DataError(f"{row.where}: cannot be rendered: {type(cause).__name__}: {cause}") from cause
         if is_truncated := len(ids) > max_tokens:
-            ids, mask = ids[:max_tokens], mask[:max_tokens]
+            mask = mask.copy()
+            mask[renderer.last_cut(ids, images, max_tokens) :] = False
         mask[:1] = False
         if not mask.any():
             num_dropped += 1
@@ -96,7 +105,8 @@ def load_examples(
         num_truncated += is_truncated
         # Tokens after the last trained one cannot change the loss.
         end = int(np.flatnonzero(mask)[-1]) + 1
-        examples.append(Example(ids[:end].copy(), mask[:end].copy()))
+        images = renderer.images_within(ids, images, end)
+        examples.append(Example(ids[:end].copy(), mask[:end].copy(), images))
     if not examples:
         raise DataError(
             f"{where}: no row has a token to train on ({num_dropped} rows read); "
@@ -141,10 +151,12 @@ def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, An
             keys = ", ".join(sorted(map(str, record))) or "nothing"
             raise DataError(f"{where}: no {key!r} ({setting}); the row has {keys}.")
     if data.output_key is not None:
-        return {"prompt": record[prompt_key], "completion": record[data.output_key], "tools": tools}
+        columns = {"prompt": record[prompt_key], "completion": record[data.output_key], "tools": tools}
+        return columns | column_of(record)
     if data.input_key is None:
         return record if tools is None else record | {"tools": tools}
-    return {"messages": parse_messages(record[data.input_key], data.input_key, where), "tools": tools}
+    messages = parse_messages(record[data.input_key], data.input_key, where)
+    return {"messages": messages, "tools": tools} | column_of(record)
 
 
 def parse_row(row: Any, where: str) -> Row:
@@ -167,6 +179,7 @@ def parse_row(row: Any, where: str) -> Row:
             f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}. Other keys are named by "
             "data.input_key and data.output_key."
         )
+    messages = with_images(messages, row, where)
     return Row(where, messages, parse_tools(row.get("tools"), "tools", where))
 
 
@@ -233,4 +246,5 @@ def _micro_batch(examples: list[Example], indices: list[int]) -> MicroBatch:
         sample_ids=tuple(str(i) for i in indices),
         envs=("sft",) * len(examples),
         ce_weights=np.concatenate([example.is_trained for example in examples]).astype(np.float32),
+        **images_by_document([example.images for example in examples]),
     )

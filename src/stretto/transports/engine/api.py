@@ -17,10 +17,11 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from stretto.base.errors import EngineError, StrettoError, WireError
+from stretto.base.errors import DataError, EngineError, StrettoError, WireError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
 from stretto.records.support import Support
 from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.transports.engine.images import FeaturesBody, decode_features, encode_features
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, UInt
@@ -109,7 +110,7 @@ class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     stream_options: Any = None
     output_mode: str | None = None
     return_token_ids: bool | None = None
-    features: Any = None
+    features: FeaturesBody | None = None
     content_parts: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
@@ -152,7 +153,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (None,),
     "output_mode": (None, "tokens"),
-    "features": (None,),
     "content_parts": (None,),
     "kv_transfer_params": (None, {}),
     "ec_transfer_params": (None, {}),
@@ -231,6 +231,10 @@ def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
     body = decode_json(data, GenerateBody)
     require_neutral(body)
     params = body.sampling_params
+    try:
+        images, image_token_id = decode_features(body.features, body.token_ids, body.cache_salt)
+    except DataError as error:
+        raise Refusal(str(error)) from error
     request = GenerateRequest(
         request_id=body.request_id or f"generate-{uuid4().hex}",
         prompt_ids=token_array(body.token_ids, "token_ids"),
@@ -238,6 +242,8 @@ def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
         sampling=sampling_params(params),
         cache_salt=body.cache_salt,
         prompt_logprobs=params.prompt_logprobs is not None,
+        images=images,
+        image_token_id=image_token_id,
         routed_experts_start=params.routed_experts_prompt_start or 0,
     )
     if not 0 <= request.routed_experts_start <= len(request.prompt_ids):
@@ -382,6 +388,7 @@ def encode_generate(request: GenerateRequest, model: str | None = None) -> bytes
             model=request.adapter or model,
             request_id=request.request_id,
             cache_salt=request.cache_salt,
+            features=encode_features(request),
         )
     )
 

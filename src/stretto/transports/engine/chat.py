@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -35,11 +35,14 @@ class ChatClient:
     """One OpenAI-compatible server; base_url is for example http://host/v1."""
 
     stop_ids: tuple[int, ...] = ()
+    images = image_token_id = None  # the server makes tokens of images too
 
     def __init__(
         self, base_url: str, api_key: str | None = None, *, model: str | None = None, timeout_s: float = 600.0,
-        max_retries: int = 3,
+        max_retries: int = 3, prepare: Callable[[Sequence[dict]], list[dict]] = list,
     ) -> None:  # fmt: skip
+        """prepare: makes of an environment's messages those that JSON can hold."""
+        self._prepare = prepare
         self.base_url, self.model = base_url.rstrip("/"), model
         self.timeout_s, self.max_retries = timeout_s, max_retries
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -52,7 +55,22 @@ class ChatClient:
         self, messages: Sequence[dict], tools: list[dict] | None = None
     ) -> Int32[np.ndarray, " 1"]:
         """A handle for the conversation, int32 [1]."""
-        return self._handle({"messages": list(messages), "tools": tools}, 1)
+        return self._handle({"messages": self._prepare(messages), "tools": tools}, 1)
+
+    def images_of(self, messages: Sequence[dict]) -> tuple[Any, ...]:
+        """None: images travel in the messages."""
+        return ()
+
+    def check_images(self, *_: Any, **__: Any) -> None:
+        """Nothing: handles have no images."""
+
+    def pictures(self, *_: Any) -> tuple[Any, ...]:
+        """None, for the same reason."""
+        return ()
+
+    def readable(self, token_ids: Int32[np.ndarray, " tokens"]) -> str:
+        """`decode`."""
+        return self.decode(token_ids)
 
     def extend(self, *_: Any, **__: Any) -> None:
         """None: every turn is rendered from the beginning, by the server."""
