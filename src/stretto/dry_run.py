@@ -23,7 +23,8 @@ from stretto.config.root import (
 )
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
-from stretto.launch.plan.model_check import check_model
+from stretto.data.hub_model import find_config, find_local, look_up, size
+from stretto.launch.plan.model_check import check_model, check_trainable, models_of
 from stretto.orchestrator.dry_run import (
     Checked,
     FirstTask,
@@ -50,7 +51,8 @@ def rl(cfg: RLConfig) -> str:
     router = check_router(cfg.inference, is_dry_run=True)
     plan, directory = plan_only(cfg)
     tasks, missing = preview(cfg.orchestrator_config())
-    rows = [*_model(cfg.model, missing), *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
+    models = [*_model(cfg.model, missing), *_other_models(cfg)]
+    rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
     rows += [("router", f"NOT READY: {router}")] if router else []
     written = f"{_run_directory(cfg)}\nits configs and commands are in {directory / 'configs'} and plan.json"
     return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
@@ -68,6 +70,8 @@ def orchestrator(cfg: OrchestratorConfig) -> str:
 
 def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
+    if cfg.model.scratch is None and (directory := find_config(cfg.model.name)) is not None:
+        check_trainable(directory, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
     rows = [*_model(cfg.model), *_monitors(cfg.monitors)]
     return _screen(
         rows,
@@ -151,10 +155,7 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
     if model.scratch is not None:
         return [("model", f"made from scratch, {model.scratch.family}")]
     if not Path(name).expanduser().is_dir():
-        if missing is None:
-            return [("model", f"{name}: no directory; nothing was looked for elsewhere")]
-        why = f"NOT FOUND, which is right only if another run makes it first: {missing}"
-        return [("model", why if missing else f"{name}: tokenizer and config.json in the hub cache")]
+        return [("model", _of_hub(name))]
     if not (Path(name).expanduser() / "config.json").is_file():
         raise ConfigError(
             f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
@@ -163,6 +164,24 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
     if missing:
         raise ConfigError(missing)
     return [("model", f"{name}: its config.json" + (" and tokenizer" if missing == "" else ""))]
+
+
+def _other_models(cfg: RLConfig) -> Rows:
+    """Those that a run loads beside the model that is trained."""
+    names = [name for name, _ in models_of(cfg) if name != cfg.model.name]
+    return [("model", _of_hub(name)) for name in names if not Path(name).expanduser().is_dir()]
+
+
+def _of_hub(name: str) -> str:
+    """What will happen to a model that is no directory."""
+    if find_local(name) is not None:
+        return f"{name}: complete in the local hub cache"
+    try:
+        offer = look_up(name)
+    except ConfigError as error:
+        return f"NOT FOUND, which is right only if another run makes it first: {error}"
+    room = "" if offer.missing_bytes <= offer.free_bytes else "; NOT READY: that is too little, see HF_HOME"
+    return f"{name}: would be downloaded, {offer}, into {offer.cache}, which has {size(offer.free_bytes)} free{room}"
 
 
 def _environments(tasks: Sequence[FirstTask]) -> Rows:

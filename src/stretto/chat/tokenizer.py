@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.data.hub_model import find_local
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -179,19 +180,13 @@ def find_directory(name: str) -> Path:
 
     Raises: ConfigError if there is none.
     """
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as cause:
+    if (found := find_local(name, has_weights=False)) is None:
         raise ConfigError(
             f"no directory {name!r}, and no model of that name in the local hub cache; "
             "give the directory of a model as model.name (or tokenizer.name), "
             f"or download it first with `hf download {name}`."
-        ) from cause
+        )
+    return found
 
 
 def _end_ids(backend: tokenizers.Tokenizer, path: Path, tokenizer_config: dict[str, Any]) -> tuple[int, ...]:

@@ -162,11 +162,10 @@ class RLConfig(RunKeys, RunRoot):
         "orchestrator.student.model": "model",
         "orchestrator.wandb": "monitors.wandb",
         **{f"{part}.{key}": key for part in ("trainer", "orchestrator") for key in RunKeys.model_fields},
-        "inference.vllm.model": "model.name",
-        "inference.model.name": "model.name",
+        "inference.vllm.model": "inference.model",
+        "inference.model.name": "inference.model",
         "inference.model.dtype": "inference.dtype",
         "inference.model.max_model_len": "inference.max_model_len",
-        "inference.model": "model.name",
     }
 
     @classmethod
@@ -359,6 +358,16 @@ def _derive_engine(values: Values) -> dict[str, Any]:
     return taken | {"inference.model": values.get("model.name", ModelSection().name)}
 
 
+def _derive_model(values: Values) -> dict[str, Any]:
+    """The model that is trained is the engine's if only that is named; if both are, weights are sent in its layout."""
+    trained, served = values.get("model.name"), values.get("inference.model")
+    if served is None or served == trained:
+        return {}
+    if trained is None and not _has(values, "model.scratch"):
+        return {"model.name": served}
+    return {"weight_broadcast.engine_model": served}
+
+
 def _derive_wire(values: Values) -> dict[str, Any]:
     """Over several machines weights are broadcast by default, for shared memory ends at one machine."""
     is_wide = values.get("deployment.type") == "multi_node"
@@ -416,6 +425,7 @@ def _derive_num_train_workers(values: Values) -> dict[str, Any]:
 
 
 _DERIVED = (
+    _derive_model,
     _derive_wire,
     _derive_engine,
     _derive_client_url,

@@ -322,7 +322,7 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('[inference] device = "cuda", but no CUDA device is visible; use "cpu" or "auto".')
-    model = load_model(directory, dtype=dtype_of(cfg.dtype, device), device=device)
+    model = load_model(directory, dtype=dtype_of(cfg.dtype, device), device=device, may_be_quantized=True)
     is_small = sum(p.numel() for p in model.parameters()) < _ONE_THREAD_BELOW_PARAMETERS
     if is_small and cfg.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # starting several threads takes longer than computing a small product
@@ -337,6 +337,7 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
         enable_return_routed_experts=cfg.enable_return_routed_experts,
         enable_return_sampling_mask=cfg.enable_return_sampling_mask,
         seed=cfg.seed,
+        use_kernels=model.layout is None,
         eos_ids=end_ids(directory, model.config.hf),
     )
     return EngineCore(model, settings)

@@ -32,6 +32,8 @@ from stretto.models.tensor_map import TensorMap
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+    from stretto.models.fp8.checkpoint import BlockLayout
+
 
 def build_norm(cfg: ModelConfig, dim: int) -> RMSNorm:
     """A norm over `dim` values of this model's kind."""
@@ -242,6 +244,9 @@ class Stack(nn.Module):
 
 class Decoder(nn.Module):
     """token ids -> hidden states; logits are hidden @ output_weight.T (lm_head.py)."""
+
+    layout: BlockLayout | None = None
+    """Which weights its checkpoint has in 8 bits, for an engine; None: none."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()

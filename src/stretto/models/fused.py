@@ -293,7 +293,7 @@ def build_pass(model: Decoder, kernels: Kernels | None = None) -> FusedDecoder |
             f"{cfg.family} chooses the keys it attends to by an index, which the embedded engine does not keep; "
             'set [inference] engine = "vllm"'
         )
-    return ModuleDecoder(model) if cfg.mixers else FusedDecoder(model, kernels)
+    return ModuleDecoder(model) if cfg.mixers or model.layout is not None else FusedDecoder(model, kernels)
 
 
 def _fuse(block: Block, name: str) -> _Layer:

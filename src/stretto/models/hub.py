@@ -22,9 +22,17 @@ from torch import Tensor, nn
 
 from stretto.base.errors import DataError
 from stretto.config.sections.model import Dtype, ScratchSection, dtype_on
+from stretto.data.hub_model import fetch
 from stretto.models.config import parse_config, to_hf
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
+from stretto.models.fp8.checkpoint import (
+    BlockLayout,
+    from_8_bits,
+    lazily_from_8_bits,
+    parse_layout,
+    round_inputs,
+)
 from stretto.models.lora import MergedWeights
 from stretto.models.parts.initial import initialise
 from stretto.models.safetensors_file import read_file
@@ -55,24 +63,14 @@ MAX_SHARD_BYTES = 5 * 10**9
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def find_model(name: str) -> Path:
-    """The model directory `name`, or the snapshot of the hub model `name` in the local cache."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    looks_like_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if looks_like_hub_name:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+def find_model(name: str, *, has_weights: bool = True) -> Path:
+    """The model directory `name`, or the snapshot of that model of the Hub, which is downloaded if it is not here.
 
-        try:
-            return Path(snapshot_download(name, local_files_only=True))
-        except LocalEntryNotFoundError:
-            pass
-    also = " and no model of that name in the local hub cache" if looks_like_hub_name else ""
-    raise DataError(
-        f"model {name!r}: no such directory{also}; give a directory with config.json and safetensors"
-    )
+    has_weights: False if its tokenizer is enough.
+
+    Raises: ConfigError as `fetch`.
+    """
+    return fetch(name, has_weights=has_weights)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -84,10 +82,34 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not valid JSON ({cause}); write the file again") from cause
 
 
-def load_config(directory: str | Path) -> ModelConfig:
-    """The config.json of a model directory, as ModelConfig."""
+def load_config(directory: str | Path, *, may_be_quantized: bool = False) -> ModelConfig:
+    """The config.json of a model directory, as ModelConfig.
+
+    may_be_quantized: whoever asks reads its weights by its `load_layout`.
+    """
     path = Path(directory) / "config.json"
-    return parse_config(read_json(path), str(path))
+    hf = read_json(path)
+    if may_be_quantized:
+        hf.pop("quantization_config", None)
+    return parse_config(hf, str(path))
+
+
+def load_layout(directory: str | Path) -> BlockLayout | None:
+    """Which weights of a model directory are in 8 bits; None if it is not quantized. Its index is enough, or its file.
+
+    Raises: DataError for quantization of another kind.
+    """
+    directory = Path(directory)
+    path = directory / "config.json"
+    if (quantization := read_json(path).get("quantization_config")) is None:
+        return None
+    if (directory / _INDEX).is_file():
+        return parse_layout(quantization, read_json(directory / _INDEX).get("weight_map", {}), str(path))
+    if (directory / _SINGLE).is_file():
+        return parse_layout(quantization, (name for name, _ in read_file(directory / _SINGLE)), str(path))
+    raise DataError(
+        f"{directory}: neither {_SINGLE} nor {_INDEX}, so nothing says which weights are in 8 bits"
+    )
 
 
 def has_custom_module(directory: str | Path) -> bool:
@@ -137,9 +159,16 @@ def build_tensor_map(cfg: ModelConfig) -> TensorMap:
 
 
 def load_model(
-    directory: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", impl: str = "auto"
+    directory: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    impl: str = "auto",
+    may_be_quantized: bool = False,
 ) -> Decoder:
     """Our decoder with the weights of a model directory (for `impl = "hf"` see hf.py).
+
+    may_be_quantized: those in 8 bits are expanded to dtype, and their products round their inputs.
 
     Raises: DataError when the directory is missing, incomplete, truncated, or of an unknown family.
     """
@@ -147,14 +176,19 @@ def load_model(
     directory = Path(directory)
     if not directory.is_dir():
         raise DataError(f"model {str(directory)!r}: no such directory")
-    model = build_model(load_config(directory), dtype, device)
+    layout = load_layout(directory) if may_be_quantized else None
+    model = build_model(load_config(directory, may_be_quantized=may_be_quantized), dtype, device)
+    sources = read_tensors(directory)
     load_slices(
         model.tensor_map,
         as_whole_slices(model.named_parameters()),
-        read_tensors(directory),
+        sources if layout is None else lazily_from_8_bits(sources, layout),
         model.config,
         str(directory),
     )
+    if layout is not None:
+        model.layout = layout
+        round_inputs(model, layout.names, model.tensor_map)
     return model
 
 
@@ -196,7 +230,7 @@ def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], where: s
 
     Raises: DataError if one is missing, unknown or has a wrong shape. The model is then partly overwritten.
     """
-    sources = ((name, tuple(tensor.shape), tensor) for name, tensor in tensors)
+    sources = ((name, tuple(tensor.shape), tensor) for name, tensor in from_8_bits(tensors))
     load_slices(model.tensor_map, as_whole_slices(model.named_parameters()), sources, model.config, where)
 
 
@@ -223,6 +257,8 @@ def load_slices(
             raise DataError(f"{where}: tensor {name!r} is not part of a {cfg.family} of this config.json")
         if name not in needed:
             continue
+        if getattr(source, "dtype", None) is torch.float8_e4m3fn:
+            raise DataError(f"{where}: tensor {name!r} is in 8 bits, and its scales are not known here")
         try:
             table.copy_in(name, shape, source, targets)
         except DataError as error:

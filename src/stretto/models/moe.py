@@ -7,6 +7,7 @@ token do not depend on its batch (the embedded engine in float32 on a CPU).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,11 +42,13 @@ class Experts(nn.Module):
             if shape.has_product_biases:
                 setattr(self, f"{name}_bias", nn.Parameter(torch.empty(num, rows)))
         self.use_grouped_mm = True
+        self.round_input: Callable[[Tensor], Tensor] | None = None
+        """What the rows of a product go through first, if the matrices are in 8 bits (fp8/checkpoint.py)."""
 
     def share_weights_of(self, base: Experts) -> None:
         """Become experts with the weights and settings of others."""
         nn.Module.__init__(self)
-        self.shape, self.use_grouped_mm = base.shape, base.use_grouped_mm
+        self.shape, self.use_grouped_mm, self.round_input = base.shape, base.use_grouped_mm, base.round_input
         for name, parameter in base.named_parameters(recurse=False):
             setattr(self, name, parameter)
 
@@ -80,7 +83,7 @@ class Experts(nn.Module):
         """Rows sorted by expert, counts[e] of them for expert e; row i is a copy of token tokens[i]."""
         if routing.row_multiple is not None:
             return self._padded(x, counts.tolist(), routing.row_multiple, is_tiled=routing.is_tiled)
-        if self.use_grouped_mm and self._is_aligned(x.dtype):
+        if self.use_grouped_mm and self._is_aligned(x.dtype) and self.round_input is None:
             return self._grouped(x, counts)
         return self._loop(x, counts.tolist())
 
@@ -138,10 +141,11 @@ class Experts(nn.Module):
         down_bias: Tensor | None,
     ) -> Tensor:
         """The gated MLP of one expert."""
-        hidden = F.linear(rows, gate_up)
+        hidden = F.linear(rows if self.round_input is None else self.round_input(rows), gate_up)
         if gate_up_bias is not None:
             hidden = hidden + gate_up_bias
-        out = F.linear(self.gated(hidden), down)
+        inner = self.gated(hidden)
+        out = F.linear(inner if self.round_input is None else self.round_input(inner), down)
         return out if down_bias is None else out + down_bias
 
     def _is_aligned(self, dtype: torch.dtype) -> bool:

@@ -30,6 +30,7 @@ from stretto.config.sections.orchestrator import (
     SamplingSection,
     TrainEnvSection,
 )
+from stretto.data.hub_model import find_config
 from stretto.envs.base import Environment, Message, RunInfo, load_environment, needs_worker
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
@@ -150,10 +151,9 @@ def build_renderer_of(model: str, tokenizer: str | None, section: RendererSectio
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ConfigError(f"[model] name = {model!r}: there is no config.json in that directory")
     model_type = None
-    for directory in filter(None, (model, tokenizer)):
-        path = Path(directory) / "config.json"
-        if model_type is None and path.is_file():
-            model_type = json.loads(path.read_text()).get("model_type")
+    for name in filter(None, (model, tokenizer)):
+        if model_type is None and (directory := find_config(name)) is not None:
+            model_type = json.loads((directory / "config.json").read_text()).get("model_type")
     source = model if tokenizer is None or Path(model).is_dir() else tokenizer
     images = load_image_processor(find_directory(source))
     return build_renderer(load_tokenizer(tokenizer or model), section, model_type, images)

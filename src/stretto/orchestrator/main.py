@@ -29,6 +29,7 @@ from stretto.config.sections.algorithm import CustomAlgo, RaeAlgo
 from stretto.config.sections.curriculum import DifficultySampler
 from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
@@ -88,6 +89,8 @@ def claim_part(cfg: OrchestratorConfig) -> AbstractContextManager[None]:
 async def run(cfg: OrchestratorConfig) -> int:
     """Build everything, train, and write the summary."""
     progress = starting_point(cfg)
+    if cfg.tokenizer.name is not None or cfg.model.scratch is None:
+        fetch(cfg.tokenizer.name or cfg.model.name, has_weights=False)
     renderer = build_policy_renderer(cfg)
     async with AsyncExitStack() as stack:
         # First: the launcher starts the other processes only when all of this has been checked.
@@ -222,7 +225,7 @@ def build_loop(
         control=wires.control,
         monitors=monitors,
         watch=watch,
-        cost=cost_of_model(cfg.model.name),
+        cost=cost_of_model(find_config(cfg.model.name) or cfg.model.name),
         progress=progress,
         hooks=user_code.hooks,
         rollout_function=user_code.rollouts,

@@ -95,7 +95,7 @@ def load_policy(
 def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: RunDir) -> Path:
     """The tokenizer's directory; a scratch model's tokenizer is built in the run directory."""
     if tokenizer.name is not None:
-        return hub.find_model(tokenizer.name)
+        return hub.find_model(tokenizer.name, has_weights=False)
     if model.scratch is not None:
         return build_letters_tokenizer(run_dir.tokenizer, phrases=model.scratch.phrases)
     return hub.find_model(model.name)

@@ -34,9 +34,11 @@ from stretto.base.secret import load_secret
 from stretto.base.status import is_supervised, report, stop_signals
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.root import TrainerConfig
+from stretto.config.rules.checkpoints import check_quantize
 from stretto.config.sections.trainer import CriticSection, num_kept
 from stretto.models import hub
 from stretto.models.decoder import Decoder
+from stretto.models.fp8.checkpoint import BlockLayout, to_8_bits
 from stretto.monitors import build_monitors
 from stretto.records.control import (
     Bye,
@@ -128,6 +130,7 @@ class Trainer:
         self.mesh = mesh = self.learner.mesh
         self.updates = Updates(self.learner, cfg)
         self.is_lead, self.dp_rank, self.dp = mesh.is_lead, mesh.dp_rank, mesh.degrees.dp
+        self.layout = find_engine_layout(cfg)
         self.resumed_step = resume(cfg, self.learner)
         if self.is_lead:  # before the first step: the others begin it when all have published
             delete_after(self.run_dir.trained_tokens, self.learner.step)
@@ -278,7 +281,10 @@ class Trainer:
             (self.loaded_version, self.wants_canary), tuple[int, bool]
         )
         self.publisher.release(self.loaded_version - 1)
-        manifest = self.publisher.publish(self.learner.step, self.learner.export_tensors())
+        tensors = self.learner.export_tensors()
+        if self.layout is not None:
+            tensors = to_8_bits(tensors, self.layout)
+        manifest = self.publisher.publish(self.learner.step, tensors)
         canary = self.canary()
         self.num_published += 1
         if not self.is_lead:
@@ -296,7 +302,7 @@ class Trainer:
             self.learner.step, self.num_published, cfg.canary_interval, is_wanted=self.wants_canary
         ):
             return None
-        return score_canary(self.learner, cfg.canary_tokens)
+        return score_canary(self.learner, cfg.canary_tokens, self.layout)
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint and export weights if their intervals are due; both if is_last."""
@@ -470,6 +476,21 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
         critic=critic,
         frozen_steps=0 if cfg.critic is None else cfg.critic.num_critic_only_steps,
     )
+
+
+def find_engine_layout(cfg: TrainerConfig) -> BlockLayout | None:
+    """Which weights the engines have in 8 bits; None if none.
+
+    Raises: ConfigError if weight_broadcast.quantize_in_weight_transfer says otherwise.
+    """
+    section = cfg.weight_broadcast
+    layout = None
+    if section.engine_model is not None:
+        layout = hub.load_layout(hub.find_model(section.engine_model, has_weights=False))
+    check_quantize(section.quantize_in_weight_transfer, section.engine_model, is_quantized=layout is not None)
+    if layout is not None:
+        logger.info("publishing %d weights in 8 bits, as %s", len(layout.names), section.engine_model)
+    return layout
 
 
 def find_reference_model(cfg: TrainerConfig) -> tuple[str, str | None] | None:

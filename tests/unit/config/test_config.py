@@ -315,11 +315,26 @@ def test_files_of_two_processes_that_disagree_are_refused(tmp_path: Path) -> Non
     assert f"{tmp_path}/train.toml:1, {tmp_path}/orch.toml:1: {words}" in str(caught.value)
 
 
+def test_the_engine_may_start_from_another_precision_of_the_model_that_is_trained(tmp_path: Path) -> None:
+    """The trainer is told; a name that only the engine has is that of both."""
+    both = rl(tmp_path, '[trainer.model]\nname = "org/GLM"\n[inference.model]\nname = "org/GLM-FP8"\n' + ENV)
+    assert (both.model.name, both.inference.model) == ("org/GLM", "org/GLM-FP8")
+    assert both.trainer_config().weight_broadcast.engine_model == "org/GLM-FP8"
+    one = rl(tmp_path, '[inference.model]\nname = "org/GLM"\n' + ENV)
+    assert (one.model.name, one.inference.model, one.weight_broadcast.engine_model) == (
+        "org/GLM",
+        "org/GLM",
+        None,
+    )
+    same = rl(tmp_path, '[model]\nname = "org/GLM"\n' + ENV)
+    assert (same.inference.model, same.weight_broadcast.engine_model) == ("org/GLM", None)
+
+
 def test_a_flag_overrides_a_file_in_any_spelling(tmp_path: Path) -> None:
     cfg = rl(
         tmp_path,
         '[trainer]\nmax_steps = 4\n[model]\nname = "a"\n' + ENV,
-        flags="--max-steps 5 --inference.model b",
+        flags="--max-steps 5 --trainer.model.name b",
     )
     assert (cfg.max_steps, cfg.model.name, cfg.inference.model) == (5, "b", "b")
 

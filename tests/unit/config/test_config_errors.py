@@ -403,9 +403,9 @@ WRONG_RL = {
     ),
     "two flags disagree": (
         ENV,
-        "--model.name a --inference.model b",
+        "--model.name a --trainer.model.name b",
         [
-            '--model.name a, --inference.model b: --model.name = "a" but --inference.model = "b"',
+            '--model.name a, --trainer.model.name b: --model.name = "a" but --trainer.model.name = "b"',
             "as model.name",
         ],
     ),

@@ -31,6 +31,14 @@ class HubSite(ThreadingHTTPServer):
         self.requests: list[str] = []
         self.stored: dict[str, bytes] = {}
         self.messages: list[str] = []
+        self.gated: set[str] = set()
+        """Models that need a login with access."""
+        self.num_breaks: dict[str, int] = {}
+        """Files that are sent by halves this many times, and the connection is closed."""
+        self.ranges: list[str] = []
+        """Ranges that were asked for."""
+        self.status: int | None = None
+        """What every request is refused with."""
 
     @property
     def url(self) -> str:
@@ -79,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {path}")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         words = path.strip("/").split("/")
+        if self.server.status is not None:
+            return self._refuse(self.server.status, "Refused")
         if words[0] == "api":
             self._answer_api(words[1:], body)
         elif "resolve" in words:
@@ -105,8 +115,20 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "RepoNotFound")
         match words[3:]:
             case [] | ["revision", _]:
-                files = [{"rfilename": entry["path"]} for entry in _entries(repo)]
-                self._send_json({"id": "/".join(words[1:3]), "sha": self.server.commit, "siblings": files})
+                files = [
+                    {"rfilename": e["path"], "size": e["size"], "blobId": e["oid"]} for e in _entries(repo)
+                ]
+                name = "/".join(words[1:3])
+                about = {
+                    "id": name,
+                    "sha": self.server.commit,
+                    "gated": "auto" if self._is_kept(name) else False,
+                }
+                self._send_json(about | {"siblings": files})
+            case ["auth-check"]:
+                if self._is_kept("/".join(words[1:3])):
+                    return self._refuse(403, "GatedRepo")
+                self._send_json({})
             case ["tree", _, *_]:
                 directory = repo / "/".join(words[5:])
                 is_whole = "recursive=true" in urlsplit(self.path).query.lower()
@@ -130,6 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
         file = repo / "/".join(words[4:])
         if not repo.is_dir():
             return self._refuse(404, "RepoNotFound")
+        if self._is_kept("/".join(words[:2])):
+            return self._refuse(403, "GatedRepo")
         if not file.is_file():
             return self._refuse(404, "EntryNotFound")
         content = file.read_bytes()
@@ -139,8 +163,12 @@ class _Handler(BaseHTTPRequestHandler):
             first, _, last = asked.removeprefix("bytes=").partition("-")
             content = content[int(first) : int(last) + 1 if last else None]
             status = 206
+            self.server.ranges.append(asked)
             headers["Content-Range"] = f"bytes {first}-{int(first) + len(content) - 1}/{whole}"
-        self._send(content, status, headers | {"Accept-Ranges": "bytes"})
+        is_broken = self.command == "GET" and self.server.num_breaks.get(file.name, 0) > 0
+        if is_broken:
+            self.server.num_breaks[file.name] -= 1
+        self._send(content, status, headers | {"Accept-Ranges": "bytes"}, is_broken=is_broken)
 
     # -- what is uploaded --
 
@@ -213,13 +241,24 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_json(self, value: object, *, content_type: str = "application/json") -> None:
         self._send(json.dumps(value).encode(), 200, {"Content-Type": content_type})
 
-    def _send(self, content: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def _is_kept(self, name: str) -> bool:
+        return name in self.server.gated and not self._is_known()
+
+    def _send(
+        self,
+        content: bytes,
+        status: int = 200,
+        headers: dict[str, str] | None = None,
+        *,
+        is_broken: bool = False,
+    ) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            self.wfile.write(content[: len(content) // 2] if is_broken else content)
+            self.close_connection = self.close_connection or is_broken
 
 
 def _entries(repo: Path) -> list[dict]:

@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "a model that is not on this machine": (
         f"{OK} --model.name Qwen/Qwen3-0.6B",
         "model ",
-        "no directory 'Qwen/Qwen3-0.6B', and no model of that name in the local hub cache",
+        "'Qwen/Qwen3-0.6B': no such directory, no complete model of that name in the local hub cache",
         "`hf download Qwen/Qwen3-0.6B`",
     ),
     "a directory that is no model": (

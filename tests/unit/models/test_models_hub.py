@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB, build_policy
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from stretto.base.errors import DataError
+from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
@@ -160,7 +160,7 @@ def test_a_directory_without_config_or_weights_is_named(tmp_path, saved):
 
 @pytest.mark.parametrize("name", ["nowhere/at-all", "./nowhere", "nowhere"])
 def test_a_model_that_is_nowhere_is_named(name):
-    with pytest.raises(DataError, match=f"model '{name}': no such directory"):
+    with pytest.raises(ConfigError, match=f"model '{name}': no such directory"):
         hub.find_model(name)
 
 

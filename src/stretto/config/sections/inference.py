@@ -85,7 +85,8 @@ class InferenceSection(Section):
     """`embedded`: the built-in PyTorch engine (CPU and CUDA); `vllm`: a vLLM server; `auto`: vLLM where there are
     a GPU and vLLM, and wherever a key is set that only vLLM has; else embedded."""
     model: str | None = None
-    """Directory of the model; None: the root's model.name."""
+    """Directory of the model, or its name on the Hub; None: the root's model.name. It may be the model that is trained
+    with weights in 8 bits, as in `zai-org/GLM-5-FP8`: engines are then sent weights in its layout."""
     served_model_name: str | None = None
     """Name under which the API serves it; None: the model's name."""
     dtype: Dtype = "auto"
@@ -130,6 +131,8 @@ class InferenceSection(Section):
     """Overlap the communication of one half of a batch with the computation of the other. vLLM only."""
     enable_eplb: bool = False
     """Move experts between devices as their load changes. vLLM only."""
+    use_deep_gemm: bool = False
+    """Multiply 8-bit weights with DeepGEMM (VLLM_USE_DEEP_GEMM = 1). vLLM only."""
     enforce_eager: bool | None = None
     """No compilation and no CUDA graphs; None: on a CPU. vLLM only."""
     vllm_extra: dict[str, Any] = Field({})
@@ -156,6 +159,7 @@ class InferenceSection(Section):
             "enable_expert_parallel": self.enable_expert_parallel or None,
             "enable_dbo": self.enable_dbo or None,
             "enable_eplb": self.enable_eplb or None,
+            "use_deep_gemm": self.use_deep_gemm or None,
             "enforce_eager": self.enforce_eager,
             "kv_cache_offload": self.kv_cache_offload and self.kv_cache_offload.type,
             "deployment.type": None if self.deployment.type == "single_node" else self.deployment.type,

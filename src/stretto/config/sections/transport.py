@@ -51,6 +51,11 @@ class WeightsSection(Section):
 
     delta: DeltaSection | None = None
     """Send only the elements that changed; None: all weights every time."""
+    engine_model: str | None = None
+    """Model that engines were started from. If its weights are in 8 bits (`quantization_config`), published weights are
+    brought to its layout. None: the one that is trained; `rl` sets it to inference.model."""
+    quantize_in_weight_transfer: bool | None = None
+    """true: it is an error if engine_model is not in 8 bits; false: if it is; None: weights follow engine_model."""
     timeout_s: float = Field(600.0, gt=0)
     """Longest wait until every engine has loaded a version."""
     canary_interval: int | None = Field(10, gt=0)
@@ -59,7 +64,8 @@ class WeightsSection(Section):
     canary_tokens: int = Field(64, gt=1)
     """Tokens that are scored."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest mean difference of logprobs, nats; None: 0.001 if trainer and engine compute in float32, else 0.1."""
+    """Largest mean difference of logprobs, nats; None: 0.001 if trainer and engine compute in float32, else 0.1; with
+    engines in 8 bits what their rounding explains, which the trainer measures, if that is more."""
 
 
 class ShmWeights(WeightsSection):

@@ -218,6 +218,8 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         WAITING_VARIABLE: str(section.server.max_waiting_requests),
     }
+    if section.use_deep_gemm:
+        env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
     if section.lora is not None and "experts" not in section.lora.target_modules:
         env[PLAIN_EXPERTS_VARIABLE] = "1"
     if section.enable_return_sampling_mask:

@@ -1,13 +1,17 @@
 """Checks the config against the model's config.json before anything starts: mesh degrees, and unused keys.
 
-Nothing is checked if the model is not there yet: a warm-up may still make it, or it is downloaded first.
+Of a model of the Hub that is not here, config.json alone is downloaded. Nothing is checked if there is none: a warm-up
+may still make the model, or the Hub is not reached.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
+from stretto.config.root import RLConfig
+from stretto.config.rules.checkpoints import check_quantize, check_same_network
 from stretto.config.rules.mesh_degrees import (
     SPARSE_FAMILIES,
     Shape,
@@ -16,6 +20,7 @@ from stretto.config.rules.mesh_degrees import (
     read_shape,
 )
 from stretto.config.sections.model import ModelSection
+from stretto.data.hub_model import find_config
 
 
 def check_model(
@@ -27,9 +32,10 @@ def check_model(
 
     Raises: ConfigError naming the key, the value and what this model allows.
     """
-    directory = Path(model.name).expanduser()
-    if model.scratch is not None or not (directory / "config.json").is_file():
+    directory = None if model.scratch is not None else find_config(model.name)
+    if directory is None:
         return
+    check_trainable(directory, model.impl, f"[{path}] name = {model.name!r}")
     try:
         shape = read_shape(directory)
     except (OSError, ValueError, KeyError):
@@ -50,6 +56,73 @@ def check_model(
         )
     for key, why in _unused_keys(model, shape, has_replay=has_replay):
         raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")
+
+
+def check_trainable(directory: Path, impl: str, where: str) -> None:
+    """Check that a model directory has weights that can be trained.
+
+    Raises: ConfigError for quantized ones.
+    """
+    try:
+        hf = json.loads((directory / "config.json").read_text())
+        method = (hf.get("quantization_config") or {}).get("quant_method")
+    except (OSError, ValueError, AttributeError):
+        return  # the process that loads it says what is wrong with it
+    if method is None or (method == "mxfp4" and impl != "custom"):  # transformers expands mxfp4
+        return
+    raise ConfigError(
+        f"{where}: its config.json has quantization_config {method}, and quantized weights cannot be trained; give the "
+        "same model in bfloat16 here, and this one as inference.model.name if engines are to compute with it"
+    )
+
+
+def check_engine_model(cfg: RLConfig) -> None:
+    """Check the engines' checkpoint, if it is another than the one that is trained.
+
+    Raises: ConfigError if it is another network, or does not fit quantize_in_weight_transfer or [model.lora].
+    """
+    wire, served = cfg.weight_broadcast, cfg.weight_broadcast.engine_model
+    if cfg.inference is None or served is None:
+        check_quantize(wire.quantize_in_weight_transfer, served, is_quantized=served is not None)
+        return
+    there = None if cfg.model.scratch is not None else find_config(cfg.model.name)
+    here = find_config(served)
+    if there is None or here is None:
+        return
+    try:
+        trained, other = (json.loads((path / "config.json").read_text()) for path in (there, here))
+    except (OSError, ValueError):
+        return  # the process that loads it says what is wrong with it
+    check_same_network(trained, other, (cfg.model.name, served))
+    quantization = other.get("quantization_config")
+    check_quantize(wire.quantize_in_weight_transfer, served, is_quantized=quantization is not None)
+    if quantization is None:
+        return
+    if (method := quantization.get("quant_method")) != "fp8" or quantization.get("weight_block_size") != [
+        128,
+        128,
+    ]:
+        raise ConfigError(
+            f"inference.model = {served!r}: its quantization_config is {method}, and weights can be sent to engines in "
+            "fp8 of 128 x 128 blocks only; give such a checkpoint, or the model that is trained"
+        )
+    if cfg.model.lora is not None:
+        raise ConfigError(
+            f"inference.model = {served!r} has weights in 8 bits, and [model.lora] sends adapters, which engines add "
+            "to the weights that they were started with; leave one of the two out"
+        )
+
+
+def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
+    """Models that a run loads, by name; False for those of which it needs the tokenizer only."""
+    teacher, trainer = cfg.teacher_inference, cfg.trainer
+    names = [] if cfg.model.scratch is not None else [cfg.model.name]
+    names += [section.model for section in (cfg.inference, teacher) if section is not None and section.model]
+    names += [kl.model for kl in [trainer.loss.reference_kl] if kl is not None and kl.model]
+    names += [trainer.advantages.kl_model] if trainer.advantages and trainer.advantages.kl_model else []
+    names = [name for name in names if cfg.model.scratch is None or name != cfg.model.name]
+    tokenizers = [cfg.tokenizer.name] if cfg.tokenizer.name is not None else []
+    return [(name, True) for name in dict.fromkeys(names)] + [(name, False) for name in tokenizers]
 
 
 def _unused_keys(model: ModelSection, shape: Shape | None, *, has_replay: bool) -> list[tuple[str, str]]:

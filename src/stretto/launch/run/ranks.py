@@ -23,6 +23,7 @@ from stretto.base.ports import PortClaims
 from stretto.base.status import SUPERVISED_VAR
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
+from stretto.data.hub_model import fetch
 from stretto.launch.plan.nodes import (
     check_hosts,
     check_ports,
@@ -61,10 +62,17 @@ def start_ranks(cfg: SFTConfig, words: Sequence[str]) -> int | None:
     if cfg.num_ranks == 1:
         os.environ |= process.device_env(gpus) if gpus else {}
         return None
+    _fetch_model(cfg)
     with closing(_claim(cfg)) as claim, closing(PortClaims()) as ports:
         port = free_port("rendezvous", LOOPBACK, RENDEZVOUS_PORT, False, ports)
         ranks = range(cfg.num_ranks)
         return _lead(cfg, [_spec(cfg, words, gpus[rank : rank + 1], port, rank) for rank in ranks], claim)
+
+
+def _fetch_model(cfg: SFTConfig) -> None:
+    """Download the model before ranks start, if it is not here: each would wait for it."""
+    if cfg.model.scratch is None:
+        fetch(cfg.model.name)
 
 
 def _claim(cfg: SFTConfig) -> rundir.Claim:
@@ -135,6 +143,7 @@ def _start_node(cfg: SFTConfig, shape: NodesDeployment, words: Sequence[str]) ->
         node_checks.check_others(hosts, node, HOSTS_KEY)
         check_ports(own, node, hosts[node], "deployment.rendezvous_port")
     own = on_visible_gpus(own)
+    _fetch_model(cfg)
     if node == 0:
         with closing(_claim(cfg)) as claim:
             node_checks.announce(run, hosts)

@@ -21,9 +21,10 @@ from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.config.changes import changes
 from stretto.config.root import RLConfig
+from stretto.data.hub_model import fetch, find_config, is_hub_name
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.model_check import check_model
+from stretto.launch.plan.model_check import check_engine_model, check_model, models_of
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
 from stretto.launch.plan.routers import check_router
 from stretto.launch.ray import run as on_ray
@@ -62,6 +63,7 @@ def main(cfg: RLConfig) -> int:
         if node > 0:
             return _run_other_node(cfg, run, node)
     check_router(cfg.inference)
+    _fetch_models(cfg)
     with closing(rundir.claim(run, **_resume_options(cfg))) as claim, closing(PortClaims()) as ports:
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
         if plan.hosts:
@@ -102,6 +104,7 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     plan = nodes.plan_nodes(cfg, run, step, find_secret(run, SECRET_TIMEOUT_S))
     mine = [spec for spec in plan.processes if spec.node == node]
     _check_node(mine, node, plan.hosts)
+    _fetch_models(cfg)
     if (why := node_checks.needs_shared(plan.config, mine)) is not None:
         node_checks.check_shared(run, plan.hosts, node, why)
     own.path.mkdir(parents=True, exist_ok=True)
@@ -138,24 +141,35 @@ def _check_shape(cfg: RLConfig) -> None:
     engine = None if cfg.inference is None else cfg.inference.engine
     has_replay = cfg.trainer.enable_router_replay
     check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=has_replay, engine=engine)
+    check_engine_model(cfg)
 
 
 def _check_model(cfg: RLConfig) -> None:
     """Refuse a model directory that is missing before --clean deletes anything and processes start."""
     name = cfg.model.name
-    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if cfg.model.scratch is not None or is_hub_name:
+    if cfg.model.scratch is not None or find_config(name) is not None:
         return
-    if not Path(name).expanduser().is_dir():
-        raise ConfigError(
-            f"[model] name = {name!r}: there is no such directory. If a warm-up makes the model, "
-            f"run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
-        )
-    if not (Path(name).expanduser() / "config.json").is_file():
+    if Path(name).expanduser().is_dir():
         raise ConfigError(
             f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
             "directory with config, safetensors and tokenizer."
         )
+    if not is_hub_name(name):
+        raise ConfigError(
+            f"[model] name = {name!r}: there is no such directory. If a warm-up makes the model, "
+            f"run that first (`sft @ ...`); else give a directory with config, safetensors and tokenizer."
+        )
+
+
+def _fetch_models(cfg: RLConfig) -> None:
+    """Download what of the run's models and tokenizers is not here, before processes start that would wait for it."""
+    for name, has_weights in models_of(cfg):
+        fetch(name, has_weights=has_weights, say=_write_line)
+
+
+def _write_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def _resume_options(cfg: RLConfig) -> dict[str, Any]:

@@ -126,12 +126,17 @@ def quantize_rows(x: Float[Tensor, "*rows dim"]) -> Quantized:
     return Quantized(values[..., : x.shape[-1]].contiguous(), scales)
 
 
-def quantize_blocks(weight: Float[Tensor, "groups out dim"]) -> Quantized:
-    """Quantize in blocks of 128 x 128; scales [groups, out blocks, dim blocks]."""
+def quantize_blocks(weight: Float[Tensor, "groups out dim"], *, has_round_scales: bool = False) -> Quantized:
+    """Quantize in blocks of 128 x 128; scales [groups, out blocks, dim blocks].
+
+    has_round_scales: scales are powers of two, the next larger ones.
+    """
     *_, out, dim = weight.shape
     blocks = F.pad(weight, (0, -dim % BLOCK, 0, -out % BLOCK)).float()
     blocks = blocks.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [groups, rows, 128, columns, 128]
     scales = (blocks.abs().amax((-3, -1)) / LARGEST).clamp(min=SMALLEST_SCALE)
+    if has_round_scales:
+        scales = scales.log2().ceil().exp2()
     values = _to_fp8(blocks / scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
     return Quantized(values[..., :out, :dim].contiguous(), scales)
 

@@ -17,6 +17,7 @@ from stretto.base.ports import is_free
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, InferenceConfig
 from stretto.config.sections.inference import KEY_VAR
+from stretto.data.hub_model import fetch
 from stretto.envs.base import tasks_of
 from stretto.monitors import build_monitors
 from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
@@ -49,6 +50,8 @@ def main(cfg: EvalConfig) -> int:
 async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
     """Evaluate the engines that the config names."""
     cfg = with_server_address(cfg)
+    if cfg.client.api != "chat" and (name := cfg.tokenizer.name or cfg.model) is not None:
+        fetch(name, has_weights=False)
     async with AsyncExitStack() as stack:
         # Environments first: their errors are reported before an engine is started.
         renderer = None if cfg.client.api == "chat" else build_eval_renderer(cfg)

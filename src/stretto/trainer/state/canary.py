@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
+import torch
 
 from stretto.base.errors import EngineError
+from stretto.models.fp8.checkpoint import BlockLayout, round_inputs, stop_rounding
 from stretto.records.sample import MicroBatch
 from stretto.records.weights import Canary
 from stretto.trainer.learner import Learner
@@ -32,11 +35,31 @@ def is_canary_due(version: int, num_published: int, interval: int | None, *, is_
     return is_wanted or num_published < NUM_ALWAYS_CHECKED or version % interval == 0
 
 
-def score_canary(learner: Learner, num_tokens: int) -> Canary:
+def score_canary(learner: Learner, num_tokens: int, layout: BlockLayout | None = None) -> Canary:
     """The log-probabilities of fixed tokens, which are the same for every version of a run.
+
+    layout: that of engines in 8 bits. An engine rounds weights and the rows that they are multiplied with. Both have
+    the same relative error, and are independent, so the error of both is sqrt(2) times that of rounded rows alone, with
+    which the tokens are scored once more.
 
     Raises: EngineError when they are not finite: no engine could agree with them.
     """
+    canary = _score(learner, num_tokens)
+    if layout is None:
+        return canary
+    policy = learner.policy
+    table = getattr(policy, "tensor_map", None)
+    hooks = round_inputs(policy, layout.names, table)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiled blocks would not see the hooks
+            other = _score(learner, num_tokens)
+    finally:
+        stop_rounding(policy, hooks)
+    error = np.abs(np.subtract(canary.logprobs, other.logprobs))[1:].mean()
+    return msgspec.structs.replace(canary, rounding=float(error) * 2**0.5)
+
+
+def _score(learner: Learner, num_tokens: int) -> Canary:
     token_ids = fixed_tokens(learner.policy.output_weight.shape[0], num_tokens)
     ones, length = np.ones(num_tokens, np.float32), np.array([0, num_tokens], np.int32)
     zeros = np.zeros(num_tokens, np.float32)

@@ -1,0 +1,342 @@
+"""Models of the Hugging Face Hub: whether one is in the local cache, how large it is, and its download.
+
+A model is written `ORG/NAME`. `find_local` looks at this machine only, `look_up` asks the Hub and downloads nothing,
+`fetch` downloads what is missing. One process downloads while all others on the machine wait for its lock. Files that
+are complete stay when a download breaks off, and the next one goes on from there. The cache is huggingface_hub's own
+(HF_HOME), which `hf download` fills too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.base.locked import lock_within, unlock
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], object]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TOKENIZER = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template*", "model.safetensors.index.json",
+    "*processor_config.json",
+)  # fmt: skip
+_PATTERNS = (*_TOKENIZER, "*.safetensors", "*.py")
+_LEFT_OUT = ("*/*", "consolidated*")
+"""Subdirectories (the same weights in the formats of other programs) and a second copy of weights."""
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FIRST_REPORT_S, _REPORT_S, _LOCK_TRY_S = 2.0, 15.0, 5.0
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the Hub has of a model, and what of it is not here yet.
+
+    num_bytes: of all files that are needed. missing_bytes: of those that are not here.
+    """
+
+    name: str
+    num_files: int
+    num_bytes: int
+    missing_bytes: int
+    cache: Path
+
+    @property
+    def free_bytes(self) -> int:
+        """Free space of the cache's disk."""
+        there = next(path for path in (self.cache, *self.cache.parents) if path.exists())
+        return shutil.disk_usage(there).free
+
+    def __str__(self) -> str:
+        rest = (
+            ""
+            if self.missing_bytes == self.num_bytes
+            else f", of which {size(self.missing_bytes)} are missing"
+        )
+        return f"{size(self.num_bytes)} in {self.num_files} files{rest}"
+
+
+def is_hub_name(name: str) -> bool:
+    """True for a text that is written like a model of the Hub, `ORG/NAME`."""
+    return _NAME.fullmatch(name) is not None
+
+
+def find_local(name: str, *, has_weights: bool = True) -> Path | None:
+    """The directory `name`, or the snapshot of that model in the cache; None if it is not here or not complete.
+
+    has_weights: False if a tokenizer is enough.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    snapshot = _find_cached(name, "config.json" if has_weights else "tokenizer.json")
+    return snapshot if snapshot is not None and (not has_weights or _has_weights(snapshot)) else None
+
+
+def find_config(name: str) -> Path | None:
+    """A directory with the config.json of a model; that file alone is downloaded if the Hub can be reached."""
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    if path.is_dir() or not is_hub_name(name):
+        return None
+    if (cached := _find_cached(name, "config.json")) is not None:
+        return cached
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with _hub_errors(name):
+            return Path(hf_hub_download(name, "config.json")).parent
+    except ConfigError:  # `look_up` says why
+        return None
+
+
+def look_up(name: str, *, has_weights: bool = True) -> Offer:
+    """Ask the Hub for the files of a model and their sizes; downloads nothing.
+
+    Raises: ConfigError if it has no such model, does not give it to this user, or cannot be reached.
+    """
+    if not is_hub_name(name):
+        raise ConfigError(f"model {name!r}: no such directory; {_GIVE}")
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects
+
+    with _hub_errors(name):
+        api = HfApi()
+        info = api.model_info(name, files_metadata=True)
+        if info.gated:
+            api.auth_check(name)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    files = list(
+        filter_repo_objects(sizes, allow_patterns=_patterns(has_weights), ignore_patterns=[*_LEFT_OUT])
+    )
+    if has_weights and not any(file.endswith(".safetensors") for file in files):
+        raise ConfigError(
+            f"model {name!r}: its files on the Hub have no weights as safetensors, which are read only; {_GIVE}"
+        )
+    cache = _cache()
+    snapshot = _repo_folder(name) / "snapshots" / str(info.sha)
+    missing = [file for file in files if not (snapshot / file).exists()]
+    return Offer(
+        name, len(files), sum(map(sizes.__getitem__, files)), sum(map(sizes.__getitem__, missing)), cache
+    )
+
+
+def fetch(name: str, *, has_weights: bool = True, say: Say = logger.info) -> Path:
+    """The directory `name`, or the snapshot of that model of the Hub, downloaded first if it is not here.
+
+    say: gets lines about the size, the progress, and who is being waited for.
+
+    Raises: ConfigError if there is neither, the disk is too small, or the download breaks off.
+    """
+    if (here := find_local(name, has_weights=has_weights)) is not None:
+        return here
+    offer = look_up(name, has_weights=has_weights)
+    with _download_lock(name, say):
+        if (here := find_local(name, has_weights=has_weights)) is None:
+            here = _download(name, offer, has_weights=has_weights, say=say)
+    return here
+
+
+def size(num_bytes: float) -> str:
+    """`8.05 GB`: decimal units, three digits."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def _download(name: str, offer: Offer, *, has_weights: bool, say: Say) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if offer.missing_bytes > offer.free_bytes:
+        raise ConfigError(
+            f"model {name!r}: {size(offer.missing_bytes)} are to be downloaded and {offer.cache} has "
+            f"{size(offer.free_bytes)} free; make room there, or set HF_HOME to a directory on a larger disk"
+        )
+    say(f"downloading {name}: {offer}, into {offer.cache} ({size(offer.free_bytes)} free)")
+    had_bars, start = not are_progress_bars_disabled(), time.monotonic()
+    disable_progress_bars()  # they would be one per file, in every log
+    try:
+        with _reports(offer, say), _hub_errors(name, has_begun=True):
+            found = Path(
+                snapshot_download(name, allow_patterns=_patterns(has_weights), ignore_patterns=[*_LEFT_OUT])
+            )
+    finally:
+        if had_bars:
+            enable_progress_bars()
+    if find_local(name, has_weights=has_weights) is None:
+        raise ConfigError(
+            f"model {name!r}: {found} has no config.json with complete weights after the download; {_GIVE}"
+        )
+    say(f"downloaded {name} in {time.monotonic() - start:.0f} s")
+    return found
+
+
+@contextmanager
+def _reports(offer: Offer, say: Say) -> Iterator[None]:
+    """Say how far a download is, from the bytes that the cache has."""
+    blobs = _repo_folder(offer.name) / "blobs"
+    before, start, has_ended = _num_bytes(blobs), time.monotonic(), threading.Event()
+    had = offer.num_bytes - offer.missing_bytes
+
+    def report() -> None:
+        wait_s = _FIRST_REPORT_S
+        while not has_ended.wait(wait_s):
+            wait_s = _REPORT_S
+            new = _num_bytes(blobs) - before
+            rate = new / (time.monotonic() - start)
+            left = f", {max(offer.missing_bytes - new, 0) / rate:.0f} s left" if rate else ""
+            done = f"{size(had + new)} of {size(offer.num_bytes)}"
+            say(f"{offer.name}: {done} ({(had + new) / max(offer.num_bytes, 1):.0%}), {size(rate)}/s{left}")
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+@contextmanager
+def _download_lock(name: str, say: Say) -> Iterator[None]:
+    """Hold the lock of a model's download; the kernel frees it when its holder dies."""
+    folder = _cache() / ".locks"
+    path = folder / f"{_repo_folder(name).name}.stretto"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as cause:
+        raise ConfigError(
+            f"model {name!r}: {folder} cannot be written: {cause.strerror}; set HF_HOME to a directory that can be"
+        ) from cause
+    try:
+        if not lock_within(lock, 0):
+            say(f"{name}: another process downloads it; waiting for its end")
+            while not lock_within(lock, _LOCK_TRY_S):
+                pass
+        yield
+    finally:
+        unlock(lock)
+
+
+@contextmanager
+def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
+    """Turn errors of huggingface_hub into one message each.
+
+    has_begun: whether something may be downloaded already.
+    """
+    from huggingface_hub import errors
+
+    # Of the HTTP library, which differs between versions; it is the base of errors of a connection.
+    http_errors: tuple[type[Exception], ...] = (*errors.HfHubHTTPError.__bases__, OSError, RuntimeError)
+    try:
+        yield
+    except errors.GatedRepoError as cause:
+        from huggingface_hub import constants
+
+        raise ConfigError(
+            f"model {name!r} is gated: accept its terms at {constants.ENDPOINT}/{name}, then log in with "
+            "`hf auth login`, or set HF_TOKEN, as a user whom its owner has let in"
+        ) from cause
+    except errors.HFValidationError as cause:
+        raise ConfigError(f"model {name!r}: no such directory; {_GIVE}") from cause
+    except errors.RepositoryNotFoundError as cause:
+        raise ConfigError(
+            f"model {name!r}: no such directory, and the Hub has no model of that name, or shows it to nobody with "
+            "this login. Is the name right? One that is not public needs `hf auth login`, or HF_TOKEN"
+        ) from cause
+    except http_errors as cause:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise ConfigError(
+                f"model {name!r}: the Hub refuses this login ({status}); renew it with `hf auth login`, or set HF_TOKEN"
+            ) from cause
+        reason = _reason(cause)
+        if has_begun:
+            raise ConfigError(
+                f"model {name!r}: the download broke off: {reason}. Start again: files that are complete stay, and it "
+                "goes on with the others"
+            ) from cause
+        raise ConfigError(
+            f"model {name!r}: no such directory, no complete model of that name in the local hub cache "
+            f"({_cache()}), and the Hub is not reached: {reason}. Where there is a network, `hf download {name}` "
+            "fetches it into the cache (HF_HOME), which may be copied here; or give a directory"
+        ) from cause
+
+
+_GIVE = "give a directory with config.json and safetensors, or a model of the Hub, ORG/NAME"
+
+
+def _reason(cause: BaseException) -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
+    return text.rstrip(".")
+
+
+def _patterns(has_weights: bool) -> list[str]:
+    return [*(_PATTERNS if has_weights else _TOKENIZER)]
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _repo_folder(name: str) -> Path:
+    return _cache() / f"models--{name.replace('/', '--')}"
+
+
+def _find_cached(name: str, file: str) -> Path | None:
+    """The snapshot of a model in the cache that has this file."""
+    if not is_hub_name(name):
+        return None
+    from huggingface_hub import errors, try_to_load_from_cache
+
+    try:
+        found: Any = try_to_load_from_cache(name, file)
+    except errors.HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _has_weights(snapshot: Path) -> bool:
+    """Whether a snapshot has all files that its index names, or the one of a model without an index."""
+    if not (snapshot / _INDEX).is_file():
+        return (snapshot / _SINGLE).is_file()
+    try:
+        files = set(json.loads((snapshot / _INDEX).read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):
+        return False
+    return bool(files) and all((snapshot / file).is_file() for file in files)
+
+
+def _num_bytes(directory: Path) -> int:
+    """Bytes of the files in a directory, of which some may vanish meanwhile."""
+    total = 0
+    for path in directory.glob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
