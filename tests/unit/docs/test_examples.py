@@ -14,7 +14,8 @@ from stretto.envs.base import load_environment
 from stretto.launch.plan.plan import plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-OTHERS = ("broken", "gsm8k")  # laid over the demo; a recipe for models of the Hub: test_recipes.py
+LARGE = ("qwen3_0.6b", "qwen3_30b_a3b", "glm4.5_air", "gpt_oss_20b", "glm5_pd_disag", "glm5_llmd")
+OTHERS = ("broken", "gsm8k", *LARGE)  # laid over the demo; recipes for models of the Hub: test_recipes.py
 RL = [path for path in sorted(EXAMPLES.glob("*/rl.toml")) if path.parent.name not in OTHERS]
 SFT = [path for path in sorted(EXAMPLES.glob("*/sft.toml")) if path.parent.name not in OTHERS]
 FOLDERS = [path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name not in OTHERS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.rules.mesh_degrees import find_degrees, read_shape
 from stretto.envs.base import load_environment
 from stretto.envs.multi_turn import Episode
+from stretto.inference.vllm.command import build_command
+from stretto.launch.plan.model_check import check_model
 from stretto.launch.plan.plan import plan
+from stretto.launch.run.rl import plan_only
 from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
 from stretto.records.rollout import Task
@@ -104,3 +109,96 @@ def test_parameters_and_cache_of_the_page_are_those_of_the_model(model):
     assert f"{count:,}" in page and f"{2 * layers * 8 * 128 * 2:,} B" in page
     for per_parameter in (2, 4):
         assert f"{per_parameter * count / 1e9:.1f} |" in page
+
+
+# -- one run for each size of model --
+
+EXAMPLES = GSM8K.parent
+SHAPES = {
+    "Qwen/Qwen3-0.6B": ("qwen3", 28, 1024, 3072, 16, 8, {}),
+    "Qwen/Qwen3-30B-A3B": (
+        "qwen3_moe",
+        48,
+        2048,
+        6144,
+        32,
+        4,
+        {"num_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "zai-org/GLM-4.5-Air": (
+        "glm4_moe",
+        46,
+        4096,
+        10944,
+        96,
+        8,
+        {"n_routed_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "lmsys/gpt-oss-20b-bf16": (
+        "gpt_oss",
+        24,
+        2880,
+        2880,
+        64,
+        8,
+        {"num_local_experts": 32, "num_experts_per_tok": 4},
+    ),
+    "zai-org/GLM-5": (
+        "glm_moe_dsa",
+        78,
+        6144,
+        12288,
+        64,
+        64,
+        {"n_routed_experts": 256, "num_experts_per_tok": 8},
+    ),
+}
+"""model_type, layers, hidden and intermediate size, heads, key and value heads, and more, as in their config.json."""
+PLANS = {
+    # GPUs of the trainer, of engines, nodes of engines; degrees of the mesh
+    "qwen3_0.6b": (1, 1, 1, {}),
+    "qwen3_30b_a3b": (4, 4, 1, {"dp_shard": 4, "ep": 4}),
+    "glm4.5_air": (24, 8, 1, {"dp_shard": 24, "ep": 8}),
+    "gpt_oss_20b": (4, 4, 1, {"dp_shard": 2, "cp": 2, "ep": 4}),
+    "glm5_pd_disag": (128, 96, 12, {"dp_shard": 32, "cp": 4, "ep": 8}),
+    "glm5_llmd": (128, 128, 16, {"dp_shard": 32, "cp": 4, "ep": 8}),
+}
+
+
+@pytest.mark.parametrize("example", PLANS)
+def test_each_size_of_model_is_planned_as_its_file_says(example, tmp_path):
+    path = EXAMPLES / example / "rl.toml"
+    cfg = load(RLConfig, ["@", str(path), "--dry-run", "--output-dir", str(tmp_path)])
+    train_gpus, engine_gpus, engine_nodes, degrees = PLANS[example]
+    processes = plan_only(cfg)[0].processes
+    engines = [spec for spec in processes if spec.role == "inference"]
+    assert sum(len(spec.devices) for spec in processes if spec.role == "trainer") == train_gpus
+    assert sum(len(spec.devices) for spec in engines) == engine_gpus and len(engines) == engine_nodes
+    assert cfg.num_train_ranks == train_gpus
+    if (shape := SHAPES.get(cfg.model.name)) is not None:
+        family, layers, hidden, intermediate, heads, kv_heads, more = shape
+        hf = {
+            "model_type": family, "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "intermediate_size": intermediate, **more,
+        }  # fmt: skip
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text(json.dumps(hf))
+        section = cfg.model.model_copy(update={"name": str(tmp_path / "model")})
+        check_model(section, train_gpus, "model", has_replay=cfg.trainer.enable_router_replay)
+        found = find_degrees(section, train_gpus, read_shape(tmp_path / "model"))
+        assert {axis: getattr(found, axis) for axis in degrees} == degrees
+    text = path.read_text()
+    assert "Not yet run on" in text.partition("max_steps")[0]
+    assert f"rl @ examples/{example}/rl.toml" in text
+
+
+@pytest.mark.parametrize("example", ["glm5_pd_disag", "glm5_llmd"])
+def test_engines_of_glm5_get_the_8_bit_checkpoint_and_its_switches(example, tmp_path):
+    cfg = load(RLConfig, ["@", str(EXAMPLES / example / "rl.toml"), "--output-dir", str(tmp_path)])
+    assert (cfg.model.name, cfg.inference.model) == ("zai-org/GLM-5", "zai-org/GLM-5-FP8")
+    told = cfg.trainer_config()
+    assert told.weight_broadcast.engine_model == "zai-org/GLM-5-FP8" and told.model.fp8 is True
+    (tmp_path / "config.json").write_text("{}")
+    command = build_command(cfg.inference, tmp_path, is_cpu=False)
+    assert command.env["VLLM_USE_DEEP_GEMM"] == "1"
+    assert command.words[command.words.index("--kv-cache-dtype") + 1] == "fp8"
