@@ -1,0 +1,191 @@
+"""Every family of models here beside transformers: tokens per CPU second of a training pass and of decoding.
+
+    python benchmarks/models.py [--quick] [--families qwen3,glm4_moe]
+
+Both sides have the same random tiny model (saved once, loaded by both), float32, one thread, in turns in one process.
+Trainer: forward and backward of packed rows; transformers gets the same documents as rows of equal length. Engine: the
+embedded one decodes against transformers' `generate` with a cache. CPU seconds are process time; figures are medians. A
+family that the engine does not serve says why. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from torch import nn
+
+from stretto.base.errors import StrettoError
+from stretto.inference.embedded.core import CoreSettings, EngineCore
+from stretto.models.attention import PackedLayout
+from stretto.models.families import FAMILIES
+from stretto.models.hub import load_model
+from stretto.models.lm_head import token_logprobs
+from stretto.records.generate import GenerateRequest, SamplingParams
+
+VOCAB, DOCUMENTS, TOKENS = 512, 16, 64
+PROMPT_TOKENS, REPLY_TOKENS = 16, 48
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 64, "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_dense_layers": 1, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+MLA = {
+    "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+    "num_key_value_heads": 4, "head_dim": 16,
+}  # fmt: skip
+INDEXER = {"index_topk": 32, "index_n_heads": 2, "index_head_dim": 32}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+MORE: dict[str, dict[str, object]] = {
+    "deepseek_v3": MLA,
+    "glm_moe_dsa": MLA | INDEXER,
+    "deepseek_v32": MLA | INDEXER,
+    "glm4": {"partial_rotary_factor": 0.5},
+    "glm4_moe": {"partial_rotary_factor": 0.5},
+    "minimax_m2": {"intermediate_size": 64, "rotary_dim": 16},
+    "gpt_oss": {"intermediate_size": 64, "sliding_window": 32},
+    "afmoe": {"sliding_window": 32, "num_shared_experts": 1},
+    "laguna": {"sliding_window": 32},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA,
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 32,
+        "ssm_state_size": 16, "n_groups": 2, "moe_shared_expert_intermediate_size": 64, "chunk_size": 32,
+    },
+}  # fmt: skip
+WITHOUT_EXPERTS = ("llama", "qwen2", "qwen3", "glm4", "qwen3_5_text")
+
+
+def save_random(family: str, directory: Path) -> nn.Module:
+    """A random model of transformers', saved for both sides."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = COMMON | ({} if family in WITHOUT_EXPERTS else EXPERTS) | MORE.get(family, {})
+    config = AutoConfig.for_model(family, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(directory)
+    return model
+
+
+def median_rates(sides: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
+    """Tokens per CPU second of each side, in turns, after one round that is not counted."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(rounds + 1):
+        for name, run in sides.items():
+            start = time.process_time()
+            tokens = run()
+            if round_:
+                rates[name].append(tokens / (time.process_time() - start))
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def train_sides(ours: nn.Module, theirs: nn.Module) -> dict[str, Callable[[], int]]:
+    """Forward and backward of the same documents."""
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, VOCAB, (DOCUMENTS, TOKENS)))
+    layout = PackedLayout(tuple(range(0, DOCUMENTS * TOKENS + 1, TOKENS)), torch.device("cpu"))
+    rows, targets = ids.flatten(), ids.roll(-1, 1).flatten()
+
+    def train_ours() -> int:
+        hidden = ours.hidden(rows, layout)
+        logprobs, _ = token_logprobs(hidden, ours.output_weight, targets, torch.ones(len(rows)), len(rows))
+        (-logprobs.mean()).backward()
+        ours.zero_grad(set_to_none=True)
+        return rows.numel()
+
+    def train_theirs() -> int:
+        logits = theirs(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        nn.functional.cross_entropy(logits, targets).backward()
+        theirs.zero_grad(set_to_none=True)
+        return rows.numel()
+
+    return {"stretto": train_ours, "transformers": train_theirs}
+
+
+def decode_sides(core: EngineCore, theirs: nn.Module) -> dict[str, Callable[[], int]]:
+    """Replies of the same length to the same prompts."""
+    prompts = np.random.default_rng(1).integers(3, VOCAB, (DOCUMENTS, PROMPT_TOKENS)).astype(np.int32)
+    count = 0
+
+    def decode_ours() -> int:
+        nonlocal count
+        count += 1
+        sampling = SamplingParams(max_tokens=REPLY_TOKENS, ignore_eos=True, seed=count)
+        for i, row in enumerate(prompts):
+            asked = GenerateRequest(
+                request_id=f"{count} {i}", prompt_ids=row, sampling=sampling, cache_salt=str(count)
+            )
+            core.submit(core.build_request(asked))
+        while core.has_work:
+            core.step()
+        return DOCUMENTS * REPLY_TOKENS
+
+    @torch.no_grad()
+    def decode_theirs() -> int:
+        theirs.generate(
+            torch.from_numpy(prompts).long(), attention_mask=torch.ones(prompts.shape, dtype=torch.long),
+            min_new_tokens=REPLY_TOKENS, max_new_tokens=REPLY_TOKENS, do_sample=True,
+        )  # fmt: skip
+        return DOCUMENTS * REPLY_TOKENS
+
+    return {"stretto": decode_ours, "transformers": decode_theirs}
+
+
+def measure(family: str, rounds: int) -> dict[str, object]:
+    """Rates and ratios of one family."""
+    with tempfile.TemporaryDirectory() as directory:
+        theirs = save_random(family, Path(directory))
+        ours = load_model(directory, dtype=torch.float32)
+        found: dict[str, object] = {"train": median_rates(train_sides(ours.train(), theirs.train()), rounds)}
+        try:
+            core = EngineCore(load_model(directory, dtype=torch.float32), CoreSettings(kv_cache_tokens=8192))
+            found["decode"] = median_rates(decode_sides(core, theirs.eval()), rounds)
+        except StrettoError as error:
+            found["decode"] = str(error)
+    return found
+
+
+def shown(rates: object) -> str:
+    if not isinstance(rates, dict):
+        return f"no engine yet: {rates}"
+    ours, theirs = rates["stretto"], rates["transformers"]
+    return f"{ours:>7.0f} / {theirs:>6.0f} = {ours / theirs:5.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    print("tokens per CPU second, stretto / transformers = ratio")
+    for family in arguments.families.split(","):
+        results[family] = measure(family, 1 if arguments.quick else 5)
+        print(
+            f"{family:<17} train {shown(results[family]['train'])}   decode {shown(results[family]['decode'])}",
+            flush=True,
+        )
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
