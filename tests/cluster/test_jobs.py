@@ -1,4 +1,4 @@
-"""Jobs of [slurm]: the script, what is refused before anything is submitted, and `stretto status|logs|stop`."""
+"""Jobs of [slurm]: the script and `stretto status|logs|stop`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases.config import complaints
 
 from stretto.base import rundir
-from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.cli import main
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.slurm import node_names, seconds
-from stretto.launch.slurm.script import TEMPLATE, Job, fill, plan_job
+from stretto.launch.slurm.script import Job, fill, plan_job
 from stretto.launch.slurm.submit import screen, write
 
 RL = """
@@ -176,75 +174,11 @@ def test_times_are_read_as_slurm_does() -> None:
     assert seconds("UNLIMITED") == float("inf")
 
 
-WRONG = {
-    "hosts": (
-        "",
-        "--deployment.hosts a b c d",
-        "deployment.hosts: with [slurm] the job's nodes are not known",
-    ),
-    "a node's number": ("", "--deployment.node-rank 1", "deployment.node_rank: with [slurm]"),
-    "more nodes than the plan": ('nodelist = "n[1-5]"', "", "names 5 nodes, and the plan has 4; leave 1 out"),
-    "a host twice": ('nodelist = "n1,n[0-2]"', "", 'slurm.nodelist = "n1,n[0-2]" has n1 twice'),
-    "a host in both lists": ('nodelist = "n1"\nexclude = "n[1-2]"', "", "both name n1"),
-    "a list that is none": ('exclude = "n[1-2"', "", "cannot be read; write it as Slurm does"),
-    "a time that is none": ('time = "one day"', "", "slurm.time"),
-    "another time that is none": ('time = "1d"', "", 'slurm.time = "1d" is no time of Slurm'),
-    "a time that is all for the end": ('time = "10:00"', "", "is 600 s, all of which is for the end"),
-    "a name of two words": ('job_name = "my job"', "", 'slurm.job_name = "my job": one word is needed'),
-    "an option of ours": ("extra = { nodes = 3 }", "", "slurm.extra: --nodes is written by stretto"),
-    "an option that has a key": (
-        'extra = { partition = "p" }',
-        "",
-        "slurm.extra: partition is a key of [slurm]",
-    ),
-    "an option with dashes": (
-        "extra = { --contiguous = true }",
-        "",
-        'slurm.extra: "--contiguous" is no long option',
-    ),
-    "an option of two lines": ('extra = { comment = "a\\nb" }', "", "the value of comment has several lines"),
-    "no checkpoints": (
-        "",
-        "--ckpt None",
-        "slurm.requeue = true without checkpoints would begin anew every time",
-    ),
-    "no time to finish": ("finish_within_s = 5", "", "slurm.finish_within_s"),
-}
-
-
-@pytest.mark.parametrize("slurm, flags, message", WRONG.values(), ids=WRONG)
-def test_a_wrong_job_is_one_message(tmp_path: Path, slurm: str, flags: str, message: str) -> None:
-    [line] = complaints(tmp_path, RL + slurm, flags)
-    assert message in line
-
-
-def test_too_few_gpus_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gres = gpu:h200:4 gives a node 4 GPUs, and its processes take 8"):
-        plan_job(rl(tmp_path, 'gres = "gpu:h200:4"'))
+def test_gpus_that_are_asked_for_and_not_used_are_said(tmp_path: Path) -> None:
     cfg = rl(tmp_path, 'gres = "gpu:h200:8"')
     assert "--gres=gpu:h200:8\n" in plan_job(cfg).script and "note:" not in screen(cfg)
     more = screen(rl(tmp_path, 'gres = "gpu:h200:8"', "--deployment.gpus-per-node", "2"))
     assert "note: slurm.gres = gpu:h200:8 gives a node 8 GPUs, and its processes use 2 of them" in more
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (
-            TEMPLATE.replace("{{ command }}", "srun true"),
-            r"has no \{\{ command \}\}, so the job would run nothing",
-        ),
-        (TEMPLATE.replace("{{ options }}", ""), r"has no \{\{ options \}\}"),
-        (TEMPLATE + "{{ comand }}", r"there is no \{\{ comand \}\}; a template may have \{\{ options \}\}"),
-        (None, r"template_path = .* cannot be read"),
-    ],
-)
-def test_a_template_that_would_run_nothing_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
-    path = tmp_path / "job.template"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        plan_job(rl(tmp_path, f'template_path = "{path}"'))
 
 
 def test_a_template_of_ones_own_gets_the_parts(tmp_path: Path) -> None:
@@ -269,19 +203,6 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(
     shown = capsys.readouterr().out
     assert "#SBATCH --job-name=r\n" in shown and "no GPUs are named or counted" in shown
     assert not (tmp_path / "r" / "slurm").exists()
-
-
-def test_without_slurm_the_message_says_where_to_run_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    (tmp_path / "sft.toml").write_text(SFT + "[model]\nscratch = {}\n")
-    words = ["@", str(tmp_path / "sft.toml"), "--output-dir", str(tmp_path), "--max-steps", "2"]
-    assert main(["sft", *words]) == 2
-    assert (
-        "there is no `sbatch` on this machine; run the command where Slurm is installed"
-        in capsys.readouterr().err
-    )
 
 
 # -- status, logs, stop --

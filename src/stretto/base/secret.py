@@ -53,8 +53,10 @@ def load_secret(run: RunDir) -> Secret:
     return _read(run.secret)
 
 
-def find_secret(run: RunDir, timeout_s: float) -> Secret:
+def find_secret(run: RunDir, timeout_s: float, who: str = "this node") -> Secret:
     """The secret that another host's launcher writes to a shared run directory; waits for it.
+
+    who: the node that looks for it, in messages.
 
     Raises: ConfigError if there is none in time, for example because the hosts share no file system.
     """
@@ -62,7 +64,7 @@ def find_secret(run: RunDir, timeout_s: float) -> Secret:
     while (given := _from_environment()) is None and not run.secret.exists():
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"this node does not have the run's secret: there is no {run.secret} and {SECRET_VAR} is not set. "
+                f"{who} does not have the run's secret: there is no {run.secret} and {SECRET_VAR} is not set. "
                 f"Start the first node, give all nodes the same output_dir, or set {SECRET_VAR} to the same "
                 f"{MIN_CHARS} or more random characters on each (openssl rand -hex 32)."
             )

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.nodes import check_ports, find_node_rank, node_hosts, plan_nodes
+from stretto.launch.plan.nodes import find_node_rank, plan_nodes
 
 # The last example of disaggregation in the documents: 3 x (2 x 2 + 1 x 2) inference nodes, 4 trainer nodes.
 TOML = """
@@ -153,40 +152,9 @@ def test_given_ports_and_hosts_are_kept(tmp_path):
     assert plan.config.orchestrator.client.base_url[0] == "http://node-4:8000/v1"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--deployment.num-infer-nodes", "5"], "num_infer_nodes = 5 but inference.deployment takes 6 nodes"),
-        (["--deployment.hosts", "a", "b"], "2 are given; it takes 22, 4 of the trainer and 18 of inference"),
-        (["--deployment.node-rank", "22"], "the 22 nodes are counted from 0"),
-        (["--weight-broadcast.type", "shm"], "shared memory ends at one machine"),
-        (["--orchestrator.num-train-workers", "6"], "divided among deployment.num_train_nodes = 4"),
-        (["--trainer-gpu-ids", "0,1"], "names what is on one machine"),
-    ],
-)
-def test_settings_that_are_impossible_on_several_nodes_are_refused(tmp_path, words, message):
-    with pytest.raises(ConfigError, match=message):
-        config(tmp_path, *words)
-
-
-@pytest.mark.parametrize("host", ["10.0.0.1:29500", "http://a", "[fd00::1]", "a,b", "a b", ""])
-def test_a_host_that_is_no_machine_is_refused(tmp_path, host):
-    words = ["--deployment.hosts", *map(str, range(21)), host]
-    with pytest.raises(
-        ConfigError, match=r"deployment\.hosts: .* is no name or address of a machine"
-    ) as caught:
-        config(tmp_path, *words)
-    assert f'"{host}"' in str(caught.value)
-
-
-@pytest.mark.parametrize("host", ["a", "gpu_1.local", "10.0.0.1", "fd00::1", "::1", "fe80::1%eth0"])
+@pytest.mark.parametrize("host", ["a", "gpu_1.local", "10.0.0.1", "fd00::1", "fe80::1%eth0"])
 def test_names_and_addresses_are_hosts(tmp_path, host):
     assert host in config(tmp_path, "--deployment.hosts", *map(str, range(21)), host).deployment.hosts
-
-
-def test_a_run_needs_hosts_to_start(tmp_path):
-    with pytest.raises(ConfigError, match=r"needs deployment\.hosts"):
-        node_hosts(config(tmp_path))
 
 
 def test_a_node_finds_its_number(monkeypatch):
@@ -194,39 +162,5 @@ def test_a_node_finds_its_number(monkeypatch):
     assert find_node_rank(2, hosts, "deployment.node_rank") == 2
     assert find_node_rank(None, hosts, "deployment.node_rank") == 1
     assert find_node_rank(None, ["198.51.100.1", socket.gethostname()], "deployment.node_rank") == 1
-    with pytest.raises(ConfigError, match=r"several of the addresses are this machine's"):
-        find_node_rank(None, ["127.0.0.1", "127.0.0.2"], "deployment.node_rank")
-    with pytest.raises(ConfigError, match=r"none of the addresses is this machine's"):
-        find_node_rank(None, ["198.51.100.1"], "deployment.node_rank")
     monkeypatch.setenv("SLURM_NODEID", "0")
     assert find_node_rank(None, hosts, "deployment.node_rank") == 0
-
-
-def test_a_machine_that_is_given_twice_is_named(tmp_path):
-    cfg = config(tmp_path, "--deployment.hosts", "a", "b", "c", "b", text=FOUR_NODES)
-    with pytest.raises(
-        ConfigError, match=r"deployment\.hosts: nodes 1 and 3 are both b; give each machine once"
-    ):
-        plan_nodes(cfg, cfg.run_dir)
-
-
-def test_a_port_that_is_taken_names_the_node_the_port_and_the_process(tmp_path):
-    with socket.create_server(("127.0.0.4", 0)) as taken:
-        port = taken.getsockname()[1]
-        words = (
-            "--inference.server.port",
-            str(port),
-            "--deployment.hosts",
-            "127.0.0.1",
-            "127.0.0.2",
-            "127.0.0.3",
-        )
-        cfg = config(tmp_path, *words, "127.0.0.4", text=FOUR_NODES)
-        plan = plan_nodes(cfg, cfg.run_dir)
-        of_node = {node: [spec for spec in plan.processes if spec.node == node] for node in range(4)}
-        for node in range(1, 3):
-            check_ports(of_node[node], node, plan.hosts[node], "inference.server.port")
-        with pytest.raises(
-            ConfigError, match=f"node 3, 127.0.0.4: port {port} .http of inference_1. is taken"
-        ):
-            check_ports(of_node[3], 3, plan.hosts[3], "inference.server.port")

@@ -13,8 +13,10 @@ from stretto.config.root import RLConfig
 from stretto.config.rules.batches import LOCAL_HOSTS, is_address, urls
 from stretto.config.rules.engine import product
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
+from stretto.config.rules.slurm import is_loopback
 from stretto.config.sections.inference import InferenceSection
 
+LOOPBACK = "127.0.0.1"
 IDS = {  # per part of a run: the ids of its GPUs, and their number
     "trainer": ("trainer_gpu_ids", "num_train_gpus"),
     "inference": ("inference_gpu_ids", "num_infer_gpus"),
@@ -144,6 +146,14 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     if cfg.weight_broadcast.type == "shm":
         message = '{0}: shared memory ends at one machine; use "collective" or "filesystem"'
         yield "weight_broadcast.type deployment.type", message
+    are_here = shape.hosts is not None and all(map(is_loopback, shape.hosts))
+    for wire in ("control", "rollout_transport", "weight_broadcast"):
+        host = getattr(
+            getattr(cfg, wire), "host", LOOPBACK
+        )  # the default, for which the first node's is taken
+        if host != LOOPBACK and is_loopback(host) and not are_here:
+            rule = "other nodes do not reach that; leave it out, for the address of the first node"
+            yield f"{wire}.host deployment.type", f"{{0}} with {{1}}: {rule}"
     needed = 0 if section is None else section.deployment.num_nodes
     if section is not None and shape.num_infer_nodes not in (None, needed):
         rule = f"but {{1.path}} takes {needed} node{'s' * (needed != 1)}; make them agree, or leave it out"

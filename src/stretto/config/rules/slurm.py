@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import math
 import re
@@ -78,12 +79,6 @@ def option_faults(section: SlurmSection) -> Found:
             yield "extra", "{0.path}: the value of {it} has several lines; give one", option
     if section.time is not None and not TIME.fullmatch(section.time):
         yield "time", "{0} is no time of Slurm; write minutes, H:MM:SS or D-HH:MM:SS"
-    elif section.time is not None and (limit := seconds(section.time)) <= section.finish_within_s:
-        yield (
-            "time finish_within_s",
-            "{0} is {it} s, all of which is for the end, {1}; raise it, or lower the latter",
-            limit,
-        )
 
 
 def node_list_faults(section: SlurmSection) -> Found:
@@ -102,12 +97,25 @@ def node_list_faults(section: SlurmSection) -> Found:
 
 
 def host_faults(cfg: Any) -> Found:
-    """Hosts that are no names or addresses of machines, as URLs, ports and lists in one word."""
+    """Hosts that are no names or addresses of machines, as URLs and lists in one word, or that others cannot reach."""
     at = "" if isinstance(cfg, InferenceConfig) else "deployment."
-    for host in getattr(cfg.deployment if at else cfg, "hosts", None) or ():
+    hosts = getattr(cfg.deployment if at else cfg, "hosts", None) or ()
+    for host in hosts:
         if not HOST.fullmatch(host):
             rule = "is no name or address of a machine; give each alone, as node-0, 10.0.0.1 or fd00::1"
             yield f"{at}hosts", f'{{0.path}}: "{{it}}" {rule}', host
+    for node, host in enumerate(hosts):
+        if is_loopback(host) and not all(map(is_loopback, hosts)):
+            rule = f"node {node}, {host}, is reached by its own machine alone, and others are elsewhere"
+            yield f"{at}hosts", f"{{0.path}}: {rule}; give the address at which they reach it"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the machine itself reaches this address."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def placed_faults(cfg: Any, section: str, way_out: str) -> Found:
@@ -138,7 +146,16 @@ def job_faults(cfg: Any) -> Found:
             "slurm.nodelist deployment",
             f"{{0}} {rule}; leave {len(wanted) - needed} out, or raise the deployment",
         )
-    if not isinstance(cfg, InferenceConfig) and cfg.slurm.requeue and cfg.ckpt is None:
+    if isinstance(cfg, InferenceConfig):
+        if "finish_within_s" in cfg.slurm.model_fields_set:
+            rule = "servers have no step to finish and nothing to save, and end with the job's time; leave it out"
+            yield "slurm.finish_within_s", f"{{0}}: {rule}"
+        return
+    time = cfg.slurm.time
+    if time is not None and TIME.fullmatch(time) and (limit := seconds(time)) <= cfg.slurm.finish_within_s:
+        rule = "{0} is {it} s, all of which is for the end, {1}; raise it, or lower the latter"
+        yield "slurm.time slurm.finish_within_s", rule, limit
+    if cfg.slurm.requeue and cfg.ckpt is None:
         yield (
             "slurm.requeue ckpt",
             "{0} without checkpoints would begin anew every time; set it to false, or keep [ckpt]",

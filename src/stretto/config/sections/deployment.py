@@ -103,7 +103,7 @@ class SlurmSection(Section):
     its latest checkpoint."""
     finish_within_s: int = Field(600, ge=60)
     """Seconds before the end of the job's time at which it finishes its step, saves a checkpoint and is queued again.
-    Slurm may be up to a minute early or late."""
+    Slurm may be up to a minute early or late. Not for `inference`, whose servers have nothing to save."""
     extra: dict[str, bool | int | str] = Field(default_factory=dict)
     """Further options of sbatch by their long names, such as {"constraint" = "h200"}; true: an option without value."""
     pre_run_command: str | None = None

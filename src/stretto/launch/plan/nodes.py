@@ -148,6 +148,11 @@ def check_ports(specs: Sequence[ProcessSpec], node: int, host: str, ways: str) -
     Raises: ConfigError that names the node and the port that is taken.
     """
     if not is_own_address(host):  # processes may be told to listen elsewhere; one that cannot listen says so
+        if node == 0 and any("rendezvous" in spec.ports for spec in specs):
+            raise ConfigError(
+                f"node 0, {host}: that is no address of this machine, where the trainer's ranks would meet; put the "
+                "address of the machine with node_rank = 0 first"
+            )
         return
     for spec in specs:
         for what, port in spec.ports.items():

@@ -101,7 +101,8 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
         # A node with engines only need not see checkpoints; a rank that misses one says so.
         with suppress(ConfigError):
             _, step = rundir.find_checkpoint(run, step, cfg.resume.dir)
-    plan = nodes.plan_nodes(cfg, run, step, find_secret(run, SECRET_TIMEOUT_S))
+    who = f"node {node}, {nodes.node_hosts(cfg)[node]},"
+    plan = nodes.plan_nodes(cfg, run, step, find_secret(run, SECRET_TIMEOUT_S, who))
     mine = [spec for spec in plan.processes if spec.node == node]
     _check_node(mine, node, plan.hosts)
     _fetch_models(cfg)
