@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stretto.base import rundir
+from stretto.base import process, rundir
 from stretto.base.errors import ConfigError
 from stretto.config.root import (
     EvalConfig,
@@ -24,7 +24,7 @@ from stretto.config.root import (
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_config, find_local, look_up, size
-from stretto.launch.plan.model_check import check_model, check_trainable, models_of
+from stretto.launch.plan.model_check import check_model, check_served, check_trainable, models_of
 from stretto.orchestrator.dry_run import (
     Checked,
     FirstTask,
@@ -116,6 +116,9 @@ def inference(cfg: InferenceConfig) -> str:
     """The screen of `inference` with one engine."""
     server = cfg.server
     model = _model(ModelSection(name=cfg.model or ModelSection().name))
+    if cfg.model:
+        is_here = cfg.slurm is None and cfg.ray is None
+        check_served(cfg, cfg.model, is_cpu=is_here and not process.visible_gpus())
     engine = f"inference  engine {cfg.engine}, http://{server.host}:{server.port}"
     return _screen(model, engine, _run_directory(cfg), job(cfg))
 

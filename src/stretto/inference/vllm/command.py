@@ -14,12 +14,10 @@ from pathlib import Path
 from stretto.base.errors import ConfigError
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
+from stretto.config.rules.vllm_models import CPU_BLOCK_SIZE, ServedModel
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.model import dtype_on
 
-CPU_BLOCK_SIZE = 32
-"""vLLM's CPU attention supports multiples of 32 only."""
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_CACHE_TOKENS = 65_536
 BYTES = {"float32": 4, "bfloat16": 2}
 WEIGHTS_BACKEND = "stretto"
@@ -28,6 +26,8 @@ CHOICES_VARIABLE = "STRETTO_ROUTED_EXPERTS"
 """If set, patches/choices.py records which experts compute each token."""
 CPU_EXPERTS_VARIABLE = "STRETTO_CPU_EXPERTS"
 """If set, a mixture runs on several CPU processes (data or expert parallel); see patches/experts.py."""
+CPU_ROUTERS_VARIABLE = "STRETTO_CPU_ROUTERS"
+"""Set on a CPU, for experts that are chosen by sigmoid scores; see patches/routers.py."""
 CPU_STAGES_VARIABLE = "STRETTO_CPU_STAGES"
 """If set, the stages of a pipeline are CPU processes; see patches/stages.py."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -58,6 +58,8 @@ def build_command(section: InferenceSection, directory: Path, *, is_cpu: bool) -
     Raises: ConfigError for an option that vLLM does not have or that the user may not set, and for a setting that
     vLLM does not support on a CPU.
     """
+    if (directory / "config.json").is_file():  # of a GPU's engine it may be elsewhere
+        ServedModel.of(directory).check()
     options = _on_cpu(section, directory) if is_cpu else _on_gpu(section)
     options = {
         "model": str(directory),
@@ -166,16 +168,12 @@ def _on_gpu(section: InferenceSection) -> dict[str, object]:
 
 
 def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
+    model = ServedModel.of(directory)
+    model.check_on_cpu()
     block = section.block_size or CPU_BLOCK_SIZE
     if block % CPU_BLOCK_SIZE:
         raise ConfigError(
             f"inference.block_size = {block}: on a CPU vLLM supports multiples of {CPU_BLOCK_SIZE} only; remove it"
-        )
-    cache = _CacheShape.of(directory)
-    if cache.head_dim not in CPU_HEAD_DIMS:
-        raise ConfigError(
-            f"{directory}: its attention heads have {cache.head_dim} dimensions; on a CPU vLLM supports "
-            f'{", ".join(map(str, CPU_HEAD_DIMS))} only. Use inference.engine = "embedded".'
         )
     tokens = section.kv_cache_tokens or CPU_CACHE_TOKENS
     options: dict[str, object] = {
@@ -183,31 +181,18 @@ def _on_cpu(section: InferenceSection, directory: Path) -> dict[str, object]:
         "enable_return_routed_experts": None,  # works on GPUs only; patches/choices.py does it here
         "return_sampling_mask": None,  # works on GPUs only; patches/supports.py does it here
         "kv_cache_memory_bytes": tokens
-        * cache.numbers_per_token
+        * model.numbers_per_token
         * BYTES[dtype_on(section.dtype, is_gpu=False)],
         # vLLM rewinds the random generator for a prompt in chunks, which CPU generators cannot do.
         "enable_chunked_prefill": False,
         "enforce_eager": True if section.enforce_eager is None else section.enforce_eager or None,
     }
+    if model.is_recurrent:
+        # vLLM goes on from the state of an earlier prompt only if it reads prompts in chunks.
+        options["enable_prefix_caching"] = False
     if section.parallel.gpus_per_rank == 1:
         options["distributed_executor_backend"] = "uni"
     return options
-
-
-@dataclass(frozen=True)
-class _CacheShape:
-    """Shape of a model's keys and values."""
-
-    head_dim: int
-    numbers_per_token: int  # keys and values, all heads, all layers
-
-    @classmethod
-    def of(cls, directory: Path) -> _CacheShape:
-        found = json.loads((directory / "config.json").read_text())
-        cfg = found | found.get("text_config", {})
-        heads = cfg.get("num_key_value_heads") or cfg["num_attention_heads"]
-        head_dim = cfg.get("head_dim") or cfg["hidden_size"] // cfg["num_attention_heads"]
-        return cls(head_dim, 2 * cfg["num_hidden_layers"] * heads * head_dim)
 
 
 def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
@@ -228,7 +213,7 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
         env[KEY_VAR] = section.api_key  # not on the command line, which every user of the machine can read
     if is_cpu:
         threads = section.num_threads or 1
-        env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
+        env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads), CPU_ROUTERS_VARIABLE: "1"}
         if section.enable_return_routed_experts:
             env[CHOICES_VARIABLE] = "1"
         if section.parallel.dp > 1 or section.enable_expert_parallel:

@@ -7,6 +7,7 @@ import os
 from stretto.inference.vllm.command import (
     CHOICES_VARIABLE,
     CPU_EXPERTS_VARIABLE,
+    CPU_ROUTERS_VARIABLE,
     CPU_STAGES_VARIABLE,
     PLAIN_EXPERTS_VARIABLE,
     SUPPORTS_VARIABLE,
@@ -22,6 +23,9 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHTS_BACKEND, "stretto.inference.vllm.weights", "StrettoWeights"
         )
+    from stretto.inference.vllm.patches.loaders import name_loaders
+
+    name_loaders()
     if os.environ.get(CHOICES_VARIABLE):
         from stretto.inference.vllm.patches.choices import install
 
@@ -30,6 +34,10 @@ def register() -> None:
         from stretto.inference.vllm.patches.experts import enable_experts_on_cpus
 
         enable_experts_on_cpus()
+    if os.environ.get(CPU_ROUTERS_VARIABLE):
+        from stretto.inference.vllm.patches.routers import group_sigmoid_experts
+
+        group_sigmoid_experts()
     if os.environ.get(CPU_STAGES_VARIABLE):
         from stretto.inference.vllm.patches.stages import allocate_stage_buffers
 

@@ -19,6 +19,8 @@ from stretto.config.rules.mesh_degrees import (
     find_plain_degrees,
     read_shape,
 )
+from stretto.config.rules.vllm_models import ServedModel
+from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection
 from stretto.data.hub_model import find_config
 
@@ -123,6 +125,22 @@ def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     names = [name for name in names if cfg.model.scratch is None or name != cfg.model.name]
     tokenizers = [cfg.tokenizer.name] if cfg.tokenizer.name is not None else []
     return [(name, True) for name in dict.fromkeys(names)] + [(name, False) for name in tokenizers]
+
+
+def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
+    """Check that vLLM, if it is the engine, computes the model in this directory.
+
+    is_cpu: engines run without GPUs.
+
+    Raises: ConfigError with what to do instead.
+    """
+    directory = Path(name).expanduser()
+    if section.chosen_engine(has_gpu=not is_cpu) != "vllm" or not (directory / "config.json").is_file():
+        return
+    model = ServedModel.of(directory)
+    model.check()
+    if is_cpu or section.device == "cpu":
+        model.check_on_cpu()
 
 
 def _unused_keys(model: ModelSection, shape: Shape | None, *, has_replay: bool) -> list[tuple[str, str]]:

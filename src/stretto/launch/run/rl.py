@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from stretto.base import log, rundir
+from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
@@ -24,7 +24,8 @@ from stretto.config.root import RLConfig
 from stretto.data.hub_model import fetch, find_config, is_hub_name
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.model_check import check_engine_model, check_model, models_of
+from stretto.launch.plan.model_check import check_engine_model, check_model, check_served, models_of
+from stretto.launch.plan.placement import asks_for_gpus
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
 from stretto.launch.plan.routers import check_router
 from stretto.launch.ray import run as on_ray
@@ -143,6 +144,10 @@ def _check_shape(cfg: RLConfig) -> None:
     has_replay = cfg.trainer.enable_router_replay
     check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=has_replay, engine=engine)
     check_engine_model(cfg)
+    if cfg.inference is not None:
+        is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
+        is_cpu = is_here and not process.visible_gpus() and not asks_for_gpus(cfg)
+        check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
 
 
 def _check_model(cfg: RLConfig) -> None:

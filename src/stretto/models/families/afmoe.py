@@ -61,7 +61,11 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.intermediate_size,
         "num_dense_layers": moe.sparse_layers[0] if moe.sparse_layers else cfg.num_layers,
+        "score_func": "sigmoid",
+        "route_norm": True,
         "route_scale": moe.gate_scale,
+        "n_group": 1,
+        "topk_group": 1,
         "num_shared_experts": (moe.shared_size or 0) // moe.intermediate_size,
     }
 

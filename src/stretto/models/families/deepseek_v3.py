@@ -85,6 +85,8 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
         rope["mscale_all_dim"] = latent.yarn_mscale
     return mixture_to_hf(cfg) | {
         "rope_parameters": rope,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
         "head_dim": latent.rotated_dim,
         "num_key_value_heads": cfg.num_heads,
         "q_lora_rank": latent.query_rank,

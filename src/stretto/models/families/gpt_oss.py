@@ -10,7 +10,7 @@ from typing import Any
 
 from stretto.models.family import Family, scratch_layers, scratch_moe
 from stretto.models.parts.rope import parse_rope
-from stretto.models.shape import ClampedGate, LayerAttention, ModelConfig, MoEShape
+from stretto.models.shape import ClampedGate, LayerAttention, ModelConfig, MoEShape, Rope
 from stretto.models.tensor_map import WeightRule
 
 _MLP = "model.layers.{layer}.mlp"
@@ -90,6 +90,8 @@ GPT_OSS = Family(
         "qkv_bias": True,
         "out_bias": True,
         "has_sinks": True,
+        # vLLM expects YaRN of this family; without a factor it changes nothing.
+        "rope": Rope(theta=10_000.0, kind="yarn", original_max_positions=scratch.max_position_embeddings),
         "layers": scratch_layers(scratch, lambda layer: layer % 2 == 0),
         "moe": scratch_moe(
             scratch,

@@ -33,6 +33,10 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "intermediate_size": moe.intermediate_size,
+        "rotary_dim": int(cfg.head_dim * cfg.rope.fraction),
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
     }
 
 

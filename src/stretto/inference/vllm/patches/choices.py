@@ -83,18 +83,22 @@ class ChoicesCapture:
         routers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
         if not routers:
             return
+        routers.sort(key=lambda module: module.layer_id)
         self.step: list[torch.Tensor | None] = [None] * len(routers)
-        for layer, module in enumerate(sorted(routers, key=lambda module: module.layer_id)):
-            module.router.set_capture_fn(functools.partial(self.store, layer))
+        # As on GPUs there is a place for every layer; those without experts hold the unknown expert.
+        self.layers = [module.layer_id for module in routers]
+        self.num_layers = runner.model_config.get_total_num_hidden_layers()
+        for place, module in enumerate(routers):
+            module.router.set_capture_fn(functools.partial(self.store, place))
         num_experts = max(module.moe_config.num_experts for module in routers)
         self.dtype = np.dtype(np.uint16 if num_experts > 255 else np.uint8)
         self.table: np.ndarray | None = None
         self.rows: dict[str, Any] | None = None
         self._wrap(runner)
 
-    def store(self, layer: int, choices: Int[torch.Tensor, "tokens top_k"]) -> None:
-        """Store the choices of one layer for all tokens of this step, int [tokens, top_k]."""
-        self.step[layer] = choices.detach().clone()
+    def store(self, place: int, choices: Int[torch.Tensor, "tokens top_k"]) -> None:
+        """Store the choices of one router for all tokens of this step, int [tokens, top_k]."""
+        self.step[place] = choices.detach().clone()
 
     def _wrap(self, runner: Any) -> None:
         execute, sample = runner.execute_model, runner.sample_tokens
@@ -119,28 +123,44 @@ class ChoicesCapture:
 
         if any(choices is None for choices in self.step):
             return None
+        scheduled = scheduler_output.num_scheduled_tokens
         count = scheduler_output.total_num_scheduled_tokens
         chosen = torch.stack([choices[:count] for choices in self.step if choices is not None], dim=1)
         batch = self.runner.input_batch
-        table = batch.block_table.block_tables[0]
-        slots = table.slot_mapping.np[:count]
-        self._grow(int(slots.max()) + 1, chosen.shape[1:])
+        table = batch.block_table.block_tables[self._whole_group()]
+        rows_of = {name: batch.req_id_to_index[name] for name in batch.req_ids}
+        first = {name: int(batch.num_computed_tokens_cpu[row]) for name, row in rows_of.items()}
+        slots = np.concatenate(
+            [
+                self._slots(table, row, first[name], first[name] + scheduled[name])
+                for name, row in rows_of.items()
+            ]
+        )
+        self._grow(int(slots.max()) + 1, (self.num_layers, chosen.shape[2]))
         assert self.table is not None
-        self.table[slots] = chosen.numpy().astype(self.dtype)
+        rows = self.table[slots]
+        rows[:, self.layers] = chosen.numpy().astype(self.dtype)
+        self.table[slots] = rows
         found = {}
         starts: dict[str, int] = scheduler_output.aux_output_connector_metadata
         for name, start in starts.items():
-            row = batch.req_id_to_index[name]
-            end = int(batch.num_computed_tokens_cpu[row]) + scheduler_output.num_scheduled_tokens[name]
-            found[name] = AuxRequestOutput(start, self._read(table, row, start, end))
+            end = max(first[name] + scheduled[name], start)
+            found[name] = AuxRequestOutput(start, self.table[self._slots(table, rows_of[name], start, end)])
         return found
 
-    def _read(self, table: Any, row: int, start: int, end: int) -> np.ndarray:
-        """Choices of tokens start <= t < end of a request, from the slots of its blocks."""
-        assert self.table is not None
-        tokens = np.arange(start, max(end, start))
+    def _whole_group(self) -> int:
+        """The group of layers whose blocks are kept for all tokens: those with windows give blocks back."""
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        whole = (i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec))
+        return next(whole, 0)
+
+    def _slots(self, table: Any, row: int, start: int, end: int) -> Int[np.ndarray, " tokens"]:
+        """The cache slots of tokens start <= t < end of a request."""
+        tokens = np.arange(start, end)
         blocks = table.block_table.np[row, tokens // table.block_size]
-        return self.table[blocks * table.block_size + tokens % table.block_size]
+        return blocks * table.block_size + tokens % table.block_size
 
     def _grow(self, slots: int, shape: tuple[int, ...]) -> None:
         if self.table is not None and len(self.table) >= slots:

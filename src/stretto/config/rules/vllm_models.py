@@ -1,0 +1,105 @@
+"""What vLLM 0.32 computes of a model, by its config.json: faults that are known are said before it starts.
+
+Found by running every family of docs/add_a_model.md in the CPU build: tests/contract/families. What is said of CPUs was
+not tried on GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.config.rules.mesh_degrees import RECURRENT_FAMILIES, SPARSE_FAMILIES
+
+CPU_BLOCK_SIZE = 32
+"""vLLM's CPU attention supports multiples of 32 only."""
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+EMBEDDED = 'use inference.engine = "embedded"'
+OWN_HEAD_FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "nemotron_h", "deepseek_v3")
+"""vLLM gives these an output head of their own, also if the checkpoint has none: its logits would be random."""
+
+BFLOAT16_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model directory as vLLM sees it."""
+
+    directory: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, directory: Path) -> ServedModel:
+        found = json.loads((directory / "config.json").read_text())
+        return cls(directory, found | found.get("text_config", {}))
+
+    @property
+    def family(self) -> str | None:
+        return self.config.get("model_type")
+
+    @property
+    def is_latent(self) -> bool:
+        """True if it caches one small vector per token (latent attention)."""
+        return self.config.get("kv_lora_rank") is not None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if some of its layers keep a state."""
+        return self.family in RECURRENT_FAMILIES
+
+    @property
+    def head_dim(self) -> int:
+        return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers that the cache holds for one token, in all layers."""
+        layers = self.config["num_hidden_layers"]
+        heads = self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
+        return 2 * layers * heads * self.head_dim
+
+    def check(self) -> None:
+        """Raises: ConfigError if vLLM would compute something else than the model, on any device."""
+        if self.config.get("tie_word_embeddings") and self.family in OWN_HEAD_FAMILIES:
+            raise ConfigError(
+                f"{self.directory}: its output head is the embedding (tie_word_embeddings), but vLLM gives a "
+                f"{self.family} a head of its own, into which nothing would be loaded; {EMBEDDED}, or a model with a "
+                "head (model.scratch.tie_word_embeddings = false)"
+            )
+
+    def check_on_cpu(self) -> None:
+        """Raises: ConfigError for what vLLM's CPU build cannot run."""
+        if self.family in SPARSE_FAMILIES:
+            raise ConfigError(
+                f"{self.directory}: on a CPU vLLM does not let {self.family} choose the keys that it attends to, and "
+                "the embedded engine does not either; serve it on GPUs"
+            )
+        if self.family in BFLOAT16_FAMILIES:
+            raise ConfigError(
+                f"{self.directory}: on a CPU vLLM computes the recurrent layers of {self.family} in bfloat16 only, and "
+                f"heads of some sizes only; {EMBEDDED}"
+            )
+        if self.family == "nemotron_h" and self.config.get("n_routed_experts"):
+            raise ConfigError(
+                f"{self.directory}: on a CPU vLLM has no experts without gates, as those of nemotron_h are; "
+                f"{EMBEDDED}"
+            )
+        if self.family == "gpt_oss":
+            raise ConfigError(
+                f"{self.directory}: vLLM copies new weights of the experts of gpt_oss past its own reload, and on a "
+                f"CPU it computes other log-probabilities than the model, by 0.003 nats; {EMBEDDED}"
+            )
+        if self.is_latent:
+            raise ConfigError(
+                f"{self.directory}: on a CPU vLLM computes other log-probabilities than the model, by a tenth of a "
+                f"nat, with latent attention; {EMBEDDED}"
+            )
+        if self.head_dim not in CPU_HEAD_DIMS:
+            raise ConfigError(
+                f"{self.directory}: its attention heads have {self.head_dim} dimensions; on a CPU vLLM supports "
+                f"{', '.join(map(str, CPU_HEAD_DIMS))} only. {EMBEDDED.capitalize()}"
+            )

@@ -1,0 +1,85 @@
+"""Every family in vLLM: it samples from the trainer's distribution, and weights, choices and adapters are the model's.
+
+One start per family. In vLLM's CPU build here; what it does not run is refused before it starts (vllm_models.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from servers import VOCAB, logprobs_of, needs_vllm, save, serve
+from test_contract_moe import choices_of
+
+from stretto.config.sections.model import LoRASection, ScratchSection
+from stretto.models.hub import export_tensors, random_model
+from stretto.models.lora import Adapter, attach_adapters
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams
+from stretto.records.weights import AdapterInfo
+from stretto.transports.engine.client import EngineClient
+from stretto.transports.weights.filesystem import FilesystemPublisher
+
+PROMPT = (np.arange(100, dtype=np.int32) * 7 % 90 + 10).astype(np.int32)
+SIZES = {
+    "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES = ("glm4", "glm4_moe", "minimax_m2", "afmoe", "laguna")
+
+
+def build(family: str, seed: int):
+    return random_model(ScratchSection(family=family, seed=seed, **SIZES), VOCAB, eos_token_id=2)
+
+
+def adapted(family: str, seed: int):
+    model = build(family, 0)
+    attach_adapters(model, LoRASection(rank=4, alpha=8.0))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.2, generator=generator)
+    return model
+
+
+async def sample(client: EngineClient, model, name: str) -> Completion:
+    """A reply, whose log-probabilities and experts are this model's."""
+    sampling = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    request = GenerateRequest(request_id=name, prompt_ids=PROMPT, sampling=sampling, cache_salt=name)
+    [completion] = await client.generate(request)
+    ids = np.concatenate([PROMPT, completion.token_ids])
+    expected = logprobs_of(model, ids)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(completion.logprobs, expected, atol=3e-5, rtol=0)
+    if model.config.moe is not None:
+        routes = completion.routed_experts[:-1, model.config.moe.sparse_layers]
+        assert completion.routed_experts.shape[1] == model.config.num_layers
+        assert np.array_equal(np.sort(routes, axis=-1), choices_of(model, ids)[:-1])
+    return completion
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_family_is_served_and_updated(family, tmp_path):
+    model, other = build(family, 0), build(family, 1)
+    flags = () if model.config.moe is None else ("--enable-return-routed-experts",)
+    publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+    with serve("vllm", save(model, tmp_path / "model"), tmp_path / "log", *flags) as (url, _):
+        async with EngineClient([url], timeout_s=120) as client:
+            await client.wait_ready(240)
+            await sample(client, model, "first")
+
+            async def check(version: int, tensors, policy, adapter: AdapterInfo | None = None) -> None:
+                manifest = publisher.publish(version, tensors)
+                await client.update_weights(msgspec.structs.replace(manifest, adapter=adapter))
+                [found] = (await client.prompt_logprobs(PROMPT, f"canary-{version}")).values()
+                np.testing.assert_allclose(found[1:], logprobs_of(policy, PROMPT), atol=3e-5, rtol=0)
+                await sample(client, policy, f"after-{version}")
+
+            await check(1, export_tensors(other), other)
+            for version in (2, 3):
+                policy = adapted(family, version)
+                await check(version, Adapter.of(policy).tensors(), policy, AdapterInfo(4, 2.0))
+            await check(4, export_tensors(other), other)
+    publisher.close()

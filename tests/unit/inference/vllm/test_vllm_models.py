@@ -1,0 +1,60 @@
+"""Models that vLLM is known not to compute are refused, before it starts and in a dry run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.config.sections.inference import InferenceSection
+from stretto.inference.vllm.command import build_command
+from stretto.launch.plan.model_check import check_served
+
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+REFUSED_ON_CPUS = {
+    "bfloat16 only": {"model_type": "qwen3_5_text"},
+    "experts without gates": {"model_type": "nemotron_h", "n_routed_experts": 8},
+    "with latent attention": LATENT,
+    "the experts of gpt_oss": {"model_type": "gpt_oss"},
+    "does not let deepseek_v32 choose": LATENT | {"model_type": "deepseek_v32"},
+    "heads have 16 dimensions": {"model_type": "glm4", "head_dim": 16},
+}
+
+
+def save(directory, **config) -> str:
+    (directory / "config.json").write_text(json.dumps(SHAPE | config))
+    return str(directory)
+
+
+def words_of(section: InferenceSection, directory, *, is_cpu: bool) -> str:
+    return " ".join(build_command(section, directory, is_cpu=is_cpu).words)
+
+
+@pytest.mark.parametrize("message", REFUSED_ON_CPUS)
+def test_what_a_cpu_cannot_run_is_refused_there_only(tmp_path, message):
+    name, section = save(tmp_path, **REFUSED_ON_CPUS[message]), InferenceSection(engine="vllm")
+    for check in (
+        lambda: build_command(section, tmp_path, is_cpu=True),
+        lambda: check_served(section, name, is_cpu=True),
+    ):
+        with pytest.raises(ConfigError, match=f"{message}.*embedded"):
+            check()
+    build_command(section, tmp_path, is_cpu=False)
+    check_served(section, name, is_cpu=False)
+    check_served(InferenceSection(engine="embedded"), name, is_cpu=True)
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_a_tied_head_is_refused_where_vllm_does_not_tie_it(tmp_path, is_cpu):
+    section = InferenceSection(engine="vllm")
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings.*glm4_moe.*embedded"):
+        check_served(section, save(tmp_path, model_type="glm4_moe", tie_word_embeddings=True), is_cpu=is_cpu)
+    check_served(section, save(tmp_path, model_type="glm4", tie_word_embeddings=True), is_cpu=is_cpu)
+
+
+def test_states_are_not_shared_between_prompts_on_a_cpu(tmp_path):
+    save(tmp_path, model_type="nemotron_h")
+    assert "--no-enable-prefix-caching" in words_of(InferenceSection(), tmp_path, is_cpu=True)
+    assert "--no-enable-prefix-caching" not in words_of(InferenceSection(), tmp_path, is_cpu=False)
