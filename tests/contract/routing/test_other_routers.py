@@ -71,6 +71,9 @@ def kill_one(launcher: int, engine: str) -> None:
 # -- vllm-router --
 
 
+NO_ANSWER = ["no answer"]
+
+
 @contextlib.contextmanager
 def router_elsewhere(log: Path, port: int, key: str) -> Iterator[str]:
     words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
@@ -87,8 +90,10 @@ def router_elsewhere(log: Path, port: int, key: str) -> Iterator[str]:
             stderr=out,
             env={**os.environ, "VLLM_API_KEY": key},
         )
+    url = f"http://127.0.0.1:{port}"
     try:
-        yield f"http://127.0.0.1:{port}"
+        asyncio.run(until(lambda: listed(url) != NO_ANSWER))
+        yield url
     finally:
         stop(child)
 
@@ -97,7 +102,7 @@ def listed(router: str) -> list[str]:
     asked = urllib.request.Request(router + "/list_workers", headers={"Authorization": "Bearer k"})
     with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=10) as answer:
         return sorted(json.load(answer)["urls"])
-    return ["no answer"]
+    return NO_ANSWER
 
 
 @needs_router
