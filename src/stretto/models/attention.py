@@ -74,6 +74,13 @@ class PackedLayout:
     cu_seqlens: tuple[int, ...]
     device: torch.device
     parents: tuple[int, ...] | None = None
+    image_positions: Int[Tensor, "3 tokens"] | None = None
+    """Of a row with images (parts/image_positions.py); None: tokens are rotated by `position_ids`."""
+
+    @property
+    def rotations(self) -> Int[Tensor, "*axes tokens"]:
+        """The positions by which queries and keys are rotated."""
+        return self.position_ids if self.image_positions is None else self.image_positions
 
     @cached_property
     def position_ids(self) -> Int[Tensor, " tokens"]:

@@ -66,7 +66,11 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
     _check_moe(fields.get("moe"), where)
     if "rope" not in fields:
         fields["rope"] = parse_rope(
-            hf, where, family.rotary_fraction, is_interleaved=family.is_rotary_interleaved
+            hf,
+            where,
+            family.rotary_fraction,
+            is_interleaved=family.is_rotary_interleaved,
+            sections=family.rotary_sections,
         )
     shape = {
         "family": family.name,
@@ -85,6 +89,8 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
     }
     cfg = ModelConfig(**shape | fields)
     _check_layers(cfg, where)
+    if cfg.vision is not None:
+        _check_vision(cfg, hf["vision_config"], where)
     return cfg
 
 
@@ -103,14 +109,47 @@ def _check_layers(cfg: ModelConfig, where: str) -> None:
         raise DataError(f"{where}: sliding_window = {wrong[0]} must be at least 1 token")
 
 
+def _check_vision(cfg: ModelConfig, raw: dict[str, Any], where: str) -> None:
+    shape = cfg.vision
+    assert shape is not None
+    activation = raw.get("hidden_act", "gelu_pytorch_tanh")
+    cells = raw.get("num_position_embeddings", shape.grid_side**2)
+    faults = (
+        (activation != "gelu_pytorch_tanh", f"hidden_act = {activation!r} is not supported (only 'gelu_pytorch_tanh')"),
+        (
+            shape.out_size != cfg.hidden_size,
+            f"out_hidden_size = {shape.out_size} must be the decoder's hidden_size = {cfg.hidden_size}",
+        ),
+        (cells != shape.grid_side**2, f"num_position_embeddings = {cells} must be the square of a number"),
+        (
+            bool(shape.hidden_size % (4 * shape.num_heads)),
+            f"num_heads = {shape.num_heads}: hidden_size = {shape.hidden_size} must be a multiple of 4 x num_heads",
+        ),
+        (
+            not set(shape.deepstack_blocks) <= set(range(shape.depth))
+            or len(shape.deepstack_blocks) > cfg.num_layers,
+            f"deepstack_visual_indexes {list(shape.deepstack_blocks)} must be blocks of the tower's {shape.depth}, "
+            f"and no more than the decoder's {cfg.num_layers} layers",
+        ),
+        (
+            not 0 <= shape.image_token_id < cfg.vocab_size,
+            f"image_token_id = {shape.image_token_id} must be less than vocab_size = {cfg.vocab_size}",
+        ),
+    )
+    for is_wrong, words in faults:
+        if is_wrong:
+            raise DataError(f"{where}: {words}")
+
+
 def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
     """A config.json from which transformers builds the same network.
 
     extra: more keys, such as token ids.
     """
-    return (
+    family = FAMILIES[cfg.family]
+    flat = (
         {
-            "architectures": [FAMILIES[cfg.family].architecture],
+            "architectures": [family.architecture],
             "model_type": cfg.family,
             "vocab_size": cfg.vocab_size,
             "hidden_size": cfg.hidden_size,
@@ -120,7 +159,7 @@ def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
             "num_key_value_heads": cfg.num_kv_heads,
             "head_dim": cfg.head_dim,
             "hidden_act": "silu",
-            "rope_parameters": rope_to_hf(cfg.rope),
+            "rope_parameters": rope_to_hf(cfg.rope, has_fraction=family.rotary_fraction is not None),
             "rms_norm_eps": cfg.rms_norm_eps,
             "tie_word_embeddings": cfg.tie_word_embeddings,
             "max_position_embeddings": cfg.max_position_embeddings,
@@ -128,9 +167,9 @@ def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
             "initializer_range": cfg.initializer_range,
             "use_cache": True,
         }
-        | FAMILIES[cfg.family].to_hf(cfg)
-        | extra
+        | family.to_hf(cfg)
     )
+    return family.nest(flat, cfg) | extra
 
 
 def _check_moe(moe: MoEShape | None, where: str) -> None:

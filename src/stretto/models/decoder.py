@@ -26,6 +26,7 @@ from stretto.models.parts.mla import LatentAttention
 from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.rope import Angles, angle_table, rotate
 from stretto.models.parts.sparse_mla import SparseLatentAttention
+from stretto.models.parts.vision import ImageBatch, VisionTower
 from stretto.models.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
 from stretto.models.tensor_map import TensorMap
 
@@ -233,13 +234,15 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embedding, blocks and final norm; `model` in a checkpoint."""
+    """Embedding, blocks, final norm, and the vision tower if there is one; `model` in a checkpoint."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.num_layers))
         self.norm = build_norm(cfg, cfg.hidden_size)
+        if cfg.vision is not None:
+            self.visual = VisionTower(cfg.vision)
 
 
 class Decoder(nn.Module):
@@ -267,7 +270,8 @@ class Decoder(nn.Module):
     def tensor_map(self) -> TensorMap:
         """Where every weight is in a checkpoint of this family."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
-        return TensorMap(shapes, FAMILIES[self.config.family].weights)
+        family = FAMILIES[self.config.family]
+        return TensorMap(shapes, family.weights, family.text_prefix)
 
     @cached_property
     def unsharded_names(self) -> frozenset[str]:
@@ -277,23 +281,31 @@ class Decoder(nn.Module):
     def forward(
         self,
         token_ids: Int[Tensor, " tokens"],
-        position_ids: Int[Tensor, " tokens"],
+        position_ids: Int[Tensor, "*axes tokens"],
         attend: Attend,
         rows: Int[Tensor, " rows"] | None = None,
         routing: Routing | None = None,
         documents: Documents | CarriedDocuments | None = None,
+        images: ImageBatch | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all tokens, or only of `rows`: the last block then computes no others.
 
+        position_ids: [3, tokens] in a row with images (parts/image_positions.py).
         documents: where recurrent mixers start anew, or what they go on from; a model with such mixers needs it.
         """
         x = self.embed(token_ids)
+        vectors = None if images is None else self.model.visual(images)
+        if vectors is not None:
+            x = vectors.place(x)
         angles = self.angles(position_ids, x.dtype)
         routing = routing or Routing()
         last = len(self.model.layers) - 1
         for layer, block in enumerate(self.model.layers):
-            x = block(x, angles[layer], attend, rows if layer == last else None, routing, documents)
-        return self.model.norm(x)
+            is_cut = layer == last and (vectors is None or layer >= len(vectors.deepstack))
+            x = block(x, angles[layer], attend, rows if is_cut else None, routing, documents)
+            if vectors is not None and not is_cut:
+                x = vectors.add(layer, x)
+        return self.model.norm(x if is_cut else _select_rows(x, rows))
 
     def hidden(
         self,
@@ -301,17 +313,21 @@ class Decoder(nn.Module):
         layout: PackedLayout,
         rows: Int[Tensor, " rows"] | None = None,
         routing: Routing | None = None,
+        images: ImageBatch | None = None,
     ) -> Float[Tensor, "rows dim"]:
-        """Hidden states of packed documents, each as if it were alone in the row."""
+        """Hidden states of packed documents, each as if it were alone in the row.
+
+        With images, the layout has their tokens' positions.
+        """
         documents = layout.documents if self.config.has_recurrence else None
-        return self(token_ids, layout.position_ids, layout.attend, rows, routing, documents)
+        return self(token_ids, layout.rotations, layout.attend, rows, routing, documents, images)
 
     def embed(self, token_ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
         """The embeddings of tokens, times the family's factor."""
         x, scale = self.model.embed_tokens(token_ids), self.config.embedding_scale
         return x if scale == 1.0 else x * scale
 
-    def angles(self, position_ids: Int[Tensor, " tokens"], dtype: torch.dtype) -> list[Angles | None]:
+    def angles(self, position_ids: Int[Tensor, "*axes tokens"], dtype: torch.dtype) -> list[Angles | None]:
         """By layer: cos and sin of these positions, computed once for all layers that rotate equally."""
         cfg, found = self.config, {None: None}
         for rope in cfg.ropes:
@@ -320,7 +336,7 @@ class Decoder(nn.Module):
                 table = self._angle_tables[rope] = angle_table(
                     rope, cfg.head_dim, cfg.max_position_embeddings, position_ids.device, dtype
                 )
-            found[rope] = table.select(position_ids)
+            found[rope] = table.select(position_ids, rope.sections)
         return [found[rope] for rope in self._rope_by_layer]
 
 

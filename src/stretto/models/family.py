@@ -62,10 +62,13 @@ class Family:
     fixed_values: keys that are supported with one value only (a missing key counts as that value).
     key_aliases: other names of keys that some versions of transformers write.
     normalise: gives a config.json the usual keys, where a family has others.
+    nest: the inverse: a config.json of this family from the usual keys.
+    text_prefix: what names of the decoder's weights begin with in a checkpoint.
     layer_types: the values of `layer_types` that are supported.
     weights: weights whose names or layout differ from the checkpoint's.
     tp_plan: how modules are cut over tensor-parallel ranks.
     rotary_fraction: share of a head's dims that is rotated if config.json does not say; None: always all.
+    rotary_sections: `Rope.sections` of a model with images, if config.json does not say.
     is_rotary_interleaved: neighbouring dims are rotated (parts/rope.py).
     has_windows: layers may have sliding windows; `fields` reads them from layer_types.
     scratch: the fields of ModelConfig special to this family for a model that is created from scratch.
@@ -80,10 +83,13 @@ class Family:
     fixed_values: Mapping[str, Any] = field(default_factory=dict)
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     normalise: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    nest: Callable[[dict[str, Any], ModelConfig], dict[str, Any]] = lambda hf, cfg: hf
+    text_prefix: str = "model."
     layer_types: tuple[str, ...] = ("full_attention",)
     weights: tuple[WeightRule, ...] = ()
     tp_plan: Mapping[str, str] = field(default_factory=lambda: DENSE_TP_PLAN)
     rotary_fraction: float | None = None
+    rotary_sections: tuple[int, ...] = ()
     is_rotary_interleaved: bool = False
     has_windows: bool = False
     scratch: Callable[[ScratchSection], dict[str, Any]] = lambda scratch: {}

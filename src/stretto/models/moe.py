@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 class Experts(nn.Module):
     """Gated MLPs of all experts, stacked.
 
-    gate_up_proj: [experts, 2 * inter, dim], gate first (without gates the up projection only); down_proj:
-    [experts, dim, inter]. If they are transposed, the
-    last two dims are swapped, and gate and up are in turn.
+    gate_up_proj: [experts, 2 * inter, dim], gate first or in turn (without gates the up projection only); down_proj:
+    [experts, dim, inter]. If they are transposed, the last two dims are swapped.
     """
 
     def __init__(self, hidden_size: int, shape: MoEShape) -> None:
@@ -64,7 +63,7 @@ class Experts(nn.Module):
         """silu(gate) * up or what the family has instead, from the products with both."""
         if self.shape.is_plain:
             return F.relu(gate_up).square()
-        if self.shape.is_transposed:
+        if self.shape.is_interleaved:
             gate, up = gate_up[..., ::2], gate_up[..., 1::2]
         else:
             gate, up = gate_up.chunk(2, dim=-1)

@@ -33,6 +33,9 @@ class Rope:
     """Share of the dims of a head that is rotated; the others are left as they are."""
     is_interleaved: bool = False
     """True: pairs of neighbours are rotated, False: dim i with dim i + half."""
+    sections: tuple[int, ...] = ()
+    """Of models with images: how many of the pairs turn by time, by height and by width. Every third pair, beginning
+    with the second and third, is one of height and width until there are as many; all others turn by time."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ class MoEShape:
     has_product_biases: bool = False
     """True if both products of an expert have biases."""
     is_transposed: bool = False
-    """Weights of experts are [experts, in, out] as in the family's checkpoints, with gate and up in turn."""
+    """Weights of experts are [experts, in, out], as in the family's checkpoints."""
+    is_interleaved: bool = False
+    """Rows of gate and up are in turn, instead of all of gate first."""
     has_shared_gate: bool = False
     """True if the result of that MLP is multiplied by sigmoid of a gate."""
     is_plain: bool = False
@@ -173,6 +178,37 @@ class LatentShape:
         return yarn_scale(self.yarn_factor, self.yarn_mscale) ** 2
 
 
+@dataclass(frozen=True)
+class VisionShape:
+    """A vision tower (parts/vision.py), and the token that stands for what it computes."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    """Patches along each side that become one token."""
+    out_size: int
+    grid_side: int
+    """The table of learned positions is a square of this many cells a side."""
+    rope_theta: float
+    image_token_id: int
+    deepstack_blocks: tuple[int, ...] = ()
+    """Blocks whose results the first layers of the decoder add, one each."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers per patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
 def yarn_scale(factor: float, mscale: float) -> float:
     """The temperature of YaRN for a factor on positions, arXiv:2309.00071, section 3.4."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -221,6 +257,8 @@ class ModelConfig:
     gated_delta: GatedDeltaShape | None = None
     mamba: MambaShape | None = None
     latent: LatentShape | None = None
+    vision: VisionShape | None = None
+    """None: a model of text."""
     initializer_range: float = 0.02
     hf: dict[str, Any] = field(default_factory=dict, compare=False)
 

@@ -8,6 +8,7 @@ of a parameter (`TensorSlice`) reads only the bytes of that slice. hub.py reads 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from string import Formatter
@@ -20,6 +21,9 @@ from stretto.base.errors import DataError
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
+
+VISION_PREFIX = "model.visual."
+"""What names of a vision tower begin with, here and in checkpoints."""
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -37,6 +41,8 @@ class WeightRule:
 
     `{layer}` is a number on both sides.
 
+    may_be_swapped: a checkpoint may have the last two dims the other way round.
+
     One of ours and several of theirs: ours is theirs concatenated along dim 0 (each has the same number of rows).
     Several of ours and one of theirs: theirs is ours concatenated. `{expert}` in theirs: ours has one more dim in
     front, the experts.
@@ -44,6 +50,7 @@ class WeightRule:
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
+    may_be_swapped: bool = False
 
     def __post_init__(self) -> None:
         assert min(len(self.ours), len(self.theirs)) == 1, f"{self}: one side must be a single tensor"
@@ -106,17 +113,38 @@ class SharedSlice:
         )
 
 
+class _Swapped:
+    """A tensor whose last two dims are the other way round in a checkpoint."""
+
+    def __init__(self, source: LazyTensor) -> None:
+        self._source = source
+
+    def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
+        *first, rows, columns = region
+        return self._source[(*first, columns, rows)].mT
+
+
 class TensorMap:
     """The slices that parameters of these shapes share with a checkpoint's tensors."""
 
-    def __init__(self, shapes: Mapping[str, Shape], rules: Iterable[WeightRule]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, Shape], rules: Iterable[WeightRule], text_prefix: str = "model."
+    ) -> None:
+        """text_prefix: what names of the decoder begin with in a checkpoint, instead of "model."."""
+        self._text_prefix = text_prefix
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         templates = {template: (rule, at) for rule in rules for at, template in enumerate(rule.ours)}
         found: list[SharedSlice] = []
+        swappable: set[str] = set()
         for name, shape in self.shapes.items():
             template, layer = _split_layer(name)
             rule, at = templates.get(template, (WeightRule((template,), (template,)), 0))
-            found += self._apply_rule(name, shape, rule, at, layer)
+            parts = list(self._apply_rule(name, shape, rule, at, layer))
+            found += parts
+            if rule.may_be_swapped:
+                swappable |= {part.theirs for part in parts}
+        self.swappable = frozenset(swappable)
+        """Tensors of theirs that may have their last two dims the other way round."""
         self._set_slices(found)
 
     @classmethod
@@ -142,17 +170,24 @@ class TensorMap:
             for expert in range(shape[0]):
                 for i in range(num):
                     start = (expert, i * rows, *(0,) * len(shape[2:]))
-                    theirs = fill(rule.theirs[i], expert=str(expert))
+                    theirs = self._their_name(fill(rule.theirs[i], expert=str(expert)))
                     yield SharedSlice(name, start, part, theirs, (0,) * (len(shape) - 1), 1)
             return
         rest = (0,) * (len(shape) - 1)
         if len(rule.ours) > 1:
             above = sum(self.shapes[fill(other)][0] for other in rule.ours[:at])
-            yield SharedSlice(name, (0, *rest), shape, fill(rule.theirs[0]), (above, *rest), 0)
+            theirs = self._their_name(fill(rule.theirs[0]))
+            yield SharedSlice(name, (0, *rest), shape, theirs, (above, *rest), 0)
             return
         rows = shape[0] // len(rule.theirs)
         for i, theirs in enumerate(rule.theirs):
-            yield SharedSlice(name, (i * rows, *rest), (rows, *shape[1:]), fill(theirs), (0, *rest), 0)
+            their_name = self._their_name(fill(theirs))
+            yield SharedSlice(name, (i * rows, *rest), (rows, *shape[1:]), their_name, (0, *rest), 0)
+
+    def _their_name(self, name: str) -> str:
+        if name.startswith(VISION_PREFIX):
+            return name
+        return re.sub(r"^model\.", self._text_prefix, name)
 
     def slices_of(self, theirs: str) -> list[SharedSlice]:
         """The slices of ours that make up a tensor of theirs; empty for an unknown name."""
@@ -180,9 +215,12 @@ class TensorMap:
         Raises: KeyError if there is no tensor of this name; DataError if its shape is wrong.
         """
         slices = self._by_theirs[name]
-        if tuple(shape) != self.their_shapes[name]:
+        expected = self.their_shapes[name]
+        if name in self.swappable and tuple(shape) == (*expected[:-2], expected[-1], expected[-2]) != expected:
+            shape, source = expected, _Swapped(source)
+        if tuple(shape) != expected:
             raise DataError(
-                f"tensor {name!r} has shape {tuple(shape)}, config.json asks for {self.their_shapes[name]}"
+                f"tensor {name!r} has shape {tuple(shape)}, config.json asks for {expected}"
             )
         for shared in slices:
             if shared.ours not in targets or (overlap := shared.overlap(targets[shared.ours])) is None:

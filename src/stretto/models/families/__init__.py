@@ -13,6 +13,7 @@ from stretto.models.families import (
     nemotron_h,
     qwen3_5,
     qwen3_moe,
+    qwen3_vl,
 )
 
 FAMILIES = {
@@ -34,5 +35,9 @@ FAMILIES = {
         deepseek_v3.DEEPSEEK_V3,
         glm_moe_dsa.GLM_MOE_DSA,
         glm_moe_dsa.DEEPSEEK_V32,
+        qwen3_vl.QWEN3_VL,
+        qwen3_vl.QWEN3_VL_MOE,
+        qwen3_vl.QWEN3_5_VL,
+        qwen3_vl.QWEN3_5_MOE_VL,
     )
 }

@@ -46,6 +46,7 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
             has_router_bias=True,
             has_product_biases=True,
             is_transposed=True,
+            is_interleaved=True,
         ),
     }
 
@@ -99,6 +100,7 @@ GPT_OSS = Family(
             has_router_bias=True,
             has_product_biases=True,
             is_transposed=True,
+            is_interleaved=True,
             has_expert_bias=False,
         ),
     },

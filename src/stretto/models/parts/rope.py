@@ -31,10 +31,27 @@ class Angles(NamedTuple):
     sin: Tensor
     is_interleaved: bool = False
 
-    def select(self, positions: Int[Tensor, " tokens"]) -> Angles:
-        """The angles of these positions, from a table by position."""
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+    def select(self, positions: Int[Tensor, "*axes tokens"], sections: tuple[int, ...] = ()) -> Angles:
+        """The angles of these positions, from a table by position.
+
+        positions: [3, tokens] for rows with images: by time, height and width, for the pairs that `sections` says.
+        """
+        if positions.dim() == 1:
+            cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+            return Angles(cos, sin, self.is_interleaved)
+        index = positions.index_select(0, _axis_by_dim(sections, self.cos.shape[-1], positions.device)).T
+        cos, sin = (table.squeeze(1).gather(0, index).unsqueeze(1) for table in (self.cos, self.sin))
         return Angles(cos, sin, self.is_interleaved)
+
+
+def _axis_by_dim(
+    sections: tuple[int, ...], num_dims: int, device: torch.device
+) -> Int[Tensor, " dims"]:
+    """0, 1 or 2 for each rotated dim: whether its pair turns by time, height or width."""
+    axes = torch.zeros(num_dims // 2, dtype=torch.long)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return torch.cat((axes, axes)).to(device)
 
 
 def rotate(x: Float[Tensor, "tokens heads dim"], angles: Angles) -> Float[Tensor, "tokens heads dim"]:
@@ -129,11 +146,17 @@ def _llama3_frequency(freq: float, rope: Rope, trained: int) -> float:
 
 
 def parse_rope(
-    hf: dict[str, Any], where: str, fraction: float | None = None, *, is_interleaved: bool = False
+    hf: dict[str, Any],
+    where: str,
+    fraction: float | None = None,
+    *,
+    is_interleaved: bool = False,
+    sections: tuple[int, ...] = (),
 ) -> Rope:
     """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
     fraction: of the dims of a head, if config.json does not say; None: the family rotates all of them, always.
+    sections: of a model with images, if config.json does not say; (): a model of text.
 
     Raises: DataError for a kind or a setting that is not supported.
     """
@@ -160,6 +183,12 @@ def parse_rope(
             f"{where}: rope_parameters low_freq_factor = {low:g} must be less than "
             f"high_freq_factor = {high:g}"
         )
+    if sections:
+        sections = tuple(raw.get("mrope_section") or sections)
+        if len(sections) != 3:
+            raise DataError(
+                f"{where}: mrope_section = {list(sections)} must be three numbers, for time, height and width"
+            )
     return Rope(
         theta=float(theta),
         kind=kind,
@@ -173,14 +202,17 @@ def parse_rope(
         is_truncated=raw.get("truncate") is not False,
         fraction=1.0 if fraction is None else float(given or fraction),
         is_interleaved=is_interleaved,
+        sections=sections,
     )
 
 
-def rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """`rope_parameters` of config.json."""
+def rope_to_hf(rope: Rope, *, has_fraction: bool = False) -> dict[str, Any]:
+    """`rope_parameters` of config.json; has_fraction: the family rotates a part if nothing is said."""
     found: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    if rope.fraction != 1.0:
+    if has_fraction or rope.fraction != 1.0:
         found["partial_rotary_factor"] = rope.fraction
+    if rope.sections:
+        found |= {"mrope_section": list(rope.sections), "mrope_interleaved": True}
     if rope.kind != "default":
         found["factor"] = rope.factor
     if rope.kind in ("yarn", "llama3"):

@@ -1,0 +1,142 @@
+"""Models with images: qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe.
+
+Each is a family of text with a vision tower (parts/vision.py) and positions of three axes; its config.json has the keys
+of the text family in `text_config`. Qwen3-VL also has deepstack. Films are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from stretto.models.families.dense import QWEN3
+from stretto.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from stretto.models.families.qwen3_moe import QWEN3_MOE
+from stretto.models.family import Family
+from stretto.models.shape import ModelConfig, Rope, VisionShape
+from stretto.models.tensor_map import WeightRule
+
+if TYPE_CHECKING:
+    from stretto.config.sections.model import ScratchSection
+
+_NESTED = ("text_config", "vision_config")
+_NUMBERS = {
+    "depth": ("depth", 27),
+    "hidden_size": ("hidden_size", 1152),
+    "intermediate_size": ("intermediate_size", 4304),
+    "num_heads": ("num_heads", 16),
+    "in_channels": ("in_channels", 3),
+    "patch_size": ("patch_size", 16),
+    "temporal_patch_size": ("temporal_patch_size", 2),
+    "merge_size": ("spatial_merge_size", 2),
+    "out_size": ("out_hidden_size", 3584),
+}
+"""Fields of VisionShape, their keys in `vision_config`, and what a key that is left out means."""
+_ROPE_THETA = 10_000.0
+_DEEPSTACK = "deepstack_visual_indexes"
+
+
+def _normalise(hf: dict[str, Any]) -> dict[str, Any]:
+    """The keys of text_config beside the others; whether weights are tied is said outside of it."""
+    text = dict(hf.get("text_config") or {})
+    text.pop("tie_word_embeddings", None)
+    outer = {key: value for key, value in hf.items() if key != "text_config"}
+    return outer | text | {"model_type": hf["model_type"]}
+
+
+def _vision_shape(hf: dict[str, Any], *, has_deepstack: bool) -> VisionShape:
+    vision = hf["vision_config"]
+    cells = vision.get("num_position_embeddings", 2304)
+    rope = vision.get("rope_parameters") or {}
+    return VisionShape(
+        **{field: vision.get(key, default) for field, (key, default) in _NUMBERS.items()},
+        grid_side=int(cells**0.5),
+        rope_theta=float(rope.get("rope_theta") or _ROPE_THETA),
+        image_token_id=hf["image_token_id"],
+        deepstack_blocks=tuple(vision.get(_DEEPSTACK, (8, 16, 24))) if has_deepstack else (),
+    )
+
+
+def _vision_to_hf(cfg: ModelConfig, *, has_deepstack: bool) -> dict[str, Any]:
+    shape = cfg.vision
+    assert shape is not None
+    keys = {key: getattr(shape, field) for field, (key, _) in _NUMBERS.items()} | {
+        "model_type": f"{cfg.family}_vision",
+        "num_position_embeddings": shape.grid_side**2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "rope_parameters": {"rope_type": "axial", "rope_theta": shape.rope_theta},
+        "initializer_range": cfg.initializer_range,
+    }
+    return keys | ({_DEEPSTACK: list(shape.deepstack_blocks)} if has_deepstack else {})
+
+
+def _with_vision(text: Family, name: str, architecture: str, *, has_deepstack: bool, **more: Any) -> Family:
+    """The family of `text` with images."""
+
+    def fields(hf: dict[str, Any]) -> dict[str, Any]:
+        return text.fields(hf) | {"vision": _vision_shape(hf, has_deepstack=has_deepstack)}
+
+    def nest(flat: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
+        outer = {key: flat.pop(key) for key in ("architectures", "tie_word_embeddings")}
+        assert cfg.vision is not None
+        return outer | {
+            "model_type": name,
+            "text_config": flat | {"model_type": f"{name}_text"},
+            "vision_config": _vision_to_hf(cfg, has_deepstack=has_deepstack),
+            "image_token_id": cfg.vision.image_token_id,
+        }
+
+    return replace(
+        text,
+        name=name,
+        architecture=architecture,
+        fields=fields,
+        required=(*text.required, "vision_config", "image_token_id"),
+        normalise=_normalise,
+        nest=nest,
+        text_prefix="model.language_model.",
+        **more,
+    )
+
+
+def _moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """As qwen3_moe; gates always sum to 1, and experts are stored [experts, in, out]."""
+    found = QWEN3_MOE.fields(hf)
+    return found | {"moe": replace(found["moe"], norm_topk_prob=True, is_transposed=True)}
+
+
+_EXPERTS = tuple(
+    WeightRule((path,), (path,), may_be_swapped=True)
+    for path in (f"model.layers.{{layer}}.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
+)
+"""transformers writes experts as [experts, out, in]; the checkpoints, and vLLM, have [experts, in, out]."""
+
+_QWEN3 = {"defaults": {"rope_theta": 500_000.0}, "rotary_sections": (24, 20, 20)}
+
+QWEN3_VL = _with_vision(
+    QWEN3,
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    has_deepstack=True,
+    **_QWEN3 | {"defaults": {"head_dim": 128, "rope_theta": 500_000.0}},
+)
+
+QWEN3_VL_MOE = _with_vision(
+    replace(QWEN3_MOE, fields=_moe_fields, weights=_EXPERTS),
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    has_deepstack=True,
+    **_QWEN3,
+)
+
+QWEN3_5_VL = _with_vision(
+    QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration", has_deepstack=False, rotary_sections=(11, 11, 10)
+)
+
+QWEN3_5_MOE_VL = _with_vision(
+    QWEN3_5_MOE,
+    "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration",
+    has_deepstack=False,
+    rotary_sections=(11, 11, 10),
+)
