@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from msgspec.structs import replace
+from tiny import document, pack
+
+from stretto.models import hub
+from stretto.models.config import parse_config
+from stretto.models.decoder import Decoder
+from stretto.records.images import Image, image_of
+from stretto.records.sample import MicroBatch, images_by_document
 
 VOCAB, IMAGE, START, END = 60, 50, 52, 53
 TEXT = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8,
 }  # fmt: skip
 TOWER = {
     "depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
@@ -62,3 +70,56 @@ def patches_of(grids: list[tuple[int, int, int]], seed: int) -> torch.Tensor:
     """Random patches of these images."""
     num = int(np.array(grids, int).reshape(-1, 3).prod(1).sum())
     return torch.randn(num, PATCH_VALUES, generator=torch.Generator().manual_seed(seed))
+
+
+def build_vision_policy(case: str, seed: int = 0) -> Decoder:
+    """One of these models, with weights that are not as at the start."""
+    from transformers import AutoConfig
+
+    family, keys = config_keys(case)
+    config = AutoConfig.for_model(family, **keys).to_dict()
+    policy = hub.build_model(parse_config(config, case), torch.float32, "cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            values = torch.randn(parameter.shape, generator=generator) * 0.15
+            parameter.copy_(values + (parameter.dim() == 1))
+    return policy
+
+
+def image(grid: tuple[int, int, int], seed: int) -> Image:
+    """A picture of noise."""
+    return image_of(patches_of([grid], seed).numpy(), grid)
+
+
+def image_group(seed: int, images: list[Image], group_size: int = 3) -> list[tuple[dict, tuple[Image, ...]]]:
+    """Samples that share a prompt with these images; the last one sees the first image again after its reply began."""
+    rng = np.random.default_rng(seed)
+    prompt = image_document([each.grid for each in images], seed, num_text=2)
+    group = [(document(rng, prompt, int(rng.integers(2, 6))), tuple(images)) for _ in range(group_size)]
+    last, seen = group[-1][0], images[:1]
+    shown = image_document([each.grid for each in seen], seed + 1, num_text=1)
+    tail = document(rng, shown, 2)
+    longer = {name: np.concatenate((last[name], tail[name])) for name in last}
+    longer["temperatures"][:] = last["temperatures"][0]
+    return [*group[:-1], (longer, (*images, *seen))]
+
+
+def pack_images(samples: list[tuple[dict, tuple[Image, ...]]]) -> MicroBatch:
+    """One row of samples and their images."""
+    documents, images = zip(*samples)
+    return replace(pack(list(documents)), **images_by_document(images))
+
+
+def image_batches(num_steps: int) -> list[list[MicroBatch]]:
+    """Micro batches of every step: one row of text only, one with an image, one with several."""
+    steps = []
+    for step in range(num_steps):
+        small, large = image((1, 2, 4), 2 * step), image((2, 4, 4), 2 * step + 1)
+        groups = [
+            image_group(3 * step, []),
+            image_group(3 * step + 1, [small]),
+            image_group(3 * step + 2, [large, small]),
+        ]
+        steps.append([pack_images(group) for group in groups])
+    return steps

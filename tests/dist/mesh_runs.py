@@ -16,13 +16,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cases.mixers import MIXER_CASES
+from cases.vision import build_vision_policy, image_batches
 from msgspec.structs import replace
 from ranks import gather_anything
 from tiny import VOCAB, build_policy, documents, pack
 
 from stretto.config.rules.mesh_degrees import WITHOUT_TP
 from stretto.config.sections.algorithm import GaeAdvantages
-from stretto.config.sections.model import LoRASection, ModelSection
+from stretto.config.sections.model import LoRASection, ModelSection, VisionSection
 from stretto.config.sections.trainer import (
     AdamWOptim,
     ConstantScheduler,
@@ -42,6 +43,8 @@ from stretto.trainer.updates import Updates
 NUM_STEPS = 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VISION = {"vision": "qwen3_vl", "vision_frozen": "qwen3_vl", "vision_moe": "qwen3_vl_moe", "vision_delta": "qwen3_5"}
+"""Kinds with images, and their cases."""
 MIXERS = ("qwen3_5_moe_text", "nemotron_h", "deepseek_v3", "deepseek_v32", "glm_moe_dsa-shared-choices-biases")
 FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna")
 """Families with experts whose meshes are tested with the choices replayed; windows are shorter than documents."""
@@ -116,6 +119,7 @@ def _cases() -> list[Case]:
         Case(2, "tp", "bias", {"tp": 2}),
         *_family_cases(),
         *_memory_cases(),
+        *_vision_cases(),
         *_lora_cases(),
         Case(2, "fsdp", "fp8"),
         Case(2, "fsdp", "muon"),
@@ -135,6 +139,21 @@ def _cases() -> list[Case]:
         Case(2, "ring", "ppo", {"cp": 2, "cp_style": "ring"}),
         Case(4, "hsdp_tp", "ppo", {"dp_replicate": 2, "tp": 2}),
         Case(4, "ulysses", "ppo", {"cp": 2}),
+    ]
+
+
+def _vision_cases() -> list[Case]:
+    """Models with images; in every step some ranks have none."""
+    return [
+        Case(2, "fsdp", "vision"),
+        Case(2, "fsdp", "vision_frozen"),
+        Case(2, "fsdp_ac", "vision", {"ac": {}}),
+        Case(2, "ulysses", "vision", {"cp": 2}),
+        Case(2, "ring", "vision", {"cp": 2, "cp_style": "ring"}),
+        Case(2, "tp", "vision", {"tp": 2}),
+        Case(2, "fsdp", "vision_delta"),
+        Case(2, "ep", "vision_moe", {"ep": 2}),
+        Case(4, "hsdp_ring", "vision", {"dp_replicate": 2, "cp": 2, "cp_style": "ring"}),
     ]
 
 
@@ -197,6 +216,7 @@ QUICK = frozenset(
     2-fsdp-moe 2-ep-moe 2-ep_ulysses-replay 2-tp-replay 2-tp-bias 2-fsdp-untied 2-ring-cut
     2-ulysses_ac-dense 2-tp_parts-dense 2-ep_experts-moe 2-ep-lora_moe 2-tp-lora 2-fsdp-fp8
     2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
+    2-ep-qwen3_5_moe_text 2-ring-deepseek_v3 2-fsdp-vision 2-fsdp-vision_frozen 2-ring-vision 2-ep-vision_moe
     2-ep-qwen3_5_moe_text 2-ring-deepseek_v3 2-ring-deepseek_v32
     4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-tp_ulysses-untied 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
@@ -210,6 +230,8 @@ assert {str(case) for case in CASES} >= QUICK
 
 def batches(kind: str) -> list[list]:
     """Micro batches of every step: few and of different sizes, so that ranks get unequal shares."""
+    if kind in VISION:
+        return image_batches(NUM_STEPS)
     steps = []
     for step in range(NUM_STEPS):
         docs = documents(seed=step, num_groups=2, group_size=3)
@@ -254,6 +276,8 @@ def policy_of(kind: str):
             return build_policy(**SHAPE, family="qwen2")
         case "glm4":
             return build_policy(**SHAPE, family="glm4")
+    if kind in VISION:
+        return build_vision_policy(VISION[kind])
     if kind in MIXERS:
         return _mixer_policy(kind)
     if kind in FAMILIES:
@@ -285,7 +309,8 @@ def _mixer_policy(kind: str) -> Decoder:
 def section_of(kind: str, **model) -> ModelSection:
     rate, fp8 = 1e-2 if kind == "moe" else None, "reference" if kind == "fp8" else False
     lora = LoRASection(rank=4, alpha=12.0) if kind.startswith("lora") else None
-    return ModelSection(**({"fp8": fp8} | model), lora=lora, moe_bias_update_rate=rate)
+    vlm = VisionSection(freeze_vision_encoder=kind == "vision_frozen") if kind in VISION else None
+    return ModelSection(**({"fp8": fp8} | model), vlm=vlm, lora=lora, moe_bias_update_rate=rate)
 
 
 def optim_of(kind: str) -> AdamWOptim | MuonOptim:

@@ -65,7 +65,7 @@ def test_a_mesh_trains_like_one_rank(case, on_meshes):
                 for m in (ours, theirs)
             )
         # The delta rule divides by the lengths of its keys, which enlarges rounding errors.
-        rel = 1e-4 if case.kind == "qwen3_5_moe_text" else 1e-5
+        rel = 1e-4 if case.kind in ("qwen3_5_moe_text", "vision_delta") else 1e-5
         assert ours == pytest.approx(theirs, rel=rel, abs=1e-5)
     assert got["tensors"].keys() == want["tensors"].keys()
     for name, tensor in want["tensors"].items():

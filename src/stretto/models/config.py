@@ -115,7 +115,10 @@ def _check_vision(cfg: ModelConfig, raw: dict[str, Any], where: str) -> None:
     activation = raw.get("hidden_act", "gelu_pytorch_tanh")
     cells = raw.get("num_position_embeddings", shape.grid_side**2)
     faults = (
-        (activation != "gelu_pytorch_tanh", f"hidden_act = {activation!r} is not supported (only 'gelu_pytorch_tanh')"),
+        (
+            activation != "gelu_pytorch_tanh",
+            f"hidden_act = {activation!r} is not supported (only 'gelu_pytorch_tanh')",
+        ),
         (
             shape.out_size != cfg.hidden_size,
             f"out_hidden_size = {shape.out_size} must be the decoder's hidden_size = {cfg.hidden_size}",
@@ -147,28 +150,25 @@ def to_hf(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
     extra: more keys, such as token ids.
     """
     family = FAMILIES[cfg.family]
-    flat = (
-        {
-            "architectures": [family.architecture],
-            "model_type": cfg.family,
-            "vocab_size": cfg.vocab_size,
-            "hidden_size": cfg.hidden_size,
-            "intermediate_size": cfg.intermediate_size,
-            "num_hidden_layers": cfg.num_layers,
-            "num_attention_heads": cfg.num_heads,
-            "num_key_value_heads": cfg.num_kv_heads,
-            "head_dim": cfg.head_dim,
-            "hidden_act": "silu",
-            "rope_parameters": rope_to_hf(cfg.rope, has_fraction=family.rotary_fraction is not None),
-            "rms_norm_eps": cfg.rms_norm_eps,
-            "tie_word_embeddings": cfg.tie_word_embeddings,
-            "max_position_embeddings": cfg.max_position_embeddings,
-            "attention_dropout": 0.0,
-            "initializer_range": cfg.initializer_range,
-            "use_cache": True,
-        }
-        | family.to_hf(cfg)
-    )
+    flat = {
+        "architectures": [family.architecture],
+        "model_type": cfg.family,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.intermediate_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "rope_parameters": rope_to_hf(cfg.rope, has_fraction=family.rotary_fraction is not None),
+        "rms_norm_eps": cfg.rms_norm_eps,
+        "tie_word_embeddings": cfg.tie_word_embeddings,
+        "max_position_embeddings": cfg.max_position_embeddings,
+        "attention_dropout": 0.0,
+        "initializer_range": cfg.initializer_range,
+        "use_cache": True,
+    } | family.to_hf(cfg)
     return family.nest(flat, cfg) | extra
 
 

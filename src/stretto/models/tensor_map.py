@@ -216,12 +216,13 @@ class TensorMap:
         """
         slices = self._by_theirs[name]
         expected = self.their_shapes[name]
-        if name in self.swappable and tuple(shape) == (*expected[:-2], expected[-1], expected[-2]) != expected:
+        if (
+            name in self.swappable
+            and tuple(shape) == (*expected[:-2], expected[-1], expected[-2]) != expected
+        ):
             shape, source = expected, _Swapped(source)
         if tuple(shape) != expected:
-            raise DataError(
-                f"tensor {name!r} has shape {tuple(shape)}, config.json asks for {expected}"
-            )
+            raise DataError(f"tensor {name!r} has shape {tuple(shape)}, config.json asks for {expected}")
         for shared in slices:
             if shared.ours not in targets or (overlap := shared.overlap(targets[shared.ours])) is None:
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,25 +12,40 @@ if TYPE_CHECKING:
 
 
 def first_fit_decreasing(
-    lengths: Int[np.ndarray, " samples"], capacity: int
+    lengths: Int[np.ndarray, " samples"],
+    capacity: int,
+    images: Sequence[Mapping[str, int]] = (),
+    max_patches: int | None = None,
 ) -> Generator[None, None, list[list[int]]]:
     """Pack samples, longest first, into the first row with room; returns the indices per row.
+
+    images: by sample, patches of each of its images by hash; an image counts once in a row. A row has at most
+    max_patches of them, unless one sample alone has more.
 
     A generator that yields after each sample, so that other tasks can run. Rows are in order of creation.
     """
     rows: list[list[int]] = []
+    shown: list[dict[str, int]] = []  # images by row
     free = np.zeros(len(lengths), dtype=np.int64)
     for index in np.argsort(-lengths, kind="stable").tolist():
         size = int(lengths[index])
         num_rows = len(rows)
         fits = free[:num_rows] >= size
+        if images and max_patches is not None:
+            for other in np.flatnonzero(fits).tolist():
+                fits[other] = sum((shown[other] | images[index]).values()) <= max_patches
+                if fits[other]:
+                    break
         row = int(fits.argmax()) if num_rows else 0
         if not num_rows or not fits[row]:
             row = num_rows
             rows.append([])
+            shown.append({})
             free[row] = capacity
         rows[row].append(index)
         free[row] -= size
+        if images:
+            shown[row] |= images[index]
         yield
     return rows
 

@@ -220,7 +220,7 @@ class Critic:
     def _values(self, inputs: PassInputs) -> Tensor:
         if self.network.is_cut_by_tokens:
             return context.compute_values(self.module, inputs, self.mesh, self._cp_style)
-        hidden = self.module.hidden(inputs.token_ids, inputs.layout, inputs.rows)
+        hidden = self.module.hidden(inputs.token_ids, inputs.layout, inputs.rows, **inputs.options)
         picked = hidden.index_select(0, inputs.predictors)
         return head_logits(picked, self.module.output_weight).squeeze(1)
 

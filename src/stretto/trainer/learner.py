@@ -21,6 +21,7 @@ from stretto.algorithms.losses import TokenCounts, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.config.rules.mesh_degrees import check_vision
 from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
 from stretto.config.sections.model import ModelSection, TokenizerSection
 from stretto.config.sections.trainer import Optim, Scheduler
@@ -31,10 +32,10 @@ from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
 from stretto.records.weights import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, sums_by_env
-from stretto.trainer.batch.pass_inputs import PassInputs, count_tokens, has_trained_tokens, weigh_by_rollout
+from stretto.trainer.batch.pass_inputs import PassInputs, count_tokens, weigh_by_rollout
 from stretto.trainer.batch.routing import build_routers
 from stretto.trainer.critic import Critic
-from stretto.trainer.network import Network
+from stretto.trainer.network import Network, PassCounts
 from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.mesh import Mesh, num_ranks, training_device
@@ -74,9 +75,12 @@ def load_policy(
     if section.scratch is not None:
         if section.impl == "hf":
             raise ConfigError('[model] impl = "hf" cannot start from [model.scratch]; remove one of them')
+        check_vision(section, section.scratch.family)
         assert vocab_size is not None, "a scratch model needs the tokenizer's vocabulary size"
         return hub.random_model(section.scratch, vocab_size, **token_ids).to(device=device, dtype=dtype)
     directory = hub.find_model(section.name)
+    if section.impl != "hf":
+        check_vision(section, hub.read_json(directory / "config.json").get("model_type", "model of text"))
     if section.impl == "hf" or (section.impl == "auto" and not hub.has_custom_module(directory)):
         from stretto.models.hf import build_meta_hf_model, load_hf_model
 
@@ -159,10 +163,8 @@ class Learner:
         if self._loss.reduction == "rollout":
             micro_batches, num_rollouts = weigh_by_rollout(micro_batches)
             own_counts = own_counts._replace(rl_samples=num_rollouts)
-        sums = self.mesh.reduce(
-            own_counts._asdict() | {"max/passes": sum(has_trained_tokens(mb) for mb in micro_batches)}
-        )
-        num_passes = int(sums.pop("max/passes"))
+        sums = self.mesh.reduce(own_counts._asdict() | self.network.count_passes(micro_batches))
+        passes = PassCounts.of(sums)
         counts = TokenCounts(**sums)
         if not any(counts):
             raise DataError(
@@ -172,7 +174,7 @@ class Learner:
             for mb in micro_batches:
                 self._routers.check(mb)
         how = {"with_samples": with_samples, "with_routes": self._is_replaying}
-        for index, inputs in self.network.passes(micro_batches, num_passes, **how):
+        for index, inputs in self.network.passes(micro_batches, passes, **how):
             if index is None:
                 self._run_idle_pass(inputs)
                 continue
@@ -253,9 +255,11 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, mb: MicroBatch) -> tuple[Float[np.ndarray, " tokens"], Float[np.ndarray, " tokens"]]:
-        """Log-probability and entropy of every token; 0 at a document's first token."""
+        """Log-probability and entropy of every token; 0 at a document's first token and in images."""
         is_scored = np.ones(len(mb.token_ids), dtype=bool)
         is_scored[np.asarray(mb.cu_seqlens[:-1])[np.diff(mb.cu_seqlens) > 0]] = False
+        if (vision := self.network.vision) is not None:
+            is_scored &= mb.token_ids != vision.image_token_id
         out = np.zeros((2, len(mb.token_ids)), dtype=np.float32)
         inputs = self.network.build_inputs(
             mb, is_scored=is_scored, share_prefixes=False, with_routes=self._is_replaying
@@ -403,7 +407,7 @@ class Learner:
             )
         else:
             more = {} if routing is None else {"routing": routing}
-            picked = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **more)
+            picked = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **more, **inputs.options)
             picked = picked.index_select(0, inputs.predictors)
             weight, targets, temperatures = policy.output_weight, inputs.targets, inputs.temperatures
             scores = token_logprobs(

@@ -7,7 +7,7 @@ blocks, the same number of passes on every rank, updates, and state. What a pass
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from stretto.base.errors import EngineError
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import Optim
 from stretto.models import hub
+from stretto.models.decoder import Decoder
 from stretto.models.lora import attach_adapters
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
@@ -42,6 +43,18 @@ if TYPE_CHECKING:
     from jaxtyping import Bool
 
 
+class PassCounts(NamedTuple):
+    """What the passes of all ranks have in common: as many as any rank needs, and images if any rank has some."""
+
+    num_passes: int
+    has_images: bool
+
+    @classmethod
+    def of(cls, reduced: dict[str, float]) -> PassCounts:
+        """From what `Network.count_passes` gives, over all ranks; its keys are removed."""
+        return cls(int(reduced.pop("max/passes")), bool(reduced.pop("max/images")))
+
+
 class Network:
     """A module, changed in place; `weights` are its trained weights as the optimizer sees them."""
 
@@ -60,6 +73,9 @@ class Network:
         self._prefix, self._lr_key = error_prefix, lr_key
         self.mesh = mesh or Mesh.single_rank(module.output_weight.device)
         apply_fp8(module, model)
+        self.vision = module.config.vision if isinstance(module, Decoder) else None
+        if self.vision is not None and (model.vlm is None or model.vlm.freeze_vision_encoder):
+            module.model.visual.requires_grad_(False)
         if model.lora is not None:
             attach_adapters(module, model.lora, seed=torch.initial_seed() % 2**63)
         prepare_blocks(module, model)
@@ -78,35 +94,45 @@ class Network:
 
     def build_inputs(self, mb: MicroBatch, **how: object) -> PassInputs | None:
         """`build_pass_inputs` for this network."""
-        how = {"share_prefixes": self.shares_prefixes} | how
+        how = {"share_prefixes": self.shares_prefixes, "vision": self.vision} | how
         return build_pass_inputs(mb, self.module.config.vocab_size, self.mesh.device, **how)
+
+    def count_passes(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        token_mask: Callable[[MicroBatch], Bool[np.ndarray, " tokens"]] | None = None,
+    ) -> dict[str, float]:
+        """What PassCounts needs of this rank, to be reduced over all."""
+        has_pass = lambda mb: has_trained_tokens(mb) if token_mask is None else bool(token_mask(mb).any())
+        return {
+            "max/passes": float(sum(map(has_pass, micro_batches))),
+            "max/images": float(any(mb.images for mb in micro_batches)),
+        }
 
     def passes(
         self,
         micro_batches: Sequence[MicroBatch],
-        num_passes: int | None = None,
+        counts: PassCounts | None = None,
         *,
         token_mask: Callable[[MicroBatch], Bool[np.ndarray, " tokens"]] | None = None,
         **how: object,
     ) -> Iterator[tuple[int | None, PassInputs]]:
         """(index, inputs) per micro batch to score, then (None, inputs) for passes without a result.
 
-        Ranks gather each other's shards in every pass, so all make the same number: num_passes, the most that any of
-        them needs (None: computed here). token_mask: gives bool [tokens] for a micro batch; None: its trained tokens.
+        Ranks gather each other's shards in every pass, so all do the same: counts, over all ranks (None: computed
+        here). token_mask: gives bool [tokens] for a micro batch; None: its trained tokens.
         """
-        if num_passes is None:
-            mine = sum(
-                has_trained_tokens(mb) if token_mask is None else bool(token_mask(mb).any())
-                for mb in micro_batches
-            )
-            num_passes = int(self.mesh.reduce({"max/passes": float(mine)})["max/passes"])
+        if counts is None:
+            counts = PassCounts.of(self.mesh.reduce(self.count_passes(micro_batches, token_mask)))
+        num_passes = counts.num_passes
+        how |= {"with_unused_image": counts.has_images and self.mesh.world_size > 1}
         for i, mb in enumerate(micro_batches):
             inputs = self.build_inputs(mb, is_scored=None if token_mask is None else token_mask(mb), **how)
             if inputs is not None:
                 num_passes -= 1
                 yield i, inputs
         for _ in range(num_passes):
-            inputs = self.build_inputs(IDLE_MICRO_BATCH)
+            inputs = self.build_inputs(IDLE_MICRO_BATCH, with_unused_image=how["with_unused_image"])
             assert inputs is not None
             yield None, inputs
 

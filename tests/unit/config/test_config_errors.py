@@ -22,6 +22,21 @@ WRONG_RL = {
         "",
         ["c.toml:2: orchestrator.algo.type", '"gspo" belongs to trainer.loss.type'],
     ),
+    "a vision tower that an adapter would leave as it is": (
+        "[model.lora]\n[model.vlm]\nfreeze_vision_encoder = false\n" + ENV,
+        "",
+        ["c.toml:3: model.vlm.freeze_vision_encoder = false with model.lora", "leave one of them out"],
+    ),
+    "a vision tower at another place": (
+        '[model.vlm]\nvision_encoder_attr = "visual"\n' + ENV,
+        "",
+        ['c.toml:2: model.vlm.vision_encoder_attr = "visual": in our own modules it is "model.visual"'],
+    ),
+    "images for a model of transformers": (
+        '[model]\nimpl = "hf"\n[model.vlm]\n' + ENV,
+        "",
+        ['model.vlm is for models that our own modules compute; model.impl = "hf"'],
+    ),
     "credit where a loss belongs": (
         '[trainer.loss]\ntype = "rloo"\n' + ENV,
         "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -26,7 +26,9 @@ GRIDS = [(1, 4, 6), (1, 2, 2), (2, 6, 4)]
 def build_theirs(case: str):
     family, keys = config_keys(case)
     torch.manual_seed(0)
-    theirs = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **keys), dtype=torch.float32)
+    theirs = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(family, **keys), dtype=torch.float32
+    )
     with torch.no_grad():  # so that distributions are not flat and errors show; biases are not 0
         for parameter in theirs.parameters():
             if parameter.dim() >= 2:
@@ -45,7 +47,9 @@ def pair(request, tmp_path):
 
 
 def positions_of(ids, bounds, grids):
-    return image_positions(ids, np.array(bounds), np.array(grids, int).reshape(-1, 3), image_token_id=IMAGE, merge_size=2)
+    return image_positions(
+        ids, np.array(bounds), np.array(grids, int).reshape(-1, 3), image_token_id=IMAGE, merge_size=2
+    )
 
 
 def our_logits(model, ids: np.ndarray, bounds, grids, patches):
@@ -69,7 +73,7 @@ def test_positions_are_those_of_transformers_in_every_document():
     by_document = [GRIDS, [], GRIDS[1:], [(1, 8, 2)]]
     documents = [image_document(grids, seed) for seed, grids in enumerate(by_document)]
     bounds = np.cumsum([0, *map(len, documents)])
-    found = positions_of(np.concatenate(documents), bounds, sum(by_document, []))
+    found = positions_of(np.concatenate(documents), bounds, list(chain.from_iterable(by_document)))
     for (a, b), ids, grids in zip(pairwise(bounds), documents, by_document, strict=True):
         tokens = torch.from_numpy(ids).long()[None]
         expected, _ = theirs.get_rope_index(
@@ -123,12 +127,16 @@ def test_packed_documents_equal_each_alone_with_images_or_without(pair):
     documents = [image_document(grids, seed) for seed, grids in enumerate(by_document)]
     images = [patches_of(grids, seed) for seed, grids in enumerate(by_document)]
     bounds = np.cumsum([0, *map(len, documents)]).tolist()
-    packed = our_logits(ours, np.concatenate(documents), bounds, sum(by_document, []), torch.cat(images))
+    packed = our_logits(
+        ours, np.concatenate(documents), bounds, list(chain.from_iterable(by_document)), torch.cat(images)
+    )
     for (a, b), ids, grids, patches in zip(pairwise(bounds), documents, by_document, images, strict=True):
         torch.testing.assert_close(
             packed[a:b], our_logits(ours, ids, (0, b - a), grids, patches), atol=1e-5, rtol=1e-4
         )
-        torch.testing.assert_close(packed[a:b], their_logits(theirs, ids, grids, patches), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            packed[a:b], their_logits(theirs, ids, grids, patches), atol=2e-5, rtol=1e-4
+        )
 
 
 @torch.no_grad()
@@ -209,9 +217,15 @@ def test_our_config_json_says_what_theirs_did(case, tmp_path):
         ({"vision_config": None}, "no value for vision_config; a qwen3_vl"),
         ({"image_token_id": None}, "no value for image_token_id"),
         ({"text_config": None}, "no value for vocab_size, hidden_size"),
-        ({"vision_config": {"hidden_act": "silu"}}, "hidden_act = 'silu' is not supported .only 'gelu_pytorch_tanh'"),
+        (
+            {"vision_config": {"hidden_act": "silu"}},
+            "hidden_act = 'silu' is not supported .only 'gelu_pytorch_tanh'",
+        ),
         ({"vision_config": {"out_hidden_size": 8}}, "out_hidden_size = 8 must be .* hidden_size = 32"),
-        ({"vision_config": {"num_position_embeddings": 15}}, "num_position_embeddings = 15 must be the square"),
+        (
+            {"vision_config": {"num_position_embeddings": 15}},
+            "num_position_embeddings = 15 must be the square",
+        ),
         ({"vision_config": {"num_heads": 5}}, "num_heads = 5: hidden_size = 1152"),
         ({"vision_config": {"deepstack_visual_indexes": [27]}}, "deepstack_visual_indexes"),
         ({"image_token_id": VOCAB}, f"image_token_id = {VOCAB} must be less than vocab_size"),
@@ -221,7 +235,10 @@ def test_a_half_known_config_is_refused_by_name(change, words, tmp_path):
     family, keys = config_keys("qwen3_vl")
     config = json.loads(AutoConfig.for_model(family, **keys).to_json_string())
     if change.get("vision_config"):
-        change = {"vision_config": {"out_hidden_size": 32, "num_position_embeddings": 2304} | change["vision_config"]}
+        change = {
+            "vision_config": {"out_hidden_size": 32, "num_position_embeddings": 2304}
+            | change["vision_config"]
+        }
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(DataError, match=words):
         hub.load_config(tmp_path)

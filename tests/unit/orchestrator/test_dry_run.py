@@ -16,7 +16,7 @@ from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules.mesh_degrees import OWN_FAMILIES
-from stretto.config.sections.model import ModelSection
+from stretto.config.sections.model import ModelSection, VisionSection
 from stretto.launch.plan.model_check import check_model
 from stretto.models.families import FAMILIES
 from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
@@ -44,6 +44,32 @@ def dry_run(verb: str, directory: Path, *words: str) -> tuple[int, str]:
 
 def of(tmp_path: Path, **args) -> RLConfig:
     return load(RLConfig, ["--orchestrator.env", json.dumps([{"id": "dataset", "args": args}])])
+
+
+@pytest.mark.parametrize(
+    ("family", "vlm", "words"),
+    [
+        ("qwen3_vl", None, r"a qwen3_vl has a vision tower; add \[trainer.model.vlm\]"),
+        (
+            "qwen3",
+            VisionSection(),
+            r"\[trainer.model.vlm\] is for models with a vision tower .* this is a qwen3;",
+        ),
+        ("mistral", VisionSection(), r"this is a model of text; leave it out"),
+        ("qwen3_vl", VisionSection(), None),
+        ("qwen3", None, None),
+    ],
+)
+def test_a_vision_tower_and_its_section_belong_together(family, vlm, words, tmp_path):
+    numbers = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    nested = {"text_config": numbers} if family == "qwen3_vl" else numbers
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | nested))
+    section = ModelSection(name=str(tmp_path), vlm=vlm)
+    if words is None:
+        check_model(section, 2, "trainer.model")
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_model(section, 2, "trainer.model")
 
 
 def test_a_dry_run_reads_the_first_record_and_imports_functions(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from stretto.orchestrator.batch.packing import (
     pack,
     split_to_multiple,
 )
+from stretto.records.images import image_of
 from stretto.records.rows import pack_rows
 from stretto.records.sample import TrainSample
 
@@ -58,6 +59,24 @@ def documents(batches):
                 assert sample_id not in found, f"{sample_id} was packed twice"
                 found[sample_id] = (micro, slice(micro.cu_seqlens[d], micro.cu_seqlens[d + 1]), d)
     return found
+
+
+@given(st.lists(st.tuples(st.integers(1, SEQ_LEN), st.sets(st.integers(0, 5))), min_size=1, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_rows_have_at_most_so_many_patches_and_images_travel_with_their_samples(drawn):
+    # Image n has 4 (n + 1) patches; one that several samples show counts once in a row.
+    pictures = [image_of(np.full((4 * n + 4, 2), n, np.float32), (1, 2, 2 * n + 2)) for n in range(6)]
+    samples = [
+        sample(i, length, images=tuple(pictures[n] for n in sorted(shown)))
+        for i, (length, shown) in enumerate(drawn)
+    ]
+    batches = pack_now(samples, step=1, seq_len=SEQ_LEN, max_patches=40)
+    for name, (micro, _, document) in documents(batches).items():
+        assert micro.images_of(document) == samples[int(name[1:].split(".")[0])].images
+        patches = sum(image.num_patches for image in set(micro.images))
+        assert patches <= 40 or micro.num_samples == 1
+    free = pack_now(samples, step=1, seq_len=SEQ_LEN)
+    assert len(free[0].micro_batches) <= len(batches[0].micro_batches)
 
 
 lengths = st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=60)

@@ -19,6 +19,7 @@ OWN_FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna",
     "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3",
     "glm_moe_dsa", "deepseek_v32",
+    "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 """`model_type` of the families that models/families computes."""
 WITHOUT_TP = {
@@ -26,8 +27,10 @@ WITHOUT_TP = {
     "gpt_oss": "has a sink in every head",
 }
 """Families whose heads cannot be spread over tp, and why."""
-RECURRENT_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h")
+RECURRENT_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 """Those with layers that pass a state from token to token."""
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Those with a vision tower."""
 _UNCUT = {
     name: {"cp": "the state of its recurrent layers", "tp": "its recurrent layers"}
     for name in RECURRENT_FAMILIES
@@ -58,7 +61,9 @@ def read_shape(directory: Path) -> Shape | None:
     found = json.loads(path.read_text())
     if found.get("model_type") not in OWN_FAMILIES:
         return None
-    if found["model_type"] == "qwen3_5_moe_text":  # all its blocks are sparse
+    # Models with images have the numbers of their decoder in a table of their own.
+    found = found | (found.get("text_config") or {}) | {"model_type": found["model_type"]}
+    if found["model_type"] in ("qwen3_5_moe_text", "qwen3_5_moe"):  # all its blocks are sparse
         found.setdefault("intermediate_size", found.get("moe_intermediate_size"))
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:
         raise ConfigError(
@@ -136,6 +141,19 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
         tp=section.tp,
         ep=_expert_degree(section.ep, island, shape),
     )
+
+
+def check_vision(section: ModelSection, family: str) -> None:
+    """Raises: ConfigError if [model.vlm] is missing for a model with images, or given for a model of text."""
+    if section.vlm is None and family in VISION_FAMILIES:
+        raise ConfigError(
+            f"[model]: a {family} has a vision tower; add [model.vlm], which says whether to train it"
+        )
+    if section.vlm is not None and family not in VISION_FAMILIES:
+        raise ConfigError(
+            f"[model.vlm] is for models with a vision tower ({', '.join(VISION_FAMILIES)}), and this is a {family}; "
+            "leave it out"
+        )
 
 
 def find_plain_degrees(section: ModelSection, world_size: int) -> Degrees:

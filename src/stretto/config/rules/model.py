@@ -8,7 +8,12 @@ from typing import Any
 
 from stretto.config.root import SFTConfig
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
-from stretto.config.sections.model import ActivationCheckpointSection, ModelSection, ScratchSection
+from stretto.config.sections.model import (
+    ActivationCheckpointSection,
+    ModelSection,
+    ScratchSection,
+    VisionSection,
+)
 from stretto.config.sections.run import RunKeys
 from stretto.config.sections.trainer import TrainerSection, num_steps
 
@@ -67,6 +72,17 @@ def node_faults(cfg: SFTConfig) -> Iterator[tuple[str, str]]:
         yield "deployment.hosts deployment.num_train_nodes", rule
     if shape.node_rank is not None and shape.node_rank >= shape.num_train_nodes:
         yield "deployment.node_rank", f"{{0}}: the {shape.num_train_nodes} nodes are counted from 0"
+
+
+MODULES = {
+    key: VisionSection.model_fields[key].default for key in ("vision_encoder_attr", "language_model_attr")
+}
+"""Where our own modules have the parts of a model with images."""
+
+
+def is_elsewhere(key: str, place: str, model: ModelSection) -> bool:
+    """Does a key of [model.vlm] name another module than ours?"""
+    return model.vlm is not None and getattr(model.vlm, key) != place
 
 
 def cuts_foreign(axis: str, model: ModelSection) -> bool:
@@ -130,6 +146,17 @@ RULES: Rules = {
         ),
         Rule("ac.mode impl", lambda m: m.ac is not None and m.ac.mode == "selective" and m.impl == "hf",
              '{0} knows the parts of our own modules only, not {1}; use mode = "full"'),
+        Rule("vlm impl", lambda m: m.vlm is not None and m.impl == "hf",
+             "{0.path} is for models that our own modules compute; {1} trains models of text only"),
+        *(
+            Rule(f"vlm.{key}", partial(is_elsewhere, key, place),
+                 f'{{0}}: in our own modules it is "{place}"; leave {{0.path}} out')
+            for key, place in MODULES.items()
+        ),
+        Rule("vlm.freeze_vision_encoder lora",
+             lambda m: m.vlm is not None and m.lora is not None and not m.vlm.freeze_vision_encoder,
+             "{0} with {1.path}: an adapter leaves all other weights as they are, so the vision tower would not be "
+             "trained; leave one of them out"),
         Rule("fp8 impl", lambda m: m.fp8 and m.impl == "hf",
              "{0.path} replaces layers of our own modules, not {1}"),
         Rule("fp8 moe_use_grouped_mm", lambda m: m.fp8 and not m.moe_use_grouped_mm,

@@ -121,6 +121,20 @@ class CompileSection(Section):
     """Stop with an error where a part cannot become one graph; false: it becomes several."""
 
 
+class VisionSection(Section):
+    """The policy sees images: required for a model with a vision tower, refused for any other."""
+
+    vision_encoder_attr: str = "model.visual"
+    """Where the model has its vision tower. Our own modules have it there; another place is refused."""
+    language_model_attr: str = "model.language_model"
+    """Where the model has its decoder; as `vision_encoder_attr`."""
+    freeze_vision_encoder: bool = True
+    """Do not train the vision tower; false: train it too, sharded per block. It is published either way."""
+    max_patches: int | None = Field(None, gt=0)
+    """Patches of all images in one micro batch, beside seq_len tokens: the tower's memory grows with them. None: as
+    many as the tokens of a row can stand for. A sample with more has a micro batch of its own."""
+
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -191,6 +205,8 @@ class ModelSection(Section):
     """Multiply in block-scaled 8-bit floats in linear layers and experts, forward and backward; weights keep their
     types. Needs a GPU of compute capability 9.0 or newer. `reference`: the same roundings in plain torch on any
     device, slowly, to see what they do to a run."""
+    vlm: VisionSection | None = None
+    """Present: the model has a vision tower, and its prompts may have images."""
     lora: LoRASection | None = None
     """Present: train an adapter only (trainer and `sft`); engines are sent the adapter."""
     scratch: ScratchSection | None = None

@@ -15,6 +15,7 @@ from stretto.config.rules.checkpoints import check_quantize, check_same_network
 from stretto.config.rules.mesh_degrees import (
     SPARSE_FAMILIES,
     Shape,
+    check_vision,
     find_degrees,
     find_plain_degrees,
     read_shape,
@@ -45,12 +46,13 @@ def check_model(
     if model.impl == "hf":
         shape = None
     try:
+        check_vision(model, "model of text" if shape is None else shape.family)
         if shape is None:
             find_plain_degrees(model, num_ranks)
         else:
             find_degrees(model, num_ranks, shape)
     except ConfigError as error:
-        raise ConfigError(f"{model.name}: {str(error).replace('[model]', f'[{path}]')}") from None
+        raise ConfigError(f"{model.name}: {str(error).replace('[model', f'[{path}')}") from None
     if engine == "embedded" and shape is not None and shape.family in SPARSE_FAMILIES:
         raise ConfigError(
             f'{model.name}: [inference] engine = "embedded" keeps no index of the keys that {shape.family} chooses '

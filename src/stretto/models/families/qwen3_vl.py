@@ -13,11 +13,11 @@ from stretto.models.families.dense import QWEN3
 from stretto.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from stretto.models.families.qwen3_moe import QWEN3_MOE
 from stretto.models.family import Family
-from stretto.models.shape import ModelConfig, Rope, VisionShape
+from stretto.models.shape import ModelConfig, VisionShape
 from stretto.models.tensor_map import WeightRule
 
 if TYPE_CHECKING:
-    from stretto.config.sections.model import ScratchSection
+    pass
 
 _NESTED = ("text_config", "vision_config")
 _NUMBERS = {

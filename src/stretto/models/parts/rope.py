@@ -44,9 +44,7 @@ class Angles(NamedTuple):
         return Angles(cos, sin, self.is_interleaved)
 
 
-def _axis_by_dim(
-    sections: tuple[int, ...], num_dims: int, device: torch.device
-) -> Int[Tensor, " dims"]:
+def _axis_by_dim(sections: tuple[int, ...], num_dims: int, device: torch.device) -> Int[Tensor, " dims"]:
     """0, 1 or 2 for each rotated dim: whether its pair turns by time, height or width."""
     axes = torch.zeros(num_dims // 2, dtype=torch.long)
     for axis in (1, 2):

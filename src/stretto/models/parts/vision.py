@@ -3,8 +3,8 @@
 Patches are embedded, get a learned position (interpolated from a square grid to the image's), and pass through blocks
 whose attention sees one frame of one image. Then merge_size x merge_size neighbours become one vector (`Merger`).
 Some families also merge what earlier blocks computed, for the first layers of the decoder: deepstack, arXiv:2406.04334.
-Names of parameters are those of the checkpoints of Qwen3-VL and Qwen3.5. Resizing and cutting images into patches is not
-here but in chat/; positions of their tokens are in image_positions.py.
+Names of parameters are those of the checkpoints of Qwen3-VL and Qwen3.5. Resizing and cutting images into patches is
+not here but in chat/; positions of their tokens are in image_positions.py.
 """
 
 from __future__ import annotations
@@ -183,24 +183,26 @@ class Frames:
     """Which patches are in which frame, and where in it; a frame is an image or a time step of a film."""
 
     def __init__(self, grids: Int[np.ndarray, "images 3"], merge_size: int) -> None:
-        self.sides = [(lines, columns) for num, lines, columns in np.asarray(grids).tolist() for _ in range(num)]
+        self.sides = [
+            (lines, columns) for num, lines, columns in np.asarray(grids).tolist() for _ in range(num)
+        ]
         places = {sides: _merge_order(*sides, merge_size) for sides in set(self.sides)}
         self.places = np.concatenate([places[sides] for sides in self.sides], axis=1)
         """Line and column of every patch, [2, patches]."""
 
-    def positions(
-        self, table: Float[Tensor, "cells dim"], side: int
-    ) -> Float[Tensor, "patches dim"]:
+    def positions(self, table: Float[Tensor, "cells dim"], side: int) -> Float[Tensor, "patches dim"]:
         """The learned positions: between four cells of a square table, whose corners are those of the frame."""
         lengths = [lines * columns for lines, columns in self.sides]
         ends = np.repeat(np.array(self.sides).T - 1, lengths, axis=1)
-        source = self.places.astype(np.float32) * np.float32(side - 1) / np.maximum(ends, 1).astype(np.float32)
+        source = (
+            self.places.astype(np.float32) * np.float32(side - 1) / np.maximum(ends, 1).astype(np.float32)
+        )
         low = np.floor(source)
         above = source - low
         low = low.astype(np.int64)
         x = None
         for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            cells = np.minimum(low + [[down], [right]], side - 1)
+            cells = np.minimum(low + np.array([[down], [right]]), side - 1)
             shares = (above[0] if down else 1 - above[0]) * (above[1] if right else 1 - above[1])
             index = torch.from_numpy(cells[0] * side + cells[1]).to(table.device)
             share = torch.from_numpy(shares).to(table.device, table.dtype).unsqueeze(1)

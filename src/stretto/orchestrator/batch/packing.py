@@ -32,10 +32,14 @@ STREAM_DEFAULTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, 
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of a document of n tokens: linear * n + quadratic * n^2 (only ratios matter)."""
+    """FLOPs of a document of n tokens: linear * n + quadratic * n^2 (only ratios matter).
+
+    patches: of one patch of its images in the vision tower.
+    """
 
     linear: float = 1.0
     quadratic: float = 0.0
+    patches: float = 0.0
 
     def of(self, lengths: Int[np.ndarray, " documents"]) -> Float64[np.ndarray, " documents"]:
         """The cost of documents of these lengths."""
@@ -48,6 +52,7 @@ def cost_of_model(model_dir: str | Path) -> Cost:
     if not path.is_file():
         return Cost()
     hf = json.loads(path.read_text())
+    hf |= hf.get("text_config") or {}
     try:
         hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
         intermediate, vocab = hf["intermediate_size"], hf["vocab_size"]
@@ -61,13 +66,27 @@ def cost_of_model(model_dir: str | Path) -> Cost:
     attention = 2 * hidden * head_dim * (heads + kv_heads)  # q and o, k and v
     linear = layers * (attention + 3 * hidden * intermediate) + hidden * vocab
     # Scores and weighted values, each n^2 / 2 positions because attention is causal.
-    return Cost(linear=2.0 * linear, quadratic=2.0 * layers * heads * head_dim)
+    tower = hf.get("vision_config") or {}
+    width, inner = tower.get("hidden_size", 0), tower.get("intermediate_size", 0)
+    return Cost(
+        linear=2.0 * linear,
+        quadratic=2.0 * layers * heads * head_dim,
+        patches=2.0 * tower.get("depth", 0) * (4 * width**2 + 2 * width * inner),
+    )
 
 
 def pack(
-    samples: Sequence[TrainSample], *, step: int, seq_len: int, world_size: int = 1, cost: Cost | None = None
+    samples: Sequence[TrainSample],
+    *,
+    step: int,
+    seq_len: int,
+    world_size: int = 1,
+    cost: Cost | None = None,
+    max_patches: int | None = None,
 ) -> Generator[None, None, list[TrainBatch]]:
     """Pack the batches of `step` for `world_size` ranks; yields wherever other tasks may run.
+
+    max_patches: of the images in one row; a sample with more has a row of its own.
 
     Raises: DataError if a sample is longer than seq_len.
     """
@@ -79,8 +98,11 @@ def pack(
             f"sample {longest.sample_id} has {lengths.max()} tokens, more than seq_len = {seq_len}; "
             "raise seq_len or shorten the replies."
         )
-    rows = yield from first_fit_decreasing(lengths, seq_len)
+    images = [{image.hash: image.num_patches for image in sample.images} for sample in samples]
+    rows = yield from first_fit_decreasing(lengths, seq_len, images if any(images) else (), max_patches)
     costs = cost.of(lengths)
+    if any(images):
+        costs += [cost.patches * sum(found.values()) for found in images]
     rows, row_costs = yield from split_to_multiple(rows, costs, world_size)
     ranks = yield from assign_rows(row_costs, world_size)
     num_micro = max((len(rank) for rank in ranks), default=0)

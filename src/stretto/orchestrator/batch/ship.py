@@ -108,6 +108,7 @@ class BatchShipper:
                 seq_len=self.cfg.seq_len,
                 world_size=self.cfg.num_train_workers,
                 cost=run.cost,
+                max_patches=None if self.cfg.model.vlm is None else self.cfg.model.vlm.max_patches,
             )
         )
         discarded = self.buffer.discarded(slots)

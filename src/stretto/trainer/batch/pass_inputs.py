@@ -22,8 +22,11 @@ from stretto.algorithms.losses import TokenCounts, TokenStreams
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.base.errors import DataError
 from stretto.models.attention import PackedLayout
+from stretto.models.parts.vision import ImageBatch
+from stretto.models.shape import VisionShape
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
+from stretto.trainer.batch.images import RowImages
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -44,6 +47,12 @@ class PassInputs:
     documents: Int[np.ndarray, " trained"]  # index of its document in the micro batch
     routes: Int[Tensor, "inputs layers top_k"] | None = None  # experts to replay (with_routes)
     support: Support | None = None  # tokens that each one was sampled from; None: all
+    images: ImageBatch | None = None  # the layout then has the positions of their tokens
+
+    @property
+    def options(self) -> dict[str, ImageBatch]:
+        """Arguments of a forward pass that passes without images leave out."""
+        return {} if self.images is None else {"images": self.images}
 
 
 IDLE_MICRO_BATCH = MicroBatch(
@@ -137,13 +146,17 @@ def build_pass_inputs(
     share_prefixes: bool = False,
     with_samples: bool = False,
     with_routes: bool = False,
+    vision: VisionShape | None = None,
+    with_unused_image: bool = False,
 ) -> PassInputs | None:
     """The forward pass for a micro batch's trained tokens (or `is_scored`); None without any.
 
     with_samples: also say which tokens belong to one sample. with_routes: include the expert choices; prompts are then
-    shared only if these are equal too.
+    shared only if these are equal too. vision: the model's tower. with_unused_image: if the row has no image, encode
+    one that no token shows, because other ranks encode theirs.
 
-    Raises: DataError for a token outside the vocabulary, or for a trained token at the start of a document.
+    Raises: DataError for a token outside the vocabulary, a trained token at the start of a document or in an image, or
+    images that the model does not take.
     """
     weights = ComponentWeights.of(mb)
     wanted = weights.is_trained if is_scored is None else is_scored
@@ -151,12 +164,23 @@ def build_pass_inputs(
         return None
     bounds = np.asarray(mb.cu_seqlens, dtype=np.int64)
     _check_micro_batch(mb, bounds, wanted, vocab_size)
+    row_images = _find_images(mb, wanted, vision)
     tokens = np.flatnonzero(wanted)
     documents = _find_documents(tokens, bounds)
     routes = mb.routed_experts if with_routes else None
+    equal = [mb.token_ids, routes, None if row_images is None else row_images.identity]
     segments = _lay_out_segments(
-        mb.token_ids, bounds[:-1], tokens, documents, share_prefixes=share_prefixes, routes=routes
+        [stream for stream in equal if stream is not None],
+        bounds[:-1],
+        tokens,
+        documents,
+        share_prefixes=share_prefixes,
     )
+    images = positions = None
+    if row_images is not None:
+        images, positions = row_images.select(segments.inputs, device)
+    if images is None and vision is not None and with_unused_image:
+        images = ImageBatch.unused(vision, device)
     rows, predictors = np.unique(segments.row_before(tokens, documents), return_inverse=True)
 
     def pick(stream: np.ndarray | None, dtype: type = np.float32) -> Tensor | None:
@@ -167,7 +191,8 @@ def build_pass_inputs(
 
     return PassInputs(
         token_ids=to_device(mb.token_ids[segments.inputs]),
-        layout=PackedLayout(segments.cu_seqlens, device, segments.parents),
+        layout=PackedLayout(segments.cu_seqlens, device, segments.parents, positions),
+        images=images,
         rows=to_device(rows),
         predictors=to_device(predictors),
         targets=to_device(mb.token_ids[tokens]),
@@ -220,15 +245,17 @@ class _SegmentLayout:
 
 
 def _lay_out_segments(
-    token_ids: np.ndarray,
+    equal: Sequence[np.ndarray],
     starts: np.ndarray,
     tokens: np.ndarray,
     documents: np.ndarray,
     *,
     share_prefixes: bool,
-    routes: np.ndarray | None = None,
 ) -> _SegmentLayout:
-    """Lay out the inputs for `tokens`: all tokens of a document before the last of them."""
+    """Lay out the inputs for `tokens`: all tokens of a document before the last of them.
+
+    equal: streams in which prompts must be equal to be shared, token ids and others.
+    """
     lengths = np.zeros(len(starts), dtype=np.int64)
     # Tokens are in order, so the last one of a document overwrites the others.
     lengths[documents] = tokens - starts[documents]
@@ -237,7 +264,7 @@ def _lay_out_segments(
     if share_prefixes:
         first_wanted = np.zeros_like(lengths)
         first_wanted[documents[::-1]] = (tokens - starts[documents])[::-1]
-        _share_prompts(token_ids, starts, first_wanted, roots, cuts, routes)
+        _share_prompts(equal, starts, first_wanted, roots, cuts)
     is_root = (roots == np.arange(len(starts))) & (cuts > 0)
     root_order = np.flatnonzero(is_root)
     root_order = root_order[np.argsort(cuts[root_order], kind="stable")]
@@ -265,12 +292,11 @@ def _lay_out_segments(
 
 
 def _share_prompts(
-    token_ids: np.ndarray,
+    equal: Sequence[np.ndarray],
     starts: np.ndarray,
     first_wanted: np.ndarray,
     roots: np.ndarray,
     cuts: np.ndarray,
-    routes: np.ndarray | None,
 ) -> None:
     """Make documents with equal tokens before their first wanted one share a root.
 
@@ -279,12 +305,31 @@ def _share_prompts(
     prompts: dict[tuple[bytes, ...], list[int]] = {}
     for document in np.flatnonzero(first_wanted).tolist():
         prompt = slice(starts[document], starts[document] + first_wanted[document])
-        key = tuple(a[prompt].tobytes() for a in (token_ids, routes) if a is not None)
+        key = tuple(stream[prompt].tobytes() for stream in equal)
         prompts.setdefault(key, []).append(document)
     for sharing in prompts.values():
         if len(sharing) > 1:
             roots[sharing] = sharing[0]
             cuts[sharing] = first_wanted[sharing]
+
+
+def _find_images(mb: MicroBatch, wanted: np.ndarray, vision: VisionShape | None) -> RowImages | None:
+    """The images of a row; None if it has none."""
+    if vision is None:
+        if mb.images:
+            raise DataError(
+                f"micro batch: {len(mb.images)} images for a model of text; train a model with a vision tower"
+            )
+        return None
+    is_image = mb.token_ids == vision.image_token_id
+    if not mb.images and not is_image.any():
+        return None
+    if (wrong := np.flatnonzero(is_image & wanted)).size:
+        document = int(_find_documents(wrong[:1], np.asarray(mb.cu_seqlens))[0])
+        raise DataError(
+            f"micro batch: a token of an image in {_sample_name(mb, document)} is trained; images are never predicted"
+        )
+    return RowImages(mb, vision)
 
 
 def _check_micro_batch(mb: MicroBatch, bounds: np.ndarray, wanted: np.ndarray, vocab_size: int) -> None:

@@ -116,12 +116,22 @@ def _hidden_states(
         attend = _ulysses(inputs.layout.attend, sizes, mesh)
     else:
         attend = _ring(inputs.layout, shards, mesh)
+    options: dict[str, Any] = {} if own_routing is None else {"routing": own_routing}
+    if (images := inputs.images) is not None:
+        # Every rank encodes all images of the row; the gradients are those of its own tokens, and add up.
+        is_here = shards.owner[images.rows] == mesh.cp_rank
+        features = (
+            torch.arange(len(images.rows), device=mine.device) if images.features is None else images.features
+        )
+        options["images"] = replace(
+            images, rows=shards.place[images.rows][is_here], features=features[is_here]
+        )
     hidden = policy(
         inputs.token_ids[mine],
-        inputs.layout.position_ids[mine],
+        inputs.layout.rotations[..., mine],
         attend,
         shards.place[inputs.rows][is_own],
-        *(() if own_routing is None else (own_routing,)),
+        **options,
     )
     return hidden.index_select(0, index_of_row[inputs.predictors[places[mesh.cp_rank]]]), places
 

@@ -66,7 +66,9 @@ def prepare_blocks(policy: nn.Module, section: ModelSection) -> None:
                 _wrap_method(method, lambda inner: torch.compile(inner, fullgraph=is_whole, dynamic=True))
     if ac is not None:
         preserves_rng = section.lora is not None and section.lora.dropout > 0
-        for method in _methods_to_recompute(blocks, ac):
+        trained = [block for block in find_vision_blocks(policy) if next(block.parameters()).requires_grad]
+        whole = [(block, "forward") for block in trained] if ac.mode == "full" else []
+        for method in (*_methods_to_recompute(blocks, ac), *whole):
             _wrap_method(method, lambda inner: _with_recompute(inner, preserves_rng))
     if section.ac_offloading is not None:
         settings = section.ac_offloading
@@ -89,6 +91,12 @@ def find_blocks(policy: nn.Module) -> list[nn.Module]:
             f"[model] ac and compile need a list of blocks, and transformers' {family} has none; remove them"
         )
     return list(lists[0])
+
+
+def find_vision_blocks(policy: nn.Module) -> list[nn.Module]:
+    """The blocks of our own vision tower; none for a model of text."""
+    has_tower = isinstance(policy, Decoder) and policy.config.vision is not None
+    return list(policy.model.visual.blocks) if has_tower else []
 
 
 def _recomputable_methods(block: Block) -> dict[str, list[Method]]:

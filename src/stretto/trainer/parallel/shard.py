@@ -30,7 +30,7 @@ from stretto.models.moe import mixtures
 from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.parallel.collectives import all_gather
 from stretto.trainer.parallel.expert import cut_experts
-from stretto.trainer.parallel.memory import find_blocks
+from stretto.trainer.parallel.memory import find_blocks, find_vision_blocks
 from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.parallel.tensor import cut_layers
 from stretto.trainer.parallel.token_dispatcher import build_token_dispatcher
@@ -106,7 +106,7 @@ def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
                 **common,
             )
             units.append(mixture.experts)
-    for block in find_blocks(policy):
+    for block in (*find_blocks(policy), *find_vision_blocks(policy)):
         fully_shard(block, mesh=mesh.dense, reshard_after_forward=section.reshard_after_forward, **common)
         units.append(block)
     # The root is not resharded after forward: the output head is used after the root's forward pass.
