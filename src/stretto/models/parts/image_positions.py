@@ -16,7 +16,7 @@ import numpy as np
 from stretto.base.errors import DataError
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Bool, Int
 
 
 def count_features(grids: Int[np.ndarray, "images 3"], merge_size: int) -> Int[np.ndarray, " images"]:
@@ -57,7 +57,7 @@ def image_positions(
 
 
 def find_images(
-    is_image: np.ndarray, grids: Int[np.ndarray, "images 3"], merge_size: int
+    is_image: Bool[np.ndarray, " tokens"], grids: Int[np.ndarray, "images 3"], merge_size: int
 ) -> Int[np.ndarray, " images"]:
     """The index of the first token of each image.
 
