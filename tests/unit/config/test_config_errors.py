@@ -25,7 +25,10 @@ WRONG_RL = {
     "a vision tower that an adapter would leave as it is": (
         "[model.lora]\n[model.vlm]\nfreeze_vision_encoder = false\n" + ENV,
         "",
-        ["c.toml:3, c.toml:1: model.vlm.freeze_vision_encoder = false with model.lora", "leave one of them out"],
+        [
+            "c.toml:3, c.toml:1: model.vlm.freeze_vision_encoder = false with model.lora",
+            "leave one of them out",
+        ],
     ),
     "a vision tower at another place": (
         '[model.vlm]\nvision_encoder_attr = "visual"\n' + ENV,
