@@ -204,6 +204,8 @@ def _family_cases() -> list[Case]:
         *cases,
         Case(2, "ring", "deepseek_v32", ring),
         Case(2, "ring", shared, ring),
+        Case(2, "fsdp_indexer", "trained_index"),
+        Case(2, "ring_indexer", "trained_index", ring | {"ac": {}}),
         Case(4, "ring4", "deepseek_v32", ring | {"cp": 4}),
         Case(4, "ring4", shared, ring | {"cp": 4}),
         Case(4, "ep_ring_ac", shared, ring | {"ep": 4, "ac": {}}),
@@ -217,7 +219,7 @@ QUICK = frozenset(
     2-ulysses_ac-dense 2-tp_parts-dense 2-ep_experts-moe 2-ep-lora_moe 2-tp-lora 2-fsdp-fp8
     2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
     2-fsdp-vision 2-fsdp-vision_frozen 2-ring-vision 2-ep-vision_moe
-    2-ep-qwen3_5_moe_text 2-ring-deepseek_v3 2-ring-deepseek_v32
+    2-ep-qwen3_5_moe_text 2-ring-deepseek_v3 2-ring_indexer-trained_index
     4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-tp_ulysses-untied 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
@@ -278,6 +280,8 @@ def policy_of(kind: str):
             return build_policy(**SHAPE, family="glm4")
     if kind in VISION:
         return build_vision_policy(VISION[kind])
+    if kind == "trained_index":
+        return _mixer_policy(MIXERS[-1])
     if kind in MIXERS:
         return _mixer_policy(kind)
     if kind in FAMILIES:
@@ -310,7 +314,8 @@ def section_of(kind: str, **model) -> ModelSection:
     rate, fp8 = 1e-2 if kind == "moe" else None, "reference" if kind == "fp8" else False
     lora = LoRASection(rank=4, alpha=12.0) if kind.startswith("lora") else None
     vlm = VisionSection(freeze_vision_encoder=kind == "vision_frozen") if kind in VISION else None
-    return ModelSection(**({"fp8": fp8} | model), vlm=vlm, lora=lora, moe_bias_update_rate=rate)
+    index = {"indexer_kl_coeff": 3.0} if kind == "trained_index" else {}
+    return ModelSection(**({"fp8": fp8} | index | model), vlm=vlm, lora=lora, moe_bias_update_rate=rate)
 
 
 def optim_of(kind: str) -> AdamWOptim | MuonOptim:

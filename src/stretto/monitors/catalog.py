@@ -145,6 +145,7 @@ correction/is_vetoed/mean | 0 to 1 | Tokens of samples that the veto removed.
 max_vio/mean | ratio | Busiest expert compared with the mean, (max - mean) / mean, over layers. | 0 is even;
     if it grows, experts collapse.
 max_vio/max | ratio | The same in the worst layer.
+indexer_kl/mean | nats | KL divergence of the index from the attention to the keys it chose, per token and layer.
 routing_confidence/mean | 0 to 1 | Probability that routers give to the experts they choose.
 optim/lr | - | Learning rate of the step.
 optim/grad_norm | - | Norm of the gradient before clipping, mean over the updates of the step. | Sudden peaks

@@ -141,6 +141,9 @@ class Learner:
         self._chunk, self._cp_style = model.fused_lm_head_token_chunk_size, model.cp_style
         self.network = Network(policy, model=model, optim=optim, mesh=mesh)
         self.mesh = self.network.mesh
+        self._index_coeff = model.indexer_kl_coeff
+        if self._index_coeff is not None:  # the loss of an index is a mean over all tokens of all documents
+            self.network.shares_prefixes = False
         self._publication = None
         if self.mesh.world_size > 1:
             self._publication = Publication(self.network.weights)
@@ -163,8 +166,11 @@ class Learner:
         if self._loss.reduction == "rollout":
             micro_batches, num_rollouts = weigh_by_rollout(micro_batches)
             own_counts = own_counts._replace(rl_samples=num_rollouts)
-        sums = self.mesh.reduce(own_counts._asdict() | self.network.count_passes(micro_batches))
-        passes = PassCounts.of(sums)
+        own = own_counts._asdict() | self.network.count_passes(micro_batches)
+        sums = self.mesh.reduce(own | {"tokens": float(sum(len(mb.token_ids) for mb in micro_batches))})
+        num_tokens, passes = sums.pop("tokens"), PassCounts.of(sums)
+        if self._index_coeff is not None:
+            self._routers.index_loss_scale = self._index_coeff / num_tokens
         counts = TokenCounts(**sums)
         if not any(counts):
             raise DataError(

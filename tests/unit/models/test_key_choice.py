@@ -106,6 +106,40 @@ def test_attention_and_gradients_equal_a_masked_softmax(row):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-5)
 
 
+@pytest.mark.parametrize("row", ROWS)
+def test_the_loss_of_an_index_is_its_divergence_from_the_attention(row):
+    bounds, parents = ROWS[row]
+    num, generator = bounds[-1], torch.Generator().manual_seed(2)
+    q, k = (torch.randn(num, *shape, generator=generator) for shape in ((HEADS, WIDTH), (WIDTH,)))
+    slopes = torch.randn(num, HEADS, VALUE, generator=generator)
+    parts = IndexVectors(
+        *(torch.randn(part.shape, generator=generator).requires_grad_() for part in vectors(num))
+    )
+    sight = Sight.of(bounds, parents, torch.device("cpu"))
+
+    def run(scale: float | None) -> tuple[torch.Tensor, ...]:
+        inputs = (q.clone().requires_grad_(), k.clone().requires_grad_())
+        choice = KeyChoice(0, 6, 0.3, {}, parts, scale, losses)
+        keys = inputs[1].unsqueeze(1)
+        out = attend_chosen(choice, inputs[0], keys, keys[..., :VALUE], sight)
+        return torch.autograd.grad((out * slopes).sum(), (*inputs, *parts), allow_unused=True)
+
+    losses: dict[int, torch.Tensor] = {}
+    with_loss, without = run(0.7), run(None)
+    assert torch.equal(with_loss[0], without[0]) and torch.equal(with_loss[1], without[1])
+    assert without[2:] == (None, None, None)
+    scores = torch.einsum("qh,qhk->qk", parts.weights, (parts.queries @ parts.keys.T).relu())
+    detached = IndexVectors(*(part.detach() for part in parts))
+    hidden = torch.from_numpy(~chosen_densely(detached, visible(bounds, parents), 6))
+    attention = (torch.einsum("qhd,kd->qhk", q, k) * 0.3).masked_fill(hidden.unsqueeze(1), float("-inf"))
+    attention = attention.softmax(-1).mean(1)
+    index = scores.masked_fill(hidden, float("-inf")).log_softmax(-1)
+    expected = (attention * (attention.log() - index)).masked_fill(hidden, 0.0).sum()
+    torch.testing.assert_close(losses[0], expected.detach(), atol=1e-4, rtol=1e-5)
+    for ours, theirs in zip(with_loss[2:], torch.autograd.grad(0.7 * expected, parts)):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
 class _LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor that any operation returns."""
 

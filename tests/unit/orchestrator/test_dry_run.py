@@ -226,6 +226,17 @@ def test_a_half_known_config_is_named(tmp_path):
         check_model(ModelSection(name=str(tmp_path)), 8, "trainer.model")
 
 
+def test_only_a_model_with_indexers_trains_them(tmp_path):
+    section = ModelSection(name=str(tmp_path), indexer_kl_coeff=0.5)
+    (tmp_path / "config.json").write_text(json.dumps(MOE | {"model_type": "deepseek_v32"}))
+    check_model(section, 8, "trainer.model")
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    with pytest.raises(
+        ConfigError, match=r"indexer_kl_coeff = 0.5 has no effect: only glm_moe_dsa and deepseek_v32"
+    ):
+        check_model(section, 8, "trainer.model")
+
+
 def test_a_mixture_that_is_not_ours_has_no_replay(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     with pytest.raises(ConfigError, match="enable_router_replay = true has no effect"):

@@ -138,6 +138,8 @@ RULES: Rules = {
              '{0} carries bfloat16, and {1}; use dtype = "bfloat16", or "torch"'),
         Rule("moe_bias_update_rate lora", lambda m: m.lora is not None and m.moe_bias_update_rate is not None,
              "{0} moves a weight of the base model, and with {1} only the adapter changes; leave one of them out"),
+        Rule("indexer_kl_coeff lora", lambda m: m.lora is not None and m.indexer_kl_coeff is not None,
+             "{0} trains weights of the base model, and with {1} only the adapter changes; leave one of them out"),
         *(
             Rule(f"impl {axis}", partial(cuts_foreign, axis),
                  f"{{1}} with {{0}}: {axis} is of modules of our own; models of transformers' are sharded only, so "

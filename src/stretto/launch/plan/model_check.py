@@ -148,6 +148,9 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
 def _unused_keys(model: ModelSection, shape: Shape | None, *, has_replay: bool) -> list[tuple[str, str]]:
     """Keys that would have no effect on this model, and why."""
     found = []
+    if model.indexer_kl_coeff is not None and (shape is None or shape.family not in SPARSE_FAMILIES):
+        why = f"has no effect: only {' and '.join(SPARSE_FAMILIES)} have indexers"
+        found.append((f"[{{path}}] indexer_kl_coeff = {model.indexer_kl_coeff:g}", why))
     if shape is None:
         why = "has no effect: transformers computes this model family, not our own modules"
         if not model.moe_use_grouped_mm:

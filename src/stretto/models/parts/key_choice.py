@@ -13,7 +13,7 @@ chosen, so that the choice does not depend on the sizes of blocks or on the rank
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,7 @@ MAX_GATHERED = 1 << 22
 """Elements of the keys that are gathered at once."""
 _GPU_FACTOR = 16
 """Blocks on a GPU have so many times the elements, because small operations cost more there."""
+_TINY = torch.finfo(torch.float32).tiny
 _HIDDEN = torch.iinfo(torch.int64).min
 _INDEX_BITS = 32
 _LAST = (1 << 31) - 1
@@ -53,7 +54,8 @@ class KeyChoice:
 
     source: the layer whose index chooses; scale: factor on the scores of the attention. chosen: the choices of this
     pass by layer, int32 [queries, chosen]; a layer that shares a choice, or is computed again, finds its own in it.
-    vectors: None if they are not needed, because the choice is made already.
+    vectors: None if they are not needed, because the choice is made already. loss_scale, losses: those of the index
+    (`Routing`), where the source itself attends.
     """
 
     source: int
@@ -61,6 +63,8 @@ class KeyChoice:
     scale: float
     chosen: dict[int, Tensor]
     vectors: IndexVectors | None
+    loss_scale: float | None = None
+    losses: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,13 @@ def attend_chosen(
         chosen = choose_keys(choice.vectors, sight, choice.top_k)
         choice.chosen[choice.source] = chosen
     counts = np.minimum(sight.counts, choice.top_k)
-    return _ChosenAttention.apply(q, k.squeeze(1), chosen, counts, v.shape[-1], choice.scale)
+    k = k.squeeze(1)
+    out = _ChosenAttention.apply(q, k, chosen, counts, v.shape[-1], choice.scale)
+    if choice.loss_scale is None or choice.vectors is None or not torch.is_grad_enabled():
+        return out
+    out, loss = _IndexLoss.apply(out, *choice.vectors, q.detach(), k.detach(), chosen, counts, choice)
+    choice.losses[choice.source] = loss.detach()
+    return out
 
 
 class _ChosenAttention(torch.autograd.Function):
@@ -250,6 +260,61 @@ class _ChosenAttention(torch.autograd.Function):
             dkeys[..., : ctx.value_dim] += weights.transpose(1, 2) @ grad[rows]
             dk.index_add_(0, places.flatten(), dkeys.flatten(0, 1).float())
         return dq, dk.to(k.dtype), None, None, None, None
+
+
+class _IndexLoss(torch.autograd.Function):
+    """Adds to the backward pass the gradient of KL(attention, index), summed over queries, for the index only.
+
+    attention: the mean over heads of the weights of the chosen keys; index: softmax of their scores. What goes in as
+    the result of the attention comes out unchanged, and so does its gradient. Source: equation 4 of the paper.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, queries: Tensor, weights: Tensor, keys: Tensor, q: Tensor, k: Tensor,
+        chosen: Tensor, counts: np.ndarray, choice: KeyChoice,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(queries, weights, keys, q, k, chosen)
+        ctx.counts, ctx.scale, ctx.loss_scale = counts, choice.scale, choice.loss_scale
+        total = torch.zeros((), device=q.device)
+        for rows, columns in _gathered_rows(counts, k):
+            places = chosen[rows, -columns:]
+            attention = _attend_rows(q[rows], k, places, choice.scale)[1].float().mean(1)
+            index = _index_rows(queries[rows], weights[rows], keys, places)[0].log_softmax(-1)
+            total += (attention * (attention.clamp_min(_TINY).log() - index)).nan_to_num(0.0).sum()
+        ctx.mark_non_differentiable(total)
+        return out.view_as(out), total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        queries, weights, keys, q, k, chosen = ctx.saved_tensors
+        dqueries, dweights = torch.empty_like(queries), torch.empty_like(weights)
+        dkeys = torch.zeros_like(keys, dtype=torch.float32)
+        for rows, columns in _gathered_rows(ctx.counts, k):
+            places = chosen[rows, -columns:]
+            attention = _attend_rows(q[rows], k, places, ctx.scale)[1].float().mean(1)
+            scores, by_head, own, at = _index_rows(queries[rows], weights[rows], keys, places)
+            slopes = (scores.softmax(-1) - attention) * ctx.loss_scale
+            dweights[rows] = (by_head @ slopes.unsqueeze(-1)).squeeze(-1)
+            slopes = weights[rows].unsqueeze(-1) * slopes.unsqueeze(1) * (by_head > 0)
+            dqueries[rows] = (slopes @ own).to(queries.dtype)
+            dkeys.index_add_(0, at.flatten(), (slopes.transpose(1, 2) @ queries[rows].float()).flatten(0, 1))
+        return grad, dqueries, dweights, dkeys.to(keys.dtype), None, None, None, None, None
+
+
+def _index_rows(
+    queries: Float[Tensor, "rows heads dim"],
+    weights: Float[Tensor, "rows heads"],
+    keys: Float[Tensor, "keys dim"],
+    chosen: Int32[Tensor, "rows chosen"],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores of chosen keys, -inf where there is none; relu by head; the keys; and where they are."""
+    places = chosen.clamp_min(0).long()
+    own = keys.index_select(0, places.flatten()).unflatten(0, places.shape).float()
+    by_head = (queries.float() @ own.transpose(1, 2)).relu()
+    scores = (weights.unsqueeze(1) @ by_head).squeeze(1)
+    return scores.masked_fill(chosen == NOT_A_KEY, float("-inf")), by_head, own, places
 
 
 def _gathered_rows(counts: np.ndarray, k: Tensor) -> Iterator[tuple[slice, int]]:

@@ -39,7 +39,8 @@ class Routing:
     batch; is_tiled: compute tiles of exactly this many rows. After the pass: `choices` by layer, if is_recording;
     `loads` (tokens per expert) and `confidence` (scores of the chosen experts, summed over tokens) by layer, if
     is_measuring. A layer that is computed again for the backward pass uses its `first_choices`. key_choices:
-    by layer, the keys that queries attend to (key_choice.py).
+    by layer, the keys that queries attend to (key_choice.py). index_loss_scale: factor on the loss that trains
+    indexers; None: there is none. index_losses: by layer, that loss without the factor.
     """
 
     replay: Int[Tensor, "tokens layers top_k"] | None = None
@@ -52,6 +53,8 @@ class Routing:
     confidence: dict[int, Tensor] = field(default_factory=dict)
     first_choices: dict[int, Int[Tensor, "tokens top_k"]] = field(default_factory=dict)
     key_choices: dict[int, Int[Tensor, "tokens chosen"]] = field(default_factory=dict)
+    index_loss_scale: float | None = None
+    index_losses: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Computed here, so that the device is waited for once and not in every layer.

@@ -33,8 +33,8 @@ _NORM_EPS = 1e-6
 class Indexer(nn.Module):
     """Scores of earlier tokens, from small queries and one key per token.
 
-    Its weights are frozen until a trainer asks for their gradients: a choice has none, so the loss of the model never
-    reaches them.
+    Its weights are frozen until a trainer unfreezes them: the loss of the model never reaches them, because a choice
+    has no gradient, and their own loss (key_choice.py) is for trainers that want it.
     """
 
     def __init__(self, shape: IndexerShape, hidden_size: int, query_rank: int) -> None:
@@ -79,8 +79,9 @@ class SparseLatentAttention(LatentAttention):
     ) -> Float[Tensor, "rows dim"]:
         q, small, from_small, vectors = self.project(x, angles)
         choice = KeyChoice(
-            self.source, self.shape.indexer.top_k, self.key_dim**-0.5, routing.key_choices, vectors
-        )
+            self.source, self.shape.indexer.top_k, self.key_dim**-0.5, routing.key_choices, vectors,
+            routing.index_loss_scale, routing.index_losses,
+        )  # fmt: skip
         keys = small.unsqueeze(1)
         attended = attend(layer, q, keys, keys[..., : self.shape.rank], Limits(None, None, choice))
         if rows is not None:

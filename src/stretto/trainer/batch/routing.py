@@ -1,4 +1,6 @@
-"""The routers of a mixture of experts in training: replay, statistics, balancing, freezing.
+"""The routers of a mixture of experts in training, and the indexers of attention to chosen keys.
+
+Routers: replay, statistics, balancing, freezing. Indexers: the factor of their loss, and its mean.
 
 Per step: every forward pass gets a `Routing` (models/moe.py); the tokens per expert are summed over passes and
 ranks; `end_step` turns the sums into metrics and, if the model has expert biases, moves them towards balance. A prompt
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection
 from stretto.models.moe import Routing, mixtures, update_expert_bias
+from stretto.models.parts.sparse_mla import Indexer
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import PassInputs
 
@@ -38,10 +41,16 @@ class Routers:
         )
         self._loads: Tensor | None = None
         self._confidence: Tensor | None = None
+        self._index_sums = [0.0, 0.0]  # loss, and the tokens and layers that it is a sum over
+        self.index_loss_scale: float | None = None
+        """Factor on the loss of the indexers in the next passes; None if they are frozen."""
 
     def routing(self, inputs: PassInputs, *, is_measured: bool) -> Routing:
         """The Routing of one forward pass, which replays the expert choices in the inputs, if any."""
-        return Routing(replay=inputs.routes, is_measuring=is_measured)
+        scale = self.index_loss_scale
+        if scale is not None and not is_measured:
+            scale = 0.0  # other ranks have gradients for these weights, so every rank needs some
+        return Routing(replay=inputs.routes, is_measuring=is_measured, index_loss_scale=scale)
 
     def add(self, seen: Routing) -> None:
         """Add the loads and confidence of one measured pass to the sums of the step."""
@@ -49,6 +58,9 @@ class Routers:
         confidence = torch.stack([seen.confidence[layer] for layer in sorted(seen.loads)])
         self._loads = loads if self._loads is None else self._loads + loads
         self._confidence = confidence if self._confidence is None else self._confidence + confidence
+        for layer, loss in seen.index_losses.items():
+            self._index_sums[0] += float(loss)
+            self._index_sums[1] += len(seen.key_choices[layer])
 
     def check(self, mb: MicroBatch) -> None:
         """Raises: DataError when expert choices in a micro batch cannot come from this model."""
@@ -78,6 +90,9 @@ class Routers:
             sums = {f"{i}": float(load) for i, load in enumerate(self._loads.flatten().tolist())}
             sums |= {f"confidence/{i}": value for i, value in enumerate(self._confidence.tolist())}
         self._loads = self._confidence = None
+        if self.index_loss_scale is not None:
+            sums |= {"index/kl": self._index_sums[0], "index/tokens": self._index_sums[1]}
+            self._index_sums = [0.0, 0.0]
         sums = reduce(sums)
         if not sums:
             return {}
@@ -92,7 +107,7 @@ class Routers:
             "max_vio/mean": float(max_vio.mean()),
             "max_vio/max": float(max_vio.max()),
             "routing_confidence/mean": float((confidence / tokens).mean()),
-        }
+        } | ({"indexer_kl/mean": sums["index/kl"] / sums["index/tokens"]} if sums.get("index/tokens") else {})
 
     def state(self) -> dict[str, Float32[Tensor, " experts"]]:
         """The expert biases, which are not in the optimizer's state."""
@@ -113,6 +128,8 @@ def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool)
     Raises: ConfigError when a setting about experts is on and the policy does not support it.
     """
     moe = policy.config.moe
+    if model.indexer_kl_coeff is not None:
+        _unfreeze_indexers(policy, model)
     wanted = {
         "[trainer] enable_router_replay = true": is_replaying,
         "[model] freeze_moe_router = true": model.freeze_moe_router,
@@ -138,3 +155,15 @@ def build_routers(policy: nn.Module, model: ModelSection, *, is_replaying: bool)
             mixture.gate.bias.requires_grad_(not model.freeze_moe_router)
         mixture.experts.use_grouped_mm = model.moe_use_grouped_mm
     return Routers(policy, model.moe_bias_update_rate)
+
+
+def _unfreeze_indexers(policy: nn.Module, model: ModelSection) -> None:
+    """Raises: ConfigError if the policy has no indexers."""
+    indexers = [module for module in policy.modules() if isinstance(module, Indexer)]
+    if not indexers:
+        raise ConfigError(
+            f"[model] indexer_kl_coeff = {model.indexer_kl_coeff:g}, but this {policy.config.family} has no indexers; "
+            "leave it out."
+        )
+    for indexer in indexers:
+        indexer.requires_grad_(True)
