@@ -54,6 +54,7 @@ SUMMARIES = {
     "logs": "the end of a run's logs: stretto logs RUN --follow",
     "stop": "let a run finish its step, save a checkpoint and end: stretto stop RUN",
     "plot": "draw metrics of runs: stretto plot RUN [RUN ...] --key entropy/mean",
+    "view": "show runs in a browser, live or finished: stretto view [RUN ...]",
 }
 
 
@@ -414,6 +415,12 @@ def _push(words: list[str]) -> int:
     return push(words)
 
 
+def _view(words: list[str]) -> int:
+    from stretto.view.page.command import view
+
+    return view(words)
+
+
 _PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
     "vime": _vime,
     "init": _init,
@@ -421,6 +428,7 @@ _PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
     "completion": _completion,
     "show": _show,
     "plot": _plot,
+    "view": _view,
     "pod": _pod,
     "push": _push,
     "status": _status,

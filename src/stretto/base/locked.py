@@ -61,6 +61,21 @@ def unlock(fd: int) -> None:
     os.close(fd)
 
 
+def holder(path: Path) -> str | None:
+    """What the process that holds the lock wrote into the file, its number; None if nobody holds it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if try_lock(fd, is_shared=True):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            return None
+        return os.pread(fd, 32, 0).decode(errors="replace").strip() or None
+    finally:
+        os.close(fd)
+
+
 def remove_unowned(directory: Path) -> int:
     """Remove weights that dead processes left in `directory`; returns how many.
 

@@ -7,7 +7,6 @@ looks for RUN/ray/stop.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
-from stretto.base.locked import try_lock
+from stretto.base.locked import holder
 from stretto.base.paths import RunDir
 from stretto.launch.run.console import duration
 from stretto.launch.slurm import commands as slurm
@@ -111,7 +110,7 @@ def _launcher(run: RunDir) -> dict[str, str]:
         return {"job": _job_text(record["job"])}
     if record.get("by") == "ray":
         return {"state": _ray_text(run, record)}
-    if (pid := _holder(run)) is None:
+    if (pid := holder(run.lock)) is None:
         return {"state": "ended" if run.logs.exists() else "not started"}
     return {"state": f"running: process {pid} on {record.get('host', 'this host')}"}
 
@@ -135,24 +134,9 @@ def _ray_text(run: RunDir, record: dict[str, Any]) -> str:
     if found["restarts"]:
         about += f"; started again {found['restarts']} times"
     who = f"job {record['job']}" if "job" in record else f"process {record['pid']}"
-    if _holder(run, run.ray / "lock") is None and found["state"] != "ended":
+    if holder(run.ray / "lock") is None and found["state"] != "ended":
         return f"ended: {who} on {record['host']}, which waited for it, is gone; it was {about}"
     return about if found["state"] == "ended" else f"{about}; {who} on {record['host']} waits for it"
-
-
-def _holder(run: RunDir, lock: Path | None = None) -> str | None:
-    """The process that holds the run's lock, or another, by the number on its host; None if nobody does."""
-    try:
-        fd = os.open(lock or run.lock, os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        if try_lock(fd, is_shared=True):
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            return None
-        return os.pread(fd, 32, 0).decode(errors="replace").strip() or None
-    finally:
-        os.close(fd)
 
 
 # -- how far it is --
@@ -220,7 +204,7 @@ def _stop_job(record: dict[str, Any], *, now: bool) -> str:
 
 
 def _stop_on_ray(run: RunDir, *, now: bool) -> str:
-    if _holder(run, run.ray / "lock") is None:
+    if holder(run.ray / "lock") is None:
         return f"{run} is not running"
     write_atomic(run.ray / "stop", b"now\n" if now else b"finish\n")
     how = "ends at once" if now else "finishes its step, saves a checkpoint and ends; --now ends it at once"
@@ -229,7 +213,7 @@ def _stop_on_ray(run: RunDir, *, now: bool) -> str:
 
 def _stop_local(run: RunDir, record: dict[str, Any], *, now: bool) -> str:
     """Raises: ConfigError if the launcher is on another host."""
-    if (pid := _holder(run)) is None:
+    if (pid := holder(run.lock)) is None:
         return f"{run} is not running"
     host = record.get("host")
     if host not in (None, socket.gethostname()):

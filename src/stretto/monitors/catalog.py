@@ -258,6 +258,13 @@ def unlisted(role: str, names: Iterable[str]) -> list[str]:
     return sorted({name for name in names if name not in frame and not _known(role).fullmatch(name)})
 
 
+@cache
+def find_metric(name: str) -> Metric | None:
+    """The entry of a metric of a run, whichever process wrote it; None if it has none."""
+    metrics = (metric for part in PARTS for metric in part.metrics)
+    return next((metric for metric in metrics if re.fullmatch(metric.pattern, name)), None)
+
+
 def markdown() -> str:
     """The whole of docs/metrics.md."""
     parts = [_section(part.title, f"{_files(part)} {part.about}", part.metrics) for part in PARTS]

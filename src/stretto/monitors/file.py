@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from stretto.monitors.tables import images_of
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
+_FARTHEST = 20  # rows from the end in which newest values are looked for
 
 
 class MetricsFile:
@@ -61,31 +62,74 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
     Lines that a crash cut off are skipped. Raises: DataError for a file that cannot be read.
     """
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    rows: dict[int, dict[str, Any]] = {}
-    resumed: int | None = None
-    is_new = False  # an incarnation without resumed_step has begun: its first row says where
-    for line in lines:
+    tail = MetricsTail(path)
+    tail.refresh()
+    return tail.rows()
+
+
+class MetricsTail:
+    """The rows of a metrics file that may still grow."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._end = 0  # bytes read
+        self._is_new = False  # an incarnation without resumed_step has begun: its first row says where
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One merged row per step, in step order, without superseded rows."""
+        return [self._rows[step] for step in sorted(self._rows)]
+
+    def refresh(self) -> bool:
+        """Read what was written since the last call; whether there was anything.
+
+        A file that became shorter is another one: it is read from its beginning.
+
+        Raises: DataError for a file that cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._end:
+                    self._rows, self._end, self._is_new = {}, 0, False
+                file.seek(self._end)
+                text = file.read()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+        whole = text.rfind(b"\n") + 1
+        for line in text[:whole].splitlines():
+            self._add(line)
+        self._end += whole
+        return whole > 0
+
+    def _add(self, line: bytes) -> None:
         row = _parse(line)
         if row is None:
-            continue
+            return
         if "step" not in row:
-            resumed, is_new = row.get("resumed_step"), row.get("resumed_step") is None
+            resumed = row.get("resumed_step")
+            self._is_new = resumed is None
             if resumed is not None:
-                rows = {step: old for step, old in rows.items() if step <= resumed}
-            continue
+                self._rows = {step: old for step, old in self._rows.items() if step <= resumed}
+            return
         step = row["step"]
         if not isinstance(step, int):
-            continue
-        if is_new:
-            rows, is_new = {s: old for s, old in rows.items() if s < step}, False
-        rows.setdefault(step, {}).update((k, math.nan if v is None else v) for k, v in row.items())
-    return [rows[step] for step in sorted(rows)]
+            return
+        if self._is_new:
+            self._rows, self._is_new = {s: old for s, old in self._rows.items() if s < step}, False
+        self._rows.setdefault(step, {}).update((k, math.nan if v is None else v) for k, v in row.items())
+
+
+def newest_values(path: Path, *names: str) -> dict[str, Any]:
+    """The newest value of each of these names, read from the file's end; a name without one is left out."""
+    found: dict[str, Any] = {}
+    with path.open("rb") as file:
+        for number, row in enumerate(_rows_from_end(file.fileno())):
+            found = {name: row[name] for name in names if name in row} | found
+            if len(found) == len(names) or number == _FARTHEST:
+                break
+    return found
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:
@@ -102,17 +146,23 @@ def _repair_last_line(fd: int) -> int:
         return 0
     if os.pread(fd, 1, size - 1) != b"\n":
         os.write(fd, b"\n")
-    end = os.fstat(fd).st_size
-    span = _TAIL_BYTES
+    numbered = (row["incarnation"] for row in _rows_from_end(fd) if isinstance(row.get("incarnation"), int))
+    return int(next(numbered, 0))
+
+
+def _rows_from_end(fd: int) -> Iterator[dict[str, Any]]:
+    """The rows of the file, the newest first; further back than the last bytes only if they are asked for."""
+    end, span, num_seen = os.fstat(fd).st_size, _TAIL_BYTES, 0
     while True:
         start = max(end - span, 0)
-        for line in reversed(os.pread(fd, end - start, start).splitlines()):
-            row = _parse(line)
-            if row is not None and isinstance(row.get("incarnation"), int):
-                return int(row["incarnation"])
+        lines = os.pread(fd, end - start, start).splitlines()
+        whole = lines[start > 0 :]  # the first may be cut
+        for line in reversed(whole[: len(whole) - num_seen]):
+            if (row := _parse(line)) is not None:
+                yield row
         if start == 0:
-            return 0
-        span *= 2
+            return
+        num_seen, span = len(whole), span * 2
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

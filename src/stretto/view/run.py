@@ -164,7 +164,7 @@ class Run:
 
     def _shown(self, branch: Branch) -> dict[str, Any]:
         start = int(branch.is_sampled.argmax()) if branch.is_sampled.any() else len(branch.token_ids)
-        text = self._text if self._tokenizer is not None else _as_numbers
+        text = self._text if self.tokenizer is not None else _as_numbers
         return {
             "agent": branch.agent,
             "prompt": text(branch.token_ids[:start]),
@@ -176,11 +176,11 @@ class Run:
         }
 
     def _text(self, token_ids: np.ndarray) -> str:
-        assert self._tokenizer is not None
-        return one_per_image(self._tokenizer.decode(token_ids))
+        assert self.tokenizer is not None
+        return one_per_image(self.tokenizer.decode(token_ids))
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> Tokenizer | None:
         """The policy's; None where it cannot be found from here."""
         model, own = self.config.get("model") or {}, self.config.get("tokenizer") or {}
         for place in (self.dir.latest_weights, self.dir.tokenizer, own.get("name"), model.get("name")):

@@ -1,0 +1,1 @@
+"""The live page: what `stretto view` serves."""

@@ -1,0 +1,115 @@
+"""Rollouts of a run, a page at a time: by the order of their rows, so that a million of them cost no more than fifty.
+
+A ledger has no index by reward, length or status, and the page adds none: it only reads. So a request looks through
+the rows from the newest back, a stretch at a time, until it has a page or its time is used up; then it says how far it
+came, and the next request goes on from there.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.ledger.reader import LedgerReader
+
+PAGE = 50
+_STRETCH = 10_000  # rows looked through between two looks at the clock
+_BUDGET_S = 0.1
+_COLUMNS = """
+    r.row, r.group_id, r.member, r.status, r.reward, r.advantage, r.first_version, r.last_version, r.num_turns,
+    r.num_tokens, r.num_sampled_tokens, r.started_at, r.finished_at, r.error, d.env, d.task_id, d.state AS group_state,
+    d.reason AS group_reason
+"""
+_STEP = """
+    (SELECT b.step FROM batch_rollouts x JOIN batches b USING (batch)
+     WHERE x.row = r.row AND b.state != 'undone') AS step
+"""
+SORTS = {
+    "newest": "r.row DESC",
+    "best": "r.reward DESC, r.row",
+    "worst": "r.reward, r.row",
+    "longest": "r.num_sampled_tokens DESC, r.row",
+}
+"""Orders of one step's rollouts; of all steps only the first."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rollouts; None wants all."""
+
+    step: int | None = None
+    env: str | None = None
+    status: str | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_tokens: int | None = None
+    version: int | None = None
+    sort: str = "newest"
+
+    def clauses(self) -> tuple[list[str], list[Any]]:
+        """Conditions over `rollouts r` and `draws d`, and their values."""
+        found = [
+            ("d.env = ?", self.env),
+            ("r.status = ?", self.status),
+            ("r.reward >= ?", self.min_reward),
+            ("r.reward <= ?", self.max_reward),
+            ("r.num_sampled_tokens >= ?", self.min_tokens),
+            ("? BETWEEN r.first_version AND r.last_version", self.version),
+        ]
+        given = [(clause, value) for clause, value in found if value is not None]
+        if self.status is None:
+            given.append(("r.status NOT IN (?, 'lost')", "running"))
+        return [clause for clause, _ in given], [value for _, value in given]
+
+
+def page(
+    ledger: LedgerReader, wanted: Wanted, *, before: int | None = None, limit: int = PAGE
+) -> dict[str, Any]:
+    """Rows that are wanted, and `next`: the place to go on from, None at the end.
+
+    before: `next` of the page before. `searched` is how many rows were looked through for this page.
+
+    Raises: ConfigError for an unknown sort.
+    """
+    if wanted.sort not in SORTS:
+        raise ConfigError(f"sort {wanted.sort!r}: the orders are {', '.join(SORTS)}.")
+    if wanted.step is not None:
+        return _of_step(ledger, wanted, before or 0, limit)
+    clauses, values = wanted.clauses()
+    where = " AND ".join(["r.row < ?", "r.row >= ?", *clauses])
+    query = f"""
+        SELECT {_COLUMNS}, {_STEP} FROM rollouts r JOIN draws d USING (group_id)
+        WHERE {where} ORDER BY r.row DESC LIMIT ?
+    """
+    [newest] = ledger.rows("SELECT max(row) AS row FROM rollouts")
+    place = before if before is not None else (newest["row"] or 0) + 1
+    rows: list[dict[str, Any]] = []
+    began, first = time.monotonic(), place
+    while place > 1 and len(rows) < limit and time.monotonic() - began < _BUDGET_S:
+        low = max(1, place - _STRETCH)
+        more = ledger.rows(query, place, low, *values, limit - len(rows))
+        rows += more
+        place = more[-1]["row"] if len(rows) == limit else low
+    return {"rows": rows, "next": place if place > 1 else None, "searched": first - place}
+
+
+def _of_step(ledger: LedgerReader, wanted: Wanted, skipped: int, limit: int) -> dict[str, Any]:
+    """The same of one step's batch, in any order; `next` is a number of rows."""
+    clauses, values = wanted.clauses()
+    where = " AND ".join(["b.step = ?", "b.state != 'undone'", *clauses])
+    query = f"""
+        SELECT {_COLUMNS}, b.step FROM batches b JOIN batch_rollouts x USING (batch) JOIN rollouts r USING (row)
+        JOIN draws d USING (group_id) WHERE {where} ORDER BY {SORTS[wanted.sort]} LIMIT ? OFFSET ?
+    """
+    rows = ledger.rows(query, wanted.step, *values, limit + 1, skipped)
+    is_more = len(rows) > limit
+    return {"rows": rows[:limit], "next": skipped + limit if is_more else None, "searched": len(rows)}
+
+
+def choices(ledger: LedgerReader) -> dict[str, Any]:
+    """What can be asked for: environments, statuses, the first and the last step."""
+    envs = [row["env"] for row in ledger.rows("SELECT env FROM draws GROUP BY env ORDER BY env LIMIT 200")]
+    [steps] = ledger.rows("SELECT min(step) AS first, max(step) AS last FROM batches WHERE state != 'undone'")
+    return {"envs": envs, "statuses": ["finished", "truncated", "failed", "dropped"], **steps}

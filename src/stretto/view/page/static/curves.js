@@ -1,0 +1,118 @@
+import { fill, h, message, ofRun, select, short } from "./dom.js";
+
+export const SUBJECTS = ["metrics"];
+const COLORS = ["#1f77c9", "#d1495b", "#2a9d6f", "#c98a1b", "#8e5bc0", "#3a8f9e", "#a0643c", "#808080"];
+const FIRST = 6;
+const NAMES = { step: "step", time: "hours", tokens: "tokens" };
+
+export async function render(root, context) {
+  const { runs, query, signal } = context;
+  const lists = await Promise.all(runs.map((run) => ofRun(run, "metrics", {}, signal)));
+  const metrics = new Map(lists.flat().map((metric) => [metric.name, metric]));
+  if (!metrics.size) {
+    fill(root, message("No step has ended yet."));
+    return { update: () => render(root, context) };
+  }
+  const asked = query.getAll("key").filter((key) => metrics.has(key));
+  const settings = {
+    keys: asked.length ? asked : [...metrics.keys()].slice(0, FIRST),
+    axis: query.get("axis") || "step",
+    smooth: query.get("smooth") || "0.05",
+  };
+  const panels = h("section", { class: "panels" });
+  const drawn = new Map(); // key -> {plot, box}
+
+  const update = async () => {
+    const answers = await Promise.all(runs.map((run) => ofRun(run, "curve", { key: settings.keys, axis: settings.axis, smooth: settings.smooth }, signal)));
+    for (const key of settings.keys) draw(key, answers.map((answer) => answer[key]));
+  };
+
+  function draw(key, curves) {
+    const { data, series } = columns(runs, curves);
+    const old = drawn.get(key);
+    if (old?.plot) {
+      old.plot.setData(data);
+      fill(old.last, lasts(curves));
+      return;
+    }
+    const metric = metrics.get(key);
+    const last = h("small", {}, lasts(curves));
+    const place = h("div", { class: "plot" });
+    const box = h("figure", { "data-key": key }, h("figcaption", { title: [metric.meaning, metric.reading].join(" ").trim() },
+      h("b", {}, key), metric.unit && metric.unit !== "-" ? ` ${metric.unit} ` : " ", last,
+      h("button", { title: "take this curve away", "aria-label": `remove ${key}`, onclick: () => choose(settings.keys.filter((each) => each !== key)) }, "×")), place);
+    panels.append(box);
+    if (data[0].length === 0) {
+      fill(place, message("no values"));
+      drawn.set(key, { box, last });
+      return;
+    }
+    const plot = new uPlot(options(place, series, settings.axis), data, place);
+    drawn.set(key, { plot, box, last });
+  }
+
+  function lasts(curves) {
+    return runs.length === 1 ? `last ${short(curves[0].last)}` : curves.map((curve, at) => h("span", { style: { color: COLORS[at % COLORS.length] } }, `${short(curve.last)} `));
+  }
+
+  function choose(keys) {
+    settings.keys = keys;
+    context.remember({ key: keys });
+    redraw();
+  }
+
+  function redraw() {
+    for (const { plot } of drawn.values()) plot?.destroy();
+    drawn.clear();
+    fill(panels);
+    return update().catch((error) => error.name === "AbortError" || fill(panels, message(error.message, "error")));
+  }
+
+  const change = (name) => (value) => {
+    settings[name] = value;
+    context.remember({ [name]: value });
+    redraw();
+  };
+  const adding = h("input", { list: "metrics", placeholder: "add a metric", "aria-label": "add a metric", onchange: (event) => {
+    if (metrics.has(event.target.value)) choose([...new Set([...settings.keys, event.target.value])]);
+    event.target.value = "";
+  } });
+  fill(root, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() }, adding,
+    h("datalist", { id: "metrics" }, [...metrics.keys()].map((key) => h("option", { value: key }))),
+    select("over ", [["step", "steps"], ["time", "hours"], ["tokens", "tokens"]], settings.axis, change("axis")),
+    select("smoothing ", [["0", "none"], ["0.05", "5 %"], ["0.2", "20 %"]], settings.smooth, change("smooth")),
+    runs.length > 1 ? h("span", { class: "legend" }, runs.map((run, at) => h("span", { style: { color: COLORS[at % COLORS.length] } }, `■ ${run} `))) : null), panels);
+  const resized = new ResizeObserver(() => {
+    for (const { plot, box } of drawn.values()) plot?.setSize({ width: Math.max(200, box.clientWidth - 16), height: 220 });
+  });
+  resized.observe(panels);
+  await update();
+  return { update, close: () => { resized.disconnect(); for (const { plot } of drawn.values()) plot?.destroy(); } };
+}
+
+// Curves with x of their own as uPlot's columns: one x for all. A light line is what was logged, a dark one its mean.
+function columns(runs, curves) {
+  const tables = curves.map((curve) => [curve.x, curve.y, curve.smooth]);
+  const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
+  const series = curves.flatMap((curve, at) => {
+    const color = COLORS[at % COLORS.length];
+    return [
+      { label: runs[at], stroke: `${color}66`, width: 1, spanGaps: true, points: { show: curve.x.length < 3 } },
+      { label: `${runs[at]}, mean`, stroke: color, width: 2, spanGaps: true, points: { show: false } },
+    ];
+  });
+  return { data, series };
+}
+
+function options(place, series, axis) {
+  const style = getComputedStyle(document.documentElement);
+  const ink = style.getPropertyValue("--ink-light").trim(), grid = style.getPropertyValue("--line").trim();
+  const own = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui" };
+  return {
+    width: Math.max(200, place.clientWidth || 400), height: 220, legend: { show: false },
+    scales: { x: { time: false } },
+    cursor: { drag: { x: true, y: false }, sync: { key: "curves" } },
+    series: [{ label: NAMES[axis] }, ...series],
+    axes: [{ ...own, values: (plot, values) => values.map(short) }, { ...own, size: 56, values: (plot, values) => values.map(short) }],
+  };
+}

@@ -1,0 +1,69 @@
+import { clock, duration, fill, h, message, ofRun, short, sparkline } from "./dom.js";
+
+export const SUBJECTS = ["metrics", "ledger", "state", "logs"];
+
+export async function render(root, context) {
+  const update = async () => {
+    const found = await Promise.all(context.runs.map((run) => ofRun(run, "now", {}, context.signal)));
+    fill(root, found.map((state) => card(state, context.runs.length > 1)));
+  };
+  await update();
+  return { update };
+}
+
+function card(state, isNamed) {
+  const of = state.max_steps ? ` of ${state.max_steps}` : "";
+  return h("article", { class: "now" },
+    isNamed ? h("h2", {}, state.name) : null,
+    h("p", { class: "headline" }, h("span", { class: `state ${state.state}` }, state.state),
+      ` step ${short(state.step)}${of}`, state.state === "running" && state.left_s !== null ? `, ${duration(state.left_s)} left` : "",
+      state.age_s === null ? "" : `, last step ${duration(state.age_s)} ago`),
+    state.warnings.length ? h("section", { class: "warnings" }, h("h3", {}, "warnings"), h("ul", {}, state.warnings.slice(0, 8).map(warning))) : null,
+    state.metrics.length ? h("section", { class: "tiles" }, state.metrics.map(tile)) : message("No step has ended yet."),
+    state.waits ? h("section", {}, h("h3", {}, "who waits, of the last steps' time"), bars(state.waits)) : null,
+    state.queues ? h("section", {}, h("h3", {}, "under way"), list(queues(state.queues))) : null,
+    h("section", {}, h("h3", {}, `machine ${state.machine.host}`), list(machine(state.machine)), state.machine.gpus.map(gpu)));
+}
+
+function warning(row) {
+  return h("li", { class: row.level }, h("time", {}, clock(row.at)), " ", h("b", {}, row.process), " ", row.text.split("\n")[0],
+    row.count > 1 ? h("small", {}, ` ${row.count} times`) : "");
+}
+
+function tile(metric) {
+  return h("div", { class: "tile", title: metric.reading }, h("span", {}, metric.name),
+    h("strong", {}, short(metric.value)), h("small", {}, metric.unit === "-" ? "" : metric.unit), sparkline(metric.recent));
+}
+
+function bars(shares) {
+  return h("dl", { class: "bars" }, Object.entries(shares).map(([name, share]) => [
+    h("dt", {}, name), h("dd", {}, h("meter", { min: 0, max: 1, value: share }), ` ${Math.round(share * 100)}%`)]));
+}
+
+function list(pairs) {
+  return h("dl", { class: "pairs" }, pairs.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+}
+
+function queues(found) {
+  return [
+    ["rollouts being played", short(found.rollouts_running)],
+    ["groups being played", short(found.groups_running)],
+    ["groups that wait for a batch", short(found.groups_finished)],
+    ["groups at the trainer", short(found.groups_shipped)],
+    ["version published, loaded", `${short(found.published)}, ${short(found.loaded)}`],
+    ["sampled tokens per second", short(found.tokens_per_s)],
+  ];
+}
+
+function machine(found) {
+  return [
+    ["load", `${short(found.load)} on ${found.cores} cores`],
+    ["memory", `${short(found.memory_used)}B of ${short(found.memory_total)}B`],
+    ["disk", `${short(found.disk_free)}B free`],
+  ];
+}
+
+function gpu(found) {
+  return h("dl", { class: "bars" }, h("dt", {}, `GPU ${found.index} ${found.name}`),
+    h("dd", {}, h("meter", { min: 0, max: 100, value: Number(found.use_percent) }), ` ${found.use_percent}%, ${found.memory_mib} of ${found.memory_total_mib} MiB`));
+}

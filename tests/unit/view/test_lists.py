@@ -1,0 +1,1 @@
+"""`stretto runs`, `stretto show` and `stretto rollouts`: as text and as JSON."""
