@@ -137,8 +137,10 @@ def install(wheel: Path, python: Path, where: Path) -> Path:
     """A virtual environment with the wheel and nothing else; its bin directory."""
     subprocess.run([python, "-m", "venv", "--without-pip", str(where)], check=True, timeout=300)
     words = ["--python", str(where / "bin/python"), "install", "--no-deps", "--no-index", "-q", str(wheel)]
+    # Where PYTHONPATH has the source tree and what an editable installation left in it, pip would find it installed.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", *words], check=True, timeout=300
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *words], check=True, timeout=300, env=env
     )
     return where / "bin"
 
