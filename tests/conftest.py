@@ -23,6 +23,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("STRETTO_VIEW", "0")  # no page beside the runs of tests
 
 SOURCE = Path(__file__).parents[1] / "src"
 if str(SOURCE) not in sys.path:

@@ -45,7 +45,9 @@ SUMMARIES = {
     "eval": "evaluate a model on environments",
     "evals": "the process beside an sft run that evaluates its versions",
     "demo": "warm a tiny model up and train it, in a few minutes on a laptop",
-    "show": "print rollouts of a run: stretto show RUN --worst 3",
+    "runs": "list runs with how far they are: stretto runs [DIR ...]",
+    "show": "how a run went: stretto show RUN",
+    "rollouts": "print rollouts of a run: stretto rollouts RUN --worst 3",
     "init": "write a small project of your own: stretto init DIR",
     "completion": "completion for a shell: source <(stretto completion bash)",
     "pod": "the part of an rl run that belongs to this Kubernetes pod",
@@ -350,14 +352,26 @@ def _vime(words: list[str]) -> int:
     return _dry_run("rl", cfg) if cfg.dry_run else _rl(cfg, words)
 
 
+def _runs(words: list[str]) -> int:
+    from stretto.view.commands import runs
+
+    return runs(words)
+
+
+def _rollouts(words: list[str]) -> int:
+    from stretto.view.commands import rollouts
+
+    return rollouts(words)
+
+
 def _show(words: list[str]) -> int:
-    from stretto.view.show import show
+    from stretto.view.commands import show
 
     return show(words)
 
 
 def _plot(words: list[str]) -> int:
-    from stretto.view.show import plot
+    from stretto.view.commands import plot
 
     return plot(words)
 
@@ -426,7 +440,9 @@ _PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
     "init": _init,
     "demo": _demo,
     "completion": _completion,
+    "runs": _runs,
     "show": _show,
+    "rollouts": _rollouts,
     "plot": _plot,
     "view": _view,
     "pod": _pod,

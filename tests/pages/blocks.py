@@ -24,7 +24,7 @@ KINDS = {name: name for name in ("bash", "python", "toml", "json", "yaml")} | {
 }
 """Languages of blocks that are run. A block without a language is a picture or a formula."""
 CONFIG_VERBS = ("rl", "sft", "trainer", "orchestrator", "inference", "eval")
-VIEW_VERBS = ("show", "plot", "init")
+VIEW_VERBS = ("show", "rollouts", "runs", "view", "plot", "init")
 
 _DEMO = "the demo itself: tests/e2e/documents trains with its files for fewer steps"
 _BY_HAND = "on several hosts: tests/cluster/test_by_hand.py"
@@ -33,6 +33,8 @@ _PUSH = "uploads to a server with the Hub's API: tests/unit/hub/test_push.py"
 _RECIPE = "with a small model: tests/e2e/learning/test_recipe_runs.py"
 _SHELL = "a command of the shell"
 
+_CLUSTER = "a cluster's: tests/cluster"
+_PAGE = "serves until Ctrl-C: tests/e2e/test_page.py"
 _CHART = "needs a cluster; the chart is rendered, checked and run by tests/cluster"
 
 NOT_RUN = {
@@ -63,6 +65,9 @@ NOT_RUN = {
     ("docs/algorithms.md", 'base_url = "http://10.0.0.7'): _ELSEWHERE,
     ("docs/inference.md", "vllm-router --host"): "engines enter a real one: tests/contract/routing",
     ("docs/orchestrator.md", "--client.base_url http"): _ELSEWHERE,
+    ("docs/seeing.md", "stretto view"): _PAGE,
+    ("docs/deployment.md", "[slurm]"): _CLUSTER,
+    ("docs/deployment.md", "[ray]"): _CLUSTER,
     ("docs/deployment.md", "helm install"): _CHART,
     ("docs/deployment.md", "kubectl"): _CHART,
     ("docs/deployment.md", "docker build"): "needs docker; tests/unit/test_images.py reads the Dockerfiles",

@@ -82,6 +82,17 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def open_near(host: str, port: int, num_tried: int = 20) -> socket.socket | None:
+    """A listening socket at the first free port from `port` on, or at any; None if this machine cannot listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for each in [*range(port, port + num_tried), 0]:
+        try:
+            return socket.create_server((host, each), family=family)
+        except OSError:
+            continue
+    return None
+
+
 def is_own_address(host: str) -> bool:
     """Whether `host` is an address of this machine, that is, one can listen on it."""
     try:

@@ -133,6 +133,8 @@ class RLConfig(RunKeys, RunRoot):
     own files do; two values that differ are an error that names both.
     """
 
+    view: bool = True
+    """Serve a page of this run at 127.0.0.1 while it runs; the first line on the console is its address."""
     trainer: TrainerKeys = TrainerKeys()
     orchestrator: OrchestratorKeys = OrchestratorKeys()
     inference: InferenceSection | None = InferenceSection()

@@ -99,7 +99,7 @@ README = """\
 sft @ sft.toml              # a tiny model to start from
 rl @ rl.toml --dry-run      # what would run, and the first task as the model will see it
 rl @ rl.toml                # train; less than a minute on a laptop
-stretto show outputs/vowels # what the model says
+stretto rollouts outputs/vowels # what the model says
 stretto plot outputs/vowels # reward, length, entropy and mismatch: plot.png
 ```
 

@@ -67,7 +67,7 @@ completion/truncated_share | 0 to 1 | Rollouts that reached a limit of tokens. |
     the reward: raise `max_completion_tokens` or `seq_len`.
 groups/drawn | groups | Groups started since the last batch.
 groups/failed | groups | Groups that were given up since the last batch because rollouts failed. | Should be
-    0; `stretto show RUN --failed` has the reasons.
+    0; `stretto rollouts RUN --failed` has the reasons.
 groups/rejected | groups | Groups that a filter or a function of yours has rejected since the last batch.
 groups/zero_signal_share | 0 to 1 | Finished groups in which all advantages are 0. | Near 1 tasks are too easy
     or too hard for the policy.

@@ -120,7 +120,7 @@ class Diagnosis:
         return (
             f"{share:.0%} of the groups have equal rewards (mean {mean:.3f}, {WINDOW} steps): they give no signal. "
             "The tasks are too easy or too hard for this policy, or the reward is always the same. Look at "
-            "`stretto show`; try other tasks, a larger group_size, or a reward with more levels."
+            "`stretto rollouts`; try other tasks, a larger group_size, or a reward with more levels."
         )
 
     def _about_entropy(self) -> Iterator[tuple[str, str]]:

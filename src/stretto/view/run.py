@@ -103,6 +103,7 @@ class Run:
         step: int | None = None,
         env: str | None = None,
         status: str | None = None,
+        min_reward: float | None = None,
         best: int | None = None,
         worst: int | None = None,
         limit: int | None = None,
@@ -110,10 +111,11 @@ class Run:
         """One row per rollout, the newest try of each: rewards, versions, text, tokens and log-probabilities.
 
         step: of the batch of this step; None takes those that no step trained too. status: finished, truncated,
-        failed or dropped. best, worst: so many with the largest or smallest reward. limit: of the newest at most so
-        many. `prompt` is the text before the first token that the policy sampled and `reply` everything after it;
-        `token_ids`, `is_sampled` and `logprobs` are arrays over both. Where a rollout has several branches these are of
-        the first, and `branches` has all. They are None where the tokens are no longer kept.
+        failed or dropped. min_reward: with at least this reward. best, worst: so many with the largest or smallest
+        reward. limit: of the newest at most so many. `prompt` is the text before the first token that the policy
+        sampled and `reply` everything after it; `token_ids`, `is_sampled` and `logprobs` are arrays over both. Where a
+        rollout has several branches these are of the first, and `branches` has all. They are None where the tokens are
+        no longer kept.
 
         Raises: ConfigError for a run without rollouts or arguments that exclude each other.
         """
@@ -126,6 +128,7 @@ class Run:
             (" AND b.step = ?", step),
             (" AND d.env = ?", env),
             (" AND r.status = ?", status),
+            (" AND r.reward >= ?", min_reward),
         ):
             if value is not None:
                 where, values = where + clause, [*values, value]

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from stretto.base.paths import RunDir
+from stretto.base.text import duration, quantity
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import ResumeSection
 from stretto.launch.plan.plan import LaunchPlan, plan, write
 from stretto.launch.run import report
-from stretto.launch.run.console import Console, duration, quantity, step_line, time_left
+from stretto.launch.run.console import Console, step_line, time_left
 from stretto.monitors.file import MetricsFile
 
 

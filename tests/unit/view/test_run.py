@@ -14,7 +14,7 @@ import stretto
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer
-from stretto.view.show import as_text, plot, show
+from stretto.view.commands import as_text, plot, rollouts
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +87,12 @@ def test_a_rollout_whose_tokens_are_gone_is_a_row_without_text(path: Path, tmp_p
 
 
 def test_show_prints_conversations(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert show([str(path), "--worst", "2"]) == 0
+    assert rollouts([str(path), "--worst", "2"]) == 0
     out = capsys.readouterr().out
     assert out.count("── g") == 2 and "reward 0.000" in out
-    assert show([str(path)]) == 0 and capsys.readouterr().out.count("step 5") == 3
+    assert rollouts([str(path)]) == 0 and capsys.readouterr().out.count("step 5") == 3
     with pytest.raises(ConfigError, match=r"Steps 1 to 5; rollouts: \d+ finished"):
-        show([str(path), "--step", "77"])
+        rollouts([str(path), "--step", "77"])
 
 
 def test_plot_draws_and_says_what_there_is_instead_of_an_unknown_metric(
@@ -116,7 +116,7 @@ def test_a_picture_that_cannot_be_written_and_a_wrong_number_are_refused(
     for flag in ("--best", "--worst", "--limit"):
         for number in ("0", "-1", "many"):
             with pytest.raises(SystemExit):
-                show([str(path), f"{flag}={number}"])
+                rollouts([str(path), f"{flag}={number}"])
             assert "is not a number of rollouts; give 1 or more" in capsys.readouterr().err
 
 

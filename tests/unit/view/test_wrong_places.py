@@ -62,7 +62,7 @@ WRONG_RUNS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("verb", ["show", "plot"])
+@pytest.mark.parametrize("verb", ["show", "rollouts", "plot"])
 @pytest.mark.parametrize("name", WRONG_RUNS, ids=lambda name: name[:30])
 def test_what_is_no_run_is_named(
     verb: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -72,8 +72,8 @@ def test_what_is_no_run_is_named(
 
 
 DAMAGE: dict[str, tuple[str, list[str]]] = {
-    "configs/run.json": ("show", []),
-    "ledger.sqlite": ("show", ["--step", "1"]),
+    "configs/run.json": ("rollouts", []),
+    "ledger.sqlite": ("rollouts", ["--step", "1"]),
     "summary.json": ("plot", []),
     "metrics/orchestrator.jsonl": ("plot", []),
 }
@@ -150,7 +150,7 @@ def test_an_empty_configuration_says_what_is_missing(
 @pytest.mark.parametrize(
     "words", [[], ["a", "b"], ["--nonsense"], [""]], ids=lambda words: " ".join(words) or "none"
 )
-@pytest.mark.parametrize("verb", ["show", "plot", "init", "rl", "sft", "eval"])
+@pytest.mark.parametrize("verb", ["show", "rollouts", "runs", "view", "plot", "init", "rl", "sft", "eval"])
 def test_words_that_no_verb_takes_are_refused(
     verb: str,
     words: list[str],
@@ -172,7 +172,7 @@ def test_a_project_is_not_written_where_it_cannot(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-@pytest.mark.parametrize("verb", ["show", "plot", "rl", "sft"])
+@pytest.mark.parametrize("verb", ["rollouts", "plot", "rl", "sft"])
 def test_what_must_not_be_read_is_named(
     verb: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

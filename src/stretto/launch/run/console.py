@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from stretto.base.text import duration, quantity
+
 _MIN_INTERVAL_S = 0.5  # between step lines in a pipe
 _REDRAW_S = 0.1
 _WINDOW = 50  # steps over which the time left is estimated
@@ -185,22 +187,3 @@ def time_left(arrivals: list[tuple[int, float]], max_steps: int) -> float | None
     if last_step <= first_step:
         return None
     return (max_steps - last_step) * (last_at - first_at) / (last_step - first_step)
-
-
-def duration(seconds: float) -> str:
-    """`42s`, `3m05s`, `2h10m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def quantity(value: float) -> str:
-    """`873`, `4.2k`, `21k`, `1.3M`."""
-    for unit, scale in (("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            short = value / scale
-            return f"{short:.0f}{unit}" if short >= 9.95 else f"{short:.1f}{unit}"
-    return f"{value:.0f}"

@@ -29,7 +29,7 @@ from stretto.launch.plan.placement import asks_for_gpus
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
 from stretto.launch.plan.routers import check_router
 from stretto.launch.ray import run as on_ray
-from stretto.launch.run import node_checks
+from stretto.launch.run import node_checks, page
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
 from stretto.launch.slurm import commands as slurm
@@ -191,26 +191,19 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
     from stretto.launch.run import report
 
     console = Console(sys.stdout, max_steps=plan.config.max_steps)
-    console.line(report.header(plan, changed))
-    for line in changed:
-        logger.info("changed since the run was last started: %s", line)
-    stall_s = plan.config.orchestrator.stall_timeout_s + STALL_SLACK_S
-    own = [spec for spec in plan.processes if spec.node == 0]
-    own = nodes.on_visible_gpus(own) if plan.hosts else own
-    supervisor = Supervisor(
-        own,
-        plan.run,
-        console,
-        timeouts=Timeouts(stall_s, stall_s),
-        pass_fds=(claim.lock_fd,),
-        likely_causes=likely_causes(plan),
-    )
-    try:
-        code = asyncio.run(supervisor.run())
-    finally:
-        console.close()
-        if plan.hosts:
-            slurm.end_other_nodes()
+    with page.beside(plan.run, is_wanted=plan.config.view) as address:
+        if address is not None:
+            console.line(f"view  {address}")
+        console.line(report.header(plan, changed))
+        for line in changed:
+            logger.info("changed since the run was last started: %s", line)
+        supervisor = _supervisor(plan, claim, console)
+        try:
+            code = asyncio.run(supervisor.run())
+        finally:
+            console.close()
+            if plan.hosts:
+                slurm.end_other_nodes()
     if code == EXIT_LOST:
         slurm.requeue_this()
     if supervisor.was_stopped_before_begin:
@@ -221,6 +214,19 @@ def _run(plan: LaunchPlan, claim: rundir.Claim, changed: list[str]) -> int:
         return code  # the message is all there is to say: nothing has been trained
     console.line(report.ending(plan, is_complete=code == 0, stopped_early=supervisor.was_asked_to_finish))
     return code
+
+
+def _supervisor(plan: LaunchPlan, claim: rundir.Claim, console: Console) -> Supervisor:
+    stall_s = plan.config.orchestrator.stall_timeout_s + STALL_SLACK_S
+    own = [spec for spec in plan.processes if spec.node == 0]
+    return Supervisor(
+        nodes.on_visible_gpus(own) if plan.hosts else own,
+        plan.run,
+        console,
+        timeouts=Timeouts(stall_s, stall_s),
+        pass_fds=(claim.lock_fd,),
+        likely_causes=likely_causes(plan),
+    )
 
 
 def likely_causes(plan: LaunchPlan) -> dict[str, str]:

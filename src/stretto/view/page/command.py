@@ -15,12 +15,12 @@ from pathlib import Path
 from aiohttp import web
 
 from stretto.base.errors import ConfigError
+from stretto.base.ports import in_url, open_near
 from stretto.view import state
 from stretto.view.page.app import build
 from stretto.view.page.library import Library
 
 HOST, PORT = "127.0.0.1", 8765
-_NUM_PORTS = 20  # after PORT, if no port is asked for
 _SHUTDOWN_S = 0.5
 
 
@@ -40,12 +40,18 @@ def view(words: Sequence[str]) -> int:
         help=f"address to listen at ({HOST}); any other needs the token that is printed",
     )
     parser.add_argument("--port", type=int, help=f"port ({PORT}, or the next that is free; 0: any)")
+    parser.add_argument(
+        "--listen-fd", type=int, help=argparse.SUPPRESS
+    )  # of a launcher, which has said the address
     given = parser.parse_args(list(words))
     places = given.run or [Path("outputs")]
     if not state.find(places):
         raise ConfigError(
             f"{', '.join(map(str, places))}: no run there; a run is a directory with configs/run.json."
         )
+    if given.listen_fd is not None:
+        asyncio.run(serve(Library(places), socket.socket(fileno=given.listen_fd), ""))
+        return 0
     listener = listen(given.host, given.port)
     token = "" if is_loopback(given.host) else secrets.token_urlsafe(24)
     print(f"view  {address(listener, token)}", flush=True)
@@ -69,21 +75,23 @@ async def serve(library: Library, listener: socket.socket, token: str) -> None:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """A listening socket; without a port the first free one from PORT on.
+    """A listening socket; without a port at the first free one from PORT on.
 
     Raises: ConfigError if the address is not this machine's or the port is taken.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    ports = [port] if port is not None else [*range(PORT, PORT + _NUM_PORTS), 0]
-    why: Exception | None = None
-    for each in ports:
-        try:
-            return socket.create_server((host, each), family=family)
-        except (OSError, OverflowError) as error:
-            why = error
-    raise ConfigError(
-        f"--host {host} --port {port}: {why}; give another address of this machine, or another port."
-    )
+    if port is None:
+        found = open_near(host, PORT)
+        if found is not None:
+            return found
+    try:
+        return socket.create_server(
+            (host, port or 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen at --host {host}, --port {port or 'any'}: {error}; give an address of this machine, or "
+            "another port."
+        ) from error
 
 
 def is_loopback(host: str) -> bool:
@@ -94,7 +102,7 @@ def is_loopback(host: str) -> bool:
 def address(listener: socket.socket, token: str) -> str:
     """What to type into a browser."""
     host, port = listener.getsockname()[:2]
-    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else in_url(host)
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
 
 

@@ -1,14 +1,23 @@
-"""`stretto show` and `stretto plot`: rollouts as conversations in a terminal, metrics as a picture."""
+"""`stretto runs`, `show`, `rollouts` and `plot`: runs as a list, how one went, its rollouts as conversations in a
+terminal, metrics as a picture. `--json` prints the first three for programs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stretto.base.errors import ConfigError
+from stretto.base.text import duration
+from stretto.ledger.reader import LedgerReader
+from stretto.view import state
 from stretto.view.run import Run, compare
 from stretto.view.run import plot as draw
 
@@ -21,10 +30,121 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def runs(words: Sequence[str]) -> int:
+    """Print one line per run: state, step, reward, age."""
+    parser = argparse.ArgumentParser(
+        prog="stretto runs",
+        description="List runs with how far they are, the newest first.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("place", nargs="*", type=Path, help="directories that hold runs (default: outputs)")
+    parser.add_argument("--json", action="store_true", help="one JSON list")
+    args = parser.parse_args(list(words))
+    places = args.place or [Path("outputs")]
+    rows = [state.describe(run) for run in state.find(places)]
+    rows.sort(key=lambda row: -(row["changed"] or 0.0))
+    if args.json:
+        _print_json(rows)
+    elif not rows:
+        raise ConfigError(
+            f"{', '.join(map(str, places))}: no run there; a run is a directory with configs/run.json."
+        )
+    else:
+        print(table([_listed(row) for row in rows]))
+    return 0
+
+
+def _listed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `stretto runs`."""
+    of = f" of {row['max_steps']}" if row["max_steps"] else ""
+    return {
+        "run": row["path"],
+        "verb": row["verb"],
+        "state": row["state"],
+        "step": "-" if row["step"] is None else f"{row['step']}{of}",
+        "reward": row["reward"],
+        "loss": row["loss"],
+        "age": "-" if row["age_s"] is None else duration(row["age_s"]),
+    }
+
+
 def show(words: Sequence[str]) -> int:
-    """Print rollouts of a run: what was asked, what the policy said, what it earned."""
+    """Print a run's summary: its state, its latest metrics, its evals, what became of its rollouts."""
     parser = argparse.ArgumentParser(
         prog="stretto show",
+        description="Print how a run went: state, latest metrics, evals, rollouts.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", help="run directory, such as outputs/demo")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    args = parser.parse_args(list(words))
+    found = summary(Run(args.run))
+    if args.json:
+        _print_json(found)
+    else:
+        print(_summary_text(found))
+    return 0
+
+
+_SHOWN = (
+    "reward/mean",
+    "nll/mean",
+    "val/loss",
+    "entropy/mean",
+    "completion/mean",
+    "mismatch_kl/mean",
+    "tokens_per_s",
+)
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What `stretto show` prints: what `state.describe` says, and more.
+
+    metrics: the latest. evals: of the first and the last version. rollouts: how many in each status. result: what the
+    run said of itself at its end.
+    """
+    latest: dict[str, float] = {}
+    for row in run.metrics():
+        latest |= {key: row[key] for key in _SHOWN if row.get(key) is not None}
+    evals = run.evals()
+    ends = {row["version"] for row in (evals[:1] + evals[-1:])}
+    statuses: dict[str, int] = {}
+    if run.dir.ledger.exists():
+        with LedgerReader(run.dir) as ledger:
+            statuses = ledger.rollouts_by_status()
+    shown = [
+        {key: row[key] for key in ("version", "env", "mode", "mean")}
+        for row in evals
+        if row["version"] in ends
+    ]
+    return {
+        **state.describe(run.dir),
+        "metrics": latest,
+        "evals": shown,
+        "rollouts": statuses,
+        "result": run.summary,
+    }
+
+
+def _summary_text(found: dict[str, Any]) -> str:
+    row = _listed(found)
+    lines = [
+        f"{found['path']}: {found['verb']}, {found['state']}, step {row['step']}, last one {row['age']} ago"
+    ]
+    if found["metrics"]:
+        lines += ["", table([{"metric": key, "latest": value} for key, value in found["metrics"].items()])]
+    if found["evals"]:
+        lines += ["", table(found["evals"])]
+    if found["rollouts"]:
+        said = ", ".join(f"{number} {status}" for status, number in sorted(found["rollouts"].items()))
+        lines += ["", f"rollouts: {said}", f"read some: stretto rollouts {found['path']} --worst 3"]
+    return "\n".join(lines)
+
+
+def rollouts(words: Sequence[str]) -> int:
+    """Print rollouts of a run: what was asked, what the policy said, what it earned."""
+    parser = argparse.ArgumentParser(
+        prog="stretto rollouts",
         description="Print rollouts of a run as conversations: by default the newest of the last trained step.",
         allow_abbrev=False,
     )
@@ -37,26 +157,37 @@ def show(words: Sequence[str]) -> int:
         help="the N with the largest reward (of all steps, without --step)",
     )
     parser.add_argument("--worst", type=_count, metavar="N", help="the N with the smallest reward")
+    parser.add_argument(
+        "--min-reward",
+        type=float,
+        metavar="R",
+        help="with at least this reward (of all steps, without --step)",
+    )
     parser.add_argument("--failed", action="store_true", help="those whose environment or engine failed")
     parser.add_argument("--env", help="of this environment only")
     parser.add_argument("--limit", type=_count, default=3, metavar="N", help="at most N (3)")
     parser.add_argument(
         "--raw", action="store_true", help="text with all special tokens, as the model saw it"
     )
+    parser.add_argument("--json", action="store_true", help="one JSON list, tokens included")
     args = parser.parse_args(list(words))
     run = Run(args.run)
     step = args.step
-    if step is None and not (args.best or args.worst or args.failed):
+    if step is None and not (args.best or args.worst or args.failed or args.min_reward is not None):
         trained = [row["step"] for row in run.metrics() if row["step"] > 0]
         step = trained[-1] if trained else None
     rows = run.rollouts(
         step=step,
         env=args.env,
         status="failed" if args.failed else None,
+        min_reward=args.min_reward,
         best=args.best,
         worst=args.worst,
         limit=args.limit,
     )
+    if args.json:
+        _print_json(rows)
+        return 0
     if not rows and args.failed and not (args.step or args.env):
         print(f"{run.dir}: no rollout failed. {_what_there_is(run)}")
         return 0
@@ -65,6 +196,14 @@ def show(words: Sequence[str]) -> int:
     for row in rows:
         print(as_text(row, is_raw=args.raw), end="\n\n")
     return 0
+
+
+def _print_json(value: Any) -> None:
+    print(
+        json.dumps(
+            value, default=lambda array: array.tolist() if isinstance(array, np.ndarray) else str(array)
+        )
+    )
 
 
 def plot(words: Sequence[str]) -> int:
@@ -143,8 +282,6 @@ def _cell(value: Any) -> str:
 
 
 def _what_there_is(run: Run) -> str:
-    from stretto.ledger.reader import LedgerReader
-
     with LedgerReader(run.dir) as ledger:
         steps, counts = [row["step"] for row in ledger.batches()], ledger.rollouts_by_status()
     said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none"

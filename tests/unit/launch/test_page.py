@@ -1,0 +1,70 @@
+"""The page beside a run: a process of its own, which ends with the run and harms it in no way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import waiting
+
+from stretto.base.paths import RunDir
+from stretto.launch.run import page
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.delenv(page.VARIABLE)
+    found = RunDir(tmp_path / "run")
+    found.configs.mkdir(parents=True)
+    found.config("run").write_text('{"max_steps": 5}')
+    return found
+
+
+def get(address: str) -> bytes:
+    return urllib.request.urlopen(address, timeout=60).read()
+
+
+def test_the_page_answers_as_soon_as_its_address_is_known_and_ends_with_the_run(run: RunDir) -> None:
+    with page.beside(run, is_wanted=True) as address:
+        assert address is not None
+        [row] = json.loads(get(f"{address}api/runs"))
+        assert row["name"] == "run" and b"<title>stretto</title>" in get(address)
+    with pytest.raises(urllib.error.URLError):
+        get(address)
+    assert run.log("view").read_text() == ""
+
+
+def test_two_runs_have_a_page_each(run: RunDir) -> None:
+    with page.beside(run, is_wanted=True) as one, page.beside(run, is_wanted=True) as other:
+        assert one != other and get(f"{one}api/runs") and get(f"{other}api/runs")
+
+
+def test_there_is_none_where_it_is_not_wanted_or_nobody_could_look(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with page.beside(run, is_wanted=False) as address:
+        assert address is None
+    for name, value in ((page.VARIABLE, "0"), (page.JOB_VAR, "17")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with page.beside(run, is_wanted=True) as address:
+                assert address is None
+
+
+async def test_a_page_that_dies_is_the_end_of_nothing_else(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = page._start
+    monkeypatch.setattr(page, "_start", lambda *given: started.append(start(*given)) or started[0])
+    with page.beside(run, is_wanted=True) as address:
+        assert address is not None and get(f"{address}api/runs")
+        started[0].kill()
+        await waiting.until(lambda: not waiting.is_running(started[0].pid))
+    assert started[0].returncode is not None
