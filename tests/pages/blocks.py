@@ -65,6 +65,7 @@ NOT_RUN = {
     ("docs/algorithms.md", 'base_url = "http://10.0.0.7'): _ELSEWHERE,
     ("docs/inference.md", "vllm-router --host"): "engines enter a real one: tests/contract/routing",
     ("docs/orchestrator.md", "--client.base_url http"): _ELSEWHERE,
+    ("README.md", "stretto view"): _PAGE,
     ("docs/seeing.md", "stretto view"): _PAGE,
     ("docs/deployment.md", "[slurm]"): _CLUSTER,
     ("docs/deployment.md", "[ray]"): _CLUSTER,

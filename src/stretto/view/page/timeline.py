@@ -69,10 +69,8 @@ def _answer(
 
 
 def _trainer_lane(rows: Sequence[Mapping[str, Any]], start: float, end: float) -> Lane:
-    spans = [
-        span for row in rows for span in trainer_spans(row) if span["end"] >= start and span["start"] <= end
-    ]
-    return _lane("trainer", spans[-MOST_SPANS:])
+    seen = (row for row in rows if row["time"] >= start and row["time"] - row.get("time/step", 0.0) <= end)
+    return _lane("trainer", [span for row in seen for span in trainer_spans(row)][-MOST_SPANS:])
 
 
 def trainer_spans(row: Mapping[str, Any]) -> list[Span]:

@@ -1,0 +1,170 @@
+"""The page in a browser: on a run while it learns, on its end, and on text that would like to be markup."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import LONG_S, start, toml, untrained_model, wait
+
+from stretto.base.paths import RunDir
+from stretto.view.run import Run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-all")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt install chromium"),
+]
+
+VIEWS = ("now", "curves", "rollouts", "timeline", "evals", "config", "logs")
+WIDTHS = {"desk": (1280, 800), "phone": (390, 800)}
+HOSTILE = "<img src=x onerror=document.title='taken'><script>document.title='taken'</script>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as kit:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        own = kit.chromium.launch(executable_path=BROWSER, args=flags)
+        yield own
+        own.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    """A page of the browser; at the end nothing may have failed or gone elsewhere."""
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.set_default_timeout(LONG_S * 1000)
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.on(
+        "request",
+        lambda request: (
+            faults.append(request.url) if not re.match(r"http://127\.0\.0\.1:|data:", request.url) else None
+        ),
+    )
+    yield page
+    page.close()
+    assert not faults
+
+
+def run_words(folder: Path) -> list[str]:
+    settings = {
+        "run": {"name": "live"},
+        "model": {"name": str(untrained_model(folder))},
+        "orchestrator": {"env": [{"id": "sort-letters"}], "batch_size": 16, "rollouts_per_example": 4},
+        "max_steps": 100_000,
+    }
+    (folder / "rl.toml").write_text(toml(settings))
+    return ["@", "rl.toml", "--output-dir", "outputs"]
+
+
+def test_a_run_is_seen_while_it_learns(tab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the address on the first line of the console; new steps come without a reload; nothing scrolls sideways."""
+    monkeypatch.delenv("STRETTO_VIEW")
+    popen = start("rl", run_words(tmp_path), tmp_path)
+    assert popen.stdout is not None
+    first = popen.stdout.readline()
+    assert first.startswith("view  http://127.0.0.1:"), first
+    address = first.split()[1]
+    tab.goto(address)
+    tab.get_by_text("reward/mean").first.wait_for()
+    seen = tab.locator(".headline").inner_text()
+    tab.wait_for_function("seen => document.querySelector('.headline').innerText !== seen", arg=seen)
+    tab.keyboard.press("2")
+    tab.locator("figure canvas").first.wait_for()
+    tab.keyboard.press("3")
+    tab.locator("tr[data-rollout]").first.wait_for()
+    tab.keyboard.press("j")
+    tab.locator(".turn").first.wait_for()
+    tab.goto("about:blank")  # the page ends with the run
+    popen.send_signal(signal.SIGINT)
+    code, output = wait(popen, LONG_S)
+    assert code == 0, output
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended, and a copy in which a warning is hostile."""
+    folder = tmp_path_factory.mktemp("ended")
+    code, output = wait(start("rl", [*run_words(folder), "--max-steps", "4"], folder), LONG_S)
+    assert code == 0, output
+    run = RunDir(folder / "outputs" / "live")
+    shutil.copytree(run.path, folder / "outputs" / "copy")
+    with run.log("orchestrator").open("a") as log:
+        log.write(f"23:00:00.000 WARNING orchestrator | {HOSTILE}\n")
+    return folder / "outputs"
+
+
+@pytest.fixture(scope="module")
+def address(ended: Path) -> Iterator[str]:
+    words = [sys.executable, "-m", "stretto", "view", str(ended), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().split()[1]
+        server.terminate()
+        assert server.wait(60) == 0
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_is_drawn_and_fits(browser: Any, address: str, width: str, scheme: str) -> None:
+    size = dict(zip(("width", "height"), WIDTHS[width]))
+    page = browser.new_page(viewport=size, color_scheme=scheme)
+    page.set_default_timeout(LONG_S * 1000)
+    for view in VIEWS:
+        page.goto(f"{address}#/{view}?run=live&run=copy")
+        page.locator(f"nav a[aria-current=page]:text-is('{view}')").wait_for()
+        page.locator("#view > *").first.wait_for()
+        assert page.locator(".error").count() == 0 or view in ("now", "logs"), view
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} scrolls sideways"
+    page.close()
+
+
+def test_text_of_a_run_is_never_markup(tab: Any, address: str) -> None:
+    tab.goto(f"{address}#/logs?run=live")
+    tab.get_by_text(HOSTILE).wait_for()
+    tab.goto(f"{address}#/now?run=live")
+    tab.get_by_text(HOSTILE).wait_for()
+    assert tab.locator("#view script, #view img").count() == 0 and tab.title() != "taken"
+
+
+def test_the_rollouts_of_a_filter_are_those_of_the_ledger(tab: Any, address: str, ended: Path) -> None:
+    every = Run(ended / "live").rollouts(step=3)
+    tab.goto(f"{address}#/rollouts?run=live&step=3&sort=best")
+    tab.locator("tr[data-rollout]").first.wait_for()
+    shown = tab.locator("tr[data-rollout]").evaluate_all("rows => rows.map((row) => row.dataset.rollout)")
+    assert sorted(shown) == sorted(f"{row['group_id']}.{row['member']}" for row in every)
+    best = max(every, key=lambda row: row["reward"])
+    tab.locator("tr[data-rollout]").first.click()
+    tab.locator(".detail .turn").first.wait_for()
+    assert tab.locator(".detail p").first.inner_text().startswith("sort-letters, task")
+    assert f"reward {best['reward']:g}" in tab.locator(".detail").inner_text()
+    tab.locator(".detail select").select_option("logprob")
+    colours = tab.locator(".detail .text span").evaluate_all(
+        "spans => spans.map((span) => span.style.backgroundColor)"
+    )
+    assert any(colours) and not all(colours)
+
+
+def test_two_runs_are_compared(tab: Any, address: str, ended: Path) -> None:
+    config = ended / "copy" / "configs" / "run.json"
+    settings = json.loads(config.read_text())
+    settings["seed_of_the_copy"] = 7
+    config.write_text(json.dumps(settings))
+    tab.goto(f"{address}#/config?run=live&run=copy")
+    tab.locator("tr.differs code:text-is('seed_of_the_copy')").wait_for()
+    tab.goto(f"{address}#/curves?run=live&run=copy&key=reward/mean")
+    tab.locator("figure canvas").first.wait_for()
+    assert tab.locator(".legend span").count() == 2
