@@ -34,7 +34,7 @@ _RECIPE = "with a small model: tests/e2e/learning/test_recipe_runs.py"
 _SHELL = "a command of the shell"
 
 _CLUSTER = "a cluster's: tests/cluster"
-_PAGE = "serves until Ctrl-C: tests/e2e/test_page.py"
+_PAGE = "serves until Ctrl-C: tests/e2e/test_page_in_browser.py"
 _CHART = "needs a cluster; the chart is rendered, checked and run by tests/cluster"
 
 NOT_RUN = {

@@ -21,7 +21,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.base.locked import holder
 from stretto.base.paths import RunDir
-from stretto.base.text import duration
+from stretto.base.status import duration
 from stretto.launch.slurm import commands as slurm
 from stretto.monitors.file import read_metrics
 

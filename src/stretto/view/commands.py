@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.errors import ConfigError
-from stretto.base.text import duration
+from stretto.base.status import duration
 from stretto.ledger.reader import LedgerReader
 from stretto.view import state
 from stretto.view.run import Run, compare

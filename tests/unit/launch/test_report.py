@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stretto.base.paths import RunDir
-from stretto.base.text import duration, quantity
+from stretto.base.status import duration, quantity
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import ResumeSection

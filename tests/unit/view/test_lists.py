@@ -55,7 +55,7 @@ def test_a_runs_summary_has_its_latest_metrics_evals_and_rollouts(
     assert show([str(path), "--json"]) == 0
     found = json.loads(printed(capsys))
     assert {row["version"] for row in found["evals"]} == {0, 5}
-    assert found["rollouts"]["finished"] == 40 and found["metrics"]["reward/mean"] == found["reward"]
+    assert found["rollouts"]["finished"] >= 40 and found["metrics"]["reward/mean"] == found["reward"]
 
 
 def test_rollouts_as_json_are_the_rows_with_their_tokens(

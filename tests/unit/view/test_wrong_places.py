@@ -62,7 +62,7 @@ WRONG_RUNS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("verb", ["show", "rollouts", "plot"])
+@pytest.mark.parametrize("verb", ["rollouts", "plot"])
 @pytest.mark.parametrize("name", WRONG_RUNS, ids=lambda name: name[:30])
 def test_what_is_no_run_is_named(
     verb: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from stretto.base.text import duration, quantity
+from stretto.base.status import duration, quantity
 
 _MIN_INTERVAL_S = 0.5  # between step lines in a pipe
 _REDRAW_S = 0.1

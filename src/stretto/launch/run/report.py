@@ -23,7 +23,7 @@ from typing import Any
 from stretto.base.errors import EngineError, boundary
 from stretto.base.paths import RunDir
 from stretto.base.rundir import COMMAND_VAR
-from stretto.base.text import duration, quantity
+from stretto.base.status import duration, quantity
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec, resume_text
 from stretto.monitors.file import moving_mean, read_metrics
 
