@@ -64,6 +64,9 @@ def main(cfg: RLConfig) -> int:
         if node > 0:
             return _run_other_node(cfg, run, node)
     check_router(cfg.inference)
+    rundir.check(
+        run, **_resume_options(cfg)
+    )  # before gigabytes are downloaded for a run that is then refused
     _fetch_models(cfg)
     with closing(rundir.claim(run, **_resume_options(cfg))) as claim, closing(PortClaims()) as ports:
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
