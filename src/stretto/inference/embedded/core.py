@@ -108,13 +108,15 @@ class EngineCore:
         self.cache = self._build_cache(num_blocks, weight, kernels, is_exact=is_exact)
         self.expert_choices = _build_expert_choices(model, settings, num_blocks + 1)
         self.adapters = Adapters(model, find_tile=find_tile if is_exact else None)
-        self.states = StateCache(model, is_exact=is_exact) if model.config.has_recurrence else None
+        self.max_num_seqs = sequences_that_fit(model, settings.max_num_seqs)
+        self.states = None
+        if model.config.has_recurrence:
+            self.states = StateCache(model, max_sequences=self.max_num_seqs, is_exact=is_exact)
         self.runner = Runner(
             model, self.cache, self.adapters, expert_choices=self.expert_choices, states=self.states
         )
         if is_exact:
             self.runner.tile = find_model_tile(self.runner.model)
-        self.max_num_seqs = sequences_that_fit(model, settings.max_num_seqs)
         self.slots = SequenceSlots(self.max_num_seqs, self.max_model_len, settings.block_size)
         is_caching = settings.enable_prefix_caching
         if is_caching and self.states is not None:
@@ -458,6 +460,8 @@ def _cache_size(model: Decoder, settings: CoreSettings) -> tuple[int, int]:
 def _tokens_that_fit(model: Decoder, settings: CoreSettings, device: torch.device) -> int:
     """Tokens of cache that the free memory of the device allows."""
     per_token = KVCache.bytes_per_token(model.config, model.output_weight.dtype)
+    if not per_token:  # no layer attends
+        return max(_CPU_CACHE_TOKENS, model.config.max_position_embeddings)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # A tenth of the GPU's memory stays free for the activations and logits of a step.

@@ -105,7 +105,7 @@ class KVCache:
         self._nth = {layer: i for i, layer in enumerate(config.attending_layers)}
         shape = (len(self._nth), 2 * config.num_kv_heads, num_blocks, block_size * config.head_dim)
         self.blocks = torch.zeros(shape, dtype=dtype, device=device)
-        by_token = self.blocks.view(*shape[:2], -1, config.head_dim).transpose(1, 2)
+        by_token = self.blocks.view(*shape[:2], num_blocks * block_size, config.head_dim).transpose(1, 2)
         self._tokens = list(by_token.unbind())  # by layer: [blocks * block_size, 2 * kv_heads, dim]
         self.widths = key_widths(block_size, max_len)
         self._planes = torch.arange(2 * config.num_kv_heads).unsqueeze(1)

@@ -36,13 +36,16 @@ _FREE_PER_STATES = 6
 class StateCache:
     """The states of all slots; memory is allocated for as many slots as have been used at one time."""
 
-    def __init__(self, model: Decoder, *, is_exact: bool) -> None:
-        """is_exact: prompts are computed token by token, so that a token has equal bits in every batch."""
+    def __init__(self, model: Decoder, *, max_sequences: int, is_exact: bool) -> None:
+        """max_sequences: the number of slots.
+
+        is_exact: prompts are computed token by token, so that a token has equal bits in every batch.
+        """
         weight = model.output_weight
         self.device, self.dtype, self.is_exact = weight.device, weight.dtype, is_exact
         self._mixers = recurrent_mixers(model)
         self._layers: dict[int, LayerStates] = {}
-        self._num_places = 0
+        self._num_places, self._most_places = 0, max_sequences + 1
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +82,7 @@ class StateCache:
     def _reserve(self, places: int) -> None:
         if places <= self._num_places:
             return
-        self._num_places = max(places, 2 * self._num_places, _MIN_PLACES)
+        self._num_places = min(max(places, 2 * self._num_places, _MIN_PLACES), self._most_places)
         for layer, mixer in self._mixers.items():
             grown = mixer.new_states(self._num_places, self.dtype, self.device)
             if (old := self._layers.get(layer)) is not None:

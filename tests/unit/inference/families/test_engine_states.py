@@ -10,6 +10,7 @@ from engine_runs import ask, bits, build_core, finish, packed_logprobs, prompt, 
 from test_engine_families import RECURRENT, build
 
 from stretto.inference.embedded import states
+from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models.hub import export_tensors
 from stretto.records.generate import VersionSpan
 
@@ -96,4 +97,17 @@ def test_fewer_sequences_run_than_allowed_if_their_states_do_not_fit(model, capl
     assert "3" in core.refusal_reason(ask("wide", PROMPTS[0], n=4))
     completions = run(core, *(ask(str(i), PROMPTS[i % 3], n=2) for i in range(5)))
     assert all(len(samples) == 2 for samples in completions)
-    assert core.states.num_bytes >= 4 * per_sequence
+    assert core.states.num_bytes == 4 * per_sequence, "three, and what pads a pass"
+
+
+def test_a_model_without_attention_needs_no_keys():
+    """As nemotron_h with the default of two layers: Mamba 2 and experts."""
+    model = build("nemotron_h", num_layers=2)
+    assert not model.config.attending_layers
+    core = EngineCore(model, CoreSettings(max_model_len=128, max_num_batched_tokens=32))
+    requests = [ask(str(i), ids, n=2) for i, ids in enumerate((*PROMPTS, PROMPTS[0][:1]))]
+    for request, completions in zip(requests, run(core, *requests)):
+        for completion in completions:
+            tokens = np.concatenate((request.prompt_ids, completion.token_ids))
+            expected = packed_logprobs(model, tokens)[len(request.prompt_ids) - 1 :]
+            np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
