@@ -208,16 +208,6 @@ def test_meshes_and_keys_that_a_model_cannot_have(tmp_path, shape, model, messag
     check_model(ModelSection(name="not/here", **model), 8, "trainer.model")
 
 
-def test_an_engine_without_an_index_is_refused_for_a_model_that_chooses_its_keys(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MOE | {"model_type": "glm_moe_dsa"}))
-    section = ModelSection(name=str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r'keeps no index of the keys that glm_moe_dsa chooses .*engine = "vllm"'
-    ):
-        check_model(section, 8, "trainer.model", engine="embedded")
-    check_model(section, 8, "trainer.model", engine="vllm")
-
-
 def test_a_half_known_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe", "intermediate_size": 8}))
     with pytest.raises(

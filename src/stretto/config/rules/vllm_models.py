@@ -71,6 +71,18 @@ class ServedModel:
                 "head (model.scratch.tie_word_embeddings = false)"
             )
 
+    def check_updates(self) -> None:
+        """Raises: ConfigError if vLLM would keep some of the weights that it was started with, on any device.
+
+        While weights are replaced, parameters are placeholders whose loaders note what comes. vLLM's gpt_oss copies
+        stacked experts and sinks into the placeholders itself; the reload then puts the old ones back.
+        """
+        if self.family == "gpt_oss":
+            raise ConfigError(
+                f"{self.directory}: vLLM copies new experts and sinks of gpt_oss past its own reload, so that updates "
+                f"of weights would change neither; {EMBEDDED}"
+            )
+
     def check_on_cpu(self) -> None:
         """Raises: ConfigError for what vLLM's CPU build cannot run."""
         if self.family in SPARSE_FAMILIES:
@@ -90,8 +102,8 @@ class ServedModel:
             )
         if self.family == "gpt_oss":
             raise ConfigError(
-                f"{self.directory}: vLLM copies new weights of the experts of gpt_oss past its own reload, and on a "
-                f"CPU it computes other log-probabilities than the model, by 0.003 nats; {EMBEDDED}"
+                f"{self.directory}: on a CPU vLLM computes other log-probabilities than the model, by 0.003 nats, with "
+                f"the experts of gpt_oss; {EMBEDDED}"
             )
         if self.is_latent:
             raise ConfigError(

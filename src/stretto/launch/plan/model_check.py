@@ -26,12 +26,8 @@ from stretto.config.sections.model import ModelSection
 from stretto.data.hub_model import find_config
 
 
-def check_model(
-    model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False, engine: str | None = None
-) -> None:
+def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False) -> None:
     """Check parallel degrees and model options against the model; path names its section in messages.
-
-    engine: `inference.engine` of a run that starts engines.
 
     Raises: ConfigError naming the key, the value and what this model allows.
     """
@@ -53,11 +49,6 @@ def check_model(
             find_degrees(model, num_ranks, shape)
     except ConfigError as error:
         raise ConfigError(f"{model.name}: {str(error).replace('[model', f'[{path}')}") from None
-    if engine == "embedded" and shape is not None and shape.family in SPARSE_FAMILIES:
-        raise ConfigError(
-            f'{model.name}: [inference] engine = "embedded" keeps no index of the keys that {shape.family} chooses '
-            'from; set engine = "vllm"'
-        )
     for key, why in _unused_keys(model, shape, has_replay=has_replay):
         raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")
 
@@ -129,20 +120,33 @@ def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     return [(name, True) for name in dict.fromkeys(names)] + [(name, False) for name in tokenizers]
 
 
-def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
-    """Check that vLLM, if it is the engine, computes the model in this directory.
+def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updated: bool = False) -> None:
+    """Check that the engine computes this model.
 
-    is_cpu: engines run without GPUs.
+    is_cpu: engines run without GPUs. is_updated: they get new weights.
 
     Raises: ConfigError with what to do instead.
     """
-    directory = Path(name).expanduser()
-    if section.chosen_engine(has_gpu=not is_cpu) != "vllm" or not (directory / "config.json").is_file():
+    directory = find_config(name)
+    if directory is None:
         return
-    model = ServedModel.of(directory)
+    try:
+        model = ServedModel.of(directory)
+    except (OSError, ValueError):
+        return  # the process that loads it says what is wrong with it
+    if section.chosen_engine(has_gpu=not is_cpu) == "embedded":
+        # Elsewhere, "auto" depends on what is installed there.
+        if model.family in SPARSE_FAMILIES and (is_cpu or section.engine == "embedded"):
+            raise ConfigError(
+                f'{name}: [inference] engine = "embedded" keeps no index of the keys that {model.family} chooses '
+                'from; set engine = "vllm"'
+            )
+        return
     model.check()
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()
+    if is_updated:
+        model.check_updates()
 
 
 def _unused_keys(model: ModelSection, shape: Shape | None, *, has_replay: bool) -> list[tuple[str, str]]:

@@ -143,14 +143,14 @@ def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
 
 def _check_shape(cfg: RLConfig) -> None:
     """Check the model's shape against what trains and serves it."""
-    engine = None if cfg.inference is None else cfg.inference.engine
     has_replay = cfg.trainer.enable_router_replay
-    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=has_replay, engine=engine)
+    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=has_replay)
     check_engine_model(cfg)
     if cfg.inference is not None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
         is_cpu = is_here and not process.visible_gpus() and not asks_for_gpus(cfg)
-        check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
+        name = cfg.inference.model or cfg.model.name
+        check_served(cfg.inference, name, is_cpu=is_cpu, is_updated=True)
 
 
 def _check_model(cfg: RLConfig) -> None:

@@ -43,7 +43,6 @@ def test_what_a_cpu_cannot_run_is_refused_there_only(tmp_path, message):
             check()
     build_command(section, tmp_path, is_cpu=False)
     check_served(section, name, is_cpu=False)
-    check_served(InferenceSection(engine="embedded"), name, is_cpu=True)
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
@@ -52,6 +51,26 @@ def test_a_tied_head_is_refused_where_vllm_does_not_tie_it(tmp_path, is_cpu):
     with pytest.raises(ConfigError, match=r"tie_word_embeddings.*glm4_moe.*embedded"):
         check_served(section, save(tmp_path, model_type="glm4_moe", tie_word_embeddings=True), is_cpu=is_cpu)
     check_served(section, save(tmp_path, model_type="glm4", tie_word_embeddings=True), is_cpu=is_cpu)
+
+
+def test_updates_that_vllm_would_lose_are_refused_on_every_device(tmp_path):
+    name, section = save(tmp_path, model_type="gpt_oss"), InferenceSection(engine="vllm")
+    with pytest.raises(ConfigError, match=r"experts and sinks of gpt_oss past its own reload.*embedded"):
+        check_served(section, name, is_cpu=False, is_updated=True)
+    check_served(section, name, is_cpu=False)
+    for is_cpu in (True, False):
+        check_served(InferenceSection(engine="embedded"), name, is_cpu=is_cpu, is_updated=True)
+
+
+def test_an_engine_without_an_index_is_refused_for_a_model_that_chooses_its_keys(tmp_path):
+    name = save(tmp_path, model_type="glm_moe_dsa")
+    for engine, is_cpu in (("embedded", True), ("embedded", False), ("auto", True)):
+        with pytest.raises(
+            ConfigError, match=r'keeps no index of the keys that glm_moe_dsa chooses .*engine = "vllm"'
+        ):
+            check_served(InferenceSection(engine=engine), name, is_cpu=is_cpu)
+    for engine in ("auto", "vllm"):
+        check_served(InferenceSection(engine=engine), name, is_cpu=False, is_updated=True)
 
 
 def test_states_are_not_shared_between_prompts_on_a_cpu(tmp_path):
