@@ -25,6 +25,9 @@ WRONG = {
         ["--advantage-estimator gpro: must be grpo", "did you mean g"]),
     "no JSON": ("--apply-chat-template-kwargs {a}", ["--apply-chat-template-kwargs {a}: a JSON object is needed"]),
     "twice": ("--lr 1e-6 --lr 1e-5", ["--lr 1e-6 and --lr 1e-5: given twice"]),
+    "an option of vLLM's twice": ("--vllm-max-num-seqs 4 --vllm-max-num-seqs 5",
+        ["--vllm-max-num-seqs 4 and --vllm-max-num-seqs 5: given twice"]),
+    "experts on no rank": ("--expert-model-parallel-size 0", ["--expert-model-parallel-size 0: must be more than 0"]),
     "a size of 0": ("--rollout-max-prompt-len 0", ["--rollout-max-prompt-len 0: must be more than 0"]),
     "a batch that updates do not divide": ("--global-batch-size 7",
         ["--global-batch-size 7: must divide the 16 samples"]),
@@ -77,7 +80,23 @@ WRONG = {
     "what another flag sets": ("--vllm-tensor-parallel-size 2", ["it is --rollout-num-gpus-per-engine"]),
     "a rate that does not fall": ("--lr-decay-style constant --min-lr 1e-7", ["--min-lr 1e-7: a constant rate"]),
     "a longer rise than the run": ("--lr-warmup-iters 9",
-        ["--lr-warmup-iters 9 is longer than the run, --num-rollout 3"]),
+        ["--lr-warmup-iters 9 is longer than the run, 3 rollouts of 1 updates"]),
+    "a share above 1": ("--lr-warmup-fraction 1.5", ["--lr-warmup-fraction 1.5: must be at least 0 and less than 1"]),
+    "a rise of less than nothing": ("--lr-warmup-iters -1", ["--lr-warmup-iters -1: must be 0 or more"]),
+    "a fall that ends elsewhere": ("--lr-decay-iters 3 --global-batch-size 8",
+        ["--lr-decay-iters 3: the schedule ends with the run, after 6 updates"]),
+    "a clip range below 0": ("--eps-clip -1", ["--eps-clip -1: must be 0 or more"]),
+    "an update of no samples": ("--global-batch-size 0", ["--global-batch-size 0: must be more than 0"]),
+    "nothing after the sign": ("--lr=", ["--lr: needs a value"]),
+    "an empty path": ("--custom-rm-path=", ["--custom-rm-path: needs a value"]),
+    "engines of no GPU": ("--rollout-num-gpus-per-engine 0 --vllm-server-concurrency 4",
+        ["--rollout-num-gpus-per-engine 0: must be more than 0"]),
+    "a port that is none": ("--vllm-router-ip 10.0.0.1 --vllm-router-port 99999",
+        ["--vllm-router-port 99999: inference.router.address", "is not an address"]),
+    "experts of a model without": ("--num-experts 8", ["--num-experts 8 (there 0)"]),
+    "a file as a run": ("--load rows.jsonl", ["--load rows.jsonl is a file"]),
+    "copies that the GPUs do not hold": ("--context-parallel-size 3",
+        ["--tensor-model-parallel-size 1 times --context-parallel-size 3 must divide the GPUs of the actor"]),
     "fine-tuning": ("--loss-type sft_loss", ["fine-tuning on conversations is `sft"]),
 }  # fmt: skip
 """By name: flags after a command that is right, and what is said."""
@@ -119,6 +138,20 @@ def test_a_wrong_flag_is_told_with_what_to_do(name, files):
 def test_a_missing_flag_is_named(name, files):
     with pytest.raises(ConfigError, match=MISSING[name]):
         read_command(without(words_of(files, SPLIT), name))
+
+
+def test_all_missing_flags_are_named_at_once(files):
+    with pytest.raises(ConfigError) as caught:
+        read_command([])
+    assert all(f"{name} is missing" in str(caught.value) for name in ("--hf-checkpoint", "--prompt-data"))
+    assert "--rollout-num-gpus is missing" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_no_json_is_one_message(text, files):
+    (files / "Qwen3-4B" / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json (is not JSON|holds no JSON object)"):
+        read_command(words_of(files, SPLIT, MODEL_ARGS))
 
 
 def test_every_mistake_is_told_at_once(files, capsys):

@@ -101,6 +101,31 @@ def test_defaults_are_those_of_vime(files):
     assert cfg.orchestrator.env[0].args["apply_chat_template"] is False
 
 
+def test_limits_and_router_are_those_of_vime(files):
+    cfg, _ = read_command(words_of(files, SPLIT))
+    assert (cfg.orchestrator.client.timeout_s, cfg.orchestrator.rollout_timeout_s) == (14400, 14400)
+    assert (cfg.weight_broadcast.timeout_s, cfg.inference.router.policy) == (900, "cache_aware")
+    assert cfg.orchestrator.max_inflight_rollouts is None
+    cfg, _ = read_command(words_of(files, SPLIT, "--vllm-server-concurrency 8"))
+    assert cfg.orchestrator.max_inflight_rollouts == 16
+    cfg, _ = read_command(words_of(files, SPLIT, "--vllm-router-ip 10.0.0.1 --vllm-router-port 9"))
+    assert cfg.inference.router.address == "http://10.0.0.1:9"
+
+
+def test_a_schedule_in_updates_is_one_in_rollouts(files):
+    flags = "--advantage-estimator ppo --lr-warmup-iters 3 --critic-lr-warmup-iters 5 --lr-decay-iters 6"
+    cfg, _ = read_command(words_of(files, SPLIT, flags, "--global-batch-size 8"))
+    assert cfg.trainer.updates_per_step == 2
+    assert (cfg.trainer.scheduler.warmup_steps, cfg.trainer.scheduler.decay_steps) == (2, 1)
+    assert cfg.trainer.critic.lr_warmup_steps == 3
+
+
+def test_without_an_interval_there_are_no_evals(files):
+    cfg, notes = read_command(words_of(files, SPLIT, "--eval-prompt-data rows.jsonl"))
+    assert cfg.orchestrator.eval is None
+    assert notes == ["--eval-prompt-data rows.jsonl is not used without --eval-interval: there are no evals"]
+
+
 def test_training_is_asynchronous_under_the_name_that_says_so(files):
     words = words_of(files, SPLIT)
     assert read_command(["train.py", *words])[0].orchestrator.max_async_level == 0

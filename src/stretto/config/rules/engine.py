@@ -11,6 +11,7 @@ from stretto.config.flags.router import arguments as router_arguments
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
 from stretto.config.root import InferenceConfig
+from stretto.config.rules.batches import is_address
 from stretto.config.rules.rule import At, Each, Idle, Problem, Rule, Rules, problem
 from stretto.config.section import show
 from stretto.config.sections.engines import POLICIES, RouterSection, cache_aware_options
@@ -177,7 +178,7 @@ RULES: Rules = {
     ),
     RouterSection: (
         check_router_options,
-        Rule("address", lambda s: s.address is not None and not s.address.startswith(("http://", "https://")),
+        Rule("address", lambda s: s.address is not None and not is_address(s.address),
              "{0} is not an address; write it like http://host:3000"),
         Rule("policy type", other_policies, "{0} is no policy of {1}; it has {it}"),
         Rule("type address", lambda s: s.type == "dynamo" and s.address is not None,

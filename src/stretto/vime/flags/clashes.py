@@ -41,6 +41,11 @@ def _positive(name: str) -> Clash:
     return Clash(name, at_fault, "{0}: must be more than 0")
 
 
+def _not_negative(name: str) -> Clash:
+    attribute = name.removeprefix("--").replace("-", "_")
+    return Clash(name, lambda v: (getattr(v, attribute) or 0) < 0, "{0}: must be 0 or more")
+
+
 def _is_ppo(flags: Values) -> bool:
     return flags.advantage_estimator == "ppo"
 
@@ -51,11 +56,25 @@ COUNTS = ("--num-rollout", "--num-epoch", "--rollout-batch-size", "--n-samples-p
           "--rollout-max-context-len", "--rollout-max-prompt-len", "--rollout-max-response-len", "--max-tokens-per-gpu",
           "--save-interval", "--eval-interval", "--lr", "--rollout-temperature", "--n-samples-per-eval-prompt",
           "--vllm-data-parallel-size", "--vllm-pipeline-parallel-size", "--context-parallel-size",
-          "--tensor-model-parallel-size", "--over-sampling-batch-size")  # fmt: skip
+          "--tensor-model-parallel-size", "--over-sampling-batch-size", "--global-batch-size", "--actor-num-nodes",
+          "--rollout-num-gpus-per-engine", "--num-gpus-per-node", "--expert-model-parallel-size")  # fmt: skip
+OR_NONE = ("--lr-warmup-iters", "--critic-lr-warmup-iters", "--num-critic-only-steps", "--eps-clip", "--eps-clip-high",
+           "--value-clip", "--kl-coef", "--kl-loss-coef", "--lora-rank", "--clip-grad", "--rollout-num-gpus",
+           "--actor-num-gpus-per-node")  # fmt: skip
 
 # fmt: off
 CLASHES: tuple[Clash, ...] = (
     *map(_positive, COUNTS),
+    *map(_not_negative, OR_NONE),
+    Clash("--hf-checkpoint", lambda v: v.hf_checkpoint is None,
+          "{0} is missing: the Hugging Face directory of the model"),
+    Clash("--prompt-data", lambda v: v.prompt_data is None, "{0} is missing: the file of prompts, .jsonl or .parquet"),
+    Clash("--rollout-num-gpus", lambda v: v.rollout_num_gpus is None,
+          "{0} is missing: GPUs of all engines; 0 beside --actor-num-gpus-per-node 0 is the CPU"),
+    Clash("--actor-num-gpus-per-node --tensor-model-parallel-size --context-parallel-size",
+          lambda v: (shards := v.tensor_model_parallel_size * v.context_parallel_size) > 0
+          and v.actor_num_nodes * v.actor_num_gpus_per_node % shards,
+          "{0}: {1} times {2} must divide the GPUs of the actor; change one of them"),
     Clash("--rollout-batch-size", lambda v: v.rollout_batch_size is None, "{0} is missing: prompts of a rollout"),
     Clash("--num-rollout --num-epoch", lambda v: v.num_rollout is None and v.num_epoch is None,
           "{0} or {1} is missing: how long to train"),
@@ -166,9 +185,6 @@ CLASHES: tuple[Clash, ...] = (
     Clash("--lr-warmup-iters --lr-warmup-fraction",
          lambda v: v.has("--lr-warmup-iters") and v.has("--lr-warmup-fraction"),
           "{0} and {1} both say how long the rate rises; leave one out"),
-    Clash("--lr-warmup-iters --num-rollout",
-         lambda v: v.num_rollout is not None and v.lr_warmup_iters > v.num_rollout,
-          "{0} is longer than the run, {1}; lower it"),
     Clash("--num-critic-only-steps --num-rollout", lambda v: _is_ppo(v) and v.num_rollout is not None
           and v.num_critic_only_steps >= v.num_rollout, "{0}: the policy would never learn in {1}; lower it"),
 )
@@ -181,6 +197,8 @@ NOTES: tuple[Clash, ...] = (
          "{0}: no reference is loaded, and no divergence reported"),
     Clash("--max-tokens-per-gpu", lambda v: v.max_tokens_per_gpu is not None and row_of_tokens(v) is None,
           "{0} is not used: a row is as long as the longest sample may be"),
+    Clash("--eval-prompt-data --eval-interval", lambda v: v.eval_prompt_data is not None and v.eval_interval is None,
+          "{0} is not used without {1}: there are no evals"),
     Clash("--over-sampling-batch-size", lambda v: v.has("--over-sampling-batch-size") and not v.partial_rollout,
           "{0} is not used: groups that are refused are replaced one by one"),
     Clash("--num-epoch --num-rollout", lambda v: v.has("--num-epoch") and v.has("--num-rollout"),

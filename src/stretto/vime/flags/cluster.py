@@ -114,17 +114,6 @@ def count_engines(flags: Values) -> tuple[int, int]:
     Raises: ConfigError if that is no whole number, or an engine does not fit a node.
     """
     total, each, node = flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine, flags.num_gpus_per_node
-    for name in ("--actor-num-nodes", "--rollout-num-gpus-per-engine", "--num-gpus-per-node"):
-        if getattr(flags, name.removeprefix("--").replace("-", "_")) < 1:
-            raise ConfigError(f"{_typed(flags, name)}: must be 1 or more")
-    if total is None:
-        raise ConfigError(
-            "--rollout-num-gpus is missing: GPUs of all engines; 0 beside --actor-num-gpus-per-node 0 is the CPU"
-        )
-    if total < 0 or flags.actor_num_gpus_per_node < 0:
-        raise ConfigError(
-            f"{_typed(flags, '--rollout-num-gpus', '--actor-num-gpus-per-node')}: must be 0 or more"
-        )
     if total == 0 and flags.actor_num_gpus_per_node:
         raise ConfigError(
             f"{_typed(flags, '--rollout-num-gpus')}: without engines nothing is sampled; use a number of GPUs, or "

@@ -52,8 +52,6 @@ def _resolve(flags: Values) -> None:
 
 
 def _count_rollouts(flags: Values) -> int:
-    if flags.prompt_data is None:
-        raise ConfigError("--prompt-data is missing: the file of prompts, .jsonl or .parquet")
     try:
         prompts = sum(1 for _ in read_records(flags.prompt_data, "--prompt-data"))
     except StrettoError as error:

@@ -17,7 +17,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Evaluation": (
         part("--eval-reward-key", "text", None, f"{EVAL}.env.0.args.reward_key",
              "Entry of a reward that is a dictionary; else --reward-key."),
-        part("--eval-interval", "integer", None, f"{EVAL}.interval", "Rollouts between evals."),
+        part("--eval-interval", "integer", None, f"{EVAL}.interval",
+             "Rollouts between evals; without it there are none."),
         part("--eval-prompt-data", "list", None, f"{EVAL}.env",
              "NAME FILE [NAME FILE ...]; a file alone is called aime."),
         part("--n-samples-per-eval-prompt", "integer", 1, f"{EVAL}.group_size", "Replies to a prompt."),
@@ -58,8 +59,9 @@ def settings(flags: Values) -> Iterator[Setting]:
     pairs = [("aime", given[0])] if len(given) == 1 else list(zip(given[::2], given[1::2]))
     if len(given) > 1 and len(given) % 2:
         raise ConfigError(f"{flags.given['--eval-prompt-data']}: write NAME FILE for each data set")
-    if flags.eval_interval is not None:
-        yield Setting(f"{EVAL}.interval", flags.eval_interval, ("--eval-interval",))
+    if flags.eval_interval is None:
+        return
+    yield Setting(f"{EVAL}.interval", flags.eval_interval, ("--eval-interval",))
     yield Setting(f"{EVAL}.greedy", False, ("--eval-temperature",))
     yield Setting(f"{EVAL}.num_examples", "None", ("--eval-prompt-data",))
     yield Setting(f"{EVAL}.group_size", flags.n_samples_per_eval_prompt, ("--n-samples-per-eval-prompt",))

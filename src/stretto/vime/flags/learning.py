@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, refused
-from stretto.vime.flags.training import reference
+from stretto.vime.flags.training import reference, rollouts_of
 
 ALGO, LOSS = "orchestrator.algo", "trainer.loss"
 GROUP_NORMALISED = ("grpo", "gspo", "cispo")
@@ -101,7 +101,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Model that the critic starts from; else the actor's."),
         part("--critic-save", "text", None, "trainer.critic.save", "Directory of its exports; else RUN/critic."),
         part("--critic-lr", "number", None, "trainer.critic.lr", "Learning rate of the critic; else --lr."),
-        part("--critic-lr-warmup-iters", "integer", 0, "trainer.critic.lr_warmup_steps", "Steps of linear rise."),
+        part("--critic-lr-warmup-iters", "integer", 0, "trainer.critic.lr_warmup_steps", "Updates of linear rise.",
+             note="In whole rollouts, rounded up."),
         part("--num-critic-only-steps", "integer", 0, "trainer.critic.num_critic_only_steps",
              "First rollouts, which train the critic only."),
         refused("--megatron-config-path", "text", None,
@@ -201,7 +202,8 @@ def _advantages(flags: Values) -> Iterator[Setting]:
 
 def _critic(flags: Values) -> Iterator[Setting]:
     at = "trainer.critic"
-    yield Setting(f"{at}.lr_warmup_steps", flags.critic_lr_warmup_iters, ("--critic-lr-warmup-iters",))
+    warmup = rollouts_of(flags, flags.critic_lr_warmup_iters)
+    yield Setting(f"{at}.lr_warmup_steps", warmup, ("--critic-lr-warmup-iters",))
     yield Setting(f"{at}.num_critic_only_steps", flags.num_critic_only_steps, ("--num-critic-only-steps",))
     if flags.num_updates > 1:
         yield Setting(f"{at}.value_clip", flags.value_clip, ("--value-clip",))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+from stretto.vime.flags.shape import read_shape
 
 ENV, HOOKS = "orchestrator.env.0", "orchestrator.hooks"
 DEFAULT_ROLLOUT = "vime.rollout.vllm_rollout.generate_rollout"
@@ -200,7 +199,7 @@ def _batches(flags: Values) -> Iterator[Setting]:
     updates = flags.num_steps_per_rollout
     if updates is None:
         size = samples if flags.global_batch_size is None else flags.global_batch_size
-        if size < 1 or samples % size:
+        if samples % size:
             raise ConfigError(
                 f"{flags.given['--global-batch-size']}: must divide the {samples} samples of a rollout "
                 f"({flags.given['--rollout-batch-size']}, --n-samples-per-prompt {flags.n_samples_per_prompt}); the "
@@ -222,11 +221,9 @@ def _longest(flags: Values) -> tuple[int, tuple[str, ...]]:
         return flags.rollout_max_prompt_len + _longest_reply(flags), names
     if (row := row_of_tokens(flags)) is not None:
         return row, ("--max-tokens-per-gpu", "--context-parallel-size")
-    config = Path(flags.hf_checkpoint or "").expanduser() / "config.json"
-    if flags.hf_checkpoint and config.is_file():
-        found = json.loads(config.read_text()).get("max_position_embeddings")
-        if isinstance(found, int):
-            return found, ("--hf-checkpoint",)
+    found = read_shape(flags.hf_checkpoint).get("max_position_embeddings")
+    if isinstance(found, int):
+        return found, ("--hf-checkpoint",)
     raise ConfigError(
         "--rollout-max-context-len is missing: how many tokens prompt and reply may have together"
     )
@@ -277,8 +274,6 @@ def _freshness(flags: Values) -> Iterator[Setting]:
 
 
 def _environment(flags: Values) -> Iterator[Setting]:
-    if flags.prompt_data is None:
-        raise ConfigError("--prompt-data is missing: the file of prompts, .jsonl or .parquet")
     yield Setting(f"{ENV}.id", "dataset", ("--prompt-data",))
     yield Setting(f"{ENV}.args.path", flags.prompt_data, ("--prompt-data",))
     for key, value, name in arguments(flags):

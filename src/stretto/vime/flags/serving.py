@@ -38,14 +38,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Data-parallel ranks of an engine, of its GPUs."),
         acts("--vllm-pipeline-parallel-size", "integer", 1, "inference.parallel.pp",
              "Ranks of an engine that share its layers, of its GPUs."),
-        part("--vllm-server-concurrency", "integer", None, "orchestrator.max_inflight_rollouts",
+        part("--vllm-server-concurrency", "integer", 512, "orchestrator.max_inflight_rollouts",
              "Requests that an engine is given at a time.",
-             note="times the number of engines"),
+             note="Times the number of engines; without this flag, the samples of the batches that are generated."),
         part("--vllm-router-ip", "text", None, "inference.router.address", "Address of a router that runs already."),
         part("--vllm-router-port", "integer", None, "inference.router.address", "Its port."),
-        acts("--vllm-router-request-timeout-secs", "number", None, "orchestrator.client.timeout_s",
-             "Deadline of a request."),
-        acts("--vllm-weight-transfer-timeout-sec", "number", None, "weight_broadcast.timeout_s",
+        acts("--vllm-router-request-timeout-secs", "number", 14400,
+             "orchestrator.client.timeout_s orchestrator.rollout_timeout_s", "Deadline of a request.",
+             note="And of a whole sample, which has none in vime."),
+        acts("--vllm-weight-transfer-timeout-sec", "number", 900, "weight_broadcast.timeout_s",
              "Longest wait for new weights."),
         equal("--vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.", "Send weights in buckets."),
         equal("--no-vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.",
@@ -57,7 +58,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                 "export VLLM_BATCH_INVARIANT=1 before the command; with --rollout-seed and no --partial-rollout "
                      "draws are the same",
                 "The same logits in every batch."),
-        part("--router-policy", "text", None, "inference.router.policy", "How the router spreads requests."),
+        part("--router-policy", "text", "cache_aware", "inference.router.policy", "How the router spreads requests.",
+             note="One engine has a router only with this flag."),
     ),
     "Sending weights": (
         part("--update-weight-transport", "text", "nccl", "weight_broadcast.type", "How weights travel.",
@@ -91,8 +93,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 def settings(flags: Values) -> Iterator[Setting]:
     """The engines' limits, the router, and the wire of weights."""
-    if flags.vllm_server_concurrency is not None:
-        engines = max(1, (flags.rollout_num_gpus or 0) // flags.rollout_num_gpus_per_engine)
+    engines = max(1, flags.rollout_num_gpus // flags.rollout_num_gpus_per_engine)
+    if flags.has("--vllm-server-concurrency"):
         yield Setting(
             "orchestrator.max_inflight_rollouts",
             flags.vllm_server_concurrency * engines,
@@ -102,7 +104,7 @@ def settings(flags: Values) -> Iterator[Setting]:
         host = f"[{flags.vllm_router_ip}]" if ":" in flags.vllm_router_ip else flags.vllm_router_ip
         address = f"http://{host}:{flags.vllm_router_port}"
         yield Setting("inference.router.address", address, ("--vllm-router-ip", "--vllm-router-port"))
-    if flags.router_policy is not None:
+    if flags.has("--router-policy") or (engines > 1 and flags.vllm_router_ip is None):
         yield Setting("inference.router.policy", flags.router_policy, ("--router-policy",))
     if flags.has("--update-weight-transport"):
         kind = {"nccl": "collective", "disk": "filesystem"}[flags.update_weight_transport]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Values
 
 Config = Mapping[str, Any]
@@ -47,7 +48,7 @@ FIELDS: dict[str, Callable[[Config], Any]] = {
     "--norm-epsilon": _first("rms_norm_eps", "layer_norm_eps"),
     "--rotary-base": _rope_theta,
     "--rotary-percent": _first("partial_rotary_factor"),
-    "--num-experts": _first("num_experts", "num_local_experts", "n_routed_experts"),
+    "--num-experts": lambda c: _first("num_experts", "num_local_experts", "n_routed_experts")(c) or 0,
     "--moe-router-topk": _first("num_experts_per_tok"),
     "--moe-ffn-hidden-size": _first("moe_intermediate_size"),
     "--moe-shared-expert-intermediate-size": _first("shared_expert_intermediate_size"),
@@ -68,15 +69,29 @@ FIELDS: dict[str, Callable[[Config], Any]] = {
 """By flag: what config.json says of it; None if it does not."""
 
 
+def read_shape(checkpoint: str) -> Config:
+    """config.json of a Hugging Face directory, with the text model's fields; empty if there is none.
+
+    Raises: ConfigError if it is no JSON object.
+    """
+    path = Path(checkpoint).expanduser() / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}; copy it anew") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object; copy it anew")
+    return config | config.get("text_config", {})
+
+
 def mismatches(flags: Values) -> Iterator[str]:
     """One line with every flag of the shape that config.json contradicts; none without a config.json here."""
     if flags.hf_checkpoint is None:
         return
-    path = Path(flags.hf_checkpoint).expanduser() / "config.json"
-    if not path.is_file():
+    if not (config := read_shape(flags.hf_checkpoint)):
         return
-    config = json.loads(path.read_text())
-    config = config | config.get("text_config", {})
     wrong = []
     for name, field in FIELDS.items():
         value, known = getattr(flags, name.removeprefix("--").replace("-", "_")), field(config)
@@ -86,4 +101,5 @@ def mismatches(flags: Values) -> Iterator[str]:
             )
     if wrong:
         rule = "says otherwise; the model is what it says, leave these flags out or correct them"
+        path = Path(flags.hf_checkpoint).expanduser() / "config.json"
         yield f"{', '.join(wrong)}: {path} {rule}"

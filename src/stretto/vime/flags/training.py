@@ -22,11 +22,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--lr-decay-style", "text", "linear", "trainer.scheduler.type", "Schedule after the warm-up.",
              choices=("constant", "linear", "cosine")),
         part("--min-lr", "number", 0.0, "trainer.scheduler.min_lr", "Learning rate at the end."),
-        part("--lr-warmup-iters", "integer", 0, "trainer.scheduler.warmup_steps", "Steps of linear rise."),
+        part("--lr-warmup-iters", "integer", 0, "trainer.scheduler.warmup_steps", "Updates of linear rise.",
+             note="In whole rollouts, rounded up."),
         part("--lr-warmup-fraction", "number", None, "trainer.scheduler.warmup_steps",
-             "The same as a share of all steps."),
-        part("--lr-decay-iters", "integer", None, "", "Steps after which the rate is least.",
-             note="The run's last step only."),
+             "The same as a share of the run."),
+        part("--lr-decay-iters", "integer", None, "", "Updates after which the rate is least.",
+             note="Those of the whole run only."),
         acts("--weight-decay", "number", 0.01, "trainer.optim.weight_decay", "Decoupled weight decay."),
         part("--adam-beta1", "number", 0.9, "trainer.optim.betas1", "Decay of the first moment."),
         part("--adam-beta2", "number", 0.999, "trainer.optim.betas2", "Decay of the second moment."),
@@ -129,14 +130,13 @@ def _optimizer(flags: Values) -> Iterator[Setting]:
 def _schedule(flags: Values) -> Iterator[Setting]:
     style, at = flags.lr_decay_style, "trainer.scheduler"
     yield Setting(f"{at}.type", style, ("--lr-decay-style",))
-    warmup = flags.lr_warmup_iters
-    if flags.lr_warmup_fraction is not None:
-        warmup = int(flags.lr_warmup_fraction * flags.num_rollout)
+    trained = flags.num_rollout - flags.num_critic_only_steps
+    warmup = _warmup(flags, trained)
     yield Setting(f"{at}.warmup_steps", warmup, ("--lr-warmup-iters", "--lr-warmup-fraction"))
-    if flags.lr_decay_iters not in (None, flags.num_rollout):
+    if flags.lr_decay_iters not in (None, trained * flags.num_updates):
         raise ConfigError(
-            f"{flags.given['--lr-decay-iters']}: the schedule ends with the run, at step {flags.num_rollout}; leave "
-            f"it out"
+            f"{flags.given['--lr-decay-iters']}: the schedule ends with the run, after {trained * flags.num_updates} "
+            f"updates; leave it out"
         )
     if style == "constant":
         if flags.min_lr:
@@ -146,8 +146,30 @@ def _schedule(flags: Values) -> Iterator[Setting]:
         return
     yield Setting(f"{at}.min_lr", flags.min_lr, ("--min-lr",))
     if style == "linear":
-        trained = flags.num_rollout - flags.num_critic_only_steps
         yield Setting(f"{at}.decay_steps", max(0, trained - warmup), ("--lr-decay-style", "--num-rollout"))
+
+
+def _warmup(flags: Values, trained: int) -> int:
+    """Rollouts in which the rate rises, of those that train the policy.
+
+    Raises: ConfigError if these are more than the run has.
+    """
+    if (share := flags.lr_warmup_fraction) is not None:
+        if not 0 <= share < 1:
+            raise ConfigError(f"{flags.given['--lr-warmup-fraction']}: must be at least 0 and less than 1")
+        return int(share * trained)
+    warmup = rollouts_of(flags, flags.lr_warmup_iters)
+    if warmup > trained:
+        raise ConfigError(
+            f"{flags.given['--lr-warmup-iters']} is longer than the run, {trained} rollouts of {flags.num_updates} "
+            f"updates; lower it"
+        )
+    return warmup
+
+
+def rollouts_of(flags: Values, num_updates: int) -> int:
+    """How many rollouts so many updates take, rounded up: vime counts a schedule in updates, we count it in steps."""
+    return -(-num_updates // flags.num_updates)
 
 
 # -- checkpoints --
@@ -155,12 +177,14 @@ def _schedule(flags: Values) -> Iterator[Setting]:
 
 def _start(flags: Values) -> Iterator[Setting]:
     """The weights that training starts from: --load, else --ref-load, else --hf-checkpoint; or a run to continue."""
-    if flags.hf_checkpoint is None:
-        raise ConfigError("--hf-checkpoint is missing: the Hugging Face directory of the model")
     start, source = flags.hf_checkpoint, "--hf-checkpoint"
     if flags.ref_load is not None:
         start, source = _weights(flags, "--ref-load"), "--ref-load"
     load = None if flags.load is None else Path(flags.load)
+    if load is not None and load.is_file():
+        raise ConfigError(
+            f"{flags.given['--load']} is a file; name a run's directory, or Hugging Face weights"
+        )
     if load is not None and _is_run(load):
         yield from _continued(flags, load)
     elif load is not None and load.is_dir() and any(load.iterdir()) and load != _save_dir(flags):

@@ -39,7 +39,7 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
             if (flag := BY_NAME.get(word.partition("=")[0])) is not None:
                 _take(flag, word, queue, values, given)
             elif (prefix := next((each for each in THROUGH if word.startswith(each)), None)) is not None:
-                passed.append(_pass(prefix, word, queue))
+                _add(passed, _pass(prefix, word, queue))
             else:
                 _take_values(queue)
                 raise ConfigError(_unknown(word))
@@ -68,7 +68,7 @@ def _take(flag: Flag, word: str, queue: list[str], values: dict[str, Any], given
     most = {"switch": 0, "list": None, "integers": None}.get(flag.kind, 1)
     if flag.kind == "switch" and following:
         raise ConfigError(f"{typed}: a switch takes no value; write {flag.name} alone")
-    if flag.kind != "switch" and not following:
+    if flag.kind != "switch" and not (following and all(following)):
         raise ConfigError(f"{flag.name}: needs a value")
     if most is not None and len(following) > most:
         raise ConfigError(f"{typed}: one value is needed; is a flag missing before {following[1]}?")
@@ -80,6 +80,14 @@ def _take(flag: Flag, word: str, queue: list[str], values: dict[str, Any], given
     given[flag.name] = typed
     if flag.state == "refused" and parsed not in flag.allowed:
         raise ConfigError(f"{typed}: {flag.note}")
+
+
+def _add(passed: list[Setting], new: Setting) -> None:
+    for old in passed:
+        if old.path == new.path and old.value != new.value:
+            both = f"{old.flags[0]} and {new.flags[0]}"
+            raise ConfigError(f"{both}: given twice with different values; leave one of them out")
+    passed.append(new)
 
 
 def _pass(prefix: str, word: str, queue: list[str]) -> Setting:
