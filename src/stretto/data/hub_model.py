@@ -39,6 +39,7 @@ _LEFT_OUT = ("*/*", "consolidated*")
 """Subdirectories (the same weights in the formats of other programs) and a second copy of weights."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FIRST_REPORT_S, _REPORT_S, _LOCK_TRY_S = 2.0, 15.0, 5.0
+_ASK_AGAIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,22 @@ def find_config(name: str) -> Path | None:
         return None
     if (cached := _find_cached(name, "config.json")) is not None:
         return cached
+    if time.monotonic() < _unreached.get(name, 0.0):
+        return None
     from huggingface_hub import hf_hub_download
 
     try:
         with _hub_errors(name):
+            _ask(name)  # fails at once without a network; a download would first be tried again, for 20 s
             return Path(hf_hub_download(name, "config.json")).parent
-    except ConfigError:  # `look_up` says why
+    except ConfigError as error:  # `look_up` says why
+        if (_status_of(error.__cause__) or 500) >= 500:
+            _unreached[name] = time.monotonic() + _ASK_AGAIN_S
         return None
+
+
+_unreached: dict[str, float] = {}
+"""Models for which the Hub did not answer, and when it is asked again: a dry run needs each config several times."""
 
 
 def look_up(name: str, *, has_weights: bool = True) -> Offer:
@@ -111,14 +121,10 @@ def look_up(name: str, *, has_weights: bool = True) -> Offer:
     """
     if not is_hub_name(name):
         raise ConfigError(f"model {name!r}: no such directory; {_GIVE}")
-    from huggingface_hub import HfApi
     from huggingface_hub.utils import filter_repo_objects
 
     with _hub_errors(name):
-        api = HfApi()
-        info = api.model_info(name, files_metadata=True)
-        if info.gated:
-            api.auth_check(name)
+        info = _ask(name)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     files = list(
         filter_repo_objects(sizes, allow_patterns=_patterns(has_weights), ignore_patterns=[*_LEFT_OUT])
@@ -133,6 +139,17 @@ def look_up(name: str, *, has_weights: bool = True) -> Offer:
     return Offer(
         name, len(files), sum(map(sizes.__getitem__, files)), sum(map(sizes.__getitem__, missing)), cache
     )
+
+
+def _ask(name: str) -> Any:
+    """The Hub's ModelInfo of a model that this user may read; raises errors of huggingface_hub."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    info = api.model_info(name, files_metadata=True)
+    if info.gated:
+        api.auth_check(name)
+    return info
 
 
 def fetch(name: str, *, has_weights: bool = True, say: Say = logger.info) -> Path:
@@ -263,7 +280,7 @@ def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
             "this login. Is the name right? One that is not public needs `hf auth login`, or HF_TOKEN"
         ) from cause
     except http_errors as cause:
-        status = getattr(getattr(cause, "response", None), "status_code", None)
+        status = _status_of(cause)
         if status in (401, 403):
             raise ConfigError(
                 f"model {name!r}: the Hub refuses this login ({status}); renew it with `hf auth login`, or set HF_TOKEN"
@@ -282,6 +299,11 @@ def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
 
 
 _GIVE = "give a directory with config.json and safetensors, or a model of the Hub, ORG/NAME"
+
+
+def _status_of(cause: BaseException | None) -> int | None:
+    """The HTTP status that the Hub answered with; None if it did not."""
+    return getattr(getattr(cause, "response", None), "status_code", None)
 
 
 def _reason(cause: BaseException) -> str:

@@ -43,6 +43,7 @@ def site(tmp_path, made, monkeypatch):
             "DOWNLOAD_CHUNK_SIZE": 1 << 14,
         }.items():
             monkeypatch.setattr(huggingface_hub.constants, key, value)
+        monkeypatch.setattr(hub_model, "_unreached", {})
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.setattr("huggingface_hub.utils._auth._get_token_from_file", lambda: None)
         yield site
@@ -174,6 +175,16 @@ def test_offline_the_message_says_how_to_fetch_it(site, monkeypatch):
     with pytest.raises(ConfigError, match=message):
         fetch(NAME)
     assert find_config(NAME) is None
+
+
+def test_a_hub_that_is_not_reached_is_asked_for_a_config_once_and_without_delay(site, monkeypatch, caplog):
+    site.status = 503
+    num_before = len(site.requests)
+    assert [find_config(NAME) for _ in range(6)] == [None] * 6
+    assert len(site.requests) - num_before == 1 and "Retry" not in caplog.text
+    site.status = None
+    monkeypatch.setattr(hub_model, "_unreached", {})
+    assert find_config(NAME) is not None
 
 
 def test_a_dry_run_says_what_it_would_download_and_starts_nothing(site, monkeypatch):
