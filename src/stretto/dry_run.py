@@ -43,8 +43,8 @@ Rows = list[tuple[str, str]]
 
 def rl(cfg: RLConfig) -> str:
     """The screen of `rl`."""
-    from stretto.launch.plan.plan import table
     from stretto.launch.plan.routers import check_router
+    from stretto.launch.plan.table import table
     from stretto.launch.run.rl import plan_only
 
     checked = check_user_code(cfg.orchestrator)

@@ -17,6 +17,7 @@ from stretto.config.load import load, masked
 from stretto.config.root import RLConfig
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import plan_nodes
+from stretto.launch.plan.table import table
 
 GIVEN = "given" * 10
 
@@ -117,7 +118,7 @@ def test_engines_of_several_nodes_ask_for_a_key_that_every_node_makes_alike(
         assert not any(key in word for spec in plan.processes for word in spec.argv)
     planning.write(first, run.path)
     assert not [path for path in run.path.rglob("*.json") if key in path.read_text()]
-    shown = planning.table(first) + json.dumps(planning.as_json(first))
+    shown = table(first) + json.dumps(planning.as_json(first))
     assert key not in shown and GIVEN not in shown and "made from the run's secret" in shown
 
 
@@ -149,7 +150,7 @@ def test_a_key_of_the_environment_goes_before_the_one_that_is_made(
     assert env["inference"]["VLLM_API_KEY"] == env["orchestrator"]["OURS"] == "by-hand"
     planning.write(plan, run.path)
     assert not [path for path in run.path.rglob("*.json") if "by-hand" in path.read_text()]
-    assert "that of OURS: it must be set on every node" in planning.table(plan)
+    assert "that of OURS: it must be set on every node" in table(plan)
     monkeypatch.delenv("OURS")
     made = plan_nodes(cfg, run, secret=Secret(GIVEN))
     env = {spec.role: spec.env for spec in made.processes}

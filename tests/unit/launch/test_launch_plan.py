@@ -20,6 +20,8 @@ from stretto.base.status import SUPERVISED_VAR
 from stretto.config.load import PARTS, dump, load, shown_text
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.launch.plan import plan as planning
+from stretto.launch.plan.plan import ProcessSpec
+from stretto.launch.plan.table import process_table, table
 
 TOML = """
 max_steps = 30
@@ -139,7 +141,7 @@ def test_the_batch_shape_names_prompts_times_group_and_ranks_times_micro_batches
 def test_without_inference_no_engine_is_started(config) -> None:
     plan = planned(config("--no-inference"))
     assert [spec.role for spec in plan.processes] == ["orchestrator", "trainer"]
-    assert "already running at" in planning.table(plan)
+    assert "already running at" in table(plan)
 
 
 def test_an_api_key_reaches_the_orchestrator_and_no_readable_file(config) -> None:
@@ -530,9 +532,42 @@ def test_a_dry_run_does_not_change_the_configs_of_an_existing_run(tmp_path: Path
 
 def test_the_table_has_a_line_for_all_ranks_of_a_trainer(config) -> None:
     plan = planned(config("--deployment.num-train-gpus", "4", "--dry-run"))
-    lines = [line.split("  ") for line in planning.table(plan).splitlines() if line.startswith("trainer")]
+    lines = [line.split("  ") for line in table(plan).splitlines() if line.startswith("trainer")]
     [(name, threads, *_, devices, _)] = [[cell.strip() for cell in line if cell] for line in lines]
     assert (name, threads[-4:], devices[:4]) == ("trainer_0 to 3", "each", "GPU ")
+
+
+def test_a_long_table_has_a_line_for_like_processes_of_many_nodes() -> None:
+    def spec(role: str, rank: int, node: int, devices: str, **ports: int) -> ProcessSpec:
+        return ProcessSpec(
+            role, rank, 1 if role == "orchestrator" else 2, (), {}, tuple(devices), 1, ports, node=node
+        )
+
+    trainers = [spec("trainer", rank, rank // 2, str(rank % 2)) for rank in range(20)]
+    engines = [spec("inference", i, 10 + i, "01", http=8100 + 100 * (i > 3), nixl=5600 + i) for i in range(6)]
+    processes = [spec("orchestrator", 0, 0, "", control=5556), *trainers, *engines]
+    hosts = [f"n{node}" for node in range(16)]
+    lines = [line.split("  ") for line in process_table(processes, hosts).splitlines()[2:]]
+    assert [[cell.strip() for cell in line if cell] for line in lines] == [
+        ["orchestrator", "0: n0", "1", "CPU", "control:5556"],
+        ["trainer_0 to 19", "0: n0 to 9: n9", "1 each", "GPU 0,1 each", "-"],
+        [
+            "inference_0 to 3",
+            "10: n10 to 13: n13",
+            "1 each",
+            "GPU 0,1 each",
+            "http:8100 nixl:5600-5603",
+        ],
+        [
+            "inference_4 to 5",
+            "14: n14 to 15: n15",
+            "1 each",
+            "GPU 0,1 each",
+            "http:8200 nixl:5604-5605",
+        ],
+    ]
+    few = process_table([*trainers[:4], *engines[:2]], hosts).splitlines()[2:]
+    assert len(few) == 4, "a short table has a line per node and engine"
 
 
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:

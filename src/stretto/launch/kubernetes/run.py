@@ -50,6 +50,7 @@ from stretto.launch.kubernetes.pod import (
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import with_config_dir
 from stretto.launch.plan.plan import ProcessSpec
+from stretto.launch.plan.table import table
 from stretto.monitors.base import find_trackers
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def main(words: Sequence[str]) -> int:
 def _dry_run(cfg: RLConfig, pod: Pod) -> str:
     plan = plan_pods(cfg, pod, cfg.run_dir)
     mine = own_processes(plan, pod)
-    return f"{_title(pod, mine)}\n\n{planning.table(plan)}"
+    return f"{_title(pod, mine)}\n\n{table(plan)}"
 
 
 def _title(pod: Pod, specs: Sequence[ProcessSpec]) -> str:

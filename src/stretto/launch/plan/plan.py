@@ -25,7 +25,6 @@ from stretto.base.secret import Secret
 from stretto.config.load import dump, write_json
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig
 from stretto.config.section import Section
-from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
@@ -405,69 +404,3 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
         "processes": processes,
         "notes": list(plan.notes),
     }
-
-
-def process_table(processes: Sequence[ProcessSpec], hosts: Sequence[str]) -> str:
-    """A line per process, or per role and node for the ranks of a trainer; with nodes if there are several hosts.
-
-    Commands and environment variables are in plan.json.
-    """
-    nodes = [f"{node}: {host}" for node, host in enumerate(hosts)] or [""]
-    header = ("process", *["node"] * bool(hosts), "threads", "devices", "ports")
-    rows = [
-        (
-            group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].rank}",
-            *[nodes[group[0].node]] * bool(hosts),
-            str(group[0].threads) + (" each" if len(group) > 1 else ""),
-            f"GPU {','.join(dict.fromkeys(gpus))}"
-            if (gpus := [d for s in group for d in s.devices])
-            else "CPU",
-            " ".join(f"{name}:{port}" for name, port in group[0].ports.items()) or "-",
-        )
-        for group in _ranks_together(processes)
-    ]
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-def _ranks_together(processes: Sequence[ProcessSpec]) -> list[list[ProcessSpec]]:
-    """Neighbours of one role and node that listen on no port."""
-    groups: list[list[ProcessSpec]] = []
-    for spec in processes:
-        last = groups[-1][-1] if groups else None
-        if last and not spec.ports and (last.role, last.node, last.ports) == (spec.role, spec.node, {}):
-            groups[-1].append(spec)
-        else:
-            groups.append([spec])
-    return groups
-
-
-def resume_text(section: ResumeSection) -> str:
-    """From where a run resumes, in words."""
-    return f"resumed from step {section.step}" + (f" of {section.dir}" if section.dir is not None else "")
-
-
-def table(plan: LaunchPlan) -> str:
-    """The plan as text."""
-    cfg = plan.config
-    names = [env.name or env.id for env in cfg.orchestrator.env]
-    envs = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
-    head = [
-        f"run      {plan.run}" + (f" ({resume_text(cfg.resume)})" if cfg.resume is not None else ""),
-        f"model    {cfg.model.name}" + (" (made from scratch)" if cfg.model.scratch is not None else ""),
-        f"trains   {envs}, {steps}, up to {cfg.orchestrator.max_async_level} ahead",
-        f"batch    {plan.batch}",
-        f"wires    rollouts {cfg.rollout_transport.type}, weights {cfg.weight_broadcast.type}",
-        f"machine  {process.num_cores()} CPU cores, {len(process.visible_gpus())} GPUs",
-    ]
-    if cfg.inference is None:
-        urls = cfg.orchestrator.client.base_url
-        head.append(f"engines  already running at {urls if isinstance(urls, str) else ', '.join(urls)}")
-    return "\n".join(
-        [*head, "", process_table(plan.processes, plan.hosts), *(f"note: {note}" for note in plan.notes)]
-    )

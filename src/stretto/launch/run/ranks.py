@@ -33,7 +33,8 @@ from stretto.launch.plan.nodes import (
     on_visible_gpus,
 )
 from stretto.launch.plan.placement import free_port
-from stretto.launch.plan.plan import RENDEZVOUS_PORT, ProcessSpec, process_table, rank_env
+from stretto.launch.plan.plan import RENDEZVOUS_PORT, ProcessSpec, rank_env
+from stretto.launch.plan.table import process_table
 from stretto.launch.run import node_checks
 from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
 from stretto.launch.slurm import commands as slurm

@@ -24,7 +24,8 @@ from stretto.base.errors import EngineError, boundary
 from stretto.base.paths import RunDir
 from stretto.base.rundir import COMMAND_VAR
 from stretto.base.status import duration, quantity
-from stretto.launch.plan.plan import LaunchPlan, ProcessSpec, resume_text
+from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
+from stretto.launch.plan.table import resume_text
 from stretto.monitors.file import moving_mean, read_metrics
 
 logger = logging.getLogger(__name__)

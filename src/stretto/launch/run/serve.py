@@ -26,9 +26,10 @@ from stretto.launch.plan.nodes import (
     with_config_dir,
 )
 from stretto.launch.plan.placement import client_host
-from stretto.launch.plan.plan import ProcessSpec, process_table, section_of
+from stretto.launch.plan.plan import ProcessSpec, section_of
 from stretto.launch.plan.routers import check_router, with_reachable_host
 from stretto.launch.plan.specs import EnginesPlan
+from stretto.launch.plan.table import process_table
 from stretto.launch.run import node_checks, supervisor
 
 STALL_S = 600.0

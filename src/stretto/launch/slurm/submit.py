@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import sys
+import textwrap
 
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
@@ -12,6 +14,9 @@ from stretto.base.paths import RunDir
 from stretto.launch.job import JobConfig, check_run, write_config
 from stretto.launch.slurm.commands import find_job, is_live, submit
 from stretto.launch.slurm.script import Job, plan_job, surplus
+
+WIDTH = 116
+"""Of the lines that a dry run shows."""
 
 
 def main(cfg: JobConfig) -> int:
@@ -70,11 +75,18 @@ def submitted(job: Job, number: str) -> str:
 
 
 def screen(cfg: JobConfig) -> str:
-    """What a dry run shows of the job: its script."""
+    """What a dry run shows of the job: sbatch's options, and where it has written the script."""
     job = plan_job(cfg)
+    shown = RunDir(job.run.path / "dry_run")
+    write(job, cfg, shown)
+    options = [line.split()[1:] for line in job.script.splitlines() if line.startswith("#SBATCH ")]
+    lines = textwrap.wrap(
+        " ".join(itertools.chain(*options)), WIDTH, break_long_words=False, break_on_hyphens=False
+    )
     note = ""
     if not job.num_gpus and job.num_nodes == 1 and (cfg.slurm is None or cfg.slurm.gres is None):
         note = "\nnote: no GPUs are named or counted, so the job asks for none; give slurm.gres or a count"
     if cfg.slurm is not None and (too_many := surplus(cfg.slurm, job.num_gpus)):
         note = f"\nnote: {too_many}"
-    return f"sbatch would get, as {job.script_file}:\n\n{job.script}{note}".rstrip()
+    where = cfg.run_path / "dry_run" / "slurm"
+    return "\n  ".join([f"sbatch would get {job.script_file.name}, which is in {where}, with", *lines]) + note

@@ -1,0 +1,122 @@
+"""The plan of a run as text: what it trains, and its processes, like ones in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from stretto.base import process
+from stretto.config.sections.deployment import ResumeSection
+from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
+
+T = TypeVar("T")
+
+MOST_LINES = 12
+"""A longer table has one line for like processes of several nodes."""
+
+
+def process_table(processes: Sequence[ProcessSpec], hosts: Sequence[str]) -> str:
+    """A line per process, or per role and node for the ranks of a trainer; with nodes if there are several hosts.
+
+    In a long table, neighbours of one role that use their nodes alike share a line. Commands, environment variables and
+    the ports of each process are in plan.json.
+    """
+    header = ("process", *["node"] * bool(hosts), "threads", "devices", "ports")
+    lines = _joined([[spec] for spec in processes], _are_ranks_of_a_node)
+    by_line = [[line] for line in lines]
+    if len(lines) > MOST_LINES:
+        by_line = _joined(by_line, _use_nodes_alike)
+    rows = [_row(nodes, hosts) for nodes in by_line]
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)
+    ]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)
+
+
+def _joined(groups: list[list[T]], are_alike: Callable[[T, T], bool]) -> list[list[T]]:
+    """Groups of one, joined where neighbours are alike."""
+    found: list[list[T]] = []
+    for group in groups:
+        if found and are_alike(found[-1][-1], group[0]):
+            found[-1] += group
+        else:
+            found.append(group)
+    return found
+
+
+def _are_ranks_of_a_node(one: ProcessSpec, other: ProcessSpec) -> bool:
+    """Processes of one role and node that listen on no port."""
+    return not one.ports and not other.ports and (one.role, one.node) == (other.role, other.node)
+
+
+def _use_nodes_alike(one: Sequence[ProcessSpec], other: Sequence[ProcessSpec]) -> bool:
+    """Processes of two nodes that differ only in their node, and in ports beside the one for HTTP."""
+
+    def of(specs: Sequence[ProcessSpec]) -> tuple[object, ...]:
+        first = specs[0]
+        ports = first.ports.get("http") if "http" in first.ports else tuple(first.ports)
+        return first.role, first.threads, len(specs), _devices(specs), ports
+
+    return one[0].node != other[0].node and of(one) == of(other)
+
+
+def _row(nodes: Sequence[Sequence[ProcessSpec]], hosts: Sequence[str]) -> tuple[str, ...]:
+    """The cells of a line for processes by node."""
+    specs = [spec for node in nodes for spec in node]
+    first, last = specs[0], specs[-1]
+    places = [f"{node}: {host}" for node, host in enumerate(hosts)] or [""]
+    where = " to ".join(dict.fromkeys((places[first.node], places[last.node])))
+    return (
+        first.name if len(specs) == 1 else f"{first.name} to {last.rank}",
+        *[where] * bool(hosts),
+        str(first.threads) + (" each" if len(specs) > 1 else ""),
+        _devices(nodes[0]) + (" each" if len(nodes) > 1 and first.devices else ""),
+        _ports(specs),
+    )
+
+
+def _devices(specs: Sequence[ProcessSpec]) -> str:
+    gpus = dict.fromkeys(device for spec in specs for device in spec.devices)
+    return f"GPU {','.join(gpus)}" if gpus else "CPU"
+
+
+def _ports(specs: Sequence[ProcessSpec]) -> str:
+    """`http:8100 nixl:5600-5607`: the ports of all, from the lowest to the highest of each name."""
+    by_name: dict[str, set[int]] = {}
+    for spec in specs:
+        for name, port in spec.ports.items():
+            by_name.setdefault(name, set()).add(port)
+    shown = [
+        f"{name}:{min(ports)}" + (f"-{max(ports)}" if len(ports) > 1 else "")
+        for name, ports in by_name.items()
+    ]
+    return " ".join(shown) or "-"
+
+
+def resume_text(section: ResumeSection) -> str:
+    """From where a run resumes, in words."""
+    return f"resumed from step {section.step}" + (f" of {section.dir}" if section.dir is not None else "")
+
+
+def table(plan: LaunchPlan) -> str:
+    """The plan as text."""
+    cfg = plan.config
+    names = [env.name or env.id for env in cfg.orchestrator.env]
+    envs = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
+    head = [
+        f"run      {plan.run}" + (f" ({resume_text(cfg.resume)})" if cfg.resume is not None else ""),
+        f"model    {cfg.model.name}" + (" (made from scratch)" if cfg.model.scratch is not None else ""),
+        f"trains   {envs}, {steps}, up to {cfg.orchestrator.max_async_level} ahead",
+        f"batch    {plan.batch}",
+        f"wires    rollouts {cfg.rollout_transport.type}, weights {cfg.weight_broadcast.type}",
+        f"machine  {process.num_cores()} CPU cores, {len(process.visible_gpus())} GPUs",
+    ]
+    if cfg.inference is None:
+        urls = cfg.orchestrator.client.base_url
+        head.append(f"engines  already running at {urls if isinstance(urls, str) else ', '.join(urls)}")
+    return "\n".join(
+        [*head, "", process_table(plan.processes, plan.hosts), *(f"note: {note}" for note in plan.notes)]
+    )
