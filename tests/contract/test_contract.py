@@ -22,12 +22,14 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.transport import CollectiveWeights, DeltaSection, FilesystemWeights
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.records.weights import WeightGroup
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
-from stretto.transports.weights import build_publisher
+from stretto.transports.weights import build_publisher, receive
 from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
+from stretto.transports.weights.store import connect_store
 
 PROMPT = np.arange(20, 50, dtype=np.int32)
 CLOSE = {"atol": 2e-5, "rtol": 0}
@@ -288,6 +290,68 @@ async def test_an_update_has_its_order_and_nothing_is_computed_before_its_end(
         expected = logprobs_of(scratch(1), np.concatenate([PROMPT, completion.token_ids]))[len(PROMPT) - 1 :]
         np.testing.assert_allclose(completion.logprobs, expected, **CLOSE)
         assert [span.version for span in (await running)[0].versions][1:] == [7]
+
+
+async def test_an_update_that_was_given_up_is_begun_anew(engine, client, weights, tmp_path):
+    """As after a failure between two calls; the given up update had weights of a part of each layer."""
+    publisher = FilesystemPublisher(tmp_path / "given-up", keep_versions=2)
+    tensors = [*export_tensors(scratch(3))]
+    part, whole = (
+        api.encode_update(publisher.publish(number, sent))
+        for number, sent in ((8, [named for named in tensors if "q_proj" in named[0]]), (9, tensors))
+    )
+    async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
+
+        async def post(path: str, body: bytes = b"") -> int:
+            async with http.post(engine[1] + path, data=body) as answer:
+                return answer.status
+
+        for update in (None, part, whole):
+            assert await post(f"{api.PAUSE}?mode=keep") == 200
+            assert await post(api.START_UPDATE) == 200
+            if update is not None:
+                await post(api.UPDATE_WEIGHTS, update)  # the embedded engine refuses a part
+        assert await post(api.FINISH_UPDATE, api.encode_finish(9)) == 200
+        assert await post(api.RESUME) == 200
+    [scores] = (await client.prompt_logprobs(PROMPT, "begun-anew")).values()
+    np.testing.assert_allclose(scores[1:], logprobs_of(scratch(3), PROMPT), **CLOSE)
+    publisher.close()
+
+
+async def test_an_engine_that_waits_for_others_in_an_update_is_alive(engine, client, weights):
+    """Their caller gives up; the engine loads the next version as soon as the others have come."""
+    port = free_port()
+    publisher = CollectivePublisher("127.0.0.1", port, bucket_bytes=20_000, timeout_s=120)
+    manifest = publisher.publish(9, export_tensors(scratch(4)))
+
+    def join() -> None:
+        with receive(
+            manifest, WeightGroup(request="g", world_size=2, rank=1), 0, torch.device("cpu")
+        ) as tensors:
+            for _ in tensors:
+                pass
+
+    async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
+
+        async def ask_engine(method: str, path: str, body: bytes = b"") -> int:
+            async with http.request(method, engine[1] + path, data=body) as answer:
+                return answer.status
+
+        assert await ask_engine("POST", f"{api.PAUSE}?mode=keep") == 200
+        assert await ask_engine("POST", api.START_UPDATE) == 200
+        body = api.encode_update(manifest, WeightGroup(request="g", world_size=2, rank=0))
+        update = asyncio.create_task(ask_engine("POST", api.UPDATE_WEIGHTS, body))
+        store = connect_store("127.0.0.1", port, 60, "test")
+        await asyncio.to_thread(store.wait, ["join/g/0"])
+        assert await ask_engine("GET", api.LIVENESS) == 200
+        assert not update.done()
+        update.cancel()
+    others = asyncio.create_task(asyncio.to_thread(join))
+    await client.update_weights(manifest)
+    await others
+    [scores] = (await client.prompt_logprobs(PROMPT, "waited")).values()
+    np.testing.assert_allclose(scores[1:], logprobs_of(scratch(4), PROMPT), **CLOSE)
+    publisher.close()
 
 
 async def test_an_aborted_request_gives_what_it_has(client):

@@ -5,6 +5,8 @@
     STARTED -> LOADED               /update_weights; STARTED if it fails
     LOADED  -> PAUSED               /finish_weight_update
 
+/start_weight_update begins anew in STARTED and LOADED too: whoever called before may have given up.
+
 Both engines (server.py and vllm/guard.py) refuse other moves with 409 in the same words. Requests that arrive during
 an update wait, as in any pause.
 """

@@ -139,6 +139,8 @@ class Server:
         self.asked: list[str] = []
         self.may_load = asyncio.Event()
         self.may_load.set()
+        self.num_loading = 0
+        self.polls: list[str] = []  # queries of liveness while it loads
 
     async def start(self) -> str:
         async def fine(request):
@@ -146,7 +148,10 @@ class Server:
             return web.Response(body=self.answer)
 
         async def live(request):
-            return web.Response(status=200 if self.is_alive else 500)
+            if self.num_loading:
+                self.polls.append(request.query_string)
+            is_busy = self.num_loading > 0 and request.query_string == api.IDLE
+            return web.Response(status=200 if self.is_alive and not is_busy else 500)
 
         async def pause(request):
             self.paused.add(self)
@@ -170,7 +175,9 @@ class Server:
                 self.refusals = max(self.refusals - 1, 0)
                 return web.Response(status=500, body=api.Refusal("no", 500).body())
             version = api.decode_update(await request.read()).manifest.version
-            await self.may_load.wait()
+            self.num_loading += 1
+            await self.may_load.wait()  # a caller that goes away changes nothing here
+            self.num_loading -= 1
             self.versions.append(version)
             return web.Response(body=b"{}")
 
@@ -207,8 +214,10 @@ ANSWER = msgspec.json.encode(
 )
 
 
-def version(number: int) -> WeightManifest:
-    return WeightManifest(version=number, transport="shm", location="x", shards=(), tensors=(), checksum=0)
+def version(number: int, **settings) -> WeightManifest:
+    return WeightManifest(
+        version=number, transport="shm", location="x", shards=(), tensors=(), checksum=0, **settings
+    )
 
 
 @contextlib.asynccontextmanager
@@ -287,6 +296,34 @@ async def test_an_engine_that_falls_silent_within_an_update_does_not_hold_it_up(
         servers[0].may_load.set()
         await eventually(lambda: client.num_ready == 2)
         assert servers[0].versions[-1] == 1
+
+
+async def test_an_engine_that_loads_slowly_stays_up():
+    """Its workers answer nothing else until the update ends."""
+    async with two_engines() as (client, servers):
+        servers[0].may_load.clear()
+        update = asyncio.ensure_future(client.update_weights(version(1)))
+        await eventually(lambda: len(servers[0].polls) > 3)
+        assert client.num_ready == 2 and not update.done()
+        servers[0].may_load.set()
+        async with asyncio.timeout(60):
+            await update
+        assert [server.versions for server in servers] == [[1], [1]]
+
+
+async def test_an_engine_that_waits_for_one_that_failed_is_given_up_until_its_wait_ends():
+    async with two_engines(liveness_timeout_s=0.3) as (client, servers):
+        servers[0].refusals = 1
+        servers[1].may_load.clear()
+        async with asyncio.timeout(60):
+            await client.update_weights(version(1, needs_group=True))
+        assert servers[0].versions == [1] and client.num_ready == 1
+        before = len(servers[1].polls)
+        await eventually(lambda: len(servers[1].polls) > before + 3)
+        assert client.num_ready == 1 and servers[1].asked.count(api.UPDATE_WEIGHTS) == 1
+        servers[1].may_load.set()
+        await eventually(lambda: client.num_ready == 2)
+        assert servers[1].versions == [1, 1]
 
 
 async def test_an_engine_that_comes_back_while_a_version_is_published_ends_with_that_version():

@@ -52,7 +52,7 @@ GENERATING = frozenset({api.GENERATE, api.COMPLETIONS, api.CHAT_COMPLETIONS})
 COMMANDS = frozenset(
     {api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.LOAD_ADAPTER, api.UNLOAD_ADAPTER}
 )
-"""Routes that vLLM answers with 500 even for refusals, for example of calls in the wrong order."""
+"""Routes that occupy the workers until they end; vLLM answers 500 even for refusals of them."""
 
 
 class _CallFailed(Exception):
@@ -70,6 +70,7 @@ class Guard:
         self._sizes: EngineSizes | None = None
         self._order = UpdateOrder()
         self._num_open = 0
+        self._num_commands = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -78,6 +79,7 @@ class Guard:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "only HTTP is served here"})
             return
+        scope.setdefault("state", {})["num_commands"] = self._num_commands
         try:
             body = await self._check_request(scope, receive)
             if body is not None:
@@ -89,8 +91,9 @@ class Guard:
 
     async def _forward(self, scope: Message, receive: Receive, answer: _Answer) -> None:
         """Let vLLM answer. Raises: _CallFailed if its status is not 200."""
-        is_counted = scope["path"] in GENERATING
+        is_counted, is_command = scope["path"] in GENERATING, scope["path"] in COMMANDS
         self._num_open += is_counted
+        self._num_commands += is_command
         try:
             await self._app(scope, receive, answer.send)
         except Exception as error:  # vLLM has sent no answer
@@ -98,6 +101,7 @@ class Guard:
                 raise
         finally:
             self._num_open -= is_counted
+            self._num_commands -= is_command
         if answer.status != 200:
             raise _CallFailed
 

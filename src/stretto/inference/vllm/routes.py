@@ -39,12 +39,18 @@ engine_callbacks: list[Callable[[], None]] = []
 
 @router.get(api.LIVENESS)
 async def liveness(request: Request) -> JSONResponse:
-    """200 when every worker answers in time."""
+    """200 when every worker answers in time; while weights are loaded, workers are asked only with ?idle=true.
+
+    A worker that loads weights, or waits in this for other engines, answers nothing else until it ends. The call that
+    it carries out has a deadline of its own.
+    """
     client = request.app.state.engine_client
+    is_loading = request.state.num_commands > 0 and api.IDLE not in request.url.query
     try:
         async with asyncio.timeout(LIVENESS_TIMEOUT_S):
             await client.check_health()
-            await client.collective_rpc("stretto_is_alive")
+            if not is_loading:
+                await client.collective_rpc("stretto_is_alive")
     except TimeoutError:
         return _error(f"a worker did not answer in {LIVENESS_TIMEOUT_S:g} s", 503)
     except Exception as error:  # a dead engine may raise anything
@@ -114,7 +120,7 @@ class Routes:
         app.add_middleware(Guard, key=key, max_waiting=None if waiting is None else int(waiting))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Called when the engine is ready: hooks into its shutdown, watches peers, limits adapters."""
+        """Called when the engine is ready: hooks into shutdown and updates, watches peers, limits adapters."""
         end = engine_client.shutdown
 
         def shutdown(*args: Any, **kwargs: Any) -> None:
@@ -126,6 +132,11 @@ class Routes:
             end(*args, **kwargs)
 
         engine_client.shutdown = shutdown
+
+        async def start_weight_update() -> None:
+            await engine_client.collective_rpc("stretto_start_update")
+
+        engine_client.start_weight_update = start_weight_update
         for call in engine_callbacks:
             call()
         # Only the ranks of a mixture compute together; other ranks are independent engines.

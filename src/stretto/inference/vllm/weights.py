@@ -53,7 +53,7 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
     _is_replaced = False
     """Whether the model's weights differ from those of its directory."""
     _kernels: Mapping[Any, Any] = MappingProxyType({})
-    """During an update on a CPU: the kernels of the mixtures before it."""
+    """During an update on a CPU: the kernels of the mixtures before it, and before any that did not end."""
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         pass
@@ -61,8 +61,9 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        _drop_unfinished_layers(self.model)
         if self.device.type == "cpu":
-            self._kernels = _forget_cpu_kernels(self.model)
+            self._kernels = {**self._kernels, **_forget_cpu_kernels(self.model)}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -111,6 +112,7 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         for method, kernel in self._kernels.items():
             if method.moe_kernel is None:
                 method.moe_kernel = kernel  # the update had no weights for its experts
+        self._kernels = {}
         if self.device.type == "cpu":
             _pack_cpu_heads(self.model)
 
@@ -118,6 +120,22 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         if self._base is not None:
             self._base.close()
             self._base = None
+
+
+def _drop_unfinished_layers(model: torch.nn.Module) -> None:
+    """Give layers of an update that did not end the tensors back that they had before it.
+
+    vLLM counts the weights that a layer has got. Without this it would count those of both updates, and use a layer
+    before all of its new weights have come.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.LOADING_LAYERS.clear()
 
 
 def _forget_cpu_kernels(model: torch.nn.Module) -> dict[Any, Any]:

@@ -5,6 +5,7 @@ An engine over several nodes has an HTTP server on each node, and every server c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -23,6 +24,17 @@ def worker_index(parallel: Any) -> int:
 class WorkerExtension:
     """Methods that routes.py calls by collective_rpc, under these names."""
 
+    _weight_update_active: bool  # vLLM's
+    start_weight_update: Callable[[], None]  # vLLM's
+
     def stretto_is_alive(self) -> bool:
         """True; a worker that hangs or is dead does not answer."""
         return True
+
+    def stretto_start_update(self) -> None:
+        """vLLM's start_weight_update, also after an update that its caller gave up before the end.
+
+        vLLM refuses to start again until that one is finished, which would use weights that are not complete.
+        """
+        self._weight_update_active = False
+        self.start_weight_update()

@@ -178,8 +178,9 @@ class EngineClient:
     async def _load_all(self, urls: list[str]) -> dict[str, str]:
         """Load the newest version on these engines together; returns the errors by engine."""
         groups = await self._groups(urls)
-        loads = (self._load(url, group) for url, group in zip(urls, groups))
-        results = await asyncio.gather(*loads, return_exceptions=True)
+        loads = [asyncio.ensure_future(self._load(url, group)) for url, group in zip(urls, groups)]
+        is_together = self._manifest is not None and self._manifest.needs_group
+        results = await _gather_loads(loads, self._liveness_timeout_s if is_together else None)
         failures: dict[str, str] = {}
         for url, result in zip(urls, results):
             if isinstance(result, EngineError) and len(self.admin_urls) > 1:
@@ -192,7 +193,7 @@ class EngineClient:
 
     async def _is_dead(self, url: str) -> bool:
         try:
-            await self._check_alive(url)
+            await self._check_alive(url, is_idle=True)
         except EngineError:
             return True
         return False
@@ -211,10 +212,16 @@ class EngineClient:
         """Detect engines that die or hang, and readmit them when they are back; runs for ever."""
         await self.fleet.watch()
 
-    async def _check_alive(self, url: str) -> None:
+    async def _check_alive(self, url: str, *, is_idle: bool = False) -> None:
+        """is_idle: nothing should be loading there, so that its workers must answer.
+
+        Raises: EngineError if it is not alive.
+        """
+        is_idle = is_idle or self.fleet.nodes[url].state is EngineState.DOWN
+        query = f"?{api.IDLE}" if is_idle else ""
         try:
             async with asyncio.timeout(self._liveness_timeout_s):
-                await self._once("GET", url + api.LIVENESS)
+                await self._once("GET", url + api.LIVENESS + query)
         except TimeoutError:
             raise EngineError(f"{url}{api.LIVENESS}: no answer in {self._liveness_timeout_s:g} s") from None
         except _Transient as error:
@@ -518,6 +525,23 @@ async def _gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
         if isinstance(answer, BaseException):
             raise answer
     return answers
+
+
+async def _gather_loads(loads: list[asyncio.Task[None]], grace_s: float | None) -> list[BaseException | None]:
+    """The outcome of each load; when one has failed, the others have grace_s left (None: no limit).
+
+    Engines that receive together wait for one that failed until the deadline of the transport, which is long.
+    """
+    try:
+        _, running = await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
+        if running:
+            await asyncio.wait(running, timeout=grace_s)
+    finally:
+        for load in (late := [load for load in loads if not load.done()]):
+            load.cancel()
+    outcomes = await asyncio.gather(*loads, return_exceptions=True)
+    too_late = EngineError(f"no end of its update {grace_s} s after that of another engine had failed")
+    return [too_late if load in late else outcome for load, outcome in zip(loads, outcomes)]
 
 
 def _is_cancelled() -> bool:
