@@ -40,7 +40,7 @@ from stretto.config.section import (
     suggest,
     tag_of,
 )
-from stretto.config.toml import is_secret, toml_text
+from stretto.config.toml import chosen_at_start, is_secret, toml_text
 from stretto.config.words import ArgumentProblem, Assignment, FileArgument, parse_arguments
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def write_json(path: FilePath, data: dict[str, Any]) -> None:
 
 def shown_text(root: Section) -> str:
     """A root as `--print-config` prints it: TOML that loads again, without secrets."""
-    return toml_text(type(root), dump(root))
+    return toml_text(type(root), dump(root), set(chosen_at_start(root)))
 
 
 def masked(data: Any) -> Any:

@@ -1,40 +1,59 @@
 """A root as TOML that `@` reads again: what `--print-config` prints.
 
 TOML has no null: None is written as `"None"` where a key accepts it. Keys that are secret, and null in tables with
-names of the user's own, stand as comments.
+names of the user's own, stand as comments; so do keys that a start chooses by itself, if nobody wrote them: written,
+they would be the user's choice, and a port that is taken an error.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from stretto.config.section import Path, Section, find
 
 SECRETS = frozenset({"api_key", "hf_token"})
 """Keys, in whatever section, whose values are not for the screen."""
+CHOSEN_AT_START = frozenset({"port", "host", "base_url", "gpu_memory_utilization", "finish_within_s"})
+"""Keys that a start chooses by itself where nobody wrote them, such as a free port."""
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def toml_text(cls: type[Section], data: dict[str, Any]) -> str:
-    """JSON data of a root of this class as TOML."""
-    return "\n".join(_table(cls, (), data)) + "\n"
+def toml_text(cls: type[Section], data: dict[str, Any], unwritten: Collection[Path] = ()) -> str:
+    """JSON data of a root of this class as TOML; keys in `unwritten` stand as comments."""
+    return "\n".join(_table(cls, (), data, unwritten)) + "\n"
 
 
-def _table(cls: type[Section], path: Path, data: dict[str, Any]) -> Iterator[str]:
+def chosen_at_start(root: Section, at: Path = ()) -> Iterator[Path]:
+    """Paths of keys that nobody wrote, and that a start may choose by itself."""
+    for name, value in root:
+        if name in CHOSEN_AT_START and name not in root.model_fields_set:
+            yield (*at, name)
+        items = enumerate(value) if isinstance(value, list) else ()
+        below = [((*at, name), value), *(((*at, name, index), item) for index, item in items)]
+        for path, section in below:
+            if isinstance(section, Section):
+                yield from chosen_at_start(section, path)
+
+
+def _table(
+    cls: type[Section], path: Path, data: dict[str, Any], unwritten: Collection[Path]
+) -> Iterator[str]:
     """Lines of a table: its values, then the tables in it."""
     for name, value in data.items():
-        if not isinstance(value, dict) and not _is_list_of_tables(value):
+        if (*path, name) in unwritten:
+            yield f"# {_key(name)} = {_value(value)}  # unless a start chooses another"
+        elif not isinstance(value, dict) and not _is_list_of_tables(value):
             yield _line(cls, (*path, name), name, value)
     for name, value in data.items():
         header = ".".join(_key(part) for part in (*path, name) if isinstance(part, str))
         if isinstance(value, dict):
-            yield from ("", f"[{header}]", *_table(cls, (*path, name), value))
+            yield from ("", f"[{header}]", *_table(cls, (*path, name), value, unwritten))
         elif _is_list_of_tables(value):
             for index, item in enumerate(value):
-                yield from ("", f"[[{header}]]", *_table(cls, (*path, name, index), item))
+                yield from ("", f"[[{header}]]", *_table(cls, (*path, name, index), item, unwritten))
 
 
 def _line(cls: type[Section], path: Path, name: str, value: Any) -> str:

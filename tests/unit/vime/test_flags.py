@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import socket
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,20 @@ def test_the_printed_toml_is_the_same_run_byte_for_byte(seed, files):
         assert same == cfg
         assert shown_text(same) == shown_text(cfg)
     assert num_tried
+
+
+def test_the_printed_toml_chooses_no_port_and_runs_where_the_usual_ones_are_taken(files):
+    cfg, _ = read_command(words_of(files, SPLIT))
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # another program's: as good
+            taken.bind(("127.0.0.1", 5555))
+            taken.listen()
+        (files / "run.toml").write_text(shown_text(cfg))
+        plan, _ = plan_only(load(RLConfig, ["@", str(files / "run.toml")]))
+    assert plan.processes
+    cfg = load(RLConfig, ["@", str(files / "run.toml"), "--control.port", "7000"])
+    assert "\nport = 7000\n" in shown_text(cfg) and "\n# port = 5555 " in shown_text(cfg)
 
 
 # -- where training starts --
