@@ -40,13 +40,14 @@ def beside(run: RunDir, *, is_wanted: bool) -> Iterator[str | None]:
     if listener is None:
         yield None
         return
-    with listener:
+    with listener:  # the page's process has its own: if it dies, browsers are refused and do not wait
+        address = f"http://{HOST}:{listener.getsockname()[1]}/"
         popen = _start(run, listener)
-        try:
-            yield f"http://{HOST}:{listener.getsockname()[1]}/"
-        finally:
-            if popen is not None:
-                _end(popen)
+    try:
+        yield None if popen is None else address
+    finally:
+        if popen is not None:
+            _end(popen)
 
 
 def _start(run: RunDir, listener: socket.socket) -> subprocess.Popen[bytes] | None:
