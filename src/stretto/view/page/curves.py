@@ -48,7 +48,8 @@ def curve(
 ) -> dict[str, Any]:
     """One metric: x, y and smoothed y as lists of equal lengths, at most about `points` long.
 
-    axis: "step", "time" (hours since the run's first row) or "tokens" (sampled tokens trained). smooth: share of the
+    axis: "step", "time" (hours since the run's first row) or "tokens" (trained since the run began: sampled ones of rl,
+    all of sft). smooth: share of the
     rows over which the moving mean goes, 0 for none. Of rows that are left out the largest and smallest stay. Values
     that are not finite are None.
     """
@@ -72,16 +73,24 @@ def _columns(rows: Rows, key: str, axis: str) -> tuple[np.ndarray, np.ndarray]:
         began = min((row["time"] for own in rows.values() for row in own[:1]), default=0.0)
         return np.array([(row["time"] - began) / 3600 for row in chosen], np.float64), y
     if axis == "tokens":
-        tokens = {
-            row["step"]: row[name] for own in rows.values() for row in own for name in _TOKENS if name in row
-        }
+        tokens = _tokens(rows)
         x = np.array([tokens.get(row["step"], math.nan) for row in chosen], np.float64)
         has = np.isfinite(x)
         return x[has], y[has]
     return np.array([row["step"] for row in chosen], np.float64), y
 
 
-_TOKENS = ("progress/total_tokens", "progress/tokens")  # the later counts
+def _tokens(rows: Rows) -> dict[int, float]:
+    """Tokens by step. What one process counted starts anew when it is resumed, so sft's batches are added up."""
+    counted = {row["step"]: row[_TOKENS] for own in rows.values() for row in own if _TOKENS in row}
+    if counted:
+        return counted
+    batches = [row for row in rows.get("sft", ()) if "batch/tokens" in row]
+    sums = np.cumsum([row["batch/tokens"] for row in batches]).tolist()
+    return {row["step"]: tokens for row, tokens in zip(batches, sums)}
+
+
+_TOKENS = "progress/tokens"
 
 
 def _moving_mean(y: np.ndarray, share: float) -> np.ndarray:
