@@ -118,7 +118,8 @@ class MetricsTail:
             return
         if self._is_new:
             self._rows, self._is_new = {s: old for s, old in self._rows.items() if s < step}, False
-        self._rows.setdefault(step, {}).update((k, math.nan if v is None else v) for k, v in row.items())
+        new = {k: math.nan if v is None else v for k, v in row.items()}
+        self._rows[step] = self._rows.get(step, {}) | new  # a row that somebody has does not change
 
 
 def newest_values(path: Path, *names: str) -> dict[str, Any]:

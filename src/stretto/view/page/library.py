@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stretto.base.locked import holder
 from stretto.base.paths import RunDir
 from stretto.monitors.file import MetricsTail
 from stretto.view import state
+from stretto.view.page import logs
 from stretto.view.run import Run
 
 _RESCAN_S = 5.0
@@ -23,6 +26,7 @@ class OpenRun(Run):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self.made_of = made_of(self.dir)
         self.lock = threading.Lock()  # requests are answered by several threads
         self.tails = {role: MetricsTail(self.dir.metrics(role)) for role in ROLES}
 
@@ -37,13 +41,12 @@ class OpenRun(Run):
         """By subject, a text that changes when its files do."""
         metrics = [self.dir.metrics(role) for role in ROLES]
         ledger = [self.dir.ledger, self.dir.ledger.with_name(self.dir.ledger.name + "-wal")]
-        logs = sorted(self.dir.logs.glob("*.log")) if self.dir.logs.is_dir() else []
         return {
             "metrics": _sizes(metrics),
             "ledger": _sizes(ledger),
-            "logs": _sizes(logs),
-            "evals": _sizes([self.dir.evals]),
-            "state": _sizes([self.dir.summary, self.dir.lock]),
+            "logs": _sizes(list(logs.files(self.dir).values())),
+            "evals": _sizes([self.dir.evals, *sorted(self.dir.evals.glob("version_*"))]),
+            "state": f"{_sizes([self.dir.summary])} {holder(self.dir.lock)}",  # a killed run changes no file
         }
 
 
@@ -70,12 +73,13 @@ class Library:
 
     def _scan(self) -> None:
         found = {
-            run.path.resolve(): run for run in state.find([place for place in self._places if place.is_dir()])
+            run.path.resolve(): run
+            for run in state.find([place for place in self._places if os.path.isdir(place)])
         }
         self._runs = {name: run for name, run in self._runs.items() if run.path.resolve() in found}
         for path, run in found.items():
             name = self._ids.setdefault(path, self._new_id(run))
-            if name not in self._runs:
+            if name not in self._runs or self._runs[name].made_of != made_of(run):
                 self._runs[name] = OpenRun(run.path)
         self._scanned_at = time.monotonic()
 
@@ -88,6 +92,11 @@ class Library:
             for number in range(1, 10**6)
             if (each := f"{name}~{number}" if number > 1 else name) not in taken
         )
+
+
+def made_of(run: RunDir) -> str:
+    """A text that changes when another run takes the directory, or this one is resumed with other settings."""
+    return _sizes([run.config("run")])
 
 
 def _sizes(files: Sequence[Path]) -> str:
