@@ -7,12 +7,15 @@ before.
 
 from __future__ import annotations
 
+import glob
 import heapq
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,10 @@ from stretto.base.paths import RunDir
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 TAIL_BYTES = 4 << 20
-"""Read of each file, from its end."""
+"""Read of each file, from its end; of very many files less."""
+_ALL_BYTES = 64 << 20
+_LEAST_BYTES = 64 << 10
+_WARNINGS_BYTES = 1 << 20
 _LINE = re.compile(r"(\d\d):(\d\d):(\d\d)\.(\d{3}) (\w+) +([^|]*?) \| (.*)", re.DOTALL)
 _DAY_BACK = timedelta(hours=1)  # clocks and threads differ by less
 _MOST_WARNINGS = 50
@@ -38,8 +44,10 @@ class Line:
 
 def files(run: RunDir) -> dict[str, Path]:
     """Logs by process, those of other nodes included."""
-    nodes = sorted(run.path.parent.glob(f"{run.path.name}-node-*/logs/*.log"))
-    return {path.stem: path for path in [*nodes, *sorted(run.logs.glob("*.log"))]}
+    place = run.path.resolve()
+    nodes = sorted(place.parent.glob(f"{glob.escape(place.name)}-node-*/logs/*.log"))
+    own = {path.stem: path for path in sorted(run.logs.glob("*.log"))}
+    return {path.stem if path.stem not in own else f"{path.stem} {_node(path)}": path for path in nodes} | own
 
 
 def merged(
@@ -56,20 +64,22 @@ def merged(
     processes: of these alone, () of all. level: this one or worse. text: which they contain, whatever the case.
     """
     own = {name: path for name, path in files(run).items() if not processes or name in processes}
+    num_bytes = max(_LEAST_BYTES, min(TAIL_BYTES, _ALL_BYTES // max(1, len(own))))
     least, wanted = LEVELS.index(level), text.casefold()
     newest_first = heapq.merge(
-        *(reversed(read(name, path)) for name, path in own.items()), key=lambda line: -line.at
+        *(reversed(read(name, path, num_bytes)) for name, path in own.items()), key=lambda line: -line.at
     )
     found: list[Line] = []
+    is_more = False
     for line in newest_first:
         if (before is not None and line.at >= before) or _rank(line.level) < least:
             continue
         if wanted and wanted not in line.text.casefold():
             continue
-        found.append(line)
-        if len(found) == limit:
+        if len(found) >= limit and line.at < found[-1].at:  # the next page begins before a time
+            is_more = True
             break
-    is_more = len(found) == limit
+        found.append(line)
     return {"lines": [asdict(line) for line in reversed(found)], "next": found[-1].at if is_more else None}
 
 
@@ -77,24 +87,42 @@ def warnings(run: RunDir) -> list[dict[str, Any]]:
     """Warnings and errors of all processes, each kind once with how often it came, the newest first."""
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
     for name, path in files(run).items():
-        for line in read(name, path):
-            if _rank(line.level) >= LEVELS.index("warning"):
-                kind = (name, re.sub(r"\d+", "#", line.text.partition("\n")[0])[:200])
-                kinds.setdefault(kind, {"count": 0}).update(asdict(line))
-                kinds[kind]["count"] += 1
+        for line in _warned(name, path, _stamp(path)):
+            kind = (name, re.sub(r"\d+", "#", line.text.partition("\n")[0])[:200])
+            kinds.setdefault(kind, {"count": 0}).update(asdict(line))
+            kinds[kind]["count"] += 1
     return sorted(kinds.values(), key=lambda row: -row["at"])[:_MOST_WARNINGS]
 
 
-def read(process: str, path: Path) -> list[Line]:
+@lru_cache(maxsize=1024)
+def _warned(process: str, path: Path, stamp: tuple[int, int]) -> tuple[Line, ...]:
+    """Warnings and errors at the end of a log; read again only when it has changed."""
+    lines = read(process, path, _WARNINGS_BYTES)
+    return tuple(deque((line for line in lines if _rank(line.level) >= LEVELS.index("warning")), 1000))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        return path.stat().st_size, path.stat().st_mtime_ns
+    except OSError:
+        return 0, 0
+
+
+def _node(path: Path) -> str:
+    """node-3 of RUN-node-3/logs/trainer.log."""
+    return "node-" + path.parent.parent.name.rpartition("-node-")[2]
+
+
+def read(process: str, path: Path, num_bytes: int = TAIL_BYTES) -> list[Line]:
     """The entries at the end of a log, in order; [] if it cannot be read."""
     try:
         with path.open("rb") as file:
             size, changed = path.stat().st_size, path.stat().st_mtime
-            file.seek(max(0, size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            file.seek(max(0, size - num_bytes))
+            text = file.read(num_bytes).decode(errors="replace")
     except OSError:
         return []
-    if size > TAIL_BYTES:
+    if size > num_bytes:
         text = text.partition("\n")[2]
     return list(_dated(process, list(_entries(text)), changed))
 
@@ -115,28 +143,41 @@ def _dated(process: str, entries: list[str], changed: float) -> Iterator[Line]:
     parsed: list[Line] = []
     at = datetime.fromtimestamp(changed)
     for entry in reversed(entries):
-        if (match := _LINE.match(entry)) is not None:
-            hour, minute, second, milli, level, _, text = match.groups()
-            then = at.replace(
-                hour=int(hour), minute=int(minute), second=int(second), microsecond=int(milli) * 1000
-            )
+        if (match := _LINE.match(entry)) is not None and (then := _at_time(at, match)) is not None:
+            level, _, text = match.groups()[4:]
             at = then - timedelta(days=1) if then > at + _DAY_BACK else then
             parsed.append(Line(at.timestamp(), process, level.lower(), text))
         elif (row := _json_entry(entry)) is not None:
             at = datetime.fromisoformat(row["time"]).astimezone().replace(tzinfo=None)
-            text = row["message"] + ("\n" + row["traceback"] if row.get("traceback") else "")
+            text = row["message"] + (f"\n{row['traceback']}" if row.get("traceback") else "")
             parsed.append(Line(at.timestamp(), process, row["level"], text))
         else:  # of a library, or before the log was set up
             parsed.append(Line(at.timestamp(), process, "info", entry))
     yield from reversed(parsed)
 
 
-def _json_entry(entry: str) -> dict[str, Any] | None:
+def _at_time(day: datetime, match: re.Match[str]) -> datetime | None:
+    """That time of this day; None if it is none, in a line that only looks like ours."""
+    hour, minute, second, milli = map(int, match.groups()[:4])
     try:
-        row = json.loads(entry)
+        return day.replace(hour=hour, minute=minute, second=second, microsecond=milli * 1000)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and {"time", "message", "level"} <= set(row) else None
+
+
+def _json_entry(entry: str) -> dict[str, Any] | None:
+    """A line of a log in JSON; None for any other."""
+    try:
+        row = json.loads(entry) if entry.startswith("{") else None
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in _JSON_KEYS):
+            return None
+        datetime.fromisoformat(row["time"])
+    except (ValueError, RecursionError):
+        return None
+    return row
+
+
+_JSON_KEYS = ("time", "message", "level")
 
 
 def _rank(level: str) -> int:
