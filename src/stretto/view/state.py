@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def find(places: Sequence[Path]) -> list[RunDir]:
     """
     found: dict[Path, RunDir] = {}
     for place in places:
-        if not place.is_dir():
+        if not os.path.isdir(place):
             raise ConfigError(
                 f"{place}: there is no such directory; give runs, or directories that hold runs."
             )
@@ -38,7 +39,9 @@ def find(places: Sequence[Path]) -> list[RunDir]:
 
 def _runs_below(path: Path, depth: int) -> Iterator[Path]:
     run = RunDir(path)
-    if run.config("run").exists() or run.ledger.exists():
+    if any(
+        map(os.path.exists, (run.config("run"), run.ledger))
+    ):  # also in a directory that is not ours to read
         yield path
     elif depth:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.base.errors import DataError
+from stretto.base.errors import DataError, StrettoError
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import TURN_START, Tokenizer
 from stretto.ledger.reader import LedgerReader
@@ -43,7 +43,7 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
             group = ledger.group(group_id)
             branches = next(each.branches for each in group.rollouts if each.member == member)
             lost = None
-        except DataError as error:  # its tokens are no longer kept
+        except StrettoError as error:  # its tokens are no longer kept, or of another version
             branches, lost = (), str(error)
     trained = _trained(run.dir, row)
     return {
