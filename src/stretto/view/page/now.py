@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stretto.base.errors import StrettoError
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.catalog import find_metric
 from stretto.view import state
@@ -17,14 +19,16 @@ from stretto.view.page.library import OpenRun
 from stretto.view.page.logs import warnings
 
 _SHOWN = (
-    "reward/mean", "nll/mean", "entropy/mean", "completion/mean", "completion/truncated_share", "mismatch_kl/mean",
-    "off_policy/mean", "off_policy/max", "groups/zero_signal_share", "tokens_per_s", "time/step",
-    "inference/num_requests_running", "inference/num_requests_waiting", "inference/kv_cache_usage",
+    "reward/mean", "nll/mean", "val/loss", "entropy/mean", "completion/mean", "completion/truncated_share",
+    "mismatch_kl/mean", "off_policy/mean", "off_policy/max", "groups/zero_signal_share", "tokens_per_s",
+    "perf/throughput", "time/step", "inference/num_requests_running", "inference/num_requests_waiting",
+    "inference/kv_cache_usage",
 )  # fmt: skip
 _RECENT = 20  # steps that are averaged, and drawn as a small curve
 _RECENT_ROLLOUTS = 2000
 _WINDOW_S = 30.0
 _GPU_QUERY = ("index", "name", "utilization.gpu", "memory.used", "memory.total")
+_GPU_AGE_S = 4.0  # nvidia-smi takes its time, and asks the driver for a lock
 _TIMEOUT_S = 2.0
 _OPEN_DRAWS = """
     SELECT state, count(*) AS n FROM draws WHERE state IN ('drawn', 'finished', 'shipped') GROUP BY state
@@ -41,10 +45,20 @@ def now(run: OpenRun) -> dict[str, Any]:
         "metrics": _metrics(steps),
         "waits": waits(steps[-_RECENT:]),
         "left_s": _left(steps, run.config.get("max_steps")),
-        "queues": queues(run) if run.dir.ledger.exists() else None,
+        **_queues(run),
         "machine": machine(run.path),
         "warnings": warnings(run.dir),
     }
+
+
+def _queues(run: OpenRun) -> dict[str, Any]:
+    """`queues`, or why there are none: the rest of the view does without a ledger that cannot be read."""
+    if not run.dir.ledger.exists():
+        return {"queues": None, "no_queues": None}
+    try:
+        return {"queues": queues(run), "no_queues": None}
+    except StrettoError as error:
+        return {"queues": None, "no_queues": str(error)}
 
 
 def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -64,21 +78,25 @@ def _metrics(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """Shares of the time of these steps: the trainer's waiting for rollouts, and engines' without a rollout."""
     total = sum(row.get("time/step", 0.0) for row in steps)
-    if not total:
-        return None
-    return {
+    found = {
         name: min(1.0, sum(row.get(key, 0.0) for row in steps) / total)
-        for name, key in (
-            ("trainer waits for rollouts", "time/wait_for_rollouts"),
-            ("engines wait for the trainer", "time/wait_for_trainer"),
-            ("weights are loaded", "time/update_weights"),
-            ("batches are packed", "time/pack"),
-        )
+        for name, key in _WAITS
+        if total and any(key in row for row in steps)
     }
+    return found or None
+
+
+_WAITS = (
+    ("trainer waits for rollouts", "time/wait_for_rollouts"),
+    ("engines wait for the trainer", "time/wait_for_trainer"),
+    ("weights are loaded", "time/update_weights"),
+    ("batches are packed", "time/pack"),
+)
 
 
 def _left(steps: Sequence[Mapping[str, Any]], max_steps: int | None) -> float | None:
-    recent = steps[-_RECENT:]
+    # Of this incarnation alone: between two the run stood still.
+    recent = [row for row in steps[-_RECENT:] if row.get("incarnation") == steps[-1].get("incarnation")]
     if not max_steps or len(recent) < 2:
         return None
     (first, last), took = (recent[0], recent[-1]), recent[-1]["time"] - recent[0]["time"]
@@ -127,7 +145,18 @@ def machine(path: Path) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Use and memory of each GPU as nvidia-smi says it; [] where there is none."""
+    """Use and memory of each GPU as nvidia-smi said it, a few seconds ago at most; [] where there is none."""
+    with _gpu_lock:
+        if time.monotonic() - _gpus_seen[0] > _GPU_AGE_S:
+            _gpus_seen[:] = [time.monotonic(), _asked_gpus()]
+        return _gpus_seen[1]
+
+
+_gpu_lock = threading.Lock()
+_gpus_seen: list[Any] = [float("-inf"), []]  # when, and what
+
+
+def _asked_gpus() -> list[dict[str, Any]]:
     command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_QUERY)}", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
         return []

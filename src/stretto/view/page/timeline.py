@@ -76,6 +76,8 @@ def _trainer_lane(rows: Sequence[Mapping[str, Any]], start: float, end: float) -
 def trainer_spans(row: Mapping[str, Any]) -> list[Span]:
     """What the trainer did in one step, going back from the end of its row."""
     known = [(kind, sum(row.get(key) or 0.0 for key in keys)) for kind, keys in _TRAINER]
+    if not any(seconds for _, seconds in known):  # of sft
+        known = [("train", row.get("time/step") or 0.0)]
     spans, at = [], row["time"]
     for kind, seconds in reversed(known):
         if seconds > 0:
