@@ -8,11 +8,17 @@ nothing run but the page's own files.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
+import ipaddress
+import logging
 import math
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
@@ -23,11 +29,12 @@ from stretto.view import state
 from stretto.view.page import conversation, curves, logs, now, rollouts, timeline
 from stretto.view.page.library import Library, OpenRun
 
+logger = logging.getLogger(__name__)
+
 LIBRARY = web.AppKey("library", Library)
 TOKEN = web.AppKey("token", str)
 """Who may ask; "" lets everybody on this machine."""
 COOKIE = "stretto-view"
-LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 POLL_S = 1.0
 _PING_S = 15.0
 _HEADERS = {
@@ -48,10 +55,30 @@ _TYPES = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class _Shared:
+    """What a function says, computed in a thread once a second for all who ask, however many tabs there are."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._compute, self._lock = compute, asyncio.Lock()
+        self._said: Any = None
+        self._said_at = float("-inf")
+
+    async def get(self) -> Any:
+        async with self._lock:
+            if time.monotonic() - self._said_at > POLL_S * 0.9:
+                self._said = await asyncio.to_thread(self._compute)
+                self._said_at = time.monotonic()
+            return self._said
+
+
+STAMPS = web.AppKey("stamps", _Shared)
+
+
 def build(library: Library, token: str = "") -> web.Application:
     """The application; with a token only who has it is answered."""
     app = web.Application(middlewares=[_guard])
     app[LIBRARY], app[TOKEN] = library, token
+    app[STAMPS] = _Shared(lambda: {name: run.stamp() for name, run in library.runs().items()})
     app.router.add_get("/", _page)
     app.router.add_get("/static/{name}", _static)
     app.router.add_get("/api/runs", _runs)
@@ -66,27 +93,47 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     token = request.app[TOKEN]
     if token:
         if "token" in request.query and hmac.compare_digest(request.query["token"].encode(), token.encode()):
-            answer = web.HTTPFound(request.path)  # without the token: it is not kept in the browser's history
-            answer.set_cookie(COOKIE, token, httponly=True, samesite="Strict")
+            answer = web.HTTPFound("/")  # without the token: it is not kept in the browser's history
+            answer.set_cookie(cookie(token), token, httponly=True, samesite="Strict")
             raise answer
-        if not hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), token.encode()):
+        if not hmac.compare_digest(request.cookies.get(cookie(token), "").encode(), token.encode()):
             raise web.HTTPUnauthorized(
                 text="open the address that `stretto view` printed: it ends with ?token=...\n"
             )
-    elif request.host.rpartition(":")[0] not in LOCAL_NAMES and request.host not in LOCAL_NAMES:
+    elif not is_local(request.host):
         # Another site's name that leads to this machine: its page must not read this one.
         raise web.HTTPForbidden(text=f"{request.host}: this page answers as localhost only\n")
     try:
         answer = await handler(request)
+    except (web.HTTPException, ConnectionError):  # of aiohttp, or a browser that has gone
+        raise
     except ConfigError as error:
         answer = _json({"error": str(error)}, status=400)
     except StrettoError as error:
         answer = _json({"error": str(error)}, status=404)
     except OSError as error:
         answer = _json({"error": f"cannot be read: {error}"}, status=404)
+    except Exception as error:  # of a damaged file; the view says so and the page lives on
+        logger.exception("%s failed", request.path)
+        said = f"{type(error).__name__}: {error}; is a file of this run damaged? The page's log has more."
+        answer = _json({"error": said}, status=500)
     if not answer.prepared:
         answer.headers.update(_HEADERS)
     return answer
+
+
+def cookie(token: str) -> str:
+    """Its cookie's name: cookies are of a host, whatever the port, and several pages may be there."""
+    return f"{COOKIE}-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header names this machine in a way that no name server can turn to it."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 # -- the page's own files --
@@ -156,6 +203,7 @@ def _rollouts(run: OpenRun, query: Any) -> Any:
         min_reward=_number(query, "min_reward", float),
         max_reward=_number(query, "max_reward", float),
         min_tokens=_number(query, "min_tokens", int),
+        max_tokens=_number(query, "max_tokens", int),
         version=_number(query, "version", int),
         sort=query.get("sort") or "newest",
     )
@@ -223,7 +271,7 @@ def _number(query: Any, name: str, kind: type[int] | type[float]) -> Any:
 
 def _flat(config: Any, path: str = "") -> dict[str, Any]:
     """Every value of a config by its dotted key."""
-    if isinstance(config, dict) and config:
+    if isinstance(config, dict) and (config or not path):
         found: dict[str, Any] = {}
         for key, value in config.items():
             found |= _flat(value, f"{path}.{key}" if path else key)
@@ -243,10 +291,16 @@ async def _changes(request: web.Request) -> web.StreamResponse:
     """Server-sent events: {run, subjects} whenever files of a run have changed."""
     answer = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
     await answer.prepare(request)
+    with suppress(ConnectionError):  # the browser has gone
+        await _tell(answer, request.app[STAMPS])
+    return answer
+
+
+async def _tell(answer: web.StreamResponse, seen: _Shared) -> None:
     known: dict[str, dict[str, str]] = {}
     silent_s = 0.0
     while True:
-        stamps = await asyncio.to_thread(_stamps, request.app[LIBRARY])
+        stamps = await seen.get()
         for name in stamps.keys() | known.keys():
             old, new = known.get(name, {}), stamps.get(name, {})
             if subjects := [
@@ -260,7 +314,3 @@ async def _changes(request: web.Request) -> web.StreamResponse:
             await answer.write(b": still here\n\n")
             silent_s = 0.0
         await asyncio.sleep(POLL_S)
-
-
-def _stamps(library: Library) -> dict[str, dict[str, str]]:
-    return {name: run.stamp() for name, run in library.runs().items()}

@@ -45,6 +45,7 @@ class Wanted:
     min_reward: float | None = None
     max_reward: float | None = None
     min_tokens: int | None = None
+    max_tokens: int | None = None
     version: int | None = None
     sort: str = "newest"
 
@@ -56,6 +57,7 @@ class Wanted:
             ("r.reward >= ?", self.min_reward),
             ("r.reward <= ?", self.max_reward),
             ("r.num_sampled_tokens >= ?", self.min_tokens),
+            ("r.num_sampled_tokens <= ?", self.max_tokens),
             ("? BETWEEN r.first_version AND r.last_version", self.version),
         ]
         given = [(clause, value) for clause, value in found if value is not None]
