@@ -1,4 +1,4 @@
-import { fill, h, message, ofRun, select, short } from "./dom.js";
+import { fill, h, message, ofRun, ofRuns, select, short } from "./dom.js";
 
 export const SUBJECTS = ["metrics"];
 const COLORS = ["#1f77c9", "#d1495b", "#2a9d6f", "#c98a1b", "#8e5bc0", "#3a8f9e", "#a0643c", "#808080"];
@@ -6,11 +6,13 @@ const FIRST = 6;
 const NAMES = { step: "step", time: "hours", tokens: "tokens" };
 
 export async function render(root, context) {
-  const { runs, query, signal } = context;
-  const lists = await Promise.all(runs.map((run) => ofRun(run, "metrics", {}, signal)));
-  const metrics = new Map(lists.flat().map((metric) => [metric.name, metric]));
+  const { query, signal } = context;
+  const lists = await ofRuns(context.runs, "metrics", {}, signal);
+  const faults = context.runs.flatMap((run, at) => (lists[at].error ? [message(`${run}: ${lists[at].error}`, "error")] : []));
+  const runs = context.runs.filter((run, at) => !lists[at].error);
+  const metrics = new Map(lists.filter((list) => !list.error).flat().map((metric) => [metric.name, metric]));
   if (!metrics.size) {
-    fill(root, message("No step has ended yet."));
+    fill(root, faults.length ? faults : message("No step has ended yet."));
     return { update: () => render(root, context) };
   }
   const asked = query.getAll("key").filter((key) => metrics.has(key));
@@ -30,8 +32,8 @@ export async function render(root, context) {
   function draw(key, curves) {
     const { data, series } = columns(runs, curves);
     const old = drawn.get(key);
-    if (old?.plot) {
-      old.plot.setData(data);
+    if (old && (old.plot || data[0].length === 0)) {
+      if (old.plot) renew(old.plot, data);
       fill(old.last, lasts(curves));
       return;
     }
@@ -41,7 +43,8 @@ export async function render(root, context) {
     const box = h("figure", { "data-key": key }, h("figcaption", { title: [metric.meaning, metric.reading].join(" ").trim() },
       h("b", {}, key), metric.unit && metric.unit !== "-" ? ` ${metric.unit} ` : " ", last,
       h("button", { title: "take this curve away", "aria-label": `remove ${key}`, onclick: () => choose(settings.keys.filter((each) => each !== key)) }, "×")), place);
-    panels.append(box);
+    if (old) old.box.replaceWith(box);
+    else panels.append(box);
     if (data[0].length === 0) {
       fill(place, message("no values"));
       drawn.set(key, { box, last });
@@ -81,13 +84,21 @@ export async function render(root, context) {
     h("datalist", { id: "metrics" }, [...metrics.keys()].map((key) => h("option", { value: key }))),
     select("over ", [["step", "steps"], ["time", "hours"], ["tokens", "tokens"]], settings.axis, change("axis")),
     select("smoothing ", [["0", "none"], ["0.05", "5 %"], ["0.2", "20 %"]], settings.smooth, change("smooth")),
-    runs.length > 1 ? h("span", { class: "legend" }, runs.map((run, at) => h("span", { style: { color: COLORS[at % COLORS.length] } }, `■ ${run} `))) : null), panels);
+    runs.length > 1 ? h("span", { class: "legend" }, runs.map((run, at) => h("span", { style: { color: COLORS[at % COLORS.length] } }, `■ ${run} `))) : null), faults, panels);
   const resized = new ResizeObserver(() => {
     for (const { plot, box } of drawn.values()) plot?.setSize({ width: Math.max(200, box.clientWidth - 16), height: 220 });
   });
   resized.observe(panels);
   await update();
   return { update, close: () => { resized.disconnect(); for (const { plot } of drawn.values()) plot?.destroy(); } };
+}
+
+// What has come since; where somebody has zoomed in, the picture stays there.
+function renew(plot, data) {
+  const { min, max } = plot.scales.x, x = plot.data[0];
+  const isZoomed = min > x[0] || max < x[x.length - 1];
+  plot.setData(data, !isZoomed);
+  if (isZoomed) plot.redraw();
 }
 
 // Curves with x of their own as uPlot's columns: one x for all. A light line is what was logged, a dark one its mean.

@@ -40,6 +40,14 @@ export function ofRun(run, what, query = {}, signal = undefined) {
   return get(`/api/run/${encodeURIComponent(run)}/${what}`, query, signal);
 }
 
+// The same of several runs: an answer each, or {error} where one cannot be read.
+export function ofRuns(runs, what, query = {}, signal = undefined) {
+  return Promise.all(runs.map((run) => ofRun(run, what, query, signal).catch((error) => {
+    if (error.name === "AbortError") throw error;
+    return { error: error.message };
+  })));
+}
+
 export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);

@@ -1,13 +1,13 @@
-import { fill, h, message, ofRun, short } from "./dom.js";
+import { fill, h, message, ofRun, ofRuns, short } from "./dom.js";
 
 export const SUBJECTS = ["evals"];
 const FRAME = new Set(["version", "env", "mode"]);
 
 export async function render(root, context) {
-  const samples = h("section");
+  const tables = h("div"), samples = h("section");
   const update = async () => {
-    const lists = await Promise.all(context.runs.map((run) => ofRun(run, "evals", {}, context.signal)));
-    fill(root, context.runs.map((run, at) => table(run, lists[at], (version) => open(run, version))), samples);
+    const lists = await ofRuns(context.runs, "evals", {}, context.signal);
+    fill(tables, context.runs.map((run, at) => table(run, lists[at], (version) => open(run, version))));
   };
   async function open(run, version) {
     try {
@@ -19,10 +19,12 @@ export async function render(root, context) {
     }
   }
   await update();
+  fill(root, tables, samples);
   return { update };
 }
 
 function table(run, rows, open) {
+  if (rows.error) return message(`${run}: ${rows.error}`, "error");
   if (!rows.length) return message(`${run} has no evals yet.`);
   const columns = ["version", "env", "mode", ...new Set(rows.flatMap(Object.keys).filter((name) => !FRAME.has(name)))];
   return h("section", {}, h("h2", {}, run), h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, columns.map((name) => h("th", {}, name)))),

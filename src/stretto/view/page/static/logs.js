@@ -6,24 +6,26 @@ export async function render(root, context) {
   const run = context.runs[0];
   const settings = { level: context.query.get("level") || "debug", process: context.query.get("process") || "", text: context.query.get("text") || "" };
   const lines = h("ol", { class: "log" });
-  const older = h("button", { onclick: () => load(true) }, "older");
+  const older = h("button", { onclick: () => load(true).catch(said) }, "older");
   let next = null;
+
+  const said = (error) => error.name === "AbortError" || fill(lines, h("li", { class: "error" }, error.message));
 
   async function load(isOlder) {
     const found = await ofRun(run, "logs", { ...settings, before: isOlder ? next : null }, context.signal);
-    const isAtEnd = window.innerHeight + window.scrollY > document.body.scrollHeight - 60;
+    const fromEnd = document.body.scrollHeight - window.scrollY;
     if (isOlder) lines.prepend(...found.lines.map(line));
     else fill(lines, found.lines.map(line));
     next = found.next;
     older.hidden = next === null;
-    if (!isOlder && isAtEnd) window.scrollTo(0, document.body.scrollHeight);
-    return found;
+    window.scrollTo(0, isOlder ? document.body.scrollHeight - fromEnd : document.body.scrollHeight);
   }
+  const isAtEnd = () => window.innerHeight + window.scrollY > document.body.scrollHeight - 60;
 
   const change = (name) => (value) => {
     settings[name] = value;
     context.remember({ [name]: value });
-    load(false).catch(() => {});
+    load(false).catch(said);
   };
   const found = await ofRun(run, "logs", settings, context.signal);
   if (!found.processes.length) {
@@ -35,8 +37,7 @@ export async function render(root, context) {
     select("level ", [["debug", "all"], ["info", "info"], ["warning", "warnings"], ["error", "errors"]], settings.level, change("level")),
     input("with ", { type: "search", value: settings.text }, change("text"))), older, lines);
   await load(false);
-  window.scrollTo(0, document.body.scrollHeight);
-  return { update: () => load(false) };
+  return { update: () => (isAtEnd() ? load(false) : null) }; // whoever reads further up keeps what is there
 }
 
 function line(row) {

@@ -47,9 +47,11 @@ async function show() {
     current.controller.abort();
     current.handle?.close?.();
   }
-  const root = fill(document.getElementById("view"));
+  document.getElementById("fault").hidden = true;
+  const root = h("div"); // of its own: a view that was left while it loaded draws where nobody sees it
+  fill(document.getElementById("view"), root);
   const controller = new AbortController();
-  const mine = { view, runs, query, controller, handle: null, updatedAt: performance.now(), isDue: false };
+  const mine = { view, runs, query, controller, handle: null, updatedAt: performance.now(), isDue: false, timer: null };
   current = mine;
   document.title = `${runs.join(", ")} · ${view} · stretto`;
   drawHeader();
@@ -76,34 +78,74 @@ async function show() {
   };
   try {
     mine.handle = await VIEWS[view].render(root, context);
+    if (mine !== current) mine.handle?.close?.();
   } catch (error) {
-    if (error.name !== "AbortError") fill(root, message(error.message, "error"));
+    if (error.name === "AbortError") return;
+    fill(root, message(error.message, "error"));
+    mine.handle = { update: show }; // when something has changed it may go
   }
 }
 
 function drawHeader() {
-  const { view, runs, query } = current;
+  const { view, runs } = current;
   fill(document.getElementById("views"), Object.keys(VIEWS).map((name, at) =>
     h("a", { href: `#/${name}?${new URLSearchParams(runs.map((id) => ["run", id]))}`, "aria-current": name === view ? "page" : null, title: `key ${at + 1}` }, name)));
-  const chosen = document.querySelector("#runs > summary");
-  fill(chosen, runs.length ? runs.join(", ") : "runs");
-  fill(document.querySelector("#runs > ul"), known.map((row) => h("li", {}, h("label", {},
-    h("input", { type: "checkbox", checked: runs.includes(row.id), onchange: (event) => {
-      const next = event.target.checked ? [...runs, row.id] : runs.filter((id) => id !== row.id);
-      if (next.length) go(view, next, query);
-    } }),
-    h("span", { class: `state ${row.state}` }, row.state), " ", h("b", {}, row.id), " ",
-    h("small", {}, `step ${short(row.step)}${row.max_steps ? ` of ${row.max_steps}` : ""}, ${row.verb === "sft" ? `loss ${short(row.loss)}` : `reward ${short(row.reward)}`}, ${duration(row.age_s)} ago`)))));
+  fill(document.querySelector("#runs > summary"), runs.length ? runs.join(", ") : "runs");
+  drawRuns();
 }
 
+// The lines that are there stay: one may have the keyboard's focus, or be under a finger.
+function drawRuns() {
+  const list = document.querySelector("#runs > ul"), { runs } = current;
+  const old = new Map([...list.children].map((item) => [item.dataset.run, item]));
+  const lines = known.map((row) => {
+    const item = old.get(row.id) || h("li", { "data-run": row.id }, h("label", {}, h("input", { type: "checkbox", onchange: choose }), h("span")));
+    item.title = row.error || "";
+    item.querySelector("input").checked = runs.includes(row.id);
+    fill(item.querySelector("span"), h("span", { class: `state ${row.state}` }, row.state), " ", h("b", {}, row.id), " ",
+      h("small", {}, `step ${short(row.step)}${row.max_steps ? ` of ${row.max_steps}` : ""}, ${row.verb === "sft" ? `loss ${short(row.loss)}` : `reward ${short(row.reward)}`}, ${duration(row.age_s)} ago`));
+    return item;
+  });
+  if (lines.length !== old.size || lines.some((item, at) => item !== list.children[at])) fill(list, lines);
+}
+
+function choose(event) {
+  const { view, runs, query } = current, id = event.target.closest("li").dataset.run;
+  const next = event.target.checked ? [...runs, id] : runs.filter((each) => each !== id);
+  if (next.length) go(view, next, query);
+  else event.target.checked = true; // one is always shown
+}
+
+// However many ask while one request is on its way, one more follows it.
+let asking = null, isAskedAgain = false;
 async function refreshRuns() {
-  known = await get("/api/runs");
-  if (current) drawHeader();
+  if (asking) {
+    isAskedAgain = true;
+    return asking;
+  }
+  asking = (async () => {
+    do {
+      isAskedAgain = false;
+      known = await get("/api/runs");
+    } while (isAskedAgain);
+  })();
+  try {
+    await asking;
+  } finally {
+    asking = null;
+  }
+  if (current) drawRuns();
 }
 
+// A browser holds few connections to one place, so only the tab that is looked at has one. It hears of everything when
+// it comes back.
+let source = null;
 function listen() {
   const live = document.getElementById("live");
-  const source = new EventSource("/api/changes");
+  source?.close();
+  source = null;
+  if (document.hidden) return;
+  source = new EventSource("/api/changes");
   source.onopen = () => fill(live, "live");
   source.onerror = () => fill(live, "not connected");
   source.onmessage = async (event) => {
@@ -115,22 +157,43 @@ function listen() {
   };
 }
 
-// At most one update per MIN_UPDATE_MS, and none while nobody looks.
+// At most one update per MIN_UPDATE_MS and one at a time; none under a selection of text, which it would take away.
 function update(mine, subjects) {
   const view = VIEWS[mine.view];
-  if (!mine.handle?.update || !subjects.some((subject) => view.SUBJECTS.includes(subject)) || mine.isDue) return;
+  if (!mine.handle?.update || !subjects.some((subject) => view.SUBJECTS.includes(subject))) return;
   mine.isDue = true;
-  const later = Math.max(0, mine.updatedAt + MIN_UPDATE_MS - performance.now());
-  setTimeout(async () => {
+  if (!mine.timer) mine.timer = setTimeout(() => renew(mine), Math.max(0, mine.updatedAt + MIN_UPDATE_MS - performance.now()));
+}
+
+async function renew(mine) {
+  const live = document.getElementById("live");
+  if (mine === current && isSelecting()) fill(live, "held while text is selected");
+  else if (mine === current && !document.hidden) {
     mine.isDue = false;
-    if (mine !== current || document.hidden) return;
+    const fault = document.getElementById("fault");
+    if (source?.readyState === EventSource.OPEN) fill(live, "live");
+    try {
+      const next = await mine.handle.update();
+      if (next?.update && mine === current) mine.handle = next; // the view could be drawn only now
+      if (mine === current) fault.hidden = true;
+    } catch (error) {
+      if (error.name !== "AbortError" && mine === current) {
+        fault.hidden = false;
+        fill(fault, `what is shown may be old: ${error.message}`);
+      }
+    }
     mine.updatedAt = performance.now();
-    await mine.handle.update().catch(() => {});
-  }, later);
+  }
+  mine.timer = mine.isDue && mine === current ? setTimeout(() => renew(mine), MIN_UPDATE_MS) : null;
+}
+
+function isSelecting() {
+  const chosen = document.getSelection();
+  return !chosen.isCollapsed && document.getElementById("view").contains(chosen.anchorNode);
 }
 
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || !current || document.getElementById("help").open) return;
   const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox";
   if (isTyping) {
     if (event.key === "Escape") event.target.blur();
@@ -149,7 +212,13 @@ document.addEventListener("click", (event) => {
   const menu = document.getElementById("runs");
   if (menu.open && !menu.contains(event.target)) menu.open = false;
 });
+document.getElementById("runs").addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  event.currentTarget.open = false;
+  event.currentTarget.querySelector("summary").focus();
+});
 
 fill(document.querySelector("#help dl"), KEYS.map(([key, text]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, text)]));
 window.addEventListener("hashchange", show);
+document.addEventListener("visibilitychange", listen);
 refreshRuns().then(show, (error) => fill(document.getElementById("view"), message(error.message, "error"))).then(listen);

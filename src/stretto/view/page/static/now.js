@@ -1,11 +1,11 @@
-import { clock, duration, fill, h, message, ofRun, short, sparkline } from "./dom.js";
+import { clock, duration, fill, h, message, ofRuns, short, sparkline } from "./dom.js";
 
 export const SUBJECTS = ["metrics", "ledger", "state", "logs"];
 
 export async function render(root, context) {
   const update = async () => {
-    const found = await Promise.all(context.runs.map((run) => ofRun(run, "now", {}, context.signal)));
-    fill(root, found.map((state) => card(state, context.runs.length > 1)));
+    const found = await ofRuns(context.runs, "now", {}, context.signal);
+    fill(root, found.map((state, at) => (state.error ? message(`${context.runs[at]}: ${state.error}`, "error") : card(state, context.runs.length > 1))));
   };
   await update();
   return { update };
@@ -21,6 +21,7 @@ function card(state, isNamed) {
     state.warnings.length ? h("section", { class: "warnings" }, h("h3", {}, "warnings"), h("ul", {}, state.warnings.slice(0, 8).map(warning))) : null,
     state.metrics.length ? h("section", { class: "tiles" }, state.metrics.map(tile)) : message("No step has ended yet."),
     state.waits ? h("section", {}, h("h3", {}, "who waits, of the last steps' time"), bars(state.waits)) : null,
+    state.no_queues ? message(state.no_queues, "error") : null,
     state.queues ? h("section", {}, h("h3", {}, "under way"), list(queues(state.queues))) : null,
     h("section", {}, h("h3", {}, `machine ${state.machine.host}`), list(machine(state.machine)), state.machine.gpus.map(gpu)));
 }

@@ -2,7 +2,7 @@ import { duration, fill, h, input, message, ofRun, select, short } from "./dom.j
 import { conversation } from "./conversation.js";
 
 export const SUBJECTS = ["ledger"];
-const FILTERS = ["step", "env", "status", "min_reward", "max_reward", "min_tokens", "version", "sort"];
+const FILTERS = ["step", "env", "status", "min_reward", "max_reward", "min_tokens", "max_tokens", "version", "sort"];
 
 export async function render(root, context) {
   const run = context.runs[0];
@@ -10,7 +10,7 @@ export async function render(root, context) {
   const table = h("tbody");
   const end = h("p", { class: "note", role: "status" });
   const panel = h("section", { class: "detail", "aria-label": "rollout" });
-  let rows = [], next = null, isBusy = false, selected = -1, asked = 0, opened = context.query.get("rollout") || "";
+  let rows = [], next = null, isBusy = false, asked = 0, opened = context.query.get("rollout") || "";
 
   const first = await ofRun(run, "rollouts", filters, context.signal);
   if (!first.choices) {
@@ -26,18 +26,19 @@ export async function render(root, context) {
       const page = await ofRun(run, "rollouts", { ...filters, before: isNew ? null : next }, context.signal);
       if (mine === asked) take(page, isNew);
     } catch (error) {
-      if (error.name !== "AbortError") fill(end, error.message);
+      if (error.name === "AbortError" || mine !== asked) return;
+      fill(end, error.message);
+      return;
     } finally {
       if (mine === asked) isBusy = false;
     }
     // Nothing was found in what was looked through: go on, as long as the end of the list is in view.
-    if (mine === asked && next !== null && isEndSeen()) setTimeout(() => mine === asked && load(false), 0);
+    if (!context.signal.aborted && mine === asked && next !== null && isEndSeen()) setTimeout(() => mine === asked && load(false), 0);
   }
 
   function take(page, isNew) {
     if (isNew) {
       rows = [];
-      selected = -1;
       fill(table);
     }
     table.append(...page.rows.map((row, at) => line(row, rows.length + at)));
@@ -57,7 +58,6 @@ export async function render(root, context) {
 
   async function open(at) {
     if (at < 0 || at >= rows.length) return;
-    selected = at;
     await openNamed(`${rows[at].group_id}.${rows[at].member}`);
     table.rows[at]?.scrollIntoView({ block: "nearest" });
   }
@@ -86,7 +86,7 @@ export async function render(root, context) {
     number("step", last ? `step (to ${last}) ` : "step "),
     select("environment ", [["", "all"], ...envs.map((env) => [env, env])], filters.env, change("env")),
     select("status ", [["", "all"], ...statuses.map((status) => [status, status])], filters.status, change("status")),
-    number("min_reward", "reward from "), number("max_reward", "to "), number("min_tokens", "tokens from "), number("version", "version "),
+    number("min_reward", "reward from "), number("max_reward", "to "), number("min_tokens", "tokens from "), number("max_tokens", "to "), number("version", "version "),
     select("order ", [["newest", "newest"], ["best", "best of the step"], ["worst", "worst of the step"], ["longest", "longest of the step"]], filters.sort || "newest", change("sort"))),
     h("div", { class: "split" }, h("div", { class: "rows" }, h("table", {}, h("thead", {}, h("tr", {},
       ["rollout", "step", "environment", "status", "reward", "advantage", "tokens", "turns", "version", "took"].map((name) => h("th", {}, name)))), table), end), panel));
@@ -102,6 +102,7 @@ export async function render(root, context) {
     // New rows come at the top only while nobody has gone further down.
     update: () => (scroller.scrollTop < 50 && rows.length <= 100 ? load(true) : null),
     key(key) {
+      const selected = rows.findIndex((row) => `${row.group_id}.${row.member}` === opened);
       if (key === "j") open(selected + 1);
       else if (key === "k") open(selected - 1);
       else return false;

@@ -23,7 +23,9 @@ export async function render(root, context) {
   const place = h("div", {}, canvas);
   const look = (start, end) => {
     const span = Math.max(0.05, end - start);
-    view = { start: Math.max(found.first - 1, start), end: Math.min(found.last + 1, start + span) };
+    const low = found.first - 1, high = Math.max(found.last, low) + 1;
+    const from = Math.max(low, Math.min(start, high - span)); // at an end the stretch stops, as long as it is
+    view = { start: from, end: Math.min(high, from + span) };
     context.remember(view);
     return load();
   };
@@ -108,7 +110,7 @@ export async function render(root, context) {
   try {
     await load();
   } catch (error) {
-    fill(root, message(error.message, "error"));
+    if (error.name !== "AbortError") fill(root, message(error.message, "error"));
     return {};
   }
   const resized = new ResizeObserver(draw);
