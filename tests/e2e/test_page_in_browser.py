@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,56 @@ def test_the_rollouts_of_a_filter_are_those_of_the_ledger(tab: Any, address: str
         "spans => spans.map((span) => span.style.backgroundColor)"
     )
     assert any(colours) and not all(colours)
+
+
+def test_a_search_ends_when_its_view_is_left(tab: Any, address: str) -> None:
+    """Nothing passes the filter, so the page would look further back for as long as it may."""
+    asked: list[str] = []
+    tab.on("request", lambda request: asked.append(request.url))
+    nothing = {"rows": [], "next": 9, "choices": {"envs": [], "statuses": []}}
+    tab.route("**/rollouts?*", lambda route: route.fulfill(json=nothing))
+    tab.goto(f"{address}#/rollouts?run=live&min_reward=9")
+    tab.get_by_text("looking further back").wait_for()
+    tab.keyboard.press("6")
+    tab.locator("td code").first.wait_for()
+    asked.clear()
+    tab.keyboard.press("5")
+    tab.locator("tr[tabindex], .note").first.wait_for()
+    assert not [url for url in asked if "/rollouts" in url]
+
+
+def test_what_is_drawn_stays_as_the_run_goes_on(tab: Any, address: str, ended: Path) -> None:
+    """A curve without values stays one box, zoomed curves stay zoomed, and selected text stays selected."""
+    metrics = RunDir(ended / "live").metrics("trainer")
+
+    def go_on() -> None:
+        with metrics.open("a") as file:  # a step whose tokens are not known yet
+            row = {"step": 5, "time": time.time(), "incarnation": 1, "a/metric": 1.0}
+            file.write(json.dumps(row) + "\n")
+
+    go_on()
+    tab.goto(f"{address}#/curves?run=live&key=reward/mean&key=a/metric&axis=tokens")
+    tab.locator("figure canvas").first.wait_for()
+    box = tab.locator("figure .u-over").first.bounding_box()
+    tab.mouse.move(box["x"] + 80, box["y"] + 50)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 200, box["y"] + 50, steps=4)
+    tab.mouse.up()
+    picture = "document.querySelector('figure canvas').toDataURL()"
+    tab.mouse.move(5, 5)
+    zoomed = tab.evaluate(picture)
+    for _ in range(2):
+        with tab.expect_response(re.compile("/curve")):
+            go_on()
+    assert tab.locator("figure").count() == 2 and tab.evaluate(picture) == zoomed
+    tab.goto(f"{address}#/now?run=live")
+    tab.locator(".headline").wait_for()
+    tab.evaluate("getSelection().selectAllChildren(document.querySelector('.headline'))")
+    go_on()
+    tab.get_by_text("held while text is selected").wait_for()
+    assert tab.evaluate("getSelection().toString()").startswith("done")
+    with tab.expect_response(re.compile("/now")):
+        tab.evaluate("getSelection().removeAllRanges()")
 
 
 def test_two_runs_are_compared(tab: Any, address: str, ended: Path) -> None:

@@ -20,9 +20,8 @@ import stretto
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.ledger.reader import LedgerReader
-from stretto.monitors.file import MetricsFile, MetricsTail, newest_values, read_metrics
 from stretto.view import state
-from stretto.view.page import conversation, curves, logs, rollouts, timeline
+from stretto.view.page import conversation, logs, rollouts, timeline
 from stretto.view.page.app import build
 from stretto.view.page.library import Library, OpenRun
 from stretto.view.page.now import waits
@@ -254,67 +253,6 @@ def test_a_character_of_several_tokens_is_shown_once(tmp_path: Path) -> None:
     texts = conversation.token_texts(tokenizer, ids)
     assert len(texts) == len(ids) == 7 and texts == ["a", "é", "", "漢", "", "", "b"]
     assert conversation.token_texts(None, ids[:1]) == [f"{ids[0]} "]
-
-
-# -- curves --
-
-
-def test_thinned_curves_keep_their_extremes() -> None:
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=10_000)
-    values[1234], values[7777] = 50.0, -50.0
-    rows = {"orchestrator": [{"step": n, "time": 3600.0 * n, "reward/mean": v} for n, v in enumerate(values)]}
-    found = curves.curve(rows, "reward/mean", points=200)
-    assert len(found["x"]) == len(found["y"]) == len(found["smooth"]) <= 202
-    assert max(found["y"]) == 50.0 and min(found["y"]) == -50.0 and found["num_rows"] == 10_000
-    assert found["x"][0] == 0 and found["x"][-1] == 9999 and found["last"] == values[-1]
-    hours = curves.curve(rows, "reward/mean", axis="time", points=200)
-    assert hours["x"] == found["x"]
-
-
-def test_smoothing_is_the_centred_mean_of_what_is_finite() -> None:
-    y = [1.0, float("nan"), 3.0, 5.0, 7.0]
-    rows = {"trainer": [{"step": n, "time": 0.0, "loss/mean": v} for n, v in enumerate(y)]}
-    found = curves.curve(rows, "loss/mean", smooth=0.4)
-    assert found["y"] == [1.0, None, 3.0, 5.0, 7.0]
-    assert found["smooth"] == [1.0, 2.0, 4.0, 5.0, 6.0]
-
-
-def test_a_metric_of_two_files_is_taken_from_the_first_and_tokens_are_an_axis() -> None:
-    rows = {
-        "orchestrator": [
-            {"step": n, "time": 0.0, "time/step": 1.0, "progress/tokens": 10.0 * n} for n in range(3)
-        ],
-        "trainer": [{"step": n, "time": 0.0, "time/step": 2.0, "loss/mean": 0.5} for n in range(4)],
-    }
-    assert curves.curve(rows, "time/step")["y"] == [1.0] * 3
-    assert curves.curve(rows, "loss/mean", axis="tokens")["x"] == [
-        0.0,
-        10.0,
-        20.0,
-    ]  # step 3 has no number of tokens yet
-    assert curves.curve(rows, "nothing/of it")["y"] == []
-    names = [row["name"] for row in curves.names(rows)]
-    assert names[0] == "loss/mean" and set(names) == {"time/step", "progress/tokens", "loss/mean"}
-
-
-def test_a_metrics_file_is_read_on_as_it_grows_as_if_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-    assert not tail.refresh() and tail.rows() == []
-    for resumed, steps in ((None, range(1, 6)), (3, range(4, 8)), (None, range(2, 4))):
-        file = MetricsFile(path, resumed_step=resumed)
-        for step in steps:
-            file.log(step, {"reward/mean": step / 10})
-            assert tail.refresh() and tail.rows() == read_metrics(path)
-        file.close()
-    assert [row["step"] for row in tail.rows()] == [1, 2, 3]
-    with path.open("a") as half:
-        half.write('{"step": 4, "rew')
-    assert not tail.refresh() and [row["step"] for row in tail.rows()] == [1, 2, 3]
-    assert newest_values(path, "step", "reward/mean", "no/such") == {"step": 3, "reward/mean": 0.3}
-    path.write_text('{"step": 9, "time": 0.0}\n')
-    assert tail.refresh() and [row["step"] for row in tail.rows()] == [9]
 
 
 # -- logs, timeline, now --
