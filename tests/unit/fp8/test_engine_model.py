@@ -14,7 +14,7 @@ from stretto.launch.run.rl import plan_only
 
 HF = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100,
+    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
 
@@ -41,6 +41,12 @@ def test_engines_may_have_the_same_network_in_8_bits(tmp_path):
     [
         (HF | {"hidden_size": 128}, (), "is not the network that is trained.*hidden_size = 128.* 64"),
         (HF | {"model_type": "qwen2"}, (), "is not the network that is trained.*model_type = 'qwen2'"),
+        (HF | {"rms_norm_eps": 1e-5}, (), "config.json has rms_norm_eps = 1e-05, that of the latter 1e-06"),
+        (
+            HF | {"text_config": {"hidden_size": 8}},
+            (),
+            "has text_config.hidden_size = 8, that of the latter None",
+        ),
         (HF | {"quantization_config": {"quant_method": "gptq"}}, (), "is gptq, and weights can be sent"),
         (
             HF | {"quantization_config": QUANTIZATION | {"weight_block_size": [64, 64]}},
@@ -63,6 +69,22 @@ def test_engines_may_have_the_same_network_in_8_bits(tmp_path):
 def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path, served, words, message):
     with pytest.raises(ConfigError, match=message):
         dry_run(tmp_path, served, *words)
+
+
+def test_engines_with_another_tokenizer_are_refused(tmp_path):
+    def tokenizer(**added):
+        added_tokens = [{"content": text, "id": number} for text, number in added.items()]
+        return json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}, "added_tokens": added_tokens})
+
+    for name, text in (("trained", tokenizer(eos=2)), ("served", tokenizer(eos=2) + "\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(text)
+    dry_run(tmp_path, HF)  # other bytes, the same tokens
+    (tmp_path / "served" / "tokenizer.json").write_text(tokenizer(eos=3))
+    with pytest.raises(
+        ConfigError, match=r"has another tokenizer than .*: the id of 'eos' is 3 there and 2 here"
+    ):
+        dry_run(tmp_path, HF)
 
 
 def test_a_quantised_checkpoint_is_not_trained(tmp_path):

@@ -72,6 +72,12 @@ def test_a_vision_tower_and_its_section_belong_together(family, vlm, words, tmp_
         check_model(section, 2, "trainer.model")
 
 
+def test_a_config_with_a_text_for_a_table_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": "qwen3"}))
+    with pytest.raises(ConfigError, match="text_config = 'qwen3' must be a table"):
+        check_model(ModelSection(name=str(tmp_path), vlm=VisionSection()), 2, "trainer.model")
+
+
 def test_a_dry_run_reads_the_first_record_and_imports_functions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good = tmp_path / "rows.jsonl"

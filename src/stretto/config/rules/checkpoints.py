@@ -12,6 +12,16 @@ _SAME = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "n_routed_experts", "num_experts", "num_local_experts",
     "tie_word_embeddings",
 )  # fmt: skip
+"""Keys that both must have alike, or neither."""
+_SAME_IF_BOTH = (
+    "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob",
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk",
+    "rms_norm_eps", "rope_theta", "hidden_act", "sliding_window", "layer_types", "depth", "out_hidden_size",
+    "patch_size", "spatial_merge_size", "num_heads",
+)  # fmt: skip
+"""Keys that mean the same in both, and have a default that one of the files may leave out."""
+_NESTED = ("text_config", "vision_config")
+"""Tables in which models with images have the numbers of their parts."""
 
 
 def check_quantize(quantizes: bool | None, engine_model: str | None, *, is_quantized: bool) -> None:
@@ -43,10 +53,38 @@ def check_same_network(trained: Mapping[str, Any], served: Mapping[str, Any], na
 
     Raises: ConfigError naming the first key that differs.
     """
-    for key in _SAME:
-        if trained.get(key) != served.get(key):
-            raise ConfigError(
-                f"inference.model = {names[1]!r} is not the network that is trained, {names[0]!r}: its config.json has "
-                f"{key} = {served.get(key)!r}, that of the latter {trained.get(key)!r}; engines may load another "
-                "precision of the same model only"
-            )
+    for table in (None, *_NESTED):
+        ours, theirs = (hf if table is None else hf.get(table) or {} for hf in (trained, served))
+        both = [key for key in _SAME_IF_BOTH if key in ours and key in theirs]
+        for key in (*_SAME, *both):
+            if ours.get(key) != theirs.get(key):
+                name = key if table is None else f"{table}.{key}"
+                raise ConfigError(
+                    f"inference.model = {names[1]!r} is not the network that is trained, {names[0]!r}: its config.json "
+                    f"has {name} = {theirs.get(key)!r}, that of the latter {ours.get(key)!r}; engines may load another "
+                    "precision of the same model only"
+                )
+
+
+def check_same_tokens(trained: Mapping[str, Any], served: Mapping[str, Any], names: tuple[str, str]) -> None:
+    """Check that two tokenizer.json give texts the same ids; names as above.
+
+    Raises: ConfigError naming a token that differs.
+    """
+    ours, theirs = map(_tokens_of, (trained, served))
+    if ours == theirs:
+        return
+    token = min(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
+    ids = [table.get(token, "none") for table in (theirs, ours)]
+    raise ConfigError(
+        f"inference.model = {names[1]!r} has another tokenizer than {names[0]!r}, which is trained: the id of "
+        f"{token!r} is {ids[0]} there and {ids[1]} here; engines may load another precision of the same model only"
+    )
+
+
+def _tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Text and id of every token."""
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    # Byte pairs have a table of ids, unigrams a list of texts and scores.
+    ids = dict(vocab) if isinstance(vocab, Mapping) else {text: i for i, (text, _) in enumerate(vocab)}
+    return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}

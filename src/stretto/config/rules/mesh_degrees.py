@@ -62,7 +62,10 @@ def read_shape(directory: Path) -> Shape | None:
     if found.get("model_type") not in OWN_FAMILIES:
         return None
     # Models with images have the numbers of their decoder in a table of their own.
-    found = found | (found.get("text_config") or {}) | {"model_type": found["model_type"]}
+    text = found.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ConfigError(f"{path}: text_config = {text!r:.60} must be a table of keys and values")
+    found = found | text | {"model_type": found["model_type"]}
     if found["model_type"] in ("qwen3_5_moe_text", "qwen3_5_moe"):  # all its blocks are sparse
         found.setdefault("intermediate_size", found.get("moe_intermediate_size"))
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:

@@ -37,7 +37,6 @@ from stretto.models.lora import Adapter
 from stretto.models.native.kernels import Kernels
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
-from stretto.transports.engine import images
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int, UInt64
@@ -180,8 +179,8 @@ class EngineCore:
         """Why this request cannot be served, in words for its sender; None if it can."""
         if spec.adapter is not None and self.adapters.get(spec.adapter) is None:
             return f"model: no adapter is called {spec.adapter!r}"
-        if (reason := images.refusal_reason(spec, images.VisionSizes.of(self.config.hf))) is not None:
-            return reason
+        if spec.images:  # never computed as if they were text
+            return 'features: the embedded engine takes no images; set [inference] engine = "vllm"'
         return refusal_reason(
             spec,
             vocab_size=self.config.vocab_size,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.config.root import RLConfig
-from stretto.config.rules.checkpoints import check_quantize, check_same_network
+from stretto.config.rules.checkpoints import check_quantize, check_same_network, check_same_tokens
 from stretto.config.rules.mesh_degrees import (
     SPARSE_FAMILIES,
     Shape,
@@ -89,6 +89,7 @@ def check_engine_model(cfg: RLConfig) -> None:
     except (OSError, ValueError):
         return  # the process that loads it says what is wrong with it
     check_same_network(trained, other, (cfg.model.name, served))
+    _check_tokens(there, here, (cfg.model.name, served))
     quantization = other.get("quantization_config")
     check_quantize(wire.quantize_in_weight_transfer, served, is_quantized=quantization is not None)
     if quantization is None:
@@ -106,6 +107,17 @@ def check_engine_model(cfg: RLConfig) -> None:
             f"inference.model = {served!r} has weights in 8 bits, and [model.lora] sends adapters, which engines add "
             "to the weights that they were started with; leave one of the two out"
         )
+
+
+def _check_tokens(there: Path, here: Path, names: tuple[str, str]) -> None:
+    """Check the tokenizers of two model directories, where both are on this machine."""
+    files = [directory / "tokenizer.json" for directory in (there, here)]
+    try:
+        texts = [file.read_bytes() for file in files]
+        if texts[0] != texts[1]:
+            check_same_tokens(json.loads(texts[0]), json.loads(texts[1]), names)
+    except (OSError, ValueError):
+        return  # not here, or the process that loads it says what is wrong with it
 
 
 def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:

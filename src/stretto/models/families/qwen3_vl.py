@@ -6,9 +6,11 @@ of the text family in `text_config`. Qwen3-VL also has deepstack. Films are not 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from stretto.base.errors import DataError
 from stretto.models.families.dense import QWEN3
 from stretto.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from stretto.models.families.qwen3_moe import QWEN3_MOE
@@ -38,6 +40,9 @@ _DEEPSTACK = "deepstack_visual_indexes"
 
 def _normalise(hf: dict[str, Any]) -> dict[str, Any]:
     """The keys of text_config beside the others; whether weights are tied is said outside of it."""
+    for key in _NESTED:
+        if not isinstance(hf.get(key) or {}, Mapping):
+            raise DataError(f"config.json: {key} = {hf[key]!r:.60} must be a table of keys and values")
     text = dict(hf.get("text_config") or {})
     text.pop("tie_word_embeddings", None)
     outer = {key: value for key, value in hf.items() if key != "text_config"}

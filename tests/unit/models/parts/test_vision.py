@@ -216,6 +216,8 @@ def test_our_config_json_says_what_theirs_did(case, tmp_path):
     [
         ({"vision_config": None}, "no value for vision_config; a qwen3_vl"),
         ({"image_token_id": None}, "no value for image_token_id"),
+        ({"text_config": "qwen3"}, "text_config = 'qwen3' must be a table of keys"),
+        ({"vision_config": [1]}, "vision_config = .1. must be a table of keys"),
         ({"text_config": None}, "no value for vocab_size, hidden_size"),
         (
             {"vision_config": {"hidden_act": "silu"}},
@@ -234,7 +236,7 @@ def test_our_config_json_says_what_theirs_did(case, tmp_path):
 def test_a_half_known_config_is_refused_by_name(change, words, tmp_path):
     family, keys = config_keys("qwen3_vl")
     config = json.loads(AutoConfig.for_model(family, **keys).to_json_string())
-    if change.get("vision_config"):
+    if isinstance(change.get("vision_config"), dict):
         change = {
             "vision_config": {"out_hidden_size": 32, "num_position_embeddings": 2304}
             | change["vision_config"]
