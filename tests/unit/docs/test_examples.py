@@ -14,7 +14,15 @@ from stretto.envs.base import load_environment
 from stretto.launch.plan.plan import plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-LARGE = ("qwen3_0.6b", "qwen3_30b_a3b", "glm4.5_air", "gpt_oss_20b", "glm5_pd_disag", "glm5_llmd")
+LARGE = (
+    "qwen3_0.6b",
+    "qwen3_30b_a3b",
+    "qwen3_vl_4b",
+    "glm4.5_air",
+    "gpt_oss_20b",
+    "glm5_pd_disag",
+    "glm5_llmd",
+)
 OTHERS = ("broken", "gsm8k", *LARGE)  # laid over the demo; recipes for models of the Hub: test_recipes.py
 RL = [path for path in sorted(EXAMPLES.glob("*/rl.toml")) if path.parent.name not in OTHERS]
 SFT = [path for path in sorted(EXAMPLES.glob("*/sft.toml")) if path.parent.name not in OTHERS]

@@ -158,6 +158,7 @@ PLANS = {
     # GPUs of the trainer, of engines, nodes of engines; degrees of the mesh
     "qwen3_0.6b": (1, 1, 1, {}),
     "qwen3_30b_a3b": (4, 4, 1, {"dp_shard": 4, "ep": 4}),
+    "qwen3_vl_4b": (4, 4, 1, {"dp_shard": 4}),
     "glm4.5_air": (24, 8, 1, {"dp_shard": 24, "ep": 8}),
     "gpt_oss_20b": (4, 4, 1, {"dp_shard": 2, "cp": 2, "ep": 4}),
     "glm5_pd_disag": (128, 96, 12, {"dp_shard": 32, "cp": 4, "ep": 8}),
