@@ -9,6 +9,7 @@ once those that the one before had changed.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -122,11 +123,11 @@ class BaseWeights:
             starts[name], end = end, end + -(-self._tensors[name].nbytes // _ALIGN) * _ALIGN
         try:
             copy, reader = self._copy(names, starts, end)
-        except (EngineError, WireError):
+        except (EngineError, WireError, OSError) as error:
             logger.warning(
                 "the weights of %s that adapters change, %d bytes, do not fit into %s: each version maps them from the "
-                "files, which may be read from disk again; give this machine or container more shared memory",
-                self._directory, end, self._memory,
+                "files, which may be read from disk again; give this machine or container more shared memory (%s)",
+                self._directory, end, self._memory, error,
             )  # fmt: skip
             return
         self._copies.append((copy, reader))
@@ -136,31 +137,35 @@ class BaseWeights:
     def _copy(self, names: list[str], starts: dict[str, int], num_bytes: int) -> tuple[HostCopy, CopyReader]:
         """The copy of these tensors on this host, which the first worker writes.
 
-        Raises: EngineError or WireError if there is no room, or another worker could not write it.
+        Raises: EngineError, WireError or OSError if there is no room, or another worker could not write it.
         """
         key = blake2b("\n".join((self._identity, *names)).encode(), digest_size=8).hexdigest()
         copy = HostCopy(self._memory, f"base-{key}", num_bytes)
         try:
-            if copy.version != _VERSION and num_bytes > _available_memory() // 2:
-                raise EngineError(f"{num_bytes} bytes are more than half of the memory that is left")
-            with copy.writing(unless=_VERSION) as writer:
-                if writer is not None:
-                    for name in names:
-                        source = _bytes_of(self._tensors[name])
-                        writer.tensors[starts[name] : starts[name] + len(source)] = source.numpy()
-                    writer.commit(_VERSION)
+            # What the copy of another worker takes is no longer available, and it may not be complete yet.
+            if num_bytes <= _available_memory() // 2:
+                self._write(copy, names, starts)
             return copy, copy.read(_VERSION)
         except BaseException:
             copy.close()
             raise
 
+    def _write(self, copy: HostCopy, names: list[str], starts: dict[str, int]) -> None:
+        """Write the copy, unless another worker has written it or does so now."""
+        with copy.writing(unless=_VERSION) as writer:
+            if writer is not None:
+                for name in names:
+                    source = _bytes_of(self._tensors[name])
+                    writer.tensors[starts[name] : starts[name] + len(source)] = source.numpy()
+                writer.commit(_VERSION)
+
 
 def _identity(directory: Path) -> str:
-    """Differs between directories whose files differ."""
+    """Differs between directories whose files differ, and between users, who cannot read each other's memory."""
     files = sorted(path for path in directory.glob("*.safetensors"))
     stats = ((path.name, path.stat()) for path in files)
     found = [f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}" for name, stat in stats]
-    return "\n".join((str(directory.resolve()), *found))
+    return "\n".join((str(os.getuid()), str(directory.resolve()), *found))
 
 
 def _available_memory() -> int:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from stretto.inference.vllm import base
 from stretto.inference.vllm.base import BaseWeights
 from stretto.models.hub import export_tensors, random_model, save_hf
 from stretto.models.lora import Adapter, attach_adapters
+from stretto.transports.weights import host_copy
 
 SCALING = 2.0
 
@@ -105,3 +111,61 @@ def test_without_room_in_memory_versions_come_from_the_files_and_this_is_said_on
     assert_merged(found[1], model, dict(export_tensors(build())))
     assert sum("do not fit into" in record.message for record in caplog.records) == 1
     weights.close()
+
+
+def test_workers_that_merge_at_once_share_one_copy(model_dir, memory, caplog, monkeypatch):
+    """Locks hold between open files, so threads meet as processes do; the copy of one leaves no room for others."""
+    copies = lambda: [path for path in memory.iterdir() if path.suffix not in (".users", ".lock")]
+    is_full = lambda: any(path.stat().st_size for path in copies())
+    monkeypatch.setattr(base, "_available_memory", lambda: 0 if is_full() else 1 << 40)
+    bytes_of = base._bytes_of
+    monkeypatch.setattr(base, "_bytes_of", lambda tensor: met.wait(10) and bytes_of(tensor))
+    met = threading.Event()  # the copy has been begun when the other workers look at the memory
+    workers, model = [BaseWeights(model_dir, memory) for _ in range(3)], adapted(1, "q_proj", "experts")
+    with ThreadPoolExecutor(len(workers)) as pool:
+        found = [pool.submit(merge, workers[0], model)]
+        while not is_full():
+            assert not found[0].done()
+        available = base._available_memory
+        looked = threading.Barrier(len(workers) - 1, action=met.set)
+        monkeypatch.setattr(base, "_available_memory", lambda: (looked.wait(10), available())[1])
+        found += [pool.submit(merge, worker, model) for worker in workers[1:]]
+    assert "do not fit" not in caplog.text
+    assert len(copies()) == 1
+    for tensors in found:
+        assert_merged(tensors.result(), model, dict(export_tensors(build())))
+    for worker in workers:
+        worker.close()
+    assert not any(memory.iterdir())
+
+
+def test_a_copy_that_cannot_be_opened_stops_no_update(model_dir, memory, caplog, monkeypatch):
+    """As another user's in the same directory."""
+
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(host_copy, "open_locked", refuse)
+    weights, model = BaseWeights(model_dir, memory), adapted(1, "q_proj")
+    assert_merged(merge(weights, model), model, dict(export_tensors(build())))
+    assert "Permission denied" in caplog.text
+    weights.close()
+
+
+def test_what_a_killed_worker_wrote_is_removed_by_the_next(model_dir, memory):
+    """Its locks end with it, and the files alone are left."""
+    model = adapted(1, "q_proj")
+
+    def merge_and_die() -> None:
+        merge(BaseWeights(model_dir, memory), model)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    worker = multiprocessing.get_context("fork").Process(target=merge_and_die)
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGKILL
+    assert any(memory.iterdir())
+    weights = BaseWeights(model_dir, memory)
+    assert_merged(merge(weights, model), model, dict(export_tensors(build())))
+    weights.close()
+    assert not any(memory.iterdir())
