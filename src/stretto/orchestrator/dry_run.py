@@ -15,6 +15,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, DataError, EnvError, boundary
 from stretto.base.foreign import call_async, load_function, load_object
+from stretto.chat.placeholders import with_placeholders
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, OrchestratorConfig, SFTConfig
 from stretto.config.sections.hooks import ENVIRONMENTS, HooksSection
@@ -182,7 +183,7 @@ async def _first_prompt(
 def _plain(prompt: str | list[Message]) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {message.get('content')}" for message in prompt)
+    return "\n".join(f"{message['role']}: {message.get('content')}" for message in with_placeholders(prompt))
 
 
 def check_sft_records(cfg: SFTConfig) -> list[Checked]:
