@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +104,18 @@ def test_a_lost_machine_ends_a_run_that_may_not_be_started_again(run: Callable[.
     assert placed.end() == 1
     assert "is lost" in placed.said() and "not started again: ray.max_restarts = 0" in placed.said()
     check(placed, placed.steps()[-1])
+
+
+def test_an_actor_that_fails_is_named_with_its_node(run: Callable[..., RayRun]) -> None:
+    placed = run(ENDLESS)
+    placed.until(placed.steps, "the first step")
+    (placed.dir.ray / "node_1.log").unlink()
+    assert placed.end() == 1
+    last = placed.said().splitlines()[-1]
+    assert re.fullmatch(
+        r"error: \[ray\]: the actor of node 1 \([\d.]+\) failed: FileNotFoundError: .*", last
+    ), last
+    assert not any(placed.processes(role) for role in ("orchestrator", "trainer", "inference"))
 
 
 def test_ctrl_c_finishes_the_step_and_the_run_is_resumed_by_hand(run: Callable[..., RayRun]) -> None:

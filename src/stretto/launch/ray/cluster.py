@@ -135,7 +135,7 @@ class Group:
         seen = []
         for index, ref in enumerate(asked):
             try:
-                seen.append(self._get(ref, LOOK_S))
+                seen.append(_get(self._ray, ref, LOOK_S, where[index]))
             except NodeLost as cause:
                 if "import" in str(cause):
                     raise ConfigError(
@@ -148,9 +148,6 @@ class Group:
     def remote_node(self, place: Placed, number: int) -> RemoteNode:
         """The actor at a place, as the node of that number."""
         return RemoteNode(self._ray, self._actors[place.bundle], place, number)
-
-    def _get(self, ref: Any, timeout_s: float) -> Any:
-        return _get(self._ray, ref, timeout_s)
 
     def remove(self) -> None:
         """End the actors, and with them what still runs, and give the machines back."""
@@ -184,11 +181,17 @@ class RemoteNode:
         return self._actor.signal.remote(number)
 
     def result(self, call: Any, timeout_s: float) -> Any:
-        """The answer to a call. Raises: NodeLost."""
-        return _get(self._ray, call, timeout_s)
+        """The answer to a call. Raises: NodeLost; EngineError if the actor fails there."""
+        return _get(self._ray, call, timeout_s, str(self))
+
+    def __str__(self) -> str:
+        return f"node {self.number} ({self.place.address})"
 
     def poll(self) -> tuple[str, int | None] | None:
-        """What it has written since, and its exit code; None if the answer is still on its way. Raises: NodeLost."""
+        """What it has written since, and its exit code; None if the answer is still on its way.
+
+        Raises: NodeLost; EngineError if the actor fails there.
+        """
         if self._asked is None:
             self._asked = self._actor.poll.remote()
         done, _ = self._ray.wait([self._asked], timeout=0)
@@ -204,21 +207,28 @@ class RemoteNode:
             if time.monotonic() - self._answered_at > UNREACHABLE_S:
                 raise NodeLost(_reason(error)) from error
             return None
+        except self._ray.exceptions.RayTaskError as error:
+            raise _failure(error, str(self)) from error
         except self._ray.exceptions.RayError as error:
             raise NodeLost(_reason(error)) from error
         self._answered_at = time.monotonic()
         return answer
 
 
-def _get(ray: Any, ref: Any, timeout_s: float) -> Any:
+def _get(ray: Any, ref: Any, timeout_s: float, who: str) -> Any:
     try:
         return ray.get(ref, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise NodeLost(f"no answer for {timeout_s:g} s") from error
     except ray.exceptions.RayTaskError as error:
-        raise EngineError(f"[ray]: a node's actor failed: {_reason(error)}") from error
+        raise _failure(error, who) from error
     except ray.exceptions.RayError as error:
         raise NodeLost(_reason(error)) from error
+
+
+def _failure(error: Exception, who: str) -> EngineError:
+    """An exception in an actor, and the node where it was raised."""
+    return EngineError(f"[ray]: the actor of {who} failed: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:

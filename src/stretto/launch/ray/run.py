@@ -269,7 +269,7 @@ class RayJob:
                 try:
                     answer = node.poll()
                 except NodeLost as lost:
-                    return Outcome(1, f"node {node.number} ({node.place.address}) is lost: {lost}")
+                    return Outcome(1, f"{node} is lost: {lost}")
                 if answer is not None:
                     self._show(node.number, answer[0])
                     codes |= {} if answer[1] is None else {node.number: answer[1]}
