@@ -37,7 +37,7 @@ GROUP, WARMUP = 8, 5
 
 @dataclass(frozen=True)
 class Shape:
-    """Completions a step, tokens of each, steps of a turn, and the ratio that is aimed at."""
+    """Completions per step, tokens of each, steps of a turn, and the ratio that is aimed at."""
 
     completions: int
     new_tokens: int

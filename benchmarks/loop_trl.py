@@ -2,7 +2,7 @@
 
     python loop_trl.py MODEL_DIR STEPS WORK_DIR [COMPLETIONS GROUP NEW_TOKENS]
 
-One thread, one process, CPU. The same random Qwen3, the same prompts, COMPLETIONS of exactly NEW_TOKENS a step in
+One thread, one process, CPU. The same random Qwen3, the same prompts, COMPLETIONS of exactly NEW_TOKENS per step, in
 groups of GROUP (64 of 32 in groups of 8), AdamW, no KL to a reference model. A reward that differs within every group
 keeps the gradient non-zero. The last line is one JSON object.
 """
