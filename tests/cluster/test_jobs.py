@@ -201,7 +201,9 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(
     words = ["@", str(tmp_path / "sft.toml"), "--output-dir", str(tmp_path), "--max-steps", "2", "--dry-run"]
     assert main(["sft", *words]) == 0
     shown = capsys.readouterr().out
-    assert "#SBATCH --job-name=r\n" in shown and "no GPUs are named or counted" in shown
+    assert "--job-name=r " in shown and "no GPUs are named or counted" in shown
+    script = tmp_path / "r" / "dry_run" / "slurm" / "job.sh"
+    assert str(script.parent) in shown and "#SBATCH --job-name=r\n" in script.read_text()
     assert not (tmp_path / "r" / "slurm").exists()
 
 
