@@ -103,6 +103,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert code == 0, output
     run = RunDir(folder / "outputs" / "live")
     shutil.copytree(run.path, folder / "outputs" / "copy")
+    config = RunDir(folder / "outputs" / "copy").config("run")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "seed_of_the_copy": 7}))
     with run.log("orchestrator").open("a") as log:
         log.write(f"23:00:00.000 WARNING orchestrator | {HOSTILE}\n")
     return folder / "outputs"
@@ -209,11 +211,7 @@ def test_what_is_drawn_stays_as_the_run_goes_on(tab: Any, address: str, ended: P
         tab.evaluate("getSelection().removeAllRanges()")
 
 
-def test_two_runs_are_compared(tab: Any, address: str, ended: Path) -> None:
-    config = ended / "copy" / "configs" / "run.json"
-    settings = json.loads(config.read_text())
-    settings["seed_of_the_copy"] = 7
-    config.write_text(json.dumps(settings))
+def test_two_runs_are_compared(tab: Any, address: str) -> None:
     tab.goto(f"{address}#/config?run=live&run=copy")
     tab.locator("tr.differs code:text-is('seed_of_the_copy')").wait_for()
     tab.goto(f"{address}#/curves?run=live&run=copy&key=reward/mean")
