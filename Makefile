@@ -61,7 +61,7 @@ $(VENV)/tried-dynamo:
 $(VENV)/tried-browser: | $(VENV)/installed-dev
 	@$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs,browser]' || \
 		echo "note: the extra browser cannot be installed here; the page is not tried in a browser" >&2
-	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
 		apt-get install -y --no-install-recommends chromium fonts-dejavu-core || \
 		echo "note: chromium cannot be installed here; the page is not tried in a browser" >&2
 	@touch $@

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from stretto.base.runtime import machine_bytes
 from stretto.chat.images import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, find_directory, load_tokenizer
+from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.distill import TeacherSection
 from stretto.config.sections.model import RendererSection, ScratchSection
@@ -153,7 +153,7 @@ def build_renderer_of(model: str, tokenizer: str | None, section: RendererSectio
     model_type = None
     for name in filter(None, (model, tokenizer)):
         if model_type is None and (directory := find_config(name)) is not None:
-            model_type = json.loads((directory / "config.json").read_text()).get("model_type")
+            model_type = read_model_file(directory).get("model_type")
     source = model if tokenizer is None or Path(model).is_dir() else tokenizer
     images = load_image_processor(find_directory(source))
     return build_renderer(load_tokenizer(tokenizer or model), section, model_type, images)

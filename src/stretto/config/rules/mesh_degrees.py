@@ -5,7 +5,6 @@ trainer/parallel/mesh.py builds the mesh; a dry run asks here too, with what the
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
+from stretto.config.model_file import read_model_file
 from stretto.config.sections.model import ModelSection
 
 OWN_FAMILIES = (
@@ -58,14 +58,11 @@ def read_shape(directory: Path) -> Shape | None:
     Raises: ConfigError for a config.json without a number that is needed here.
     """
     path = directory / "config.json"
-    found = json.loads(path.read_text())
+    found = read_model_file(directory)
     if found.get("model_type") not in OWN_FAMILIES:
         return None
     # Models with images have the numbers of their decoder in a table of their own.
-    text = found.get("text_config") or {}
-    if not isinstance(text, dict):
-        raise ConfigError(f"{path}: text_config = {text!r:.60} must be a table of keys and values")
-    found = found | text | {"model_type": found["model_type"]}
+    found = found | (found.get("text_config") or {}) | {"model_type": found["model_type"]}
     if found["model_type"] in ("qwen3_5_moe_text", "qwen3_5_moe"):  # all its blocks are sparse
         found.setdefault("intermediate_size", found.get("moe_intermediate_size"))
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:

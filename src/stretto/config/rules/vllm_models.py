@@ -6,13 +6,13 @@ not tried on GPUs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
+from stretto.config.model_file import read_model_file
 from stretto.config.rules.mesh_degrees import RECURRENT_FAMILIES, SPARSE_FAMILIES
 
 CPU_BLOCK_SIZE = 32
@@ -34,8 +34,8 @@ class ServedModel:
 
     @classmethod
     def of(cls, directory: Path) -> ServedModel:
-        found = json.loads((directory / "config.json").read_text())
-        return cls(directory, found | found.get("text_config", {}))
+        found = read_model_file(directory)
+        return cls(directory, found | (found.get("text_config") or {}))
 
     @property
     def family(self) -> str | None:
@@ -53,14 +53,25 @@ class ServedModel:
 
     @property
     def head_dim(self) -> int:
-        return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+        return self.config.get("head_dim") or self._number("hidden_size") // self._number(
+            "num_attention_heads"
+        )
 
     @property
     def numbers_per_token(self) -> int:
         """Numbers that the cache holds for one token, in all layers."""
-        layers = self.config["num_hidden_layers"]
-        heads = self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
+        layers = self._number("num_hidden_layers")
+        heads = self.config.get("num_key_value_heads") or self._number("num_attention_heads")
         return 2 * layers * heads * self.head_dim
+
+    def _number(self, key: str) -> int:
+        """Raises: ConfigError if config.json does not give it."""
+        value = self.config.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"{self.directory / 'config.json'}: {key} = {value!r} must be a number of 1 or more"
+            )
+        return value
 
     def check(self) -> None:
         """Raises: ConfigError if vLLM would compute something else than the model, on any device."""

@@ -7,13 +7,13 @@ compilation, one process, one thread, a small cache.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
+from stretto.config.model_file import read_model_file
 from stretto.config.rules.vllm_models import CPU_BLOCK_SIZE, ServedModel
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.model import dtype_on
@@ -123,8 +123,8 @@ def _spreads_experts(section: InferenceSection, directory: Path) -> bool:
 
 def has_experts(directory: Path) -> bool:
     """Whether the model in a directory is a mixture of experts."""
-    found = json.loads((directory / "config.json").read_text())
-    return any((found | found.get("text_config", {})).get(key) for key in EXPERT_COUNTS)
+    found = read_model_file(directory)
+    return any((found | (found.get("text_config") or {})).get(key) for key in EXPERT_COUNTS)
 
 
 def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, object]:

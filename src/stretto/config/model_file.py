@@ -1,0 +1,29 @@
+"""A model's config.json, as every check before a start reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError
+
+
+def read_model_file(directory: Path) -> dict[str, Any]:
+    """The contents of config.json in a model directory.
+
+    Raises: ConfigError if it cannot be read, is not JSON, or is no table of keys and values.
+    """
+    path = directory / "config.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as cause:
+        raise ConfigError(
+            f"{path}: cannot be read: {cause}; copy the model's config.json here again"
+        ) from cause
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: a {type(found).__name__} where a table of keys and values belongs")
+    for name in ("text_config", "vision_config"):
+        if not isinstance(found.get(name) or {}, dict):
+            raise ConfigError(f"{path}: {name} = {found[name]!r:.60} must be a table of keys and values")
+    return found
