@@ -26,16 +26,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster" / "on_ray"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster" / "on_slurm"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
+from cluster_runs import ENDLESS, rl_settings
 from ray_cluster import Cluster as RayCluster
 from ray_cluster import RayRun
-from runs import start_rl, untrained_model
+from runs import start_rl
 from slurm_cluster import Cluster
-from slurm_runs import Submitted, settings
+from slurm_runs import Submitted
 
 from stretto.base.paths import RunDir
 from stretto.config.load import load
@@ -46,7 +48,6 @@ from stretto.launch.slurm.script import plan_job
 from stretto.monitors.file import read_metrics
 
 LIMIT_S = 300.0
-ENDLESS = 1_000_000
 NODES = ["--deployment.num-train-nodes", "200", "--deployment.num-infer-replicas", "800"]
 
 
@@ -112,12 +113,8 @@ def local(folder: Path) -> dict[str, float]:
     """A run on this machine, killed and resumed."""
     folder.mkdir()
     run = RunDir(folder / "run")
-    model = untrained_model(folder / "model")
-    own = {
-        key: value
-        for key, value in settings(folder, model, ENDLESS).items()
-        if key not in ("deployment", "slurm")
-    }
+    own = rl_settings(folder, ENDLESS)
+    del own["deployment"]
     start = time.perf_counter()
     first = start_rl(folder, own, "--inference.server.port", "18000")
     second = None
@@ -188,7 +185,7 @@ def placed(cluster: RayCluster, folder: Path) -> dict[str, float]:
     try:
         until(lambda: last_step(run.dir) > 0)
         begun = time.perf_counter()
-        run.until(lambda: run.saved() >= 2, "a checkpoint")
+        run.until_saved(2)
         trainer = Path(f"/proc/{run.processes('trainer')[0]}")
         killed = time.perf_counter()
         cluster.kill(int(trainer.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from stretto.envs.base import Message, SingleTurnEnv, Split, TaskSource
+from stretto.envs.base import Message, RolloutContext, RolloutResult, SingleTurnEnv, Split, TaskSource
 from stretto.records.rollout import Task
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -49,3 +49,22 @@ class SlowLetters(DistinctLetters):
     async def score(self, task: Task, text: str) -> float:
         await asyncio.sleep(self.latency_s * random.lognormvariate(0.0, 1.0))
         return distinct_share(text)
+
+
+class TalkingLetters:
+    """The same in several turns: the next letters come after a log-normal wait (sigma 1, median latency_s)."""
+
+    def __init__(self, num_turns: int, latency_s: float) -> None:
+        self.name, self.num_turns, self.latency_s = "talking-letters", num_turns, latency_s
+
+    def tasks(self, split: Split) -> TaskSource:
+        return DistinctLetters().tasks(split)
+
+    async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
+        messages, replies = [{"role": "user", "content": task.data["text"]}], ""
+        for turn in range(self.num_turns):
+            reply = await ctx.chat(messages)
+            replies += reply.text
+            messages += [reply.message, {"role": "user", "content": prompt_text(turn)}]
+            await asyncio.sleep(self.latency_s * random.lognormvariate(0.0, 1.0))
+        return RolloutResult(reward=distinct_share(replies))

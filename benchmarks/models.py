@@ -4,7 +4,8 @@
 
 Both sides have the same random tiny model (saved once, loaded by both), float32, one thread, in turns in one process.
 Trainer: forward and backward of packed rows; transformers gets the same documents as rows of equal length. Engine: the
-embedded one decodes against transformers' `generate` with a cache. CPU seconds are process time; figures are medians. A
+embedded one decodes against transformers' `generate` with a cache. Families with a vision tower have an image in every
+document, and another one in every prompt. CPU seconds are process time; figures are medians. A
 family that the engine does not serve says why. The last line is one JSON object.
 """
 
@@ -32,7 +33,10 @@ from stretto.models.attention import PackedLayout
 from stretto.models.families import FAMILIES
 from stretto.models.hub import load_model
 from stretto.models.lm_head import token_logprobs
+from stretto.models.parts.image_positions import image_positions
+from stretto.models.parts.vision import ImageBatch
 from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.records.images import Image, image_of
 
 VOCAB, DOCUMENTS, TOKENS = 512, 16, 64
 PROMPT_TOKENS, REPLY_TOKENS = 16, 48
@@ -71,17 +75,43 @@ MORE: dict[str, dict[str, object]] = {
         "ssm_state_size": 16, "n_groups": 2, "moe_shared_expert_intermediate_size": 64, "chunk_size": 32,
     },
 }  # fmt: skip
-WITHOUT_EXPERTS = ("llama", "qwen2", "qwen3", "glm4", "qwen3_5_text")
+WITHOUT_EXPERTS = ("llama", "qwen2", "qwen3", "glm4", "qwen3_5_text", "qwen3_vl", "qwen3_5")
+IMAGE_TOKEN, GRID, MERGE = 3, (1, 4, 4), 2
+IMAGE_TOKENS = GRID[1] * GRID[2] // MERGE**2
+TOWER = {
+    "depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 8,
+    "spatial_merge_size": MERGE, "temporal_patch_size": 2, "out_hidden_size": 128, "num_position_embeddings": 64,
+}  # fmt: skip
+PATCH_VALUES = 3 * 2 * 8 * 8
+VISION = {
+    "qwen3_vl": {"deepstack_visual_indexes": [1, 3]}, "qwen3_vl_moe": {"deepstack_visual_indexes": [1, 3]},
+    "qwen3_5": {}, "qwen3_5_moe": {},
+}  # fmt: skip
+"""Families with a tower, and what of TOWER differs."""
 
 
 def save_random(family: str, directory: Path) -> nn.Module:
     """A random model of transformers', saved for both sides."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
     settings = COMMON | ({} if family in WITHOUT_EXPERTS else EXPERTS) | MORE.get(family, {})
-    config = AutoConfig.for_model(family, **settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if family in VISION:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+        text = settings | ({"rope_parameters": rope | {"partial_rotary_factor": 1.0}} | DELTA)
+        ids = {
+            "image_token_id": IMAGE_TOKEN,
+            "video_token_id": 4,
+            "vision_start_token_id": 5,
+            "vision_end_token_id": 6,
+        }
+        config = AutoConfig.for_model(
+            family, text_config=text, vision_config=TOWER | VISION[family], tie_word_embeddings=False, **ids
+        )
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    else:
+        config = AutoConfig.for_model(family, **settings)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(directory)
     return model
 
@@ -98,21 +128,46 @@ def median_rates(sides: dict[str, Callable[[], int]], rounds: int) -> dict[str, 
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
+def pictures() -> list[Image]:
+    """One image of noise per document."""
+    noise = np.random.default_rng(2).standard_normal((DOCUMENTS, GRID[1] * GRID[2], PATCH_VALUES), np.float32)
+    return [image_of(patches, GRID) for patches in noise]
+
+
+def their_images(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same images as arguments of transformers."""
+    patches = torch.from_numpy(np.concatenate([image.patches for image in pictures()]))
+    grids = torch.tensor([GRID] * DOCUMENTS)
+    return {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
+
+
 def train_sides(ours: nn.Module, theirs: nn.Module) -> dict[str, Callable[[], int]]:
     """Forward and backward of the same documents."""
-    ids = torch.from_numpy(np.random.default_rng(0).integers(3, VOCAB, (DOCUMENTS, TOKENS)))
-    layout = PackedLayout(tuple(range(0, DOCUMENTS * TOKENS + 1, TOKENS)), torch.device("cpu"))
+    ids = torch.from_numpy(np.random.default_rng(0).integers(7, VOCAB, (DOCUMENTS, TOKENS)))
+    has_images = ours.config.vision is not None
+    if has_images:
+        ids[:, 2 : 2 + IMAGE_TOKENS] = IMAGE_TOKEN
+    bounds = np.arange(0, DOCUMENTS * TOKENS + 1, TOKENS)
     rows, targets = ids.flatten(), ids.roll(-1, 1).flatten()
+    layout, images, theirs_too = PackedLayout(tuple(bounds.tolist()), torch.device("cpu")), None, {}
+    if has_images:
+        grids = np.array([GRID] * DOCUMENTS)
+        at = image_positions(rows.numpy(), bounds, grids, image_token_id=IMAGE_TOKEN, merge_size=MERGE)
+        layout = PackedLayout(
+            tuple(bounds.tolist()), torch.device("cpu"), image_positions=torch.from_numpy(at)
+        )
+        theirs_too = their_images(ids)
+        images = ImageBatch(theirs_too["pixel_values"], grids, (rows == IMAGE_TOKEN).nonzero().squeeze(1))
 
     def train_ours() -> int:
-        hidden = ours.hidden(rows, layout)
+        hidden = ours.hidden(rows, layout, images=images)
         logprobs, _ = token_logprobs(hidden, ours.output_weight, targets, torch.ones(len(rows)), len(rows))
         (-logprobs.mean()).backward()
         ours.zero_grad(set_to_none=True)
         return rows.numel()
 
     def train_theirs() -> int:
-        logits = theirs(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        logits = theirs(input_ids=ids, use_cache=False, **theirs_too).logits.flatten(0, 1)
         nn.functional.cross_entropy(logits, targets).backward()
         theirs.zero_grad(set_to_none=True)
         return rows.numel()
@@ -122,7 +177,11 @@ def train_sides(ours: nn.Module, theirs: nn.Module) -> dict[str, Callable[[], in
 
 def decode_sides(core: EngineCore, theirs: nn.Module) -> dict[str, Callable[[], int]]:
     """Replies of the same length to the same prompts."""
-    prompts = np.random.default_rng(1).integers(3, VOCAB, (DOCUMENTS, PROMPT_TOKENS)).astype(np.int32)
+    prompts = np.random.default_rng(1).integers(7, VOCAB, (DOCUMENTS, PROMPT_TOKENS)).astype(np.int32)
+    has_images, shown = core.config.vision is not None, {}
+    if has_images:
+        prompts[:, 2 : 2 + IMAGE_TOKENS] = IMAGE_TOKEN
+        shown = their_images(torch.from_numpy(prompts))
     count = 0
 
     def decode_ours() -> int:
@@ -131,8 +190,9 @@ def decode_sides(core: EngineCore, theirs: nn.Module) -> dict[str, Callable[[], 
         sampling = SamplingParams(max_tokens=REPLY_TOKENS, ignore_eos=True, seed=count)
         for i, row in enumerate(prompts):
             asked = GenerateRequest(
-                request_id=f"{count} {i}", prompt_ids=row, sampling=sampling, cache_salt=str(count)
-            )
+                request_id=f"{count} {i}", prompt_ids=row, sampling=sampling, cache_salt=str(count),
+                images=(pictures()[i],) if has_images else (), image_token_id=IMAGE_TOKEN if has_images else None,
+            )  # fmt: skip
             core.submit(core.build_request(asked))
         while core.has_work:
             core.step()
@@ -142,7 +202,7 @@ def decode_sides(core: EngineCore, theirs: nn.Module) -> dict[str, Callable[[], 
     def decode_theirs() -> int:
         theirs.generate(
             torch.from_numpy(prompts).long(), attention_mask=torch.ones(prompts.shape, dtype=torch.long),
-            min_new_tokens=REPLY_TOKENS, max_new_tokens=REPLY_TOKENS, do_sample=True,
+            min_new_tokens=REPLY_TOKENS, max_new_tokens=REPLY_TOKENS, do_sample=True, **shown,
         )  # fmt: skip
         return DOCUMENTS * REPLY_TOKENS
 

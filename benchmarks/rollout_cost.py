@@ -59,7 +59,7 @@ async def play_engine(port: int, delay: Callable[[random.Random], float] | None 
 
     from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
     from stretto.records.generate import Completion, VersionSpan
-    from stretto.transports.engine import api
+    from stretto.transports.engine import api, updates
 
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = load_tokenizer(build_letters_tokenizer(directory))
@@ -86,7 +86,7 @@ async def play_engine(port: int, delay: Callable[[random.Random], float] | None 
 
     async def update(request: web.Request) -> web.Response:
         nonlocal version
-        version = api.decode_update(await request.read()).manifest.version
+        version = updates.decode_update(await request.read()).manifest.version
         return web.Response(body=b"{}")
 
     async def fine(request: web.Request) -> web.Response:

@@ -6,15 +6,15 @@ None of them records calls to be asserted on; tests check the results of the cod
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.envs.base import Message, RolloutResult, SingleTurnEnv, TaskSource
+from stretto.foresee.clock import run_virtual as run_virtual
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
@@ -31,55 +31,6 @@ from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
 from stretto.records.weights import WeightManifest
 from stretto.transports.control import Event
-
-# -- a clock --
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose sleeps take no time: if no task can run, the clock jumps to the next timer.
-
-    If there is no timer either, all tasks wait for each other: that is a deadlock, and raises.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 0.0
-        self._num_jobs = 0  # in threads, which take no time here
-
-    def time(self) -> float:
-        return self._now
-
-    def _run_once(self) -> None:
-        while self._scheduled and self._scheduled[0]._cancelled:
-            # As the base class does before it looks at the first timer.
-            self._timer_cancelled_count -= 1
-            heapq.heappop(self._scheduled)._scheduled = False
-        if not self._ready and not self._stopping and not self._num_jobs:
-            if not self._scheduled:
-                raise RuntimeError("deadlock: every task waits and no timer is set")
-            self._now = max(self._now, self._scheduled[0]._when)
-        super()._run_once()
-
-    def run_in_executor(self, executor, function, *arguments):
-        self._num_jobs += 1
-        job = super().run_in_executor(executor, function, *arguments)
-        job.add_done_callback(self._end_job)
-        return job
-
-    def _end_job(self, job: asyncio.Future) -> None:
-        self._num_jobs -= 1
-
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        self._num_jobs += 1
-        await super().shutdown_default_executor()
-        self._num_jobs -= 1
-
-
-def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine like asyncio.run, in virtual time."""
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(main)
-
 
 # -- text --
 
@@ -103,6 +54,9 @@ class CharRenderer:
     def render_prompt(self, messages: list[Message], tools: Any = None) -> np.ndarray:
         text = "".join(f"{m['role'][0].upper()}{m.get('content') or ''}." for m in messages)
         return np.array([ord(c) for c in text + "A"], dtype=np.int32)
+
+    def render_text(self, messages: list[Message], tools: Any = None) -> str:
+        return self.decode(self.render_prompt(messages, tools))
 
     def render_leading(self, messages: list[Message]) -> np.ndarray:
         return self.render_prompt(messages)[:-1]

@@ -7,13 +7,16 @@ import io
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import torch
 from aiohttp import web
 from engine_runs import build_core
 
-from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+from stretto.chat.placeholders import PLACEHOLDER
+from stretto.chat.scratch import build_scratch_files
+from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.root import InferenceConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.inference.boundary import RUNNER_SETTINGS
@@ -25,12 +28,16 @@ KEY = {"Authorization": "Bearer secret"}
 MESSAGES = [{"role": "user", "content": "sort: cab"}]
 
 
-def build_directory(path: Path) -> Path:
-    """A tiny model with the letters tokenizer."""
-    build_letters_tokenizer(path)
+def build_directory(path: Path, **shape: Any) -> Path:
+    """A tiny model with the letters tokenizer; with a vision tower, its image processor too."""
+    scratch = ScratchSection(max_position_embeddings=512, **shape)
+    build_scratch_files(path, scratch)
     tokenizer = load_tokenizer(path)
     model = random_model(
-        ScratchSection(max_position_embeddings=512), tokenizer.vocab_size, eos_token_id=tokenizer.eos_token_id
+        scratch,
+        tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+        image_token_id=tokenizer.token_id(PLACEHOLDER),
     )
     save_hf(model, path, path)
     return path

@@ -40,6 +40,7 @@ SUMMARIES = {
     "sft": "supervised fine-tuning",
     "vime": "the same as rl, by the flags of vime: stretto vime --hf-checkpoint DIR ...",
     "trainer": "the trainer of an rl run alone",
+    "critic": "the critic of an rl run alone, where it has ranks of its own",
     "orchestrator": "the orchestrator of an rl run alone",
     "inference": "the inference server alone",
     "eval": "evaluate a model on environments",
@@ -54,9 +55,12 @@ SUMMARIES = {
     "push": "upload a run's weights and a model card to the Hub: stretto push RUN",
     "status": "how far a run is, and who runs it: stretto status RUN",
     "logs": "the end of a run's logs: stretto logs RUN --follow",
+    "stacks": "what every process of a run is doing now, also when it hangs: stretto stacks RUN",
     "stop": "let a run finish its step, save a checkpoint and end: stretto stop RUN",
     "plot": "draw metrics of runs: stretto plot RUN [RUN ...] --key entropy/mean",
     "view": "show runs in a browser, live or finished: stretto view [RUN ...]",
+    "doctor": "what of this machine, and for a config, will go wrong: stretto doctor [CONFIG]",
+    "plan": "foresee memory and time of an rl run, without a GPU: stretto plan rl.toml",
 }
 
 
@@ -225,6 +229,14 @@ def _trainer(cfg: TrainerConfig, words: list[str]) -> int:
     return run(cfg)
 
 
+def _critic(cfg: TrainerConfig, words: list[str]) -> int:
+    _let_waiting_threads_sleep()
+    from stretto.trainer.critic_ranks import main as run
+
+    _restore_python_signals()
+    return run(cfg)
+
+
 def _orchestrator(cfg: OrchestratorConfig, words: list[str]) -> int:
     from stretto.orchestrator.main import main as run
 
@@ -286,6 +298,7 @@ _VERBS: dict[str, Callable[[Any, list[str]], int]] = {
     "rl": _rl,
     "sft": _sft,
     "trainer": _trainer,
+    "critic": _critic,
     "orchestrator": _orchestrator,
     "inference": _inference,
     "eval": _eval,
@@ -296,6 +309,16 @@ _VERBS: dict[str, Callable[[Any, list[str]], int]] = {
 
 def _run_config_verb(verb: str, words: list[str], command: str) -> int:
     """Load the config of a verb, and run it, print it or look at what it would do."""
+    if verb in ("rl", "sft"):
+        from stretto.config.traced import VARIABLE, take_flag
+
+        words, steps = take_flag(words)
+        os.environ |= {VARIABLE: steps} if steps else {}
+    bench = None
+    if any(word == "--bench" or word.startswith("--bench.") for word in words):
+        from stretto.bench.shape import Shape
+
+        bench, words = Shape.parse(verb, words)
     from stretto.config import root
     from stretto.config.load import load
 
@@ -303,16 +326,23 @@ def _run_config_verb(verb: str, words: list[str], command: str) -> int:
         "rl": root.RLConfig,
         "sft": root.SFTConfig,
         "trainer": root.TrainerConfig,
+        "critic": root.TrainerConfig,
         "orchestrator": root.OrchestratorConfig,
         "inference": root.InferenceConfig,
         "eval": root.EvalConfig,
         "evals": root.EvalsConfig,
     }
     cfg = load(roots[verb], _own_flags(verb, words), verb=command)
+    os.environ.update(cfg.env_vars)  # before torch is imported
     if cfg.print_config:
         return _print_config(cfg)
     if cfg.dry_run and verb != "inference":  # which may be a plan of several processes
         return _dry_run(verb, cfg)
+    if bench is not None and not cfg.dry_run:
+        from stretto.bench.command import bench as run
+
+        _unwind_at_signals()
+        return run(cfg, bench)
     return _VERBS[verb](cfg, words)
 
 
@@ -423,6 +453,12 @@ def _stop(words: list[str]) -> int:
     return stop(words)
 
 
+def _stacks(words: list[str]) -> int:
+    from stretto.launch.stacks import stacks
+
+    return stacks(words)
+
+
 def _push(words: list[str]) -> int:
     from stretto.view.push import push
 
@@ -435,6 +471,19 @@ def _view(words: list[str]) -> int:
     return view(words)
 
 
+def _doctor(words: list[str]) -> int:
+    from stretto.doctor.command import doctor
+
+    _unwind_at_signals()
+    return doctor(words)
+
+
+def _plan(words: list[str]) -> int:
+    from stretto.foresee.command import plan
+
+    return plan(words)
+
+
 _PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
     "vime": _vime,
     "init": _init,
@@ -445,10 +494,13 @@ _PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {
     "rollouts": _rollouts,
     "plot": _plot,
     "view": _view,
+    "doctor": _doctor,
+    "plan": _plan,
     "pod": _pod,
     "push": _push,
     "status": _status,
     "logs": _logs,
+    "stacks": _stacks,
     "stop": _stop,
 }
 """Verbs that take their own words, and no configuration."""
@@ -522,6 +574,20 @@ def _restore_python_signals() -> None:
     """Let SIGINT raise KeyboardInterrupt, and SIGTERM end the process without a message."""
     for number in _signals:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _unwind_at_signals() -> None:
+    """Let SIGINT and SIGTERM raise, so that what was started is ended and temporary files are removed."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        _ignore_signals()  # a second one would leave the rest
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        os.write(2, _SIGNAL_LINES[signal.SIGTERM])
+        sys.exit(128 + number)
+
+    for number in _signals:
+        signal.signal(number, unwind)
 
 
 def _end_command(code: int) -> int:

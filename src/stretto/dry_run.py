@@ -29,6 +29,7 @@ from stretto.orchestrator.dry_run import (
     Checked,
     FirstTask,
     check_sft_records,
+    check_trainer_hooks,
     check_user_code,
     preview,
     preview_eval,
@@ -47,15 +48,24 @@ def rl(cfg: RLConfig) -> str:
     from stretto.launch.plan.table import table
     from stretto.launch.run.rl import plan_only
 
-    checked = check_user_code(cfg.orchestrator)
+    checked = [*check_user_code(cfg.orchestrator), *check_trainer_hooks(cfg.trainer.hooks)]
     router = check_router(cfg.inference, is_dry_run=True)
     plan, directory = plan_only(cfg)
     tasks, missing = preview(cfg.orchestrator_config())
     models = [*_model(cfg.model, missing), *_other_models(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
     rows += [("router", f"NOT READY: {router}")] if router else []
+    rows += _images(cfg.model) if cfg.inference is None else []
     written = f"{_run_directory(cfg)}\nits configs and commands are in {directory / 'configs'} and plan.json"
     return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
+
+
+def _images(model: ModelSection) -> Rows:
+    """What engines that this run does not start must do, if the policy sees images."""
+    if model.vlm is None:
+        return []
+    say = "NOT CHECKED: engines that this run does not start must serve this model with images (`stretto inference`)"
+    return [("images", say)]
 
 
 def orchestrator(cfg: OrchestratorConfig) -> str:
@@ -63,6 +73,7 @@ def orchestrator(cfg: OrchestratorConfig) -> str:
     checked = check_user_code(cfg)
     tasks, missing = preview(cfg)
     rows = [*_model(cfg.model, missing), *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
+    rows += _images(cfg.model)
     return _screen(
         rows, _first_tasks(tasks), f"orchestrator  control port {cfg.control.port}", _run_directory(cfg)
     )
@@ -72,7 +83,8 @@ def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
     if cfg.model.scratch is None and (directory := find_config(cfg.model.name)) is not None:
         check_trainable(directory, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
-    rows = [*_model(cfg.model), *_monitors(cfg.monitors)]
+    checked = check_trainer_hooks(cfg.hooks)
+    rows = [*_model(cfg.model), *_code(checked), *_monitors(cfg.monitors)]
     return _screen(
         rows,
         f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}",
@@ -250,7 +262,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str]:
     """The first row as the model will see it; and why it is not rendered, "" if it is."""
     from stretto.config.sections.sft import EnvData
     from stretto.orchestrator.build import build_renderer_of, build_scratch_renderer
-    from stretto.trainer.batch.sft_data import read_rows
+    from stretto.trainer.batch.sft_data import read_rows, render_row
 
     data = cfg.data.model_copy(update={"num_rows": 1}) if isinstance(cfg.data, EnvData) else cfg.data
     row = next(read_rows(data, cfg.seed))
@@ -262,7 +274,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str]:
     except ConfigError as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
         return _boxed(f"{row.where}, not rendered:", text), str(error)
-    ids, mask = renderer.render_sft(row.messages, cfg.loss_mask, row.tools)
+    ids, mask, _ = render_row(row, renderer, cfg.loss_mask)
     about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained:"
     return _boxed(about, renderer.readable(ids)), ""
 
@@ -283,6 +295,7 @@ SCREENS: dict[str, Callable[..., str]] = {
     "rl": rl,
     "sft": sft,
     "trainer": trainer,
+    "critic": trainer,
     "orchestrator": orchestrator,
     "inference": inference,
     "eval": evaluate,

@@ -54,9 +54,14 @@ COMMANDS = {
     "grpo": f"--advantage-estimator grpo --eps-clip 0.2 --normalize-advantages {SPLIT}",
     "gspo": f"--advantage-estimator gspo --calculate-per-token-loss --use-tis {SPLIT}",
     "ppo": f"--advantage-estimator ppo --critic-lr 1e-5 --critic-lr-warmup-iters 1 --num-critic-only-steps 1 {SPLIT}",
+    "actor, critic and rollout": (
+        "--advantage-estimator ppo --actor-num-nodes 1 --actor-num-gpus-per-node 4 --critic-num-nodes 1 "
+        "--critic-num-gpus-per-node 4 --rollout-num-gpus 8"
+    ),
     "several updates of ppo": (
         f"--advantage-estimator ppo --value-clip 0.3 --eps-clip 0.1 --global-batch-size 8 {SPLIT}"
     ),
+    "taking turns": "--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2 --rollout-num-gpus 4",
     "reinforce++": f"--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages {SPLIT}",
     "parallelism": (
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 2 "

@@ -1,7 +1,7 @@
 """A kubelet without containers: pods of rendered manifests as processes of this machine.
 
-Each pod is a process in a mount namespace of its own: volumes are where its manifest mounts them, its environment has
-field and secret references resolved, its address is 127.0.1.N, and the names of all pods and services are in its hosts
+Each pod is a process in a mount namespace of its own, on a host of network.py: volumes are where its manifest mounts
+them, its environment has field and secret references resolved, and the names of all pods and services are in its hosts
 file. What ends is started again; a pod that is deleted gets SIGTERM, SIGKILL after its grace period, and comes back.
 There are no images, no limits of resources and no network policies here: root alone can do this.
 """
@@ -9,6 +9,7 @@ There are no images, no limits of resources and no network policies here: root a
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import signal
 import socket
@@ -17,9 +18,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from network import Host
 
 SOURCE = Path(__file__).parents[2] / "src"
 RESTART_S = 0.5
@@ -33,6 +37,7 @@ for entry in /*; do
   elif [ -d "$entry" ]; then mkdir "$ROOT$entry"; mount --rbind "$entry" "$ROOT$entry"; fi
 done
 mount --bind "$HOSTS" "$ROOT/etc/hosts"
+mount --bind "$RESOLV" "$ROOT/etc/resolv.conf"
 for volume in $VOLUMES; do
   mkdir -p "$ROOT${volume#*:}"; mount --bind "${volume%%:*}" "$ROOT${volume#*:}"
 done
@@ -46,7 +51,7 @@ class Pod:
 
     name: str
     role: str
-    ip: str
+    host: Host
     spec: dict[str, Any]
     log: Path
     root: Path
@@ -62,14 +67,15 @@ class Pod:
 class Kubelet:
     """Runs the pods of some manifests in a directory, until it is closed."""
 
-    def __init__(self, manifests: list[dict[str, Any]], directory: Path) -> None:
+    def __init__(self, manifests: list[dict[str, Any]], directory: Path, hosts: Sequence[Host]) -> None:
+        """hosts: one per pod."""
         self.directory = directory
         self._manifests = manifests
         self._is_closing = False
         self._lock = threading.Lock()
         sets = [each for each in manifests if each["kind"] == "StatefulSet"]
         wanted = [(each, ordinal) for each in sets for ordinal in range(each["spec"]["replicas"])]
-        self.pods = {pod.name: pod for pod in (self._pod(*one, n) for n, one in enumerate(wanted, start=11))}
+        self.pods = {pod.name: pod for pod in itertools.starmap(self._pod, zip(wanted, hosts, strict=True))}
         self._write_volumes()
         self._write_hosts()
         self._thread = threading.Thread(target=self._restart_ended, daemon=True)
@@ -102,10 +108,14 @@ class Kubelet:
         """Whether the pod's readiness probe succeeds."""
         probe = pod.container["readinessProbe"]["httpGet"]
         ports = {port["name"]: port["containerPort"] for port in pod.container["ports"]}
-        url = f"http://{pod.ip}:{ports[probe['port']]}{probe['path']}"
-        try:
+        url = f"http://{pod.host.address}:{ports[probe['port']]}{probe['path']}"
+
+        def ask() -> bool:
             with urllib.request.urlopen(url, timeout=10) as answer:
                 return answer.status == 200
+
+        try:
+            return pod.host.inside(ask)
         except (urllib.error.URLError, OSError):
             return False
 
@@ -163,6 +173,8 @@ class Kubelet:
         with pod.log.open("ab") as log:
             pod.popen = subprocess.Popen(
                 [
+                    "nsenter",
+                    f"--net=/run/netns/{pod.host.namespace}",
                     "unshare",
                     "--mount",
                     "--propagation",
@@ -180,6 +192,7 @@ class Kubelet:
                     "PATH": os.environ["PATH"],
                     "ROOT": str(pod.root),
                     "HOSTS": str(self.directory / "hosts"),
+                    "RESOLV": str(pod.host.directory / "resolv.conf"),
                     "VOLUMES": volumes,
                 },
                 stdin=subprocess.DEVNULL,
@@ -207,7 +220,11 @@ class Kubelet:
             ref = source["secretKeyRef"]
             secret = self._named("Secret", ref["name"])
             return base64.b64decode(secret["data"][ref["key"]]).decode()
-        fields = {"metadata.name": pod.name, "metadata.namespace": "default", "status.podIP": pod.ip}
+        fields = {
+            "metadata.name": pod.name,
+            "metadata.namespace": "default",
+            "status.podIP": pod.host.address,
+        }
         return fields[source["fieldRef"]["fieldPath"]]
 
     def _named(self, kind: str, name: str) -> dict[str, Any]:
@@ -215,15 +232,14 @@ class Kubelet:
             each for each in self._manifests if (each["kind"], each["metadata"]["name"]) == (kind, name)
         )
 
-    def _pod(self, stateful_set: dict[str, Any], ordinal: int, number: int) -> Pod:
+    def _pod(self, one: tuple[dict[str, Any], int], host: Host) -> Pod:
+        stateful_set, ordinal = one
         name = f"{stateful_set['metadata']['name']}-{ordinal}"
         template = stateful_set["spec"]["template"]
         root = self.directory / "roots" / name
         root.mkdir(parents=True)
         log = self.directory / f"{name}.log"
-        return Pod(
-            name, template["metadata"]["labels"]["role"], f"127.0.1.{number}", template["spec"], log, root
-        )
+        return Pod(name, template["metadata"]["labels"]["role"], host, template["spec"], log, root)
 
     def _volume(self, pod: Pod, name: str) -> Path:
         volume = next(each for each in pod.spec["volumes"] if each["name"] == name)
@@ -235,7 +251,7 @@ class Kubelet:
         for each in self._manifests:
             name = each["metadata"]["name"]
             if each["kind"] == "PersistentVolumeClaim":
-                (self.directory / "claims" / name).mkdir(parents=True)
+                (self.directory / "claims" / name).mkdir(parents=True, exist_ok=True)
             if each["kind"] == "ConfigMap":
                 (self.directory / "configmaps" / name).mkdir(parents=True)
                 for key, text in each["data"].items():
@@ -250,7 +266,7 @@ class Kubelet:
             domain = f"{each['metadata']['name']}.default.svc.cluster.local"
             behind = [pod for pod in self.pods.values() if pod.role == each["spec"]["selector"]["role"]]
             if each["spec"].get("clusterIP") == "None":
-                lines += [f"{pod.ip} {pod.name}.{domain} {pod.name}" for pod in behind]
+                lines += [f"{pod.host.address} {pod.name}.{domain} {pod.name}" for pod in behind]
             elif behind:
-                lines.append(f"{behind[0].ip} {domain}")
+                lines.append(f"{behind[0].host.address} {domain}")
         (self.directory / "hosts").write_text("\n".join(lines) + "\n")

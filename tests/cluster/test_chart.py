@@ -405,7 +405,7 @@ def dry_run(container: dict[str, Any], name: str, directory: Path) -> str:
     env = {one["name"]: one["value"] for one in container["env"] if "value" in one}
     done = subprocess.run(
         [sys.executable, "-m", *words, "--dry-run"],
-        env=os.environ | env | {"POD_NAME": name, "POD_IP": "127.0.1.9", "PYTHONPATH": str(SOURCE)},
+        env=os.environ | env | {"POD_NAME": name, "POD_IP": "10.1.2.9", "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
         check=False,

@@ -55,7 +55,10 @@ GOLDEN = """\
 #SBATCH --contiguous
 set -eu
 run=OUT/r
-export STRETTO_JOB=$SLURM_JOB_ID
+export STRETTO_JOB=$SLURM_JOB_ID STRETTO_FINISH="$run"/slurm/finish
+rm -f "$STRETTO_FINISH"
+again=
+trap 'again=yes; touch "$STRETTO_FINISH" || true; scancel --signal=USR2 "$SLURM_JOB_ID" || true' USR2
 start=
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     if compgen -G "$run/checkpoints/step_*/COMPLETE" >/dev/null
@@ -63,9 +66,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     else start=--clean
     fi
 fi
-again=
-trap 'again=yes; scancel --signal=USR2 "$SLURM_JOB_ID"' USR2
-PYTHON -m stretto.launch.slurm.steps --lead 2 --each 1 bash -c '
+PYTHON -m stretto.launch.slurm.steps --lead 2 --each 1 bash -c 'trap "" USR2
     if ! [ -r "$0" ]; then
         echo "error: $(hostname) does not see $0: output_dir must be on a file system that all nodes share" >&2; exit 2
     fi
@@ -77,7 +78,7 @@ PYTHON -m stretto.launch.slurm.steps --lead 2 --each 1 bash -c '
 while kill -0 $! 2>/dev/null; do wait $! || true; done  # a signal interrupts the wait
 status=0
 wait $! || status=$?
-if [ "$again" ] && [ "$status" = 0 ]; then scontrol requeue "$SLURM_JOB_ID" || true; fi
+case $again$status in yes0 | yes140) scontrol requeue "$SLURM_JOB_ID" || true;; esac  # 140: by that signal
 exit $status
 """
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from charts import render
 from kubelet import Kubelet
+from network import network
 from waiting import until
 
 from stretto.base.paths import RunDir
@@ -18,7 +19,9 @@ from stretto.monitors.file import read_metrics
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from runs import untrained_model
 
-pytestmark = pytest.mark.cluster("helm", "unshare", modules=("yaml", "vllm_router"), root=True)
+pytestmark = pytest.mark.cluster(
+    "helm", "ip", "nsenter", "unshare", modules=("yaml", "vllm_router"), root=True
+)
 
 STEPS = 60
 LIMIT_S = 400.0
@@ -49,15 +52,19 @@ VALUES = {
     "trainer": NO_GPU | {"replicas": 2},
     "inference": NO_GPU | {"replicas": 2},
 }
+NUM_PODS = 6  # with the router's
 
 
 async def test_a_run_survives_its_pods(tmp_path: Path) -> None:
     manifests = render("exp", VALUES, tmp_path)
-    kubelet = Kubelet(manifests, tmp_path / "node")
+    (tmp_path / "network").mkdir()
     data = tmp_path / "node" / "claims" / "exp-shared-data"
     untrained_model(data)
     run = RunDir(data / "outputs" / "run")
-    with kubelet:
+    with (
+        network(NUM_PODS, tmp_path / "network", "ku") as hosts,
+        Kubelet(manifests, tmp_path / "node", hosts) as kubelet,
+    ):
         try:
             await until(lambda: all(kubelet.is_ready(pod) for pod in kubelet.pods.values()), LIMIT_S)
             await until(run.latest_complete_checkpoint, LIMIT_S)

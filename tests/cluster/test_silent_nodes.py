@@ -33,19 +33,23 @@ def has_steps(run: RunDir, role: str, number: int) -> bool:
 
 
 def test_ranks_of_sft_name_the_node_that_has_fallen_silent(hosts: list[Host], tmp_path: Path) -> None:
-    """gloo alone would wait for half an hour, on both sides of the cut."""
+    """gloo alone would wait for half an hour, on both sides of the cut; the second node hears of it from the first."""
     (tmp_path / "sft.toml").write_text(SFT.replace("max_steps = 3", "max_steps = 1000000"))
-    addresses = [host.address for host in hosts[:2]]
+    addresses = [host.address for host in hosts]
     words = ["@", tmp_path / "sft.toml", "--output-dir", tmp_path, "--deployment.hosts", *addresses]
     words += ["--deployment.lost-after-s", str(LOST_AFTER_S)]
-    nodes = [host.start([*verb("sft"), *words]) for host in hosts[:2]]
+    words += ["--deployment.num-train-nodes", "3", "--batch-size", "12"]
+    nodes = [host.start([*verb("sft"), *words]) for host in hosts]
     until(lambda: has_steps(RunDir(tmp_path / "run"), "sft", 5), "step 5")
-    hosts[1].set_link("down")
+    hosts[2].set_link("down")
     outputs = [node.communicate(timeout=DEADLINE_S)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [EXIT_LOST] * 2, outputs
+    codes = [node.returncode for node in nodes]
+    assert (codes[0], codes[2]) == (EXIT_LOST, EXIT_LOST) and codes[1], (
+        outputs
+    )  # the second fails with the first
     silent = f"has been silent for {LOST_AFTER_S} s (deployment.lost_after_s)"
-    assert f"error: node 1, {addresses[1]}, {silent}" in outputs[0]
-    assert f"error: the first node, {addresses[0]}, {silent}" in outputs[1]
+    assert f"error: node 2, {addresses[2]}, {silent}" in outputs[0]
+    assert f"error: the first node, {addresses[0]}, {silent}" in outputs[2]
 
 
 def test_a_run_names_the_trainers_node_that_has_fallen_silent_and_is_resumed_without_it(

@@ -215,6 +215,9 @@ def test_prompts_are_read_on_one_host_and_replies_written_on_the_other(
     prefill, decode = served.engines
 
     async def check() -> None:
+        assert await served.total(prefill, "vllm:nixl_num_kv_expired_reqs_total") == 0, (
+            "all caches were fetched"
+        )
         hits = await served.total(decode, "vllm:external_prefix_cache_hits_total")
         moved = await served.total(decode, "vllm:nixl_bytes_transferred_sum")
         written = await served.total(prefill, "vllm:generation_tokens_total")

@@ -50,14 +50,19 @@ def save(model, path: Path) -> Path:
 
 @contextlib.contextmanager
 def serve(
-    engine: str, model: Path, log: Path, *flags: str, env: Mapping[str, str] = MappingProxyType({})
+    engine: str,
+    model: Path,
+    log: Path,
+    *flags: str,
+    env: Mapping[str, str] = MappingProxyType({}),
+    start: type[subprocess.Popen] = forked.Popen,
 ) -> Iterator[tuple[str, subprocess.Popen]]:
     """`stretto inference --engine ...` in a process group of its own; its address."""
     port = free_port()
     words = ["--model", str(model), "--server.port", str(port), "--output-dir", str(log.parent)]
     words += ["--engine", engine, "--max-model-len", "512", *flags]
     with log.open("wb") as out:
-        child = forked.Popen(
+        child = start(
             [sys.executable, "-m", "stretto", "inference", *words],
             stdout=out,
             stderr=out,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 from importlib.util import find_spec
+from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from ports import free_port, free_ports_in_a_row
@@ -15,6 +17,7 @@ from servers import logprobs_of, needs_vllm, save, scratch, serve
 from stretto.base.errors import EngineError
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.filesystem import FilesystemPublisher
 
@@ -78,18 +81,21 @@ def test_prompts_are_read_by_one_engine_and_replies_written_by_another(tmp_path)
     publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
 
     async def check() -> None:
-        async with EngineClient(
-            [f"http://127.0.0.1:{router}"], admin, KEY, timeout_s=120, max_retries=30
-        ) as client:
+        options = {"timeout_s": 120, "max_retries": 30, "splits_samples": True}
+        async with EngineClient([f"http://127.0.0.1:{router}"], admin, KEY, **options) as client:
             await client.wait_ready(300)
             for version in (0, 1):
                 if version:
                     await client.update_weights(publisher.publish(1, export_tensors(scratch(1))))
                 [completion] = await client.generate(ask(f"v{version}", str(version), session="a"))
                 assert_right(completion, scratch(version))
-        await until(admin[1], "vllm:external_prefix_cache_hits_total", 2 * 256)
-        await until(admin[0], "vllm:generation_tokens_total", 2)
-        assert await total(admin[0], "vllm:generation_tokens_total") == 2
+            await until(admin[1], "vllm:external_prefix_cache_hits_total", 2 * 256)
+            await until(admin[0], "vllm:generation_tokens_total", 2)
+            assert await total(admin[0], "vllm:generation_tokens_total") == 2
+            group = msgspec.structs.replace(ask("group", "group"), n=4)
+            for completion in await client.generate(group):
+                assert_right(completion, scratch(1))
+            await check_that_an_update_keeps_a_cache(client, publisher, *admin)
         async with EngineClient([f"http://127.0.0.1:{router}"]) as stranger:
             with pytest.raises(EngineError, match="HTTP 401"):
                 await stranger.generate(ask("stranger", "0"))
@@ -97,6 +103,40 @@ def test_prompts_are_read_by_one_engine_and_replies_written_by_another(tmp_path)
     model, key = save(scratch(0), tmp_path / "model"), {"VLLM_API_KEY": KEY}
     with serve("vllm", model, tmp_path / "log", *words, env=key):
         asyncio.run(check())
+
+
+async def check_that_an_update_keeps_a_cache(
+    client: EngineClient, publisher: FilesystemPublisher, prefill: str, decode: str
+) -> None:
+    """A cache that no decode engine has fetched yet holds up no update, and can be fetched after it.
+
+    A lease is 30 s. The update has the same weights as before, to compare with.
+    """
+    body = {
+        "token_ids": PROMPT.tolist(),
+        "cache_salt": "left",
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(headers=headers, raise_for_status=True) as http:
+
+        async def post(url: str, **more: Any) -> dict[str, Any]:
+            async with http.post(url + api.GENERATE, json=body | more) as answer:
+                return await answer.json()
+
+        read = await post(prefill, request_id="left", sampling_params={"max_tokens": 1})
+        async with asyncio.timeout(20):
+            await client.update_weights(publisher.publish(2, export_tensors(scratch(1))))
+        before = await total(decode, "vllm:external_prefix_cache_hits_total")
+        sampling = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+        place = read["kv_transfer_params"]
+        fetched = await post(decode, request_id="f", sampling_params=sampling, kv_transfer_params=place)
+        await until(decode, "vllm:external_prefix_cache_hits_total", before + 256)
+        alone = await post(
+            decode, request_id="a", sampling_params=sampling, kv_transfer_params=None, cache_salt="a"
+        )
+        assert fetched["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+        assert await total(prefill, "vllm:nixl_num_kv_expired_reqs_total") == 0
 
 
 @needs_mooncake

@@ -23,7 +23,7 @@ from stretto.config.sections.transport import CollectiveWeights, DeltaSection, F
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weights import WeightGroup
-from stretto.transports.engine import api
+from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights import build_publisher, receive
 from stretto.transports.weights.collective import CollectivePublisher
@@ -257,7 +257,7 @@ async def test_an_update_has_its_order_and_nothing_is_computed_before_its_end(
     """Calls out of order are refused with 409, and requests sent meanwhile wait for the new weights."""
     publisher = FilesystemPublisher(tmp_path / "in-order", keep_versions=2)
     whole, lost = (
-        api.encode_update(publisher.publish(number, export_tensors(scratch(1)))) for number in (7, 8)
+        updates.encode_update(publisher.publish(number, export_tensors(scratch(1)))) for number in (7, 8)
     )
     shutil.rmtree(tmp_path / "in-order" / "version_8")
 
@@ -275,15 +275,15 @@ async def test_an_update_has_its_order_and_nothing_is_computed_before_its_end(
         assert await post(api.START_UPDATE) == 200
         waiting = asyncio.create_task(client.generate(ask("in-an-update", salt="7")))
         assert await post(api.RESUME) == 409
-        assert await post(api.FINISH_UPDATE, api.encode_finish(7)) == 409
+        assert await post(api.FINISH_UPDATE, updates.encode_finish(7)) == 409
         assert await post(api.UPDATE_WEIGHTS, lost) == 409
-        assert await post(api.FINISH_UPDATE, api.encode_finish(8)) == 409
+        assert await post(api.FINISH_UPDATE, updates.encode_finish(8)) == 409
         assert await post(api.RESUME) == 409
         assert await post(api.START_UPDATE) == 200  # after a failure, all of it again
         assert await post(api.UPDATE_WEIGHTS, whole) == 200
         assert await post(api.RESUME) == 409
         assert not waiting.done() and not running.done()
-        assert await post(api.FINISH_UPDATE, api.encode_finish(7)) == 200
+        assert await post(api.FINISH_UPDATE, updates.encode_finish(7)) == 200
         assert await post(api.RESUME) == 200
         [completion] = await waiting
         assert [span.version for span in completion.versions] == [7]
@@ -297,7 +297,7 @@ async def test_an_update_that_was_given_up_is_begun_anew(engine, client, weights
     publisher = FilesystemPublisher(tmp_path / "given-up", keep_versions=2)
     tensors = [*export_tensors(scratch(3))]
     part, whole = (
-        api.encode_update(publisher.publish(number, sent))
+        updates.encode_update(publisher.publish(number, sent))
         for number, sent in ((8, [named for named in tensors if "q_proj" in named[0]]), (9, tensors))
     )
     async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
@@ -311,7 +311,7 @@ async def test_an_update_that_was_given_up_is_begun_anew(engine, client, weights
             assert await post(api.START_UPDATE) == 200
             if update is not None:
                 await post(api.UPDATE_WEIGHTS, update)  # the embedded engine refuses a part
-        assert await post(api.FINISH_UPDATE, api.encode_finish(9)) == 200
+        assert await post(api.FINISH_UPDATE, updates.encode_finish(9)) == 200
         assert await post(api.RESUME) == 200
     [scores] = (await client.prompt_logprobs(PROMPT, "begun-anew")).values()
     np.testing.assert_allclose(scores[1:], logprobs_of(scratch(3), PROMPT), **CLOSE)
@@ -339,7 +339,7 @@ async def test_an_engine_that_waits_for_others_in_an_update_is_alive(engine, cli
 
         assert await ask_engine("POST", f"{api.PAUSE}?mode=keep") == 200
         assert await ask_engine("POST", api.START_UPDATE) == 200
-        body = api.encode_update(manifest, WeightGroup(request="g", world_size=2, rank=0))
+        body = updates.encode_update(manifest, WeightGroup(request="g", world_size=2, rank=0))
         update = asyncio.create_task(ask_engine("POST", api.UPDATE_WEIGHTS, body))
         store = connect_store("127.0.0.1", port, 60, "test")
         await asyncio.to_thread(store.wait, ["join/g/0"])

@@ -20,10 +20,10 @@ GUARDED = (
     *(("POST", path) for path in (api.PAUSE, api.RESUME, api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE)),
     *(("POST", path) for path in (api.LOAD_ADAPTER, api.UNLOAD_ADAPTER, api.RESET_PREFIX_CACHE, api.ABORT)),
     ("POST", "/inference/v1/abort_requests"), ("OPTIONS", api.PAUSE), ("PUT", api.PAUSE),
+    ("POST", api.SLEEP), ("POST", api.WAKE_UP), ("GET", api.IS_SLEEPING),
 )  # fmt: skip
 CLOSED = (
-    ("POST", "/collective_rpc"), ("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping"),
-    ("GET", "/server_info"), ("POST", "/weight_checker"), ("POST", "/start_profile"),
+    ("POST", "/collective_rpc"), ("GET", "/server_info"), ("POST", "/weight_checker"), ("POST", "/start_profile"),
     ("POST", "/scale_elastic_ep"), ("POST", "/reset_mm_cache"),
     ("POST", "/invocations"), ("POST", "/update_weight_version"), ("POST", "/shutdown_weight_transfer_engine"),
     ("GET", "/openapi.json"), ("GET", "/docs"), ("POST", "//collective_rpc"), ("POST", "/v1/../collective_rpc"),

@@ -43,12 +43,18 @@ from stretto.trainer.updates import Updates
 NUM_STEPS = 3
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-VISION = {"vision": "qwen3_vl", "vision_frozen": "qwen3_vl", "vision_moe": "qwen3_vl_moe", "vision_delta": "qwen3_5"}
+VISION = {
+    "vision": "qwen3_vl", "vision_frozen": "qwen3_vl", "vision_moe": "qwen3_vl_moe", "vision_delta": "qwen3_5",
+    "vision_delta_moe": "qwen3_5_moe", "ppo_vision": "qwen3_vl", "lora_vision": "qwen3_vl",
+    "lora_vision_moe": "qwen3_vl_moe", "lora_vision_delta": "qwen3_5",
+}  # fmt: skip
 """Kinds with images, and their cases."""
 MIXERS = ("qwen3_5_moe_text", "nemotron_h", "deepseek_v3", "deepseek_v32", "glm_moe_dsa-shared-choices-biases")
 FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna")
 """Families with experts whose meshes are tested with the choices replayed; windows are shorter than documents."""
-REPLAYED = ("replay", *FAMILIES)
+ADAPTED = tuple(f"lora_{name}" for name in (*FAMILIES, *MIXERS))
+"""LoRA on all layers and experts of these families."""
+REPLAYED = ("replay", *FAMILIES, *(f"lora_{name}" for name in FAMILIES))
 KINDS = ("dense", "cut", "untied", "bias", "moe", "replay", "ppo", "lora", "lora_moe")
 
 
@@ -153,6 +159,16 @@ def _vision_cases() -> list[Case]:
         Case(2, "tp", "vision", {"tp": 2}),
         Case(2, "fsdp", "vision_delta"),
         Case(2, "ep", "vision_moe", {"ep": 2}),
+        Case(2, "ulysses", "vision_moe", {"cp": 2}),
+        Case(2, "ring", "vision_moe", {"cp": 2, "cp_style": "ring"}),
+        Case(2, "tp", "vision_moe", {"tp": 2}),
+        Case(2, "ep", "vision_delta_moe", {"ep": 2}),
+        Case(2, "fsdp", "ppo_vision"),
+        Case(2, "ring", "ppo_vision", {"cp": 2, "cp_style": "ring"}),
+        Case(2, "fsdp", "lora_vision"),
+        Case(2, "tp", "lora_vision", {"tp": 2}),
+        Case(2, "ep", "lora_vision_moe", {"ep": 2}),
+        Case(2, "fsdp", "lora_vision_delta"),
         Case(4, "hsdp_ring", "vision", {"dp_replicate": 2, "cp": 2, "cp_style": "ring"}),
     ]
 
@@ -188,6 +204,8 @@ def _lora_cases() -> list[Case]:
         Case(4, "hsdp_tp", "lora", {"dp_replicate": 2, "tp": 2}),
         Case(4, "ep2", "lora_moe", {"ep": 2}),
         Case(4, "ep_tp", "lora_moe", {"ep": 2, "tp": 2}),
+        *(Case(2, "ep", kind, {"ep": 2}) for kind in ADAPTED),
+        *(Case(2, "ring", f"lora_{kind}", {"cp": 2, "cp_style": "ring"}) for kind in MIXERS[2:]),
     ]
 
 
@@ -199,6 +217,8 @@ def _family_cases() -> list[Case]:
     cases = [case for case in cases if case.name != "tp" or case.kind not in WITHOUT_TP]
     cases += [Case(2, name, kind, model) for kind in MIXERS for name, model in (("fsdp", {}), ("ep", meshes["ep"]))]
     cases += [Case(2, name, "deepseek_v3", meshes[name]) for name in ("ulysses", "ring")]
+    cases += [Case(2, name, kind, meshes[name]) for kind in ("llama", "bias") for name in ("ulysses", "ring")]
+    cases += [Case(2, "fsdp", kind) for kind in ("llama", "bias", "qwen3_5_text")] + [Case(2, "tp", "llama", meshes["tp"])]
     shared, ring = MIXERS[-1], meshes["ring"]
     return [
         *cases,
@@ -266,7 +286,24 @@ def _choices(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
     return choices
 
 
+def family_of(kind: str) -> str:
+    """The `model_type` of a kind of policy."""
+    kind = kind if kind in ("lora", "lora_moe") else kind.removeprefix("lora_")
+    kind = MIXERS[-1] if kind == "trained_index" else kind
+    if kind in MIXER_CASES:
+        return MIXER_CASES[kind][0]
+    if kind in VISION or f"lora_{kind}" in VISION:
+        return VISION.get(kind) or VISION[f"lora_{kind}"]
+    if kind in (*FAMILIES, "glm4", "llama"):
+        return kind
+    return {"bias": "qwen2", "moe": "qwen3_moe", "replay": "qwen3_moe", "lora_moe": "qwen3_moe"}.get(
+        kind, "qwen3_moe" if kind.endswith("_moe") else "qwen3"
+    )
+
+
 def policy_of(kind: str):
+    if kind in ADAPTED:
+        kind = kind.removeprefix("lora_")
     match kind:
         case "dense" | "cut" | "ppo" | "muon" | "fp8" | "lora":
             return build_policy(**SHAPE)
@@ -276,13 +313,13 @@ def policy_of(kind: str):
             return build_policy(**SHAPE, tie_word_embeddings=False)
         case "bias":
             return build_policy(**SHAPE, family="qwen2")
-        case "glm4":
-            return build_policy(**SHAPE, family="glm4")
+        case "glm4" | "llama":
+            return build_policy(**SHAPE, family=kind)
     if kind in VISION:
         return build_vision_policy(VISION[kind])
     if kind == "trained_index":
         return _mixer_policy(MIXERS[-1])
-    if kind in MIXERS:
+    if kind in MIXER_CASES:
         return _mixer_policy(kind)
     if kind in FAMILIES:
         return build_policy(**MOE | {"family": kind, "sliding_window": 7})
@@ -298,7 +335,7 @@ def _mixer_policy(kind: str) -> Decoder:
         "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 8,
     }  # fmt: skip
     family, settings = MIXER_CASES[kind]
-    groups = {} if kind == "qwen3_5_moe_text" else {"n_group": 2, "topk_group": 1}
+    groups = {} if kind.startswith("qwen3_5") else {"n_group": 2, "topk_group": 1}
     experts = {"num_experts" if not groups else "n_routed_experts": 8}
     config = AutoConfig.for_model(family, **keys | settings | groups | experts).to_dict()
     policy = hub.build_model(parse_config(config, kind), torch.float32, "cpu")
@@ -313,7 +350,8 @@ def _mixer_policy(kind: str) -> Decoder:
 def section_of(kind: str, **model) -> ModelSection:
     rate, fp8 = 1e-2 if kind == "moe" else None, "reference" if kind == "fp8" else False
     lora = LoRASection(rank=4, alpha=12.0) if kind.startswith("lora") else None
-    vlm = VisionSection(freeze_vision_encoder=kind == "vision_frozen") if kind in VISION else None
+    is_frozen = kind == "vision_frozen" or lora is not None
+    vlm = VisionSection(freeze_vision_encoder=is_frozen) if kind in VISION else None
     index = {"indexer_kl_coeff": 3.0} if kind == "trained_index" else {}
     return ModelSection(**({"fp8": fp8} | index | model), vlm=vlm, lora=lora, moe_bias_update_rate=rate)
 
@@ -328,8 +366,9 @@ def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
     torch.manual_seed(0)  # adapters begin with it
     section, optim = section_of(kind, **model), optim_of(kind)
     critic = None
-    if kind == "ppo":
-        network = with_value_head(build_policy(seed=1, **SHAPE))
+    if kind in ("ppo", "ppo_vision"):
+        is_text = kind == "ppo"
+        network = with_value_head(build_policy(seed=1, **SHAPE) if is_text else build_vision_policy(VISION[kind], 1))
         critic = Critic(network, section=CriticSection(), model=section, optim=optim, mesh=mesh)
     return Learner(
         policy_of(kind),

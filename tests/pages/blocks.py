@@ -47,6 +47,10 @@ NOT_RUN = {
     ("README.md", "stretto completion bash"): "tests/unit/launch/test_completion.py",
     ("README.md", "push outputs"): _PUSH,
     ("docs/analyse.md", "push outputs"): _PUSH,
+    ("docs/debugging.md", "doctor"): "tests/unit/doctor",
+    ("docs/planning.md", "plan"): "tests/unit/foresee",
+    ("docs/debugging.md", "stacks"): "tests/unit/launch/jobs/test_stacks.py",
+    ("docs/debugging.md", "--bench"): "tests/unit/bench",
     (
         "examples/gsm8k/README.md",
         "pip install",

@@ -48,7 +48,8 @@ def whole_config(block: Block) -> tuple[str, str]:
     if "eval" in given:
         return "sft", _SFT + block.text
     has_model = "name" in given.get("model", {})
-    has_env = isinstance(given.get("orchestrator", {}).get("env"), list)
+    orchestrator = given.get("orchestrator", {})
+    has_env = isinstance(orchestrator.get("env") or orchestrator.get("train", {}).get("env"), list)
     steps = "" if "max_steps" in given else "max_steps = 30\n"
     env = next((env for piece, env in ENVS.items() if piece in block.text), "sort-letters")
     env = "" if has_env else f'[[orchestrator.env]]\nid = "{env}"\n'
@@ -92,11 +93,13 @@ def reader_files() -> dict[str, str]:
         if name is not None:
             files[name] = files.get(name, "") + block.text
     [vowels] = [block for block in blocks("toml") if block.page == "docs/first_hour.md"]
+    [theirs] = [block for block in blocks("toml") if block.page == "docs/from-prime-rl.md"]
     [taskset] = [block for block in blocks("python") if "vf.Taskset[" in block.text]
     env = '[[orchestrator.env]]\nid = "sort-letters"\n'
     rows = [{"prompt": f"{i % 7} + {i % 5}?", "label": str(i % 7 + i % 5)} for i in range(9100)]
     return files | {
         "vowels.toml": vowels.text,
+        "theirs.toml": theirs.text,
         "capitals_v1.py": taskset.text,
         "solvers.py": SOLVERS,
         "train.jsonl": "".join(json.dumps(row) + "\n" for row in rows),

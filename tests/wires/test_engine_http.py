@@ -94,6 +94,9 @@ async def test_an_engine_process_from_start_to_stop(model_dir, tmp_path):
                 await client.wait_ready(60)
 
                 before = await client.generate(ask("before"))
+                async with EngineClient([f"http://127.0.0.1:{port}"], splits_samples=True) as splitting:
+                    for alone, together in zip(await splitting.generate(ask("alone")), before, strict=True):
+                        assert alone.token_ids.tolist() == together.token_ids.tolist()
                 for completion in before:
                     expected = logprobs_of(scratch(0), ask("before"), completion)
                     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)

@@ -57,12 +57,25 @@ class TokenStreams:
     sample_index: SampleIndex | None = None
     """The sample of each token; required if `needs_samples`."""
 
+    def filled_in(self, logprobs: Float[Tensor, " tokens"]) -> TokenStreams:
+        """The streams with the trainer's own log-probabilities where the sampler's are not known (nan).
+
+        logprobs: of this pass; they are used where the policy before the step is that of this pass.
+        """
+        is_unknown = self.behavior_logprobs.isnan()
+        if not is_unknown.any():
+            return self
+        own = logprobs.detach() if self.old_logprobs is None else self.old_logprobs
+        return replace(self, behavior_logprobs=torch.where(is_unknown, own, self.behavior_logprobs))
+
     @property
     def samples(self) -> SampleIndex:
         assert self.sample_index is not None, "this loss uses whole samples; build rows with a sample_index"
         return self.sample_index
 
 
+UserCorrection = Callable[[Tensor, Tensor, TokenStreams], tuple[Tensor, Tensor, dict[str, Tensor]]]
+"""(losses per token, log-probabilities of the policy before the step, streams) -> losses, weights, sums for metrics."""
 TokenLoss = Callable[[Tensor, TokenStreams, Any], PolicyLoss]
 """(logprobs, streams with rl weights, section of its type) -> losses per token."""
 
@@ -122,17 +135,18 @@ def total_loss(
     *,
     entropy: Float[Tensor, " tokens"] | None = None,
     reference_logprobs: Float[Tensor, " tokens"] | None = None,
+    correct: UserCorrection | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Shaped[Tensor, ""]]]:
     """This micro batch's share of the step's loss, and detached sums for metrics.
 
     The shares of all micro batches and ranks add up to L. The sums are unweighted counts or totals over tokens;
     `max/` entries are maxima, `rl/` entries are over the tokens of the rl component. entropy (with gradient) and
-    reference_logprobs are required if cfg has a coefficient for them.
+    reference_logprobs are required if cfg has a coefficient for them. correct: a user's correction, after that of cfg.
     """
     loss = logprobs.new_zeros(())
     sums: dict[str, Tensor] = {}
     if streams.rl_weights is not None:
-        loss, sums = _rl_component(logprobs, streams, counts, cfg, entropy, reference_logprobs)
+        loss, sums = _rl_component(logprobs, streams, counts, cfg, entropy, reference_logprobs, correct)
     if streams.ce_weights is not None:
         loss = loss - weighted_sum(logprobs, streams.ce_weights) / max(counts.ce, 1)
         is_member = streams.ce_weights != 0
@@ -161,6 +175,7 @@ def _rl_component(
     cfg: LossSection,
     entropy: Tensor | None,
     reference_logprobs: Tensor | None,
+    correct: UserCorrection | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The policy loss with correction, entropy bonus and reference KL, and sums for metrics."""
     assert streams.rl_weights is not None
@@ -181,7 +196,12 @@ def _rl_component(
             numerator, streams.behavior_logprobs, weights, streams.sample_index, cfg.correction
         )
         sums |= extra
-    loss = reduce_rl(policy.loss, weights, streams, counts, cfg)
+    token_losses = policy.loss
+    if correct is not None:
+        token_losses, factor, extra = correct(token_losses, numerator.detach(), streams)
+        weights = weights * factor
+        sums |= {f"rl/{name}": value for name, value in extra.items()}
+    loss = reduce_rl(token_losses, weights, streams, counts, cfg)
     is_member = streams.rl_weights != 0
     if cfg.entropy_coef is not None:
         assert entropy is not None, "an entropy bonus needs the entropy"

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ENDED_FIRST = "ended while this rank was still working"
-"""In the message of a process that fails because the orchestrator has ended: that one knows the cause."""
+"""In the message of a process that fails because another has ended, by default the orchestrator: that one knows the
+cause. The name of another process stands before it."""
 
 
 class StrettoError(Exception):

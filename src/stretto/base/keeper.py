@@ -9,7 +9,8 @@ Descendants are recognised by a mark in their environment, which they inherit ev
 mark of a child is `<token>.<number>;`, appended to the marks of its ancestors.
 
 The keeper removes the shared memory that remaining descendants use, and what was reported to it before. Shared memory
-of a single process that was killed from outside before it was reported stays.
+of a single process that was killed from outside before it was reported stays. If the keeper is killed, too, as when a
+scheduler gives a node up, the next one on the machine removes the directory, and the shared memory that was reported.
 
     STARTED (sleeps on the parent's pidfd) -> SWEEPING -> ended
 
@@ -31,7 +32,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -46,6 +46,7 @@ SHARED = Path("/dev/shm")
 # Names of shared memory of multiprocessing, torch and vLLM. Our own files are locked by their owners (locked.py).
 _LIBRARY_NAMES = re.compile(r"psm_|sem\.mp-|torch_|vllm")
 _DIRECTORY = re.compile(PREFIX + r"[0-9a-f]{8}$")
+_NAMES = "shared_memory"  # in the directory: what was reported
 _SWEEP_S = 10.0  # a process that survives SIGKILL for longer hangs in the kernel
 _POLL_S = 0.01
 _LONGEST_BASE = 107 - len("/stretto-01234567") - len("/01234567-89ab-cdef-0123-456789abcdef")
@@ -98,6 +99,10 @@ class Keeper:
         lines = b"".join(os.fsencode(name) + b"\n" for name in names)
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._pipe, lines)
+        directory = self.directory or Path(tempfile.gettempdir())  # an ancestor's
+        if lines and _DIRECTORY.search(directory.name):
+            with suppress(OSError), open(directory / _NAMES, "ab") as file:
+                file.write(lines)
 
     def env(self, mark: str) -> dict[str, str]:
         """Environment variables for a child with this mark."""
@@ -179,7 +184,14 @@ def persistent_caches() -> dict[str, str]:
 def remove_stale() -> int:
     """Remove the temporary directories of keepers that were killed; returns their number."""
     found = (path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _DIRECTORY.search(path.name))
-    return remove_abandoned(found, partial(shutil.rmtree, ignore_errors=True))
+    return remove_abandoned(found, _remove_directory)
+
+
+def _remove_directory(directory: Path) -> None:
+    """Remove the directory of a keeper that was killed, and the shared memory that was reported to it."""
+    with suppress(OSError):
+        remove_shared(_names((directory / _NAMES).read_bytes()))
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 # -- on both sides --
@@ -310,7 +322,11 @@ def _read_reported_names() -> list[str]:
     with suppress(BlockingIOError):
         while chunk := os.read(0, 65536):
             data += chunk
-    return [os.fsdecode(line) for line in bytes(data).split(b"\n")[:-1]]
+    return _names(bytes(data))
+
+
+def _names(lines: bytes) -> list[str]:
+    return [os.fsdecode(line) for line in lines.split(b"\n")[:-1]]
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ def setup(
 ) -> None:
     """Send log lines to standard error and RUN/logs/<role>.log; call once, first thing in main.
 
-    is_quiet: write to the file only. A crash in native code prints every thread's stack; `kill -USR1 <pid>` does
-    the same without ending the process.
+    is_quiet: write to the file only. A crash in native code prints every thread's stack; `kill -USR1 <pid>` writes
+    them to the log, or to standard error if there is none, without ending the process.
     """
     formatter = _JsonFormatter(role) if json_logging else _TextFormatter(role)
     handlers: list[logging.Handler] = [] if is_quiet else [logging.StreamHandler(sys.stderr)]
@@ -99,7 +99,10 @@ def setup(
     logging.captureWarnings(True)
     try:
         faulthandler.enable(file=2)
-        faulthandler.register(signal.SIGUSR1, file=2)
+        # On a terminal nobody would look for them, and `stretto stacks` reads the log.
+        streams = [handler.stream for handler in handlers if isinstance(handler, logging.FileHandler)]
+        files = [stream.fileno() for stream in streams if stream is not None]
+        faulthandler.register(signal.SIGUSR1, file=files[0] if files else 2)
     except (OSError, ValueError):  # standard error has no file descriptor: the embedding program replaced it
         logging.getLogger(__name__).debug("no native stack dumps: standard error is not a file")
 

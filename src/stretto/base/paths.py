@@ -63,6 +63,11 @@ class RunDir:
         return self.path / "slurm"
 
     @property
+    def finish_marker(self) -> Path:
+        """Exists once a job of Slurm has been asked to finish its step."""
+        return self.slurm / "finish"
+
+    @property
     def ray(self) -> Path:
         """Directory of a run on a Ray cluster: its config, its state, and what the nodes print."""
         return self.path / "ray"
@@ -96,6 +101,11 @@ class RunDir:
     def dumps(self) -> Path:
         """Directory of the stacks and queue depths of stalled processes."""
         return self.path / "dumps"
+
+    @property
+    def profiles(self) -> Path:
+        """Directory of traces of torch's operations at chosen steps."""
+        return self.path / "profiles"
 
     @property
     def curve(self) -> Path:

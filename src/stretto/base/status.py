@@ -16,6 +16,7 @@ tells the launcher that the process handles SIGINT and has work to finish: insta
              staleness, staleness_max      versions between sampling and training, mean and max
              tokens_per_s                  trained tokens over wall time
              waits                         {process: fraction of the step, 0..1, in which it was idle}
+    progress text, done, total             how far a part is: an eval, a checkpoint; gone when done = total
     warning  role, text                    a warning of any process (base/log.py), once per kind
     engine   url, state, reason            an engine that is "down"; the launcher restarts it
     eval     step, sampled, greedy, env    mean reward on held-out tasks
@@ -36,7 +37,10 @@ logger = logging.getLogger(__name__)
 STATUS_FD_VAR = "STRETTO_STATUS_FD"
 SUPERVISED_VAR = "STRETTO_SUPERVISED"
 """Set for children of a launcher, which sends SIGINT for an orderly end and SIGTERM for a quick one."""
-KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warning", "ready"})
+FINISH_VAR = "STRETTO_FINISH"
+"""Set in a job: the file that exists once the job has been asked to finish, which a process may have been too young to
+hear."""
+KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warning", "ready", "progress"})
 
 _pipe: int | None = None
 
@@ -54,6 +58,12 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     if is_supervised():
         return (signal.SIGINT,)
     return (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+
+
+def was_asked_to_finish() -> bool:
+    """Whether our job was asked to finish, perhaps before this process handled signals."""
+    marker = os.environ.get(FINISH_VAR)
+    return marker is not None and os.path.exists(marker)
 
 
 def adopt_pipe() -> bool:
@@ -78,7 +88,7 @@ def report(kind: str, **fields: Any) -> None:
     line = json.dumps({"kind": kind, **fields}, default=_plain)
     fd = _pipe if _pipe is not None else os.environ.get(STATUS_FD_VAR)
     if fd is None:
-        if kind != "warning":
+        if kind not in ("warning", "progress"):
             logger.info("%s", line)
         return
     try:
@@ -94,7 +104,12 @@ def _plain(value: Any) -> Any:
     return item() if callable(item) else str(value)
 
 
-# -- how its numbers are written --
+# -- how its numbers and texts are written --
+
+
+def printable(text: str) -> str:
+    """The text with a space for each control character: nothing that a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def duration(seconds: float) -> str:

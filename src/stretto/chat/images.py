@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,24 +56,28 @@ class ImageProcessor:
     resample: int = _BICUBIC
     """Pillow's number of the filter."""
     _known: OrderedDict[bytes, Image] = field(default_factory=OrderedDict, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def image(self, part: Part, where: str) -> Image:
         """The patches of the picture that a part of a message names; `where` is for errors.
 
-        The same picture gives the same array, as long as it is among the latest _CACHE_BYTES.
+        The same picture gives the same array, as long as it is among the latest _CACHE_BYTES. Any thread may call this.
 
         Raises: DataError if there is no such picture, or it cannot be read.
         """
         source = source_of(part, where)
         key = identity_of(source, where)
-        image = self._known.get(key)
-        if image is None:
-            image = self._known[key] = self.process(read_picture(source, where), where)
+        with self._lock:
+            if (image := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return image
+        image = self.process(read_picture(source, where), where)
+        with self._lock:
+            image = self._known.setdefault(key, image)  # another thread may have read the same picture
             used = sum(each.patches.nbytes for each in self._known.values() if each.patches is not None)
             while used > _CACHE_BYTES and len(self._known) > 1:
                 _, oldest = self._known.popitem(last=False)
                 used -= 0 if oldest.patches is None else oldest.patches.nbytes
-        self._known.move_to_end(key)
         return image
 
     def process(self, picture: Picture, where: str = "the image") -> Image:

@@ -83,6 +83,10 @@ class Renderer:
         ids = self._backend.render_ids(self._plain(messages), tools=tools, add_generation_prompt=True)
         return self._expanded(np.asarray(ids, np.int32), messages)
 
+    def render_text(self, messages: Sequence[Message], tools: list[Message] | None = None) -> str:
+        """The conversation as text, up to where the model's reply begins."""
+        return self.decode(self.render_prompt(messages, tools))
+
     def render_leading(self, messages: Sequence[Message]) -> Int32[np.ndarray, " tokens"]:
         """Token ids (int32) of the first messages of a conversation, without the start of a reply."""
         ids = self._backend.render_ids(self._plain(messages), add_generation_prompt=False)
@@ -339,10 +343,10 @@ def build_renderer(
             f"{tokenizer.name_or_path}: the model has an image processor, but its tokenizer has no {PLACEHOLDER!r}; "
             "only the tokens of the Qwen-VL families are known."
         )
-    return Renderer(tokenizer, _build_backend(tokenizer, family, section.enable_thinking), family, images)
+    return Renderer(tokenizer, _build_backend(tokenizer, family, section), family, images)
 
 
-def _build_backend(tokenizer: Tokenizer, family: str, enable_thinking: bool) -> Any:
+def _build_backend(tokenizer: Tokenizer, family: str, section: RendererSection) -> Any:
     import renderers
 
     try:
@@ -354,8 +358,17 @@ def _build_backend(tokenizer: Tokenizer, family: str, enable_thinking: bool) -> 
             f"[renderer] name = {family!r} cannot tell sampled tokens from those of the template; "
             "set name to the model's family."
         )
-    if "enable_thinking" in renderers.template_field_names(config):
-        config = type(config)(enable_thinking=enable_thinking)
+    fields = renderers.template_field_names(config)
+    settings = {"enable_thinking": section.enable_thinking} if "enable_thinking" in fields else {}
+    if section.clear_thinking is not None:
+        if "clear_thinking" not in fields:
+            raise ConfigError(
+                f"[renderer] clear_thinking = {str(section.clear_thinking).lower()}: the template of {family!r} has no "
+                "such choice; leave it out"
+            )
+        settings["clear_thinking"] = section.clear_thinking
+    if settings:
+        config = type(config)(**settings)
     try:
         return renderers.create_renderer(tokenizer, config)
     except AssertionError as cause:

@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.chat.placeholders import VISION_TOKENS
 from stretto.data.hub_model import find_local
 
 END_OF_TEXT = "<|endoftext|>"
@@ -124,31 +125,34 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 
 
 def build_letters_tokenizer(
-    directory: str | Path, characters: str = CHARACTERS, phrases: Sequence[str] = ()
+    directory: str | Path,
+    characters: str = CHARACTERS,
+    phrases: Sequence[str] = (),
+    *,
+    has_images: bool = False,
 ) -> Path:
     """Write the examples' tokenizer of 112 tokens: one per character, and Qwen3's chat tokens.
 
     A role name is a single token only right after <|im_start|>, so the text `user` in a message is four tokens. A
     blank line is one token, as in Qwen3. Characters not in `characters` (by default printable ASCII) become <|unk|>.
     `phrases` are texts that are one token each wherever they occur (for example a tool's description); their ids
-    follow all others. The files load with transformers' AutoTokenizer, whose chat template gives the same ids as
-    render.py.
+    follow all others, but for those of the tokens for images, which has_images adds. The files load with
+    transformers' AutoTokenizer, whose chat template gives the same ids as render.py.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
     words = [*CHAT_TOKENS, UNKNOWN, *ROLES, "\n\n", *characters]
     if known := [phrase for phrase in phrases if not phrase or phrase in words]:
         raise ConfigError(f"[model.scratch] phrases: {known[0]!r} is a token already, or empty; remove it.")
-    words += dict.fromkeys(phrases)
+    special = (*CHAT_TOKENS[:3], UNKNOWN, *(VISION_TOKENS if has_images else ()))
+    words += [*dict.fromkeys(phrases), *special[4:]]
     vocab = {word: i for i, word in enumerate(words)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     # The text between two special tokens is one segment, so \A is "right after a special token".
     pieces = Regex(rf"\A(?:{'|'.join(ROLES)})(?=\n|\z)|\n\n|[\s\S]")
     backend.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in (*CHAT_TOKENS[:3], UNKNOWN)]
-    )
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     backend.add_tokens(
         [AddedToken(t, special=False, normalized=False) for t in (*CHAT_TOKENS[3:], *dict.fromkeys(phrases))]
     )

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
-from stretto.config.load import dump
+from stretto.config.load import dump, masked
 from stretto.config.section import Path, Section, dotted, show
-from stretto.config.toml import SECRETS
+from stretto.config.toml import is_secret
 
 NOT_COMPARED = frozenset({"resume", "run", "output_dir"})
 """Where the run lives and how it starts."""
@@ -71,6 +71,6 @@ def _at(data: Any, path: Path) -> Any:
 
 
 def _shown(path: Path, value: Any) -> str:
-    if path[-1] in SECRETS and value is not None:
+    if is_secret(str(path[-1])) and value is not None:
         return "(not shown)"
-    return textwrap.shorten(show(value), _MOST_CHARACTERS, placeholder=" ...")
+    return textwrap.shorten(show(masked(value)), _MOST_CHARACTERS, placeholder=" ...")

@@ -61,6 +61,17 @@ def _about(section: type[Section]) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
+_BENCH = "instead of the run: made-up data for a few steps, tokens per second, memory, seconds of each phase"
+_PROFILE = "trace these steps into RUN/profiles, as in 3 or 3,10-12"
+COMMAND_FLAGS: dict[type[Section], dict[str, str]] = {
+    RLConfig: {"--bench": _BENCH, "--profile STEPS": _PROFILE},
+    SFTConfig: {"--bench": _BENCH, "--profile STEPS": _PROFILE},
+    InferenceConfig: {
+        "--bench": "instead of serving: an engine, rounds of equal requests, tokens per second"
+    },
+}
+"""Flags of a verb that are no keys of its config (docs/debugging.md)."""
+
 COMMON_KEYS: dict[type[Section], str] = {
     RLConfig: """
         max_steps seq_len seed output_dir run.name resume clean dry_run print_config model.name model.lora.rank
@@ -113,12 +124,22 @@ def help_text(verb: str, cls: type[Section], wanted: str = "", width: int | None
     paths = [re.sub(r"\.args\..*", ".args", path) for path in keys_meant(wanted)] if wanted else []
     meant = {"--" + path.replace("_", "-") for path in paths}
     found = _help(verb, cls, width, lambda flag, key: wanted_flag in flag or flag in meant, wanted_flag)
+    lines = [line for line in _command_flags(cls, width) if wanted and wanted_flag in line]
+    found = (["\n".join(lines)] if lines else []) + found
     if not found:  # the word may stand in a description
         found = _help(verb, cls, width, lambda flag, key: wanted.lower() in key.doc.lower(), wanted_flag)
     if not found:
         return f"no key of `{verb}` contains `{wanted}`; `{verb} --help all` lists all\n"
     usage = [_USAGE.format(verb=verb, about=_about(cls))] if not wanted else []
     return "\n\n".join(usage + found) + "\n"
+
+
+def _command_flags(cls: type[Section], width: int) -> list[str]:
+    """A text per flag that is no key."""
+    return [
+        textwrap.fill(f"  {flag:<50}{about}", width, subsequent_indent=" " * 54)
+        for flag, about in COMMAND_FLAGS.get(cls, {}).items()
+    ]
 
 
 def _common_help(verb: str, cls: type[Section], width: int) -> str:
@@ -129,10 +150,10 @@ def _common_help(verb: str, cls: type[Section], width: int) -> str:
         about = " ".join(known[path].doc.split()).partition(". ")[0].removesuffix(".")
         lines += textwrap.wrap(f"{flag:<52}{about}", width, subsequent_indent=" " * 54)
     count = sum(1 for _ in all_paths(cls))
-    return (
-        "\n".join([*lines, "", f"`{verb} --help all` shows all {count} keys with their types and defaults."])
-        + "\n"
-    )
+    end = f"`{verb} --help all` shows all {count} keys with their types and defaults"
+    if others := [flag.partition(" ")[0] for flag in COMMAND_FLAGS.get(cls, {})]:
+        end += f"; {' and '.join(others)}: `{verb} --help {others[0].lstrip('-')}`"
+    return "\n".join([*lines, "", f"{end}."]) + "\n"
 
 
 def _help(

@@ -21,6 +21,13 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _BARE_VALUE = re.compile(r"[^\s,\]}#]+")
 _STRING = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:\\.|[^"\\])*"|\'[^\']*\'', re.DOTALL)
 
+_TOML_REASONS = {
+    "Cannot declare": "this table stands above already: put the keys of both under one",
+    "Cannot overwrite a value": "this key stands above already: give it once",
+    "Illegal character '\\n'": "a quote is not closed",
+}
+"""What tomllib says, and it in words of the file."""
+
 
 def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
     """Data of a TOML or JSON file and the line of each key; or what is wrong with it, as text."""
@@ -41,6 +48,7 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[Path, int]] | str:
         where = re.search(r" \(at line (\d+), column \d+\)", str(error))
         line = int(where.group(1)) if where else text.count("\n") + 1
         reason = re.sub(r" [(]at .*", "", str(error))
+        reason = next((ours for theirs, ours in _TOML_REASONS.items() if reason.startswith(theirs)), reason)
         return f"{name}:{line}: not valid TOML: {reason}{_toml_advice(text.splitlines()[line - 1 : line])}"
     except json.JSONDecodeError as error:
         return f"{name}:{error.lineno}: not valid JSON: {error.msg}"

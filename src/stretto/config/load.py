@@ -12,7 +12,7 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
@@ -35,11 +35,14 @@ from stretto.config.section import (
     find,
     keys,
     leaves,
+    meant,
     nest,
     show,
     suggest,
     tag_of,
 )
+from stretto.config.spellings.inference import nodes_of_one
+from stretto.config.spellings.orchestrator import joined_filters
 from stretto.config.toml import chosen_at_start, is_secret, toml_text
 from stretto.config.words import ArgumentProblem, Assignment, FileArgument, parse_arguments
 
@@ -54,6 +57,7 @@ PARTS: dict[type[Section], Callable[[RLConfig], Any]] = {
     InferenceConfig: RLConfig.inference_config,
 }
 OUTPUT_DIR = "{output_dir}/"
+MODEL_NAME, ENGINE_MODEL = ("model", "name"), ("inference", "model")
 UNKNOWN, MISSING = "extra_forbidden", ("missing", "union_tag_not_found")
 TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
 """Errors of pydantic where a value stands in the place of a table."""
@@ -68,7 +72,10 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     Raises: ConfigError listing every problem, each with its file and line or its flag.
     """
     if cls in PARTS and _names_whole_run(arguments):
-        return PARTS[cls](_load(Draft(RLConfig, is_resolved=is_supervised()), arguments, verb))
+        process = RUN_TABLES[list(PARTS).index(cls)]
+        return PARTS[cls](
+            _load(Draft(RLConfig, is_resolved=is_supervised(), process=process), arguments, verb)
+        )
     return _load(Draft(cls), arguments, verb)
 
 
@@ -87,6 +94,8 @@ def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
     root = draft.build_root()
     if not isinstance(root, cls):
         raise ConfigError(draft.report(verb))
+    for note in draft.notes.values():
+        logger.warning("note: %s", note)
     for doubt in () if draft.is_resolved else rules.doubts(root):
         logger.warning("warning: %s", draft.placed(doubt.message, *map(dotted_to_path, doubt.paths)))
     return root
@@ -179,12 +188,16 @@ class Draft:
     written: dict[Path, tuple[str, str]] = field(default_factory=dict)
     """Per value the file that holds it ("" for a flag) and its path as written there."""
     complaints: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    """By the path as written: what a key of another framework does not do here, or does otherwise."""
     suspects: set[Path] = field(default_factory=set)
     """Paths left out because they are wrong; problems that follow from leaving them out are not reported."""
     is_incomplete: bool = False
     """A file could not be read: what is missing may stand there."""
     is_resolved: bool = False
     """The rules have been checked, and addresses and ports are filled in."""
+    process: str | None = None
+    """Whose part of a whole run is wanted: rules that are broken in the tables of others alone are theirs to report."""
 
     def complain(self, message: str, *paths: Path, source: str | None = None) -> None:
         """Note a problem once, with the sources of its paths."""
@@ -233,41 +246,78 @@ class Draft:
         found = find(self.cls, path)
         return (*found.path, *found.rest)
 
-    def _own_tag(self, path: Path, value: Any) -> Any:
-        """The tag of a variant that the documents call otherwise; any other value as it is."""
-        key = find(self.cls, path[:-1]).key if path[-1:] == ("type",) else None
-        variants = () if key is None else key.sections
-        return next((tag_of(section) for section in variants if value in section.tag_aliases), value)
-
     def put(self, given: list[Given], file: str = "") -> None:
         """Add values to those that are there: tables merge, all else replaces, another `type` replaces its table.
 
         file: the file that holds them; "" for flags.
         """
-        for each in sorted(given, key=lambda each: each.path[-1] != "type" and each.value != []):
-            path = self.own_path(each.path)
-            value = self._own_tag(path, each.value)
-            if self._disagrees(each, path, file):
-                continue
-            table = find(self.cls, path[:-1]).key if path[-1] == "type" else None
-            if table and len(table.sections) > 1 and value != self.values.get(path, table.default_tag):
-                self._clear(path[:-1])
-            is_full = any(len(held) > len(path) and _is_below(held, path) for held in self.values)
-            if value != {} or not is_full:
-                self._clear(path)
-                for depth, part in enumerate(path):
-                    if self.values.get(path[:depth], {}) not in ({}, [] if isinstance(part, int) else {}):
-                        self._clear(path[:depth])
-                self.values[path] = value
-            self.sources[path] = each.source
-            self.written[path] = (file, each.spelled)
+        paths = joined_filters([each.path for each in given])
+        found = [(each, meant(self.cls, path, each.value)) for each, path in zip(given, paths)]
+        values = [(each, path, value) for each, meaning in found for path, value in meaning.values.items()]
+        named = {path for _, path, _ in values} | set(self.values)
+        # Lists, then what is set besides, then `type`s: each of them clears what stands below it.
+        self._put_values([item for item in values if item[2] == []], file)
+        for each, meaning in found:
+            for path, value in meaning.further.items():
+                if path not in named:
+                    self._set(path, value, each.source)
+        rest = [item for item in values if item[2] != []]
+        self._put_values(sorted(rest, key=lambda item: item[1][-1] != "type"), file)
+        for each, meaning in found:
+            if meaning.instead:
+                self.complain(
+                    f"{each.spelled} = {show(each.value)}: {meaning.instead}", each.path, source=each.source
+                )
+            if meaning.idle:
+                self.notes[each.spelled] = (
+                    f"{each.source}: {each.spelled} decides nothing here: {meaning.idle}"
+                )
+            if meaning.beware:
+                self.notes[each.spelled] = f"{each.source}: {each.spelled}: {meaning.beware}"
+
+    def _put_values(self, values: list[tuple[Given, Path, Any]], file: str) -> None:
+        for each, path, value in values:
+            if path == MODEL_NAME and value != self.values.get(path, value):
+                path = self._model_of(each.spelled)
+            if not self._disagrees(each, path, value, file):
+                self._set(path, value, each.source)
+                self.written[path] = (file, each.spelled)
+
+    def _model_of(self, spelled: str) -> Path:
+        """Where a second name of a model goes: the orchestrator's is the engines', where the trainer has its own."""
+        held_in, held = self.written.get(MODEL_NAME, ("", ""))
+        processes = [name.lstrip("-").split(".")[0] for name in (held, spelled)]
+        has_engines = self.cls is RLConfig and self.values.get(("inference",), {}) not in (None, "None")
+        if not has_engines or sorted(processes) != ["orchestrator", "trainer"]:
+            return MODEL_NAME
+        if processes[1] == "orchestrator":
+            return ENGINE_MODEL
+        name, source = self.values.pop(MODEL_NAME), self.sources[MODEL_NAME]
+        del self.written[MODEL_NAME]
+        self._put_values([(Given(MODEL_NAME, name, held, source), ENGINE_MODEL, name)], held_in)
+        return MODEL_NAME
+
+    def _set(self, path: Path, value: Any, source: str) -> None:
+        """Set one value under its key's own name."""
+        table = find(self.cls, path[:-1]).key if path[-1] == "type" else None
+        if table and len(table.sections) > 1 and value != self.values.get(path, table.default_tag):
+            self._clear(path[:-1])
+        is_full = any(len(held) > len(path) and _is_below(held, path) for held in self.values)
+        if value != {} or not is_full:
+            self._clear(path)
+            for depth, part in enumerate(path):
+                if self.values.get(path[:depth], {}) not in ({}, [] if isinstance(part, int) else {}):
+                    self._clear(path[:depth])
+            self.values[path] = value
+        self.sources[path] = source
 
     def assign(self, flag: Assignment) -> None:
         """Set the value of one flag."""
-        for depth, index in enumerate(flag.path):
+        own = self.own_path(flag.path)
+        for depth, index in enumerate(own):
             if not isinstance(index, int):
                 continue
-            table = flag.path[:depth]
+            table = own[:depth]
             items = {path[depth] for path in self.values if len(path) > depth and _is_below(path, table)}
             if index > len(items):
                 known = f"has {len(items)} item{'s' * (len(items) > 1)}" if items else "is empty"
@@ -285,19 +335,19 @@ class Draft:
             ]
         )
 
-    def _disagrees(self, given: Given, path: Path, file: str) -> bool:
+    def _disagrees(self, given: Given, path: Path, new: Any, file: str) -> bool:
         """Note two spellings of one key with two values: in flags, in a file, or in the files of two processes.
 
         A later file or flag may change a value, but the files of two processes have no order.
         """
         held_in, spelled = self.written.get(path, (file, given.spelled))
-        value = self.values.get(path, given.value)
+        value = self.values.get(path, new)
         is_other_process = self.cls is RLConfig and spelled.split(".")[0] != given.spelled.split(".")[0]
-        if spelled == given.spelled or value == given.value:
+        if spelled == given.spelled or value == new:
             return False
         if held_in != file and not (held_in and file and is_other_process):
             return False
-        what = f"{spelled} = {show(value)} but {given.spelled} = {show(given.value)}"
+        what = f"{spelled} = {show(value)} but {given.spelled} = {show(new)}"
         self.complain(
             f"{what}; give it once, as {dotted(path)}", path, source=f"{self.sources[path]}, {given.source}"
         )
@@ -317,12 +367,23 @@ class Draft:
             if isinstance(value, str) and value.startswith(OUTPUT_DIR):
                 self.values[path] = str(FilePath(given, value.removeprefix(OUTPUT_DIR)))
 
+    def _divide_nodes(self) -> None:
+        """Give each engine its share where a file of prime-rl 0.6 counts the nodes of all engines of a side."""
+        for path, nodes in (nodes_of_one(self.values) if self.cls is RLConfig else {}).items():
+            name = dotted(path)
+            self.notes[name] = (
+                f"{self.sources[path]}: {name} = {self.values[path]} is that of all engines together, as "
+                f"deployment.num_infer_nodes says; here it is of one: {nodes}"
+            )
+            self.values[path] = nodes
+
     def build_root(self) -> Section | None:
         """The root that the values make, or None with complaints noted.
 
         Wrong values are left out and the rest is validated again, so that all mistakes are found at once.
         """
         self._fill_in_output_dir()
+        self._divide_nodes()
         for path, value in list(self.values.items()):
             found = find(self.cls, path)
             if isinstance(value, bool) and found.is_known and not found.key.accepts_bool:
@@ -354,6 +415,9 @@ class Draft:
     def _note(self, problem: Problem) -> None:
         """Complain, unless it only follows from another mistake."""
         paths = [dotted_to_path(path) for path in problem.paths]
+        others = [path for path in paths if path and path[0] in RUN_TABLES and path[0] != self.process]
+        if self.process is not None and paths and others == paths:
+            return
         if not any(_is_below(a, b) or _is_below(b, a) for a in paths for b in self.suspects):
             self.complain(problem.message, *paths)
 
@@ -364,6 +428,15 @@ class Draft:
             path, key, cls = self._locate(item["loc"])
             path = (*path, item["loc"][-1]) if item["type"] == UNKNOWN else path
             found.setdefault(path, []).append((item, key, cls))
+        # What follows from a wrong value elsewhere is not said beside it.
+        derived = {
+            path
+            for path, [(item, _, _), *_] in found.items()
+            if item["type"] not in MISSING
+            and not any(_is_below(held, path) or _is_below(path, held) for held in self.values)
+        }
+        if self.complaints or len(derived) < len(found):
+            found = {path: items for path, items in found.items() if path not in derived}
         return [self._note_value(path, *items[0], num_items=len(items)) for path, items in found.items()]
 
     def _locate(self, location: tuple[str | int, ...]) -> tuple[Path, Key | None, type[Section]]:
@@ -395,7 +468,8 @@ class Draft:
             what = f"{name}: required and missing; give {example}"
         elif kind == "union_tag_invalid" and key is not None:
             tags = [tag_of(section) for section in key.sections or key.inner_sections]
-            what = f"{name}.type = {show(value['type'])}: {choose_tag(value['type'], tags)}"
+            others = find(self.cls, (*path, "type")).other_values
+            what = f"{name}.type = {show(value['type'])}: {choose_tag(value['type'], tags, others)}"
             place = (*path, "type")
         elif key is not None and key.sections and kind in TABLE_NEEDED:
             what += f"a table is needed: {_as_table(path, key)}"
@@ -407,7 +481,9 @@ class Draft:
             what += f"{key.type_text()} is needed"
         else:
             what += _plain(
-                choose(value, key.choices) if key is not None and key.choices else str(item["msg"])
+                choose(value, key.choices, find(self.cls, path).other_values)
+                if key and key.choices
+                else str(item["msg"])
             )
         if not any(_is_below(each, path) for each in self.suspects) and not (
             kind in MISSING and self.is_incomplete
@@ -439,14 +515,17 @@ class Draft:
         return f"{count} problem{'s' if count > 1 else ''} in the configuration of `{verb}`\n{lines}"
 
 
-def choose(value: Any, choices: Any) -> str:
-    """A rule that lists what is allowed and points at the nearest."""
-    near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+def choose(value: Any, choices: Iterable[Any], others: Iterable[str] = ()) -> str:
+    """A rule that lists what is allowed and points at the nearest. others: what else is understood."""
+    known = [*map(str, choices), *others]
+    near = difflib.get_close_matches(str(value).lower(), known, n=1) or difflib.get_close_matches(
+        str(value), known, n=1
+    )
     hint = f"; did you mean {show(near[0])}?" if near else ""
     return f"must be {' or '.join(map(show, choices))}{hint}"
 
 
-def choose_tag(tag: Any, tags: list[str | None]) -> str:
+def choose_tag(tag: Any, tags: list[str | None], others: Iterable[str] = ()) -> str:
     """As `choose`; names the place of a tag that belongs to another union of `rl`."""
     near = difflib.get_close_matches(str(tag), [str(each) for each in tags], n=1, cutoff=0.8)
     owners = (
@@ -456,7 +535,7 @@ def choose_tag(tag: Any, tags: list[str | None]) -> str:
     )
     owner = None if near else next(owners, None)
     if owner is None:
-        return choose(tag, tags)
+        return choose(tag, tags, others)
     return f"must be {' or '.join(map(show, tags))}; {show(tag)} belongs to {owner}.type"
 
 
@@ -485,6 +564,7 @@ def _plain(message: str) -> str:
     """A rule in our words: pydantic's, less what a user of TOML need not know."""
     message = message.removeprefix("Value error, ").removeprefix("Input should be ")
     message = re.sub(r"^a valid dictionary.*", "a table is needed", message)
+    message = re.sub(r"^(a valid string|Input is not a valid path.*)", "must be a text in quotes", message)
     message = re.sub(r", unable to parse string as an? \w+$", "", message)
     message = re.sub(r", got a number with a fractional part$", "", message)
     return re.sub(r"^(greater|less|a valid|a multiple|finite)", r"must be \1", message)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -44,6 +44,8 @@ from stretto.config.sections.trainer import (
     AdamWOptim,
     CkptSection,
     ConstantScheduler,
+    CriticPlacement,
+    MatmulPrecision,
     Optim,
     Scheduler,
     TrainerKeys,
@@ -64,6 +66,8 @@ class RunRoot(Section):
     """Delete the run directory of this name first."""
     dry_run: bool = False
     """Check configuration, code and data, show the first task and the processes on one screen; start nothing."""
+    env_vars: dict[str, str] = Field({})
+    """Environment variables of this process and of all that it starts; those of a section of a process go before."""
     print_config: bool = False
     """Print the resolved config, every default included, as TOML that `@` reads again; start nothing."""
 
@@ -126,6 +130,16 @@ def comma_list(value: Any) -> Any:
 GpuIds = Annotated[list[int] | None, BeforeValidator(comma_list)]
 
 
+class FrozenModelSection(InferenceSection):
+    """[models.NAME]: a model whose weights never change, beside the policy: for functions, which find its address as
+    `get_model_url(args, NAME)`. It has the keys of [inference], for engines of its own."""
+
+    base_url: str | None = None
+    """Address of engines that serve it already; None: the run starts them."""
+    gpu_ids: GpuIds = None
+    """GPUs of its engines; None: the first that neither policy, trainer nor teacher has."""
+
+
 class RLConfig(RunKeys, RunRoot):
     """`rl`: inference, orchestrator and trainer together.
 
@@ -142,6 +156,9 @@ class RLConfig(RunKeys, RunRoot):
     teacher_inference: InferenceSection | None = None
     """The engine of a frozen teacher, started and ended with the run; orchestrator.teacher.model without a base_url
     is enough. None: the teacher, if there is one, runs at orchestrator.teacher.base_url."""
+    models: dict[str, FrozenModelSection] = Field({})
+    """By name: frozen models that a user's functions ask, each with engines and a router of its own. The policy is
+    `actor`, a teacher `teacher`."""
     deployment: Deployment = SingleNodeDeployment()
     slurm: SlurmSection | None = None
     """Present: submit a job that runs this on a cluster's nodes, and return; None: run it here."""
@@ -153,22 +170,9 @@ class RLConfig(RunKeys, RunRoot):
     """GPUs of inference; None: the first ones."""
     teacher_gpu_ids: GpuIds = None
     """GPUs of the teacher's engine; None: the first after the trainer's."""
+    critic_gpu_ids: GpuIds = None
+    """GPUs of a critic on ranks of its own, one rank each; None: the first after the trainer's."""
     ckpt: CkptSection | None = CkptSection()
-
-    aliases: ClassVar[dict[str, str]] = {
-        "wandb": "monitors.wandb",
-        "ckpt.resume_step": "resume.step",
-        "trainer.model.seq_len": "seq_len",
-        "trainer.wandb": "monitors.wandb",
-        "trainer.ckpt": "ckpt",
-        "orchestrator.student.model": "model",
-        "orchestrator.wandb": "monitors.wandb",
-        **{f"{part}.{key}": key for part in ("trainer", "orchestrator") for key in RunKeys.model_fields},
-        "inference.vllm.model": "inference.model",
-        "inference.model.name": "inference.model",
-        "inference.model.dtype": "inference.dtype",
-        "inference.model.max_model_len": "inference.max_model_len",
-    }
 
     @classmethod
     def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,12 +184,23 @@ class RLConfig(RunKeys, RunRoot):
         return self.orchestrator.num_train_workers * self.model.cp * self.model.tp
 
     @property
+    def critic_placement(self) -> CriticPlacement | None:
+        """Of a critic on ranks of its own; None if the trainer's ranks have it, or there is none."""
+        return None if self.trainer.critic is None else self.trainer.critic.placement
+
+    @property
+    def num_critic_ranks(self) -> int:
+        """Processes of a critic on ranks of its own."""
+        placement = self.critic_placement
+        return 0 if placement is None else placement.num_workers * self.model.cp * self.model.tp
+
+    @property
     def num_nodes(self) -> int:
         """Machines that the command is started on."""
         if self.deployment.type != "multi_node":
             return 1
         engines = 0 if self.inference is None else self.inference.deployment.num_nodes
-        return self.deployment.num_train_nodes + self.deployment.num_infer_replicas * engines
+        return self.deployment.num_learning_nodes + self.deployment.num_infer_replicas * engines
 
     def trainer_config(self) -> TrainerConfig:
         """What the trainer process takes."""
@@ -212,11 +227,19 @@ class RLConfig(RunKeys, RunRoot):
         # Without the run's name it writes no log file of its own, which would be inference's.
         return InferenceConfig.model_validate(self._process_data(self.teacher_inference) | {"run": {}})
 
+    def model_config_of(self, name: str) -> InferenceConfig:
+        """What the engines of a frozen model take."""
+        data = self._process_data(self.models[name]) | {"run": {}}
+        return InferenceConfig.model_validate(
+            {k: v for k, v in data.items() if k not in ("base_url", "gpu_ids")}
+        )
+
     def _process_data(self, section: Section, *shared: str) -> dict[str, Any]:
         """The keys of a section, those of the root that are named, and where the run lives."""
         own = {key: getattr(section, key) for key in type(section).model_fields}
+        env_vars = {"env_vars": self.env_vars | own["env_vars"]}
         own |= {key: getattr(self, key) for key in (*shared, *RunRoot.model_fields)}
-        return own | {"run": RunSection(name=self.run_name)}
+        return own | {"run": RunSection(name=self.run_name)} | env_vars
 
     def _default_name(self) -> str:
         envs = "+".join(env.name or re.split("[:/]", env.id)[-1] for env in self.orchestrator.env)
@@ -245,6 +268,8 @@ class SFTConfig(RunRoot):
     """Steps to train; None: by max_epochs."""
     max_epochs: int | None = Field(None, gt=0)
     """Passes over the data; None: by max_steps."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
     seed: int = 0
     """Seed of the order of examples and of everything else random."""
     num_threads: int | None = Field(None, gt=0)
@@ -259,19 +284,14 @@ class SFTConfig(RunRoot):
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()
 
-    aliases: ClassVar[dict[str, str]] = {
-        "wandb": "monitors.wandb",
-        "data.batch_size": "batch_size",
-        "data.seq_len": "seq_len",
-        "data.loss_mask": "loss_mask",
-        "model.seq_len": "seq_len",
-        "ckpt.resume_step": "resume.step",
-    }
-
     @property
     def num_nodes(self) -> int:
         """Machines that the command is started on."""
         return self.deployment.num_train_nodes if self.deployment.type == "multi_node" else 1
+
+    @classmethod
+    def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        return _derive_copies(values)
 
     @property
     def num_ranks(self) -> int:
@@ -306,8 +326,6 @@ class EvalConfig(RunRoot):
     """Seed of sampling."""
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()
-
-    aliases: ClassVar[dict[str, str]] = {"model.name": "model", "env": "eval.env"}
 
     def _default_name(self) -> str:
         return f"eval-{short_name(self.model)}" if self.model else "eval"
@@ -376,6 +394,27 @@ def _derive_wire(values: Values) -> dict[str, Any]:
     return {"weight_broadcast.type": "collective"} if is_wide else {}
 
 
+def _derive_copies(values: Values) -> dict[str, Any]:
+    """Each group of nodes that shares the weights has one copy of them."""
+    nodes, group = (values.get(f"deployment.{key}") for key in ("num_train_nodes", "nodes_per_fsdp_group"))
+    is_whole = isinstance(nodes, int) and isinstance(group, int) and group > 0 and nodes % group == 0
+    return {"model.dp_replicate": nodes // group} if is_whole else {}  # type: ignore[operator]
+
+
+def _derive_infer_nodes(values: Values) -> dict[str, Any]:
+    """Nodes of inference without a shape of it: one engine on each, with as many ranks as it has GPUs for."""
+    nodes = values.get("deployment.num_infer_nodes")
+    if values.get("deployment.type") != "multi_node" or not isinstance(nodes, int):
+        return {}
+    if "inference.deployment.type" in values or not _starts_engine(values):
+        return {}
+    gpus, tp = values.get("deployment.gpus_per_node", 8), values.get("inference.parallel.tp", 1)
+    shape = {"inference.deployment.type": "multi_node", "inference.deployment.num_nodes": nodes}
+    if isinstance(gpus, int) and isinstance(tp, int) and 0 < tp <= gpus:
+        shape |= {"inference.deployment.gpus_per_node": gpus, "inference.parallel.dp": gpus // tp}
+    return shape
+
+
 def _derive_client_url(values: Values) -> dict[str, Any]:
     """The engine this run starts is the one its orchestrator talks to, unless another address is given."""
     host, port = values.get("inference.server.host"), values.get("inference.server.port")
@@ -383,6 +422,15 @@ def _derive_client_url(values: Values) -> dict[str, Any]:
         return {}
     host = "127.0.0.1" if host in (None, "0.0.0.0", "::") else host
     return {"orchestrator.client.base_url": f"http://{in_url(str(host))}:{8000 if port is None else port}/v1"}
+
+
+def _derive_turns(values: Values) -> dict[str, Any]:
+    """Trainer and engines that take turns do so in synchronous steps, and engines can sleep."""
+    if not _has(values, "colocate"):
+        return {}
+    return {"orchestrator.max_async_level": 0} | (
+        {"inference.enable_sleep_mode": True} if _starts_engine(values) else {}
+    )
 
 
 def _derive_replay(values: Values) -> dict[str, Any]:
@@ -426,12 +474,32 @@ def _derive_num_train_workers(values: Values) -> dict[str, Any]:
     return {"orchestrator.num_train_workers": max(1, ranks // sharing)}
 
 
+def _derive_critic_workers(values: Values) -> dict[str, Any]:
+    """One rank per GPU of the critic's, if they are given; that many GPUs mean ranks of its own."""
+    ids, nodes = comma_list(values.get("critic_gpu_ids")), values.get("deployment.num_critic_nodes")
+    ranks = len(ids) if isinstance(ids, list) and ids else values.get("deployment.num_critic_gpus")
+    each = values.get("deployment.critic_gpus_per_node")
+    if values.get("deployment.type") == "multi_node" and (nodes is not None or each is not None):
+        each = values.get("deployment.gpus_per_node", 8) if each is None else each
+        count = values.get("deployment.num_train_nodes", 1) if nodes is None else nodes
+        ranks = count * max(1, each) if isinstance(count, int) and isinstance(each, int) else None
+    degrees = (values.get(f"model.{axis}") for axis in ("cp", "tp"))
+    sharing = math.prod(degree if isinstance(degree, int) and degree > 0 else 1 for degree in degrees)
+    if not isinstance(ranks, int) or ranks <= 0 or not _has(values, "trainer.critic"):
+        return {}
+    return {"trainer.critic.placement.num_workers": max(1, ranks // sharing)}
+
+
 _DERIVED = (
     _derive_model,
     _derive_wire,
     _derive_engine,
+    _derive_copies,
+    _derive_infer_nodes,
     _derive_client_url,
     _derive_num_train_workers,
+    _derive_critic_workers,
+    _derive_turns,
     _derive_replay,
     _derive_teacher,
     _derive_whiten,

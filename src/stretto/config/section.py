@@ -1,7 +1,7 @@
 """The strict base of every config section, and what the classes say about themselves: keys, types, spellings.
 
 Torch-free: a dry run on a laptop needs only pydantic. A section accepts what a TOML file can say: `"None"` for None
-where None is allowed, a union without its `type` (the default's variant), and the spellings in its `aliases`.
+where None is allowed, a union without its `type` (the default's variant), and the spellings of spellings/.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path as FilePath
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
+from stretto.config.spellings import table
+from stretto.config.spellings.row import Given, Instead, Nothing, Row
 from stretto.config.synonyms import keys_meant
 
 Path = tuple[str | int, ...]
@@ -39,23 +41,24 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    aliases: ClassVar[dict[str, str]] = {}
-    """Other spelling -> key; both are dotted paths relative to this section."""
-    tag_aliases: ClassVar[tuple[str, ...]] = ()
-    """What the documents call the variant of a union that this section is, besides its own `type`."""
-
     @model_validator(mode="before")
     @classmethod
     def _accept_spellings(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         values: dict[Path, Any] = {}
+        further: dict[Path, Any] = {}
         for path, value in leaves(data):
-            found = find(cls, path)
-            own = (*found.path, *found.rest)
-            value = None if value == "None" and found.is_known and found.key.is_nullable else value
-            if values.setdefault(own, value) != value:
-                raise ValueError(f"`{dotted(own)}` has two values, {show(values[own])} and {show(value)}")
+            meaning = meant(cls, path, value)
+            if meaning.instead:
+                raise ValueError(f"`{dotted(path)}` = {show(value)}: {meaning.instead}")
+            further |= meaning.further
+            for own, value in meaning.values.items():
+                found = find(cls, own)
+                value = None if value == "None" and found.is_known and found.key.is_nullable else value
+                if values.setdefault(own, value) != value:
+                    raise ValueError(f"`{dotted(own)}` has two values, {show(values[own])} and {show(value)}")
+        values = {path: value for path, value in further.items() if path not in values} | values
         by_name = {dotted(path): value for path, value in values.items()}
         for name, value in cls._derived(by_name).items():
             path = tuple(int(part) if part.isdigit() else part for part in name.split("."))
@@ -209,9 +212,9 @@ class Key:
 def keys(cls: type[Section]) -> dict[str, Key]:
     """The keys of a section, in order."""
     result = {}
-    for name, field in cls.model_fields.items():
-        types = tuple(members(field.annotation))
-        result[name] = Key(cls, name, field, tuple(t for t in types if t is not NoneType), NoneType in types)
+    for name, info in cls.model_fields.items():
+        types = tuple(members(info.annotation))
+        result[name] = Key(cls, name, info, tuple(t for t in types if t is not NoneType), NoneType in types)
     return result
 
 
@@ -228,16 +231,20 @@ def _field_docs(module: str) -> dict[tuple[str, str], str]:
 
 
 @cache
-def all_aliases(cls: type[Section]) -> dict[str, str]:
-    """The aliases of a section and of the sections it extends."""
-    return {
-        old: new for parent in reversed(cls.__mro__) for old, new in vars(parent).get("aliases", {}).items()
-    }
+def _names(cls: type[Section]) -> tuple[str, ...]:
+    """Names of the section and of those that it extends, which come first."""
+    return tuple(parent.__name__ for parent in reversed(cls.__mro__) if issubclass(parent, Section))
 
 
 @cache
-def _renames(cls: type[Section]) -> list[tuple[Path, Path]]:
-    return [(tuple(old.split(".")), tuple(new.split("."))) for old, new in all_aliases(cls).items()]
+def _names_of(level: tuple[type[Section], ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(map(_names, level))))
+
+
+@cache
+def all_aliases(cls: type[Section]) -> dict[str, str]:
+    """Other names of the keys of a section and of those that it extends."""
+    return table.aliases_of(_names(cls))
 
 
 @dataclass(frozen=True)
@@ -250,6 +257,18 @@ class Found:
     """The last key on the way: a Key, or None at an item of a list."""
     rest: Path
     """What is left of the path: in a table with keys of the user's own, or unknown."""
+    row: Row | None = None
+    """What the table of spellings says of the path, or of what it begins with."""
+    row_at: Path = ()
+    """The section that the row is of."""
+    is_row_whole: bool = False
+    """Whether the row is of the whole path."""
+
+    @property
+    def other_values(self) -> list[str]:
+        """Names that others have for values of the key."""
+        values = self.row.values if self.row is not None and self.is_row_whole else {}
+        return [name for name, ours in values.items() if isinstance(name, str) and isinstance(ours, str)]
 
     @property
     def is_known(self) -> bool:
@@ -258,25 +277,73 @@ class Found:
 
 
 def find(cls: type[Section], path: Sequence[str | int]) -> Found:
-    """Follow a path down from a section."""
+    """Follow a path down from a section, in any spelling."""
     done: Path = ()
     rest: Path = tuple(path)
     key: Key | None = None
+    row: tuple[Row | None, Path, bool] = (None, (), False)
     level: tuple[type[Section], ...] = (cls,)
     while rest:
         if key is not None and key.item_sections and str(rest[0]).isdigit():
             done, rest, level, key = (*done, int(rest[0])), rest[1:], key.item_sections, None
             continue
-        for old, new in itertools.chain.from_iterable(map(_renames, level)):
-            if rest[: len(old)] == old:
-                rest = (*new, *rest[len(old) :])
-                break
+        if matched := table.match(_names_of(level), rest):
+            covered, here = matched
+            if here.is_refused or here.ours == "":
+                return Found(done, None, rest, here, done, covered == len(rest))
+            if covered == len(rest) or here.sets:
+                row = (here, done, covered == len(rest))
+            if here.ours is not None:
+                renamed = (*table.renamed(here, rest), *rest[covered:])
+                if here.ours.startswith("/") and done:
+                    done, level, key = (), (cls,), None
+                    rest = renamed
+                    continue
+                rest = renamed
         name = str(rest[0])
         inner = next((keys(section)[name] for section in level if name in keys(section)), None)
         if inner is None:
             break
         done, rest, level, key = (*done, name), rest[1:], inner.sections, inner
-    return Found(done, key, rest)
+    return Found(done, key, rest, *row)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a value at a path in any spelling sets."""
+
+    values: dict[Path, Any]
+    """By the keys' own paths; none for a key that decides nothing here."""
+    further: dict[Path, Any] = field(default_factory=dict)
+    """What it sets besides, where nobody gives it."""
+    instead: str = ""
+    """Present: it is refused, and this says what to write."""
+    idle: str = ""
+    """Present: it decides nothing here, and this says why."""
+    beware: str = ""
+    """Present: it counts something else than where it comes from."""
+
+
+def meant(cls: type[Section], path: Path, value: Any) -> Meaning:
+    """What a value at a path in any spelling sets."""
+    found = find(cls, path)
+    own, row = (*found.path, *found.rest), found.row
+    if row is None:
+        return Meaning({own: value})
+    if row.is_refused:
+        is_so = ("None" if value is None else value) in row.unless
+        return Meaning({}) if is_so else Meaning({}, instead=row.instead)
+    if row.ours == "":
+        return Meaning({}, idle=row.note)
+    is_word = found.is_row_whole and isinstance(value, str | int | NoneType)
+    new = row.values.get(value, value) if is_word else value
+    if isinstance(new, Instead):
+        return Meaning({}, instead=new.text)
+    if new is Nothing:
+        return Meaning({})
+    sets = {name: value if each is Given else each for name, each in row.sets}
+    further = {(*found.row_at, *name.split(".")): each for name, each in sets.items()}
+    return Meaning({own: new}, further, beware=row.beware)
 
 
 def tag_of(section: type[Section]) -> str | None:
@@ -330,9 +397,13 @@ def suggest(cls: type[Section], path: Path, here: type[Section] | None = None) -
 
 
 def has_key(cls: type[Section], option: str) -> bool:
-    """Is `--tensor-parallel-size` or `--no-inference` a key or an alias at the root of this class?"""
+    """Is `--tensor-parallel-size` or `--no-inference` a key or an alias at the root of this class?
+
+    An alias of an entry in a table of free keys, such as one of vLLM's options, is none.
+    """
     name = option.removeprefix("--").replace("-", "_")
-    return any(spelling in spellings(cls) for spelling in (name, name.removeprefix("no_")))
+    names = {name, name.removeprefix("no_")} & set(spellings(cls))
+    return any(not find(cls, (each,)).rest for each in names)
 
 
 # -- words --

@@ -23,11 +23,18 @@ beta kl_coef init_kl_coef kl_loss_coef                  trainer.loss.kl_tau
 loss_type policy_loss                                   trainer.loss.type
 advantage_estimator adv_estimator                       orchestrator.algo.type
 model_name_or_path pretrain hf_checkpoint model_id      model.name model
+model_name                                              model.name model
+betas adam_beta1 adam_betas                             trainer.optim.betas1 optim.betas1
+advantage advantages_type                               orchestrator.algo
+environment environments env_id                         orchestrator.env
+every save_every                                        ckpt.interval
+temp                                                    orchestrator.train.sampling.temperature
 dataset_name train_files prompt_data dataset            orchestrator.env.0.args.path data.name
 max_completion_length max_new_tokens response_length    orchestrator.train.sampling.max_completion_tokens
 max_response_length generate_max_len                    orchestrator.train.sampling.max_completion_tokens
 rollout_max_response_len                                orchestrator.train.sampling.max_completion_tokens
-max_prompt_length max_seq_length max_length max_len     seq_len
+max_prompt_length max_seq_length max_length             seq_len
+max_len                                                 inference.max_model_len seq_len
 rollout_temperature                                     orchestrator.train.sampling.temperature
 save_steps save_freq save_interval                      ckpt.interval
 save_total_limit                                        ckpt.keep_last
@@ -40,7 +47,7 @@ rollout_num_gpus                                        deployment.num_infer_gpu
 actor_num_gpus_per_node nproc_per_node n_gpus_per_node  deployment.num_train_gpus
 bf16 fp16 torch_dtype                                   model.dtype
 gradient_checkpointing recompute                        model.ac
-lora_r lora_rank                                        model.lora.rank
+lora_r lora_rank r                                       model.lora.rank
 use_peft use_lora peft_config                           model.lora
 lora_alpha                                              model.lora.alpha
 tensor_model_parallel_size tensor_parallel_size         model.tp parallel.tp

@@ -18,6 +18,8 @@ SECRETS = frozenset({"api_key", "hf_token"})
 """Keys, in whatever section, whose values are not for the screen."""
 CHOSEN_AT_START = frozenset({"port", "host", "base_url", "gpu_memory_utilization", "finish_within_s"})
 """Keys that a start chooses by itself where nobody wrote them, such as a free port."""
+_SECRET_VARIABLE = re.compile(r"([A-Z0-9_]*_)?(KEY|TOKEN|SECRET|PASSWORD)")
+"""Environment variables that hold one, as in `env_vars`."""
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -81,7 +83,7 @@ def _key(name: str) -> str:
 
 def is_secret(name: str) -> bool:
     """Is a key of this name not for the screen?"""
-    return name.replace("-", "_") in SECRETS
+    return name.replace("-", "_") in SECRETS or _SECRET_VARIABLE.fullmatch(name) is not None
 
 
 def _is_list_of_tables(value: Any) -> bool:

@@ -26,7 +26,7 @@ class FileArgument:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A value given by a flag, and the flag as it was typed."""
+    """A value given by a flag, at the path as it was typed, and the whole flag."""
 
     path: Path
     value: Any
@@ -51,8 +51,11 @@ class Target:
     """What a flag's name points at; `key` is None inside a table with keys of the user's own."""
 
     path: Path
+    """As it is written."""
     key: Key | None
     is_negated: bool = False
+    is_foreign: bool = False
+    """Another framework's key, which the loader refuses or passes over by its value."""
 
 
 def parse_arguments(cls: type[Section], words: list[str]) -> list[Argument]:
@@ -99,8 +102,9 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
     del rest[: len(given)]
     if given:
         return Assignment(target.path, read_value(key, given), " ".join([word, *given]))
-    if key is not None and (bool in key.members or key.sections):
-        return Assignment(target.path, True if bool in key.members else {}, word)
+    if target.is_foreign or (key is not None and (bool in key.members or key.sections)):
+        is_true = key is None or bool in key.members
+        return Assignment(target.path, True if is_true else {}, word)
     return ArgumentProblem("a value must follow", word)
 
 
@@ -178,8 +182,13 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
 
 def _target(cls: type[Section], parts: list[str], raw: list[str]) -> Target | None:
     found = find(cls, parts)
+    written = tuple(int(part) if part.isdigit() else part for part in parts)
     if found.is_known:
-        return Target(found.path, found.key)
+        return Target(written, found.key)
+    if found.row is not None and (found.row.is_refused or found.row.ours == ""):
+        return Target(written, None, is_foreign=True)
     if found.key is None or not found.key.is_free_table:
         return None
-    return Target((*found.path, *raw[-len(found.rest) :]), None)
+    if found.is_row_whole:
+        return Target(written, None)
+    return Target((*written[: -len(found.rest)], *raw[-len(found.rest) :]), None)

@@ -29,7 +29,9 @@ from stretto.base.foreign import call_async, guarded, load_module
 from stretto.envs import find
 from stretto.envs.arguments import check_argument_types, signature_of
 from stretto.envs.result import RolloutResult, checked_result, checked_reward
+from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Task
+from stretto.records.support import Support
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -66,6 +68,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: np.ndarray | None = (
         None  # float32 [completion], nats under the policy that sampled; None if not recorded
     )
+    versions: tuple[VersionSpan, ...] = ()  # of the policy that sampled its tokens
+    support: Support | None = None  # tokens that each of its tokens was drawn from; None: all, or not known
 
 
 class LimitReached(EnvError):
@@ -109,6 +113,8 @@ class RolloutContext(Protocol):
         self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any
     ) -> Reply:
         """Sample a reply that continues these tokens. A prompt that extends the tokens so far extends the branch.
+
+        Several may be awaited at once.
 
         Raises: LimitReached if a limit of the episode is reached, or no reply fits after the prompt.
         """
@@ -164,6 +170,10 @@ class RunInfo:
     """Turns messages and tools into the int32 tokens of a prompt, up to where the reply begins."""
     render: Callable[[list[Message], list[dict] | None], str] | None = None
     """The same as text."""
+    policy_name: str = "actor"
+    """Name of the policy for hooks."""
+    table: Mapping[str, Any] = field(default_factory=dict)
+    """The value of every flag of vime by attribute, out of what the run resolved."""
     seed: int = 0
     seq_len: int | None = None
     group_size: int = 1

@@ -27,6 +27,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     agent_rewards: dict[str, float] = {}  # by agent, if several agents have different rewards
     metrics: dict[str, float] = {}
     is_truncated: bool = False  # a limit of the environment (turns, time) ended it; the reward is valid
+    branch_rewards: tuple[float, ...] = ()  # of the sequences of `ctx.keep`, if each has its own
     note: Any = None  # passed to `score_group`; stored nowhere, None in worker processes
 
 
@@ -55,6 +56,10 @@ def checked_result(returned: Any, where: str) -> RolloutResult:
             for name, value in _named_values(returned.metrics, where, "metrics")
         },
         is_truncated=bool(returned.is_truncated),
+        branch_rewards=tuple(
+            checked_reward(value, where, f"branch_rewards[{index}]")
+            for index, value in enumerate(returned.branch_rewards)
+        ),
         note=returned.note,
     )
 
@@ -70,6 +75,22 @@ def checked_reward(value: Any, where: str, what: str) -> float:
         rule = f"a reward is trained in float32, so give one between -{MAX_REWARD:g} and {MAX_REWARD:g}"
         raise EnvError(f"{place}{what} is {reward:g}; {rule}")
     return reward
+
+
+def checked_group_rewards(returned: Any, count: int, where: str) -> list[tuple[float, tuple[float, ...]]]:
+    """For each of `count` members its reward, and those of its branches if the entry is a list of them.
+
+    Raises: EnvError as `checked_rewards`.
+    """
+    entries = list(returned) if isinstance(returned, list | tuple) else []
+    parts = [list(each) if isinstance(each, list | tuple) else None for each in entries]
+    if len(entries) != count or all(part is None for part in parts):
+        return [(reward, ()) for reward in checked_rewards(returned, count, where)]
+    found = []
+    for entry, part in zip(entries, parts):
+        own = checked_rewards([entry] if part is None else part, 1 if part is None else len(part), where)
+        found.append((sum(own) / len(own), () if part is None else tuple(own)))
+    return found
 
 
 def checked_rewards(returned: Any, count: int, where: str) -> list[float]:

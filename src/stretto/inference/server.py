@@ -32,7 +32,9 @@ from stretto.inference.embedded.engine import Engine, EngineState
 from stretto.inference.openai import OpenAIRoutes
 from stretto.inference.update_order import UpdateOrder
 from stretto.models.hub import dtype_of, find_model, load_model
-from stretto.transports.engine import api
+from stretto.models.tracing.tracer import Tracer
+from stretto.records.generate import GenerateRequest
+from stretto.transports.engine import api, updates
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.images import VisionSizes
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 0.5
+_LARGE_BODY_BYTES = 1 << 20
 _ONE_THREAD_BELOW_PARAMETERS = 30_000_000
 
 
@@ -68,6 +71,7 @@ class Server:
             api.MODELS: self.models,
             api.METRICS: self.metrics,
             api.IS_PAUSED: self.is_paused,
+            api.IS_SLEEPING: self.is_sleeping,
         }
         post = {
             api.GENERATE: self.generate,
@@ -77,6 +81,8 @@ class Server:
             api.DETOKENIZE: self.openai.detokenize,
             api.PAUSE: self.pause,
             api.RESUME: self.resume,
+            api.SLEEP: self.sleep,
+            api.WAKE_UP: self.wake_up,
             api.START_UPDATE: self.start_update,
             api.UPDATE_WEIGHTS: self.update_weights,
             api.FINISH_UPDATE: self.finish_update,
@@ -155,12 +161,21 @@ class Server:
         return web.Response(text=self.ready_engine().metrics_page())
 
     async def generate(self, http: web.Request) -> web.Response:
-        core = self.ready_engine().core
-        limit = max_body_bytes(core.max_model_len, vision=VisionSizes.of(core.config.hf))
-        request, model = api.decode_generate(await read_body(http, limit))
-        request = msgspec.structs.replace(request, adapter=self.openai.adapter_of(model))
+        request = await self._read_generate(http)
         done = await self.ready_engine().generate(request)
         return _json(api.encode_completions(request, done.completions, done.stop_reasons))
+
+    async def _read_generate(self, http: web.Request) -> GenerateRequest:
+        """The request in a body; a waiting request keeps its pixels once, and those of an equal image not again."""
+        core = self.ready_engine().core
+        limit = max_body_bytes(core.max_model_len, vision=VisionSizes.of(core.config.hf))
+        body = await read_body(http, limit)
+        if len(body) < _LARGE_BODY_BYTES:
+            request, model = api.decode_generate(body)
+        else:  # pixels of images, which are hashed as well
+            request, model = await asyncio.to_thread(api.decode_generate, body)
+        images = request.images if core.images is None else core.images.shared(request.images)
+        return msgspec.structs.replace(request, adapter=self.openai.adapter_of(model), images=images)
 
     async def pause(self, http: web.Request) -> web.Response:
         mode = http.query.get("mode", "abort")
@@ -176,19 +191,37 @@ class Server:
             await self.ready_engine().resume()
         return _json({"status": "resumed"})
 
+    async def sleep(self, http: web.Request) -> web.Response:
+        level = http.query.get("level", "1")
+        if level not in ("1", "2"):
+            raise Refusal(f"level: {level!r} must be 1, which keeps the weights, or 2, which drops them")
+        await self.ready_engine().sleep(int(level))
+        return _json({"status": "sleeping", "level": int(level)})
+
+    async def wake_up(self, http: web.Request) -> web.Response:
+        tags = http.query.getall("tags", list(api.SLEEP_TAGS))
+        if unknown := sorted({*tags} - {*api.SLEEP_TAGS}):
+            raise Refusal(f"tags: {unknown[0]!r} is not one of {', '.join(api.SLEEP_TAGS)}")
+        await self.ready_engine().wake_up(tags)
+        is_asleep = self.ready_engine().state is EngineState.SLEEPING
+        return _json({"status": "sleeping" if is_asleep else "awake", "tags": tags})
+
+    async def is_sleeping(self, _: web.Request) -> web.Response:
+        return _json({"is_sleeping": self.ready_engine().state is EngineState.SLEEPING})
+
     async def is_paused(self, _: web.Request) -> web.Response:
         return _json({"is_paused": self.ready_engine().state is EngineState.PAUSED})
 
     async def world_size(self, _: web.Request) -> web.Response:
-        return _json(api.encode_world_size(1))
+        return _json(updates.encode_world_size(1))
 
     async def start_update(self, _: web.Request) -> web.Response:
         with self.order.call(api.START_UPDATE):
             self.ready_engine()
-        return _json(api.encode_started(loads_between_steps=True))
+        return _json(updates.encode_started(loads_between_steps=True))
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        update = api.decode_update(await read_body(http, MAX_ADMIN_BYTES))
+        update = updates.decode_update(await read_body(http, MAX_ADMIN_BYTES))
         manifest = update.manifest
         try:
             with self.order.call(api.UPDATE_WEIGHTS):
@@ -200,7 +233,7 @@ class Server:
 
     async def finish_update(self, http: web.Request) -> web.Response:
         """End an update; a version in the body must be that of the manifest."""
-        version = api.decode_finish(await read_body(http, MAX_ADMIN_BYTES))
+        version = updates.decode_finish(await read_body(http, MAX_ADMIN_BYTES))
         with self.order.call(api.FINISH_UPDATE):
             if self._loaded_version is None:
                 raise Refusal("no weights were loaded; send them to /update_weights first", 409)
@@ -304,6 +337,7 @@ async def _load_and_run(server: Server) -> None:
         model_name=server.model_name,
         max_waiting=cfg.server.max_waiting_requests,
         decoder=server.openai.decoder,
+        tracer=Tracer(cfg.run_dir if cfg.run.name else None, f"inference-{cfg.server.port}"),
     )
     freeze_objects()
     logger.info(

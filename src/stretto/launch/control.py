@@ -74,7 +74,7 @@ def stop(words: list[str]) -> int:
     record = _record(run)
     match record.get("by"):
         case "slurm":
-            done = _stop_job(record, now=given.now)
+            done = _stop_job(run, record, now=given.now)
         case "ray":
             done = _stop_on_ray(run, now=given.now)
         case _:
@@ -190,7 +190,7 @@ def _show(path: Path, num_lines: int, *, follow: bool) -> None:
 # -- stop --
 
 
-def _stop_job(record: dict[str, Any], *, now: bool) -> str:
+def _stop_job(run: RunDir, record: dict[str, Any], *, now: bool) -> str:
     job = record["job"]
     queued = slurm.find_job(job)
     if not slurm.is_live(queued):
@@ -199,6 +199,7 @@ def _stop_job(record: dict[str, Any], *, now: bool) -> str:
     if now or not queued.is_running or record.get("verb") == "inference":
         slurm.cancel(job)
         return f"job {job}, which was {queued.state}, is cancelled"
+    write_atomic(run.finish_marker, b"")
     slurm.ask_to_finish(job)
     return f"job {job} finishes its step, saves a checkpoint and ends; --now ends it at once"
 

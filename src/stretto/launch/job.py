@@ -79,8 +79,8 @@ def _gpus_of_one(cfg: JobConfig) -> int:
         return 0 if cfg.device == "cpu" else cfg.parallel.num_gpus * cfg.deployment.num_engines
     if isinstance(cfg, SFTConfig):
         return cfg.num_ranks if cfg.trainer_gpu_ids or cfg.deployment.num_train_gpus else 0
-    shape, parts = cfg.deployment, ("train", "infer", "teacher")
-    ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids)
+    shape, parts = cfg.deployment, ("train", "infer", "teacher", "critic")
+    ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids, cfg.critic_gpu_ids)
     named = {gpu for each in ids for gpu in each or ()}
     counted = sum(getattr(shape, f"num_{part}_gpus") or 0 for part, given in zip(parts, ids) if given is None)
     return max(len(named) + counted, max(named, default=-1) + 1)

@@ -58,6 +58,20 @@ def with_patches(
     )
 
 
+def find_image(db: sqlite3.Connection, run_dir: RunDir, name: str) -> Image:
+    """The image of this hash, with its pixels.
+
+    Raises: DataError if no segment that is kept has it, or it is damaged.
+    """
+    found = None
+    if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'images'").fetchone():
+        query = "SELECT segment FROM images LEFT JOIN segments USING (segment) WHERE hash = ? AND deleted_at IS NULL"
+        found = db.execute(query, (name,)).fetchone()
+    if found is None:
+        raise DataError(f"{run_dir.ledger}: there is no image {name}; its rollouts may be deleted.")
+    return _load(db, run_dir, found[0], name)
+
+
 def damaged_images(db: sqlite3.Connection, run_dir: RunDir) -> Iterator[str]:
     """What is wrong with stored images, one sentence each."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'images'").fetchone():

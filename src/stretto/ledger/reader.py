@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from stretto.base.paths import RunDir
-from stretto.ledger import resume, schema
+from stretto.ledger import images, resume, schema
+from stretto.records.images import Image
 from stretto.records.rollout import Group
 
 
@@ -76,6 +77,14 @@ class LedgerReader:
         """
         with schema.guarded(self._run_dir.ledger):
             return resume.load_group(self._db, self._run_dir, group_id)
+
+    def image(self, name: str) -> Image:
+        """The image of this hash, with its pixels.
+
+        Raises: DataError if it is damaged, or no rollout that is kept shows it.
+        """
+        with schema.guarded(self._run_dir.ledger):
+            return images.find_image(self._db, self._run_dir, name)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Events of one kind, in order."""

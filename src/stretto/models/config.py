@@ -5,12 +5,16 @@ Settings that our decoder does not support are refused here, by name, before any
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import DataError
 from stretto.models.families import FAMILIES
-from stretto.models.parts.rope import parse_rope, rope_to_hf
-from stretto.models.shape import ModelConfig, MoEShape
+from stretto.models.families.rope_keys import parse_rope, rope_to_hf
+from stretto.models.shape import ModelConfig, MoEShape, Rope
+
+if TYPE_CHECKING:
+    from stretto.config.sections.model import ScratchSection
 
 _REQUIRED = (
     "vocab_size",
@@ -89,9 +93,39 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
     }
     cfg = ModelConfig(**shape | fields)
     _check_layers(cfg, where)
+    if any(rule.may_be_swapped for rule in family.weights):
+        _check_square(cfg, where)
     if cfg.vision is not None:
         _check_vision(cfg, hf["vision_config"], where)
     return cfg
+
+
+def scratch_config(
+    scratch: ScratchSection, vocab_size: int, **token_ids: int | list[int] | None
+) -> ModelConfig:
+    """The shape of a model from scratch; token_ids (eos_token_id, ...) go into its config.json.
+
+    image_token_id: of a model with images; None if only sizes are asked for.
+    """
+    placeholder = token_ids.pop("image_token_id", None)
+    fields = {"rope": Rope(theta=10_000.0)} | FAMILIES[scratch.family].scratch(scratch)
+    if scratch.vision is not None and isinstance(placeholder, int):
+        fields["vision"] = replace(fields["vision"], image_token_id=placeholder)
+    cfg = ModelConfig(
+        family=scratch.family,
+        vocab_size=vocab_size,
+        hidden_size=scratch.hidden_size,
+        intermediate_size=scratch.intermediate_size,
+        num_layers=scratch.num_layers,
+        num_heads=scratch.num_heads,
+        num_kv_heads=scratch.num_kv_heads,
+        head_dim=scratch.head_dim,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=scratch.tie_word_embeddings,
+        max_position_embeddings=scratch.max_position_embeddings,
+        **fields,
+    )
+    return parse_config(to_hf(cfg, dtype="float32", **token_ids), "[model.scratch]")
 
 
 def _check_layers(cfg: ModelConfig, where: str) -> None:
@@ -107,6 +141,17 @@ def _check_layers(cfg: ModelConfig, where: str) -> None:
         )
     if wrong := [layer.window for layer in cfg.layers if layer.window is not None and layer.window < 1]:
         raise DataError(f"{where}: sliding_window = {wrong[0]} must be at least 1 token")
+
+
+def _check_square(cfg: ModelConfig, where: str) -> None:
+    """Refuse experts whose file does not say which way round they are: transformers and vLLM read it differently."""
+    assert cfg.moe is not None
+    if cfg.hidden_size in (cfg.moe.intermediate_size, 2 * cfg.moe.intermediate_size):
+        raise DataError(
+            f"{where}: moe_intermediate_size = {cfg.moe.intermediate_size} with hidden_size = {cfg.hidden_size}: "
+            f"experts of a {cfg.family} may be stored either way round, and a square matrix does not say which; "
+            "hidden_size must be neither moe_intermediate_size nor twice that"
+        )
 
 
 def _check_vision(cfg: ModelConfig, raw: dict[str, Any], where: str) -> None:

@@ -26,7 +26,7 @@ from stretto.models.parts.mla import LatentAttention
 from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.rope import Angles, angle_table, rotate
 from stretto.models.parts.sparse_mla import SparseLatentAttention
-from stretto.models.parts.vision import ImageBatch, VisionTower
+from stretto.models.parts.vision import ImageBatch, ImageVectors, VisionTower
 from stretto.models.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
 from stretto.models.tensor_map import TensorMap
 
@@ -286,15 +286,16 @@ class Decoder(nn.Module):
         rows: Int[Tensor, " rows"] | None = None,
         routing: Routing | None = None,
         documents: Documents | CarriedDocuments | None = None,
-        images: ImageBatch | None = None,
+        images: ImageBatch | ImageVectors | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all tokens, or only of `rows`: the last block then computes no others.
 
         position_ids: [3, tokens] in a row with images (parts/image_positions.py).
         documents: where recurrent mixers start anew, or what they go on from; a model with such mixers needs it.
+        images: what the tower encodes, or has encoded before.
         """
         x = self.embed(token_ids)
-        vectors = None if images is None else self.model.visual(images)
+        vectors = self.model.visual(images) if isinstance(images, ImageBatch) else images
         if vectors is not None:
             x = vectors.place(x)
         angles = self.angles(position_ids, x.dtype)

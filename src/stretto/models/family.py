@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stretto.models.shape import LayerAttention, ModelConfig, MoEShape, Rope
-from stretto.models.tensor_map import WeightRule
 
 if TYPE_CHECKING:
     from stretto.config.sections.model import ScratchSection
@@ -31,6 +30,32 @@ DENSE_TP_PLAN: dict[str, str] = {
 
 column: by output features (weight dim 0, bias too). row: by input features (weight dim 1; the partial sums
 are added over the axis, the bias once). vocab: by vocabulary (dim 0). Other modules are whole on every rank."""
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """Parameters with other names or another layout in a checkpoint.
+
+    `{layer}` is a number on both sides.
+
+    may_be_swapped: a checkpoint may have the last two dims the other way round.
+
+    One of ours and several of theirs: ours is theirs concatenated along dim 0 (each has the same number of rows).
+    Several of ours and one of theirs: theirs is ours concatenated. `{expert}` in theirs: ours has one more dim in
+    front, the experts.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    may_be_swapped: bool = False
+
+    def __post_init__(self) -> None:
+        assert min(len(self.ours), len(self.theirs)) == 1, f"{self}: one side must be a single tensor"
+        assert not (len(self.ours) > 1 and self.is_stacked), f"{self}: experts cannot be split as well"
+
+    @property
+    def is_stacked(self) -> bool:
+        return "{expert}" in self.theirs[0]
 
 
 STACKED_EXPERTS = (

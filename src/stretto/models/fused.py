@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.base.errors import ConfigError
 from stretto.models.attention import Attend
 from stretto.models.decoder import Block, Decoder, RMSNorm
 from stretto.models.moe import MoE, Routing
@@ -27,9 +26,14 @@ from stretto.models.native.kernels import Kernels
 from stretto.models.parts.carried import CarriedDocuments
 from stretto.models.parts.mlp import MLP
 from stretto.models.parts.rope import Angles, rotate
+from stretto.models.parts.sparse_mla import RowMatrices, SparseLatentAttention
+from stretto.models.parts.vision import ImageVectors
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+MatrixAddends = Callable[[str], RowMatrices]
+"""For a parameter name: what the adapters of a pass's rows add to the matrix."""
 
 Adapt = Callable[[str, Tensor, Tensor], None]
 """(parameter name, x [rows, in], out [rows, out]): add the outputs of this parameter's adapters to `out`."""
@@ -152,15 +156,18 @@ class FusedDecoder:
     def __call__(
         self,
         token_ids: Int[Tensor, " rows"],
-        position_ids: Int[Tensor, " rows"],
+        position_ids: Int[Tensor, "*axes rows"],
         attend: Attend | NativeAttend,
         routing: Routing,
         adapt: Adapt | None = None,
+        images: ImageVectors | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all rows, after the final norm."""
         x = F.embedding(token_ids, self.model.model.embed_tokens.weight)
         if self.scale != 1.0:
             x = x * self.scale
+        if images is not None:
+            x = images.place(x)
         weights, normed = self.norms.scaled(), self.norms.apply
         if self.kernels:
             project = self._native_attention(attend)
@@ -184,6 +191,8 @@ class FusedDecoder:
                 x = x + layer.experts.route(after, i, routing, None)
             if layer.mlp is not None:
                 x = self._mlp(layer.mlp, x, after, adapt)
+            if images is not None:
+                x = images.add(i, x)
         return normed(x, weights[-1])
 
     def _attention(self, attend: Attend, angles: Sequence[Angles | None]) -> Callable[[int, Tensor], Tensor]:
@@ -251,28 +260,41 @@ class ModuleDecoder:
         self.model = model
         self._adapt: Adapt | None = None
         self.linears: list[FusedLinear] = []
+        # Its input is not the rows of a pass: adapters come as matrices.
+        self.expansions = {
+            f"model.layers.{block.layer}.self_attn.kv_b_proj.weight": block.mixer
+            for block in model.model.layers
+            if isinstance(block.mixer, SparseLatentAttention)
+        }
         for path, module in model.model.named_modules(prefix="model"):
             if isinstance(module, nn.Linear):
                 name = f"{path}.weight"
                 columns = ((name, slice(0, module.out_features)),)
                 self.linears.append(FusedLinear(module.weight, module.bias, columns))
-                module.register_forward_hook(self._hook(name))
+                if name not in self.expansions:
+                    module.register_forward_hook(self._hook(name))
 
     def __call__(
         self,
         token_ids: Int[Tensor, " rows"],
-        position_ids: Int[Tensor, " rows"],
+        position_ids: Int[Tensor, "*axes rows"],
         attend: Attend,
         routing: Routing,
         adapt: Adapt | None = None,
+        images: ImageVectors | None = None,
         documents: CarriedDocuments | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all rows, after the final norm; documents: the states of recurrent layers."""
         self._adapt = adapt
         try:
-            return self.model(token_ids, position_ids, attend, None, routing, documents)
+            return self.model(token_ids, position_ids, attend, None, routing, documents, images)
         finally:
             self._adapt = None  # hooks of several engines may be on one model
+
+    def use_matrices(self, of: MatrixAddends) -> None:
+        """Where layers that are used as matrices find the adapters of a pass."""
+        for name, mixer in self.expansions.items():
+            mixer.addends = of(name)
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def add_adapters(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
@@ -283,16 +305,8 @@ class ModuleDecoder:
 
 
 def build_pass(model: Decoder, kernels: Kernels | None = None) -> FusedDecoder | ModuleDecoder:
-    """A model's forward pass for an engine.
-
-    Raises: ConfigError for a model that chooses its keys.
-    """
+    """A model's forward pass for an engine."""
     cfg = model.config
-    if cfg.chooses_keys:
-        raise ConfigError(
-            f"{cfg.family} chooses the keys it attends to by an index, which the embedded engine does not keep; "
-            'set [inference] engine = "vllm"'
-        )
     return ModuleDecoder(model) if cfg.mixers or model.layout is not None else FusedDecoder(model, kernels)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stretto.base.errors import DataError
+from stretto.base.status import report
 from stretto.config.sections.model import Dtype, ScratchSection, dtype_on
 from stretto.data.hub_model import fetch
-from stretto.models.config import parse_config, to_hf
+from stretto.models.config import parse_config, scratch_config
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
 from stretto.models.fp8.checkpoint import (
@@ -36,7 +38,7 @@ from stretto.models.fp8.checkpoint import (
 from stretto.models.lora import MergedWeights
 from stretto.models.parts.initial import initialise
 from stretto.models.safetensors_file import read_file
-from stretto.models.shape import ModelConfig, Rope
+from stretto.models.shape import ModelConfig
 from stretto.models.tensor_map import LazyTensor, TensorMap, TensorSlice, as_whole_slices
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -57,9 +59,14 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
+"""Files beside the weights that say how text and pictures become their tokens."""
 MAX_SHARD_BYTES = 5 * 10**9
 
+SHOWN_AFTER_S = 0.5
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -195,24 +202,15 @@ def load_model(
 def random_model(scratch: ScratchSection, vocab_size: int, **token_ids: int | list[int] | None) -> Decoder:
     """A freshly initialised network of this shape (float32, CPU), the same for the same seed.
 
-    `token_ids` (eos_token_id, pad_token_id, bos_token_id) go into its config.json.
+    `token_ids` (eos_token_id, pad_token_id, bos_token_id) go into its config.json; so does image_token_id, which a
+    model with images needs.
     """
-    cfg = ModelConfig(
-        family=scratch.family,
-        vocab_size=vocab_size,
-        hidden_size=scratch.hidden_size,
-        intermediate_size=scratch.intermediate_size,
-        num_layers=scratch.num_layers,
-        num_heads=scratch.num_heads,
-        num_kv_heads=scratch.num_kv_heads,
-        head_dim=scratch.head_dim,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=scratch.tie_word_embeddings,
-        max_position_embeddings=scratch.max_position_embeddings,
-        **{"rope": Rope(theta=10_000.0)} | FAMILIES[scratch.family].scratch(scratch),
-    )
-    hf = to_hf(cfg, dtype="float32", **token_ids)
-    model = build_model(parse_config(hf, "[model.scratch]"), torch.float32, "cpu")
+    if scratch.vision is not None:
+        assert token_ids.get("image_token_id") is not None, (
+            "a model with images needs the tokenizer's placeholder"
+        )
+    cfg = scratch_config(scratch, vocab_size, **token_ids)
+    model = build_model(cfg, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(scratch.seed)
     initialise(model, cfg.initializer_range, generator)
     return model
@@ -270,10 +268,19 @@ def load_slices(
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, tuple[int, ...], LazyTensor]]:
-    """(name, shape, lazy tensor) per tensor of a directory; indexing reads the bytes."""
-    for path in _weight_files(directory):
-        for name, tensor in read_file(path):
-            yield name, tensor.shape, tensor
+    """(name, shape, lazy tensor) per tensor of a directory; indexing reads the bytes.
+
+    A console sees how far that is, if it takes longer than SHOWN_AFTER_S.
+    """
+    found = [each for path in _weight_files(directory) for each in read_file(path)]
+    text, shown_at, is_shown = f"loading {directory}", time.monotonic() + SHOWN_AFTER_S, False
+    for index, (name, tensor) in enumerate(found):
+        yield name, tensor.shape, tensor
+        if (now := time.monotonic()) >= shown_at:
+            report("progress", text=text, done=index, total=len(found))
+            shown_at, is_shown = now + SHOWN_AFTER_S, True
+    if is_shown:
+        report("progress", text=text, done=len(found), total=len(found))
 
 
 def map_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
@@ -322,7 +329,7 @@ def save_model_directory(
 
 
 def copy_tokenizer(source: str | Path, directory: str | Path) -> None:
-    """Copy tokenizer files, and Python files that config.json may refer to."""
+    """Copy the files of the tokenizer and the image processor, and Python files that config.json may refer to."""
     if not Path(source).is_dir():
         raise DataError(f"tokenizer {str(source)!r}: no such directory")
     for path in [Path(source) / name for name in TOKENIZER_FILES] + sorted(Path(source).glob("*.py")):

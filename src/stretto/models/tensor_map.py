@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stretto.base.errors import DataError
+from stretto.models.family import WeightRule
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -33,32 +34,6 @@ class LazyTensor(Protocol):
     """A checkpoint's tensor of which slices can be read: a Tensor, or one in a file."""
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]: ...
-
-
-@dataclass(frozen=True)
-class WeightRule:
-    """Parameters with other names or another layout in a checkpoint.
-
-    `{layer}` is a number on both sides.
-
-    may_be_swapped: a checkpoint may have the last two dims the other way round.
-
-    One of ours and several of theirs: ours is theirs concatenated along dim 0 (each has the same number of rows).
-    Several of ours and one of theirs: theirs is ours concatenated. `{expert}` in theirs: ours has one more dim in
-    front, the experts.
-    """
-
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
-    may_be_swapped: bool = False
-
-    def __post_init__(self) -> None:
-        assert min(len(self.ours), len(self.theirs)) == 1, f"{self}: one side must be a single tensor"
-        assert not (len(self.ours) > 1 and self.is_stacked), f"{self}: experts cannot be split as well"
-
-    @property
-    def is_stacked(self) -> bool:
-        return "{expert}" in self.theirs[0]
 
 
 @dataclass(frozen=True)

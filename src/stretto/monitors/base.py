@@ -19,9 +19,9 @@ from typing import Protocol
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection
-from stretto.monitors import tensorboard, trackio, wandb
+from stretto.monitors import heartbeat, prometheus, tensorboard, trackio, wandb
 from stretto.monitors.file import MetricsFile
-from stretto.monitors.tables import TableRow
+from stretto.monitors.tables import TableRow, Values
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class Monitor(Protocol):
 
     def log_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None: ...
 
+    def log_histograms(self, step: int, values: Mapping[str, Values]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -49,6 +51,11 @@ class Monitors:
     def names(self) -> list[str]:
         """The names of monitors that have not failed."""
         return list(self._monitors)
+
+    @property
+    def has_trackers(self) -> bool:
+        """Is there a monitor that shows tables and histograms?"""
+        return any(isinstance(monitor, BackgroundMonitor) for monitor in self._monitors.values())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step; `read_metrics` merges several calls for one step into one row."""
@@ -68,6 +75,14 @@ class Monitors:
                 monitor.log_table(step, name, rows)
             except Exception as error:
                 self._drop(monitor_name, error)
+
+    def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
+        """Record how the values of each name are distributed, where a tracker shows it; the metrics file does not."""
+        for name, monitor in list(self._monitors.items()):
+            try:
+                monitor.log_histograms(step, values)
+            except Exception as error:
+                self._drop(name, error)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Write all queued rows and close every monitor, in at most `timeout_s` together."""
@@ -108,6 +123,10 @@ class BackgroundMonitor:
         kept = list(rows)
         self._put(lambda monitor: monitor.log_table(step, name, kept))
 
+    def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
+        kept = dict(values)
+        self._put(lambda monitor: monitor.log_histograms(step, kept))
+
     def _put(self, write: Callable[[Monitor], None]) -> None:
         if self._error:
             raise self._error
@@ -139,6 +158,9 @@ class BackgroundMonitor:
 
 
 TRACKERS = {"wandb": wandb, "tensorboard": tensorboard, "trackio": trackio}
+"""By the name of their section, which is that of their package too."""
+OWN_TRACKERS = {"heartbeat": heartbeat, "prometheus": prometheus}
+"""Those that need no package."""
 
 
 def find_trackers(section: MonitorsSection) -> list[str]:
@@ -165,8 +187,9 @@ def build_monitors(
     run are superseded. Raises: ConfigError if a tracker's package is missing.
     """
     trackers: dict[str, Callable[[], Monitor]] = {}
-    for name in find_trackers(section):
-        module, settings = TRACKERS[name], getattr(section, name)
+    own = [name for name in OWN_TRACKERS if getattr(section, name) is not None]
+    for name in (*find_trackers(section), *own):
+        module, settings = (TRACKERS | OWN_TRACKERS)[name], getattr(section, name)
         trackers[name] = lambda m=module, s=settings: m.build(s, run_dir, role, run_name, resumed_step)
     monitors: dict[str, Monitor] = {}
     try:

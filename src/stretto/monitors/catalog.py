@@ -166,6 +166,8 @@ critic/explained_variance | up to 1 | Share of the returns' variance that values
     is worse than a constant.
 critic/lr | - | Learning rate of the critic.
 critic/grad_norm | - | Norm of its gradient before clipping.
+time/wait_for_values | s | Waiting for the values of a critic on ranks of its own, after the policy's own estimates.
+time/wait_for_critic | s | Waiting for its updates, after the policy's own.
 """),
     ),
     Part(
@@ -200,6 +202,9 @@ time/save_ckpt | s | Time that training stood still for a checkpoint or an expor
         _rows("""
 val/loss | nats per token | Loss on validation rows. | If it rises while `nll/mean` falls, stop: the model
     memorizes.
+time/pack | s | Drawing the examples of a step and packing them into rows.
+time/forward_backward | s | Forward and backward.
+time/optim | s | Reduction of gradients, clipping, and the update.
 time/val | s | Duration of the validation.
 progress/epoch | epochs | Passes over the rows so far.
 progress/total_samples | rows | Rows trained so far.

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from stretto.base.errors import DataError
-from stretto.monitors.tables import images_of
+from stretto.monitors.tables import Values, images_of
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
@@ -45,6 +45,9 @@ class MetricsFile:
             for j, png in enumerate(images_of(row)):
                 self._images.mkdir(exist_ok=True)
                 (self._images / f"{name.replace('/', '-')}-{step}-{i}-{j}.png").write_bytes(png)
+
+    def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
+        """Nothing: the ledger has the rollouts."""
 
     def close(self) -> None:
         if self._fd is not None:

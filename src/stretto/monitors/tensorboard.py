@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import TensorboardSection
-from stretto.monitors.tables import images_of, without_images
+from stretto.monitors.tables import Values, config_of, images_of, without_images
+
+NUM_BINS = 30  # of a histogram
 
 
 class TensorboardMonitor:
@@ -18,6 +23,8 @@ class TensorboardMonitor:
 
         self._event, self._summary = event_pb2, summary_pb2
         self._writer = EventFileWriter(str(run_dir.path / "tensorboard" / role))
+        if config := config_of(run_dir):
+            self._log_text(0, "config", f"```json\n{json.dumps(config, indent=2)}\n```")
         if resumed_step is not None:  # the viewer drops later steps of earlier incarnations
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(resumed_step + 1, session_log=start)
@@ -32,18 +39,7 @@ class TensorboardMonitor:
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """As a table in Markdown, under TEXT; images of row i under IMAGES, with the name and i."""
-        from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2
-        from tensorboard.plugins.text import metadata
-
-        size = tensor_shape_pb2.TensorShapeProto.Dim(size=1)
-        text = tensor_pb2.TensorProto(
-            dtype="DT_STRING",
-            string_val=[_as_markdown([without_images(row) for row in rows]).encode()],
-            tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[size]),
-        )
-        value = self._summary.Summary.Value(
-            tag=name, tensor=text, metadata=metadata.create_summary_metadata(name, "")
-        )
+        self._log_text(step, name, _as_markdown([without_images(row) for row in rows]))
         pictures = [
             self._summary.Summary.Value(
                 tag=f"{name}/{i}/{j}",
@@ -52,10 +48,39 @@ class TensorboardMonitor:
             for i, row in enumerate(rows)
             for j, png in enumerate(images_of(row))
         ]
-        self._add(step, summary=self._summary.Summary(value=[value, *pictures]))
+        if pictures:
+            self._add(step, summary=self._summary.Summary(value=pictures))
+
+    def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
+        def histogram(each: Values) -> Any:
+            counts, edges = np.histogram(each, bins=NUM_BINS)
+            return self._summary.HistogramProto(
+                min=each.min(), max=each.max(), num=len(each), sum=each.sum(), sum_squares=np.square(each).sum(),
+                bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
+            )  # fmt: skip
+
+        shown = [
+            self._summary.Summary.Value(tag=name, histo=histogram(each)) for name, each in values.items()
+        ]
+        self._add(step, summary=self._summary.Summary(value=shown))
 
     def close(self) -> None:
         self._writer.close()
+
+    def _log_text(self, step: int, name: str, text: str) -> None:
+        """A text in Markdown."""
+        from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2
+        from tensorboard.plugins.text import metadata
+
+        size = tensor_shape_pb2.TensorShapeProto.Dim(size=1)
+        tensor = tensor_pb2.TensorProto(
+            dtype="DT_STRING",
+            string_val=[text.encode()],
+            tensor_shape=tensor_shape_pb2.TensorShapeProto(dim=[size]),
+        )
+        shown = metadata.create_summary_metadata(name, "")
+        value = self._summary.Summary.Value(tag=name, tensor=tensor, metadata=shown)
+        self._add(step, summary=self._summary.Summary(value=[value]))
 
     def _add(self, step: int, **content: Any) -> None:
         self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, **content))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stretto.base.paths import RunDir
-from stretto.config.load import masked
 from stretto.config.sections.monitors import WandbSection
+from stretto.monitors.tables import Values, config_of
 
 
 class WandbMonitor:
@@ -20,18 +19,14 @@ class WandbMonitor:
 
         directory = run_dir.path / "wandb"
         directory.mkdir(parents=True, exist_ok=True)
-        try:
-            config = masked(json.loads(run_dir.config("run").read_text()))
-        except (OSError, ValueError):
-            config = None
         self._run = wandb.init(
             project=section.project,
             entity=section.entity,
             name=f"{section.name or run_name}-{role}",
-            group=section.name or run_name,
+            group=section.group or section.name or run_name,
             job_type=role,
             tags=section.tags,
-            config=config,
+            config=config_of(run_dir),
             dir=str(run_dir.path),
             mode="offline" if section.offline else "online",
             id=_run_id(directory / f"{role}.id"),
@@ -58,6 +53,11 @@ class WandbMonitor:
 
         table = wandb.Table(columns=list(rows[0]), data=[list(map(shown, row.values())) for row in rows])
         self._run.log({"step": step, name: table})
+
+    def log_histograms(self, step: int, values: Mapping[str, Values]) -> None:
+        import wandb
+
+        self._run.log({"step": step} | {name: wandb.Histogram(each) for name, each in values.items()})
 
     def close(self) -> None:
         """Finish the W&B run and end W&B's own process, which would otherwise outlive this one."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AsyncExitStack
+import json
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,8 @@ from stretto.base.errors import ConfigError
 from stretto.base.runtime import machine_bytes
 from stretto.chat.images import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
-from stretto.chat.tokenizer import build_letters_tokenizer, find_directory, load_tokenizer
+from stretto.chat.scratch import build_scratch_files
+from stretto.chat.tokenizer import find_directory, load_tokenizer
 from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.distill import TeacherSection
@@ -34,6 +36,7 @@ from stretto.data.hub_model import find_config
 from stretto.envs.base import Environment, Message, RunInfo, load_environment, needs_worker
 from stretto.envs.workers.handle import WorkerLimits
 from stretto.envs.workers.pool import open_workers
+from stretto.vime.resolved import resolved
 
 
 def run_info(
@@ -54,7 +57,7 @@ def run_info(
 
     def render(messages: list[Message], tools: list[dict] | None) -> str:
         assert renderer is not None
-        return renderer.decode(renderer.render_prompt(messages, tools))
+        return renderer.render_text(messages, tools)
 
     return RunInfo(
         tokenizer=tokenizer,
@@ -63,6 +66,8 @@ def run_info(
         encode=None if renderer is None else encode,
         prompt_ids=None if renderer is None else prompt_ids,
         render=None if renderer is None else render,
+        policy_name=cfg.client.name,
+        table=table_of(cfg),
         seed=cfg.seed,
         seq_len=cfg.seq_len,
         group_size=cfg.group_size if isinstance(cfg, OrchestratorConfig) else cfg.eval.group_size,
@@ -85,6 +90,16 @@ def _env_run_info(run: RunInfo, section: TrainEnvSection | EvalEnvSection) -> Ru
     return replace(run, **{key: value for key, value in own.items() if value is not None})
 
 
+def table_of(cfg: OrchestratorSection | EvalConfig) -> dict[str, Any]:
+    """The value of every flag of vime by attribute, out of what the run resolved: `args` of hooks."""
+    run_dir = getattr(cfg, "run_dir", None)
+    if run_dir is not None and not getattr(cfg, "dry_run", False):
+        with suppress(OSError, ValueError):  # a process that was started alone has no such file
+            return resolved(json.loads(run_dir.config("run").read_text()))
+    data = cfg.model_dump(mode="json")
+    return resolved({"orchestrator": data} | data)
+
+
 def urls_of(section: ClientSection | TeacherSection) -> tuple[str, ...]:
     """The engine addresses of a section."""
     urls = section.base_url or []
@@ -93,8 +108,8 @@ def urls_of(section: ClientSection | TeacherSection) -> tuple[str, ...]:
 
 def other_models(cfg: OrchestratorSection) -> dict[str, str]:
     """Addresses of the models that are not trained, by the names that hooks use."""
-    urls = () if cfg.teacher is None else urls_of(cfg.teacher)
-    return {"teacher": urls[0]} if urls else {}
+    sections = ({} if cfg.teacher is None else {"teacher": cfg.teacher}) | cfg.frozen_models
+    return {name: urls[0] for name, section in sections.items() if (urls := urls_of(section))}
 
 
 def build_env(section: EnvSection, logs: Path | None = None, run: RunInfo | None = None) -> Environment:
@@ -176,5 +191,7 @@ def build_eval_renderer(cfg: EvalConfig) -> Renderer:
 def build_scratch_renderer(scratch: ScratchSection, section: RendererSection) -> Renderer:
     """Build the renderer of a from-scratch model; its tokenizer is the same in every process."""
     with TemporaryDirectory() as directory:
-        tokenizer = load_tokenizer(build_letters_tokenizer(directory, phrases=scratch.phrases))
-    return build_renderer(tokenizer, section, scratch.family)
+        tokenizer = load_tokenizer(build_scratch_files(directory, scratch))
+        images = load_image_processor(directory)
+    tokenizer.name_or_path = "[model.scratch]"
+    return build_renderer(tokenizer, section, scratch.family, images)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from stretto.base.errors import ConfigError
 from stretto.base.status import report
 from stretto.config.sections.distill import TeacherSection
 from stretto.config.sections.orchestrator import ClientSection
@@ -25,8 +26,23 @@ def build_engines(section: ClientSection, key: str | None = None) -> EngineClien
         liveness_timeout_s=section.liveness_timeout_s,
         recovery_timeout_s=section.recovery_timeout_s,
         session_headers=tuple(section.extra_headers_from_state),
+        splits_samples=section.split_samples,
+        headers=headers_of(section),
         on_down=lambda url, reason: report("engine", url=url, state="down", reason=reason),
     )
+
+
+def headers_of(section: ClientSection) -> dict[str, str]:
+    """Headers of every request.
+
+    Raises: ConfigError for an environment variable that is not set.
+    """
+    if missing := [name for name in section.headers_from_env.values() if name not in os.environ]:
+        raise ConfigError(
+            f"orchestrator.client.headers_from_env: the environment variable {missing[0]} is not set; set it, or "
+            "remove the header"
+        )
+    return section.headers | {header: os.environ[name] for header, name in section.headers_from_env.items()}
 
 
 def build_teacher_client(section: TeacherSection) -> EngineClient:

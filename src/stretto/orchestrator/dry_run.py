@@ -21,6 +21,7 @@ from stretto.config.root import EvalConfig, OrchestratorConfig, SFTConfig
 from stretto.config.sections.hooks import ENVIRONMENTS, HooksSection
 from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys, SamplingSection
 from stretto.config.sections.sft import FileData
+from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.records import read_records
 from stretto.envs.base import (
     Environment,
@@ -35,6 +36,7 @@ from stretto.envs.dataset import Dataset
 from stretto.envs.multi_turn import MultiTurnEnv
 from stretto.orchestrator.build import build_eval_renderer, build_policy_renderer, open_env, run_info
 from stretto.records.rollout import Task
+from stretto.vime.saved import load as load_saved
 
 NUM_ARGUMENTS = {
     "dynamic_sampling_filter": 2,
@@ -42,6 +44,8 @@ NUM_ARGUMENTS = {
     "sample_filter": 2,
     "reward_post_process": 2,
     "convert_samples_to_train_data": 2,
+    "all_samples_process": 3,
+    "rollout_log": 5,
     "rollout_function": 3,
     "eval_function": 3,
 }
@@ -62,6 +66,7 @@ def check_user_code(cfg: OrchestratorKeys) -> list[Checked]:
 
 def _check_user_code(cfg: OrchestratorKeys) -> Iterator[Checked]:
     yield from _check_hooks(cfg.hooks)
+    yield from _check_saved(cfg.hooks)
     for place, env in _environments(cfg):
         yield from check_environment(place, env)
         yield from _check_algo(getattr(env, "algo", None), f"{place}.algo.import_path")
@@ -209,6 +214,26 @@ def _check_hooks(hooks: HooksSection) -> Iterator[Checked]:
     for key, count in NUM_ARGUMENTS.items():
         if (path := getattr(hooks, key)) is not None and path != ENVIRONMENTS:
             yield _check_hook(path, f"orchestrator.hooks.{key}", count)
+
+
+def check_trainer_hooks(hooks: TrainerHooksSection) -> list[Checked]:
+    """Import the functions of [trainer.hooks].
+
+    Raises: ConfigError for one that does not exist, or takes other arguments.
+    """
+    from stretto.vime.calls import TRAINER_HOOKS
+
+    named = [(key, count, getattr(hooks, key)) for key, count in TRAINER_HOOKS.items()]
+    return [
+        _check_hook(path, f"trainer.hooks.{key}", count) for key, count, path in named if path is not None
+    ]
+
+
+def _check_saved(hooks: HooksSection) -> Iterator[Checked]:
+    """Read the first of the saved rollouts that are trained on."""
+    if (pattern := hooks.args.get("load_debug_rollout_data")) is not None:
+        load_saved(pattern, 0)
+        yield "read", str(pattern)
 
 
 def _check_hook(path: str, setting: str, num_arguments: int) -> Checked:

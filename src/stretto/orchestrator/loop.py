@@ -277,6 +277,10 @@ class Loop:
         self._count_step(done, row)
         metrics, waits = self._step_metrics(done, row)
         self.parts.monitors.log(done.step, metrics)
+        if row.samples:
+            self.parts.monitors.log_table(done.step, "train/samples", row.samples)
+        if row.distributions:
+            self.parts.monitors.log_histograms(done.step, row.distributions)
         telemetry.report_step(done.step, self.cfg.max_steps, metrics, waits)
         for text in self._diagnosis.add(metrics):
             logger.warning(text)
@@ -362,4 +366,5 @@ class Loop:
             await self._has_last_version.wait()
         elif self.progress.step != self.cfg.max_steps:
             report("phase", text=f"stopping after step {self.progress.step}")
+            await self.parts.versions.turns.end_rollouts()  # the trainer takes its memory to save
             await self.parts.control.send(Stop(reason="interrupted", save=self.progress.step > self.start))

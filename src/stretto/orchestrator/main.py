@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from stretto.algorithms.custom import load_credit
 from stretto.base import log, rundir
@@ -33,6 +34,7 @@ from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.ledger.writer import Ledger
 from stretto.monitors import build_monitors
+from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch.packing import cost_of_model
 from stretto.orchestrator.batch.user_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.batch.user_rollouts import UserRolloutFunction
@@ -62,6 +64,7 @@ from stretto.orchestrator.state.checkpoint import Progress, summary_of
 from stretto.orchestrator.state.resume import prepare_cursor, starting_point, with_fingerprints
 from stretto.orchestrator.tasks.curriculum import Curriculum, DifficultyPools
 from stretto.orchestrator.tasks.order import TaskMix
+from stretto.orchestrator.turns import Turns
 from stretto.orchestrator.versions import VersionLoader
 from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
@@ -151,11 +154,18 @@ class Wires:
     control: ControlServer
     sender: Sender
     teacher_engines: Mapping[str, EngineClient] = field(default_factory=dict)  # by environment
+    model_engines: Mapping[str, EngineClient] = field(default_factory=dict)  # of other frozen models, by name
 
 
 async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack) -> Wires:
     """Bind and connect all wires; `stack` closes them in reverse order."""
-    engines = await stack.enter_async_context(build_engines(cfg.client))
+    if cfg.debug == "training":
+        engines: Any = AbsentEngines()
+    else:
+        engines = await stack.enter_async_context(build_engines(cfg.client))
+    if cfg.debug == "rollouts":
+        trainer: Any = AbsentTrainer(cfg.num_train_workers, start, cfg.max_steps)
+        return Wires(engines, trainer, trainer, model_engines=await _open_models(cfg, stack))
     control = ControlServer(
         cfg.control,
         cfg.run_name,
@@ -176,7 +186,15 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
             if key not in clients:
                 clients[key] = await stack.enter_async_context(build_teacher_client(section))
             teachers[env.name or env.id] = clients[key]
-    return Wires(engines, control, sender, teachers)
+    return Wires(engines, control, sender, teachers, await _open_models(cfg, stack))
+
+
+async def _open_models(cfg: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, EngineClient]:
+    """Clients of the frozen models that hooks ask."""
+    return {
+        name: await stack.enter_async_context(build_teacher_client(section))
+        for name, section in cfg.frozen_models.items()
+    }
 
 
 def build_loop(
@@ -203,7 +221,8 @@ def build_loop(
     ledger.event("data", progress.data)
     monitors = build_monitors(cfg.monitors, run_dir, "orchestrator", cfg.run_name, resumed_step=resumed_step)
     stack.callback(monitors.close)
-    versions = build_versions(cfg, wires.engines, ledger, start=progress.step)
+    loading: Any = AbsentEngines() if cfg.debug == "rollouts" else wires.engines
+    versions = build_versions(cfg, loading, ledger, start=progress.step)
     watch = Watch(
         cfg.stall_timeout_s,
         run_dir.dumps,
@@ -263,6 +282,7 @@ def build_versions(
         timeout_s=cfg.weight_broadcast.timeout_s,
         tolerance=cfg.weight_broadcast.canary_tolerance,
         generation=lambda: engines.generation,
+        turns=Turns(engines, cfg.colocate),
     )
 
 
@@ -323,7 +343,9 @@ def build_teachers(
         if engine not in engines.values():
             has_own = getattr(cfg.algo_of(name), "teacher", None) is not None
             engines[f"orchestrator.env {name}, algo.teacher" if has_own else "orchestrator.teacher"] = engine
+    engines |= {f"models.{name}": engine for name, engine in wires.model_engines.items()}
     sections = [section for name in wires.teacher_engines if (section := cfg.teacher_of(name)) is not None]
+    sections += cfg.frozen_models.values()
     longest = max((section.ready_timeout_s for section in sections), default=0.0)
     return Teachers(by_env, engines, players, ready_timeout_s=longest)
 
@@ -375,11 +397,13 @@ def load_rollout_function(cfg: OrchestratorSection, key: str | None) -> UserRoll
 
 def build_bounds(cfg: OrchestratorSection) -> Bounds:
     """The buffer's bounds, from the config."""
+    oversampled = cfg.oversampling_factor and int(cfg.oversampling_factor * cfg.batch_size)
+    limits = [limit for limit in (cfg.max_inflight_rollouts, oversampled) if limit is not None]
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
         max_async_level=cfg.max_async_level,
         max_off_policy_steps=cfg.max_off_policy_steps,
-        max_running_groups=cfg.max_inflight_rollouts and cfg.max_inflight_rollouts // cfg.group_size,
+        max_running_groups=min(limits) // cfg.group_size if limits else None,
         max_oversampling=cfg.max_oversampling,
         filter_zero_signal=cfg.filter_zero_advantages,
         max_steps=cfg.max_steps,

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.base.status import report
 from stretto.config.sections.curriculum import Filter
+from stretto.monitors.tables import TableRow, Values
 from stretto.orchestrator.eval.results import EvalScore, mean_over_envs
 from stretto.orchestrator.groups.buffer import Buffer, Counts, Slot
 from stretto.records.rollout import RolloutStatus
@@ -41,6 +42,10 @@ class StepRow:
     num_rollouts: int
     num_tokens: int  # sampled
     idle_s: float = 0.0  # time without a running rollout since the batch before
+    samples: Sequence[
+        TableRow
+    ] = ()  # some rollouts, for trackers; the fields from here on only at some steps
+    distributions: Mapping[str, Values] = field(default_factory=dict)
 
 
 async def engine_metrics(engines: EngineClient) -> dict[str, float]:
@@ -84,6 +89,17 @@ def batch_row(slots: Sequence[Slot], discarded: Sequence[Slot], buffer: Buffer, 
     }
     metrics |= _by_env(played)
     return StepRow(metrics, len(rollouts), int(lengths.sum()))
+
+
+def distributions_of(slots: Sequence[Slot]) -> dict[str, Values]:
+    """Rewards and sampled tokens of each rollout that counts, for histograms; {} if none does."""
+    rollouts = [r for slot in slots for r in slot.group.rollouts if r.is_counted]
+    if not rollouts:
+        return {}
+    return {
+        "reward/distribution": np.array([rollout.reward for rollout in rollouts]),
+        "completion/distribution": np.array([float(rollout.num_sampled_tokens) for rollout in rollouts]),
+    }
 
 
 def filter_row(

@@ -17,6 +17,7 @@ import numpy as np
 from stretto.base.aio import wait_for
 from stretto.base.errors import EngineError, WireError
 from stretto.ledger.writer import Ledger
+from stretto.orchestrator.turns import Turns
 from stretto.records.weights import Canary, WeightManifest
 from stretto.transports.engine.client import EngineClient
 
@@ -64,12 +65,17 @@ class VersionLoader:
         timeout_s: float,
         tolerance: float | None = None,
         generation: Callable[[], int] = lambda: 0,
+        turns: Turns | None = None,
     ) -> None:
-        """generation: a number that grows whenever an engine goes down or comes back."""
+        """turns: of a run with [colocate].
+
+        generation: a number that grows whenever an engine goes down or comes back.
+        """
         self.next_version = start
         self.load_s = 0.0  # of the latest load
         self._engines, self._ledger, self._timeout_s = engines, ledger, timeout_s
         self._tolerance, self._generation = tolerance, generation
+        self.turns = turns or Turns(engines, None)
         self._checked_generation: int | None = None  # its engines passed the latest check
         self.canary_error = 0.0  # mean difference to the trainer's logprobs at the latest check, nats
         self._published: asyncio.Queue[WeightManifest] = asyncio.Queue()
@@ -103,7 +109,9 @@ class VersionLoader:
         self._ledger.version_published(version)
         started, generation = time.perf_counter(), self._generation()
         what = f"all engines to load version {version}"
+        await self.turns.begin_loading()
         await wait_for(self._engines.update_weights(manifest), self._timeout_s, what)
+        await self.turns.begin_rollouts()
         if manifest.canary is not None:
             what = f"the engines to score the canary of version {version}"
             await wait_for(self._check(manifest, manifest.canary), self._timeout_s, what)
@@ -118,16 +126,18 @@ class VersionLoader:
 
         Raises: EngineError if they differ by more than the tolerance.
         """
-        expected = np.array(canary.logprobs[1:])
-        answers = await self._engines.prompt_logprobs(
-            np.array(canary.token_ids, np.int32), f"canary-{manifest.version}"
+        token_ids, image = np.array(canary.token_ids, np.int32), canary.image
+        at = (
+            np.arange(1, len(token_ids)) if image is None else np.flatnonzero(token_ids != image.token_id)[1:]
         )
+        expected = np.array(canary.logprobs)[at]
+        answers = await self._engines.prompt_logprobs(token_ids, f"canary-{manifest.version}", image)
         tolerance = self._tolerance or default_tolerance(manifest)
-        errors = {url: np.abs(found[1:] - expected) for url, found in answers.items()}
+        errors = {url: np.abs(found[at] - expected) for url, found in answers.items()}
         self.canary_error = max((float(error.mean()) for error in errors.values()), default=0.0)
         for url, error in errors.items():
             if not error.mean() <= tolerance:
-                worst = int(error.argmax()) + 1
+                worst = int(at[error.argmax()])
                 raise EngineError(
                     f"{url} does not compute with version {manifest.version}: its log-probabilities of fixed tokens "
                     f"differ from the trainer's by {error.mean():.2g} on average and {error.max():.2g} at token "

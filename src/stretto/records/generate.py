@@ -64,6 +64,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: int | None = None
     routed_experts_start: int = 0  # first prompt token whose experts are wanted; those before are known
 
+    def sample(self, i: int) -> GenerateRequest:
+        """The request for sample i alone."""
+        seed = self.sampling.seed
+        sampling = msgspec.structs.replace(self.sampling, seed=None if seed is None else member_seed(seed, i))
+        return msgspec.structs.replace(self, request_id=f"{self.request_id}-{i}", n=1, sampling=sampling)
+
 
 class VersionSpan(msgspec.Struct, frozen=True):
     """Tokens start <= i < end of a completion were sampled from this version of the policy."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float32, Int
 
 
-class Image(msgspec.Struct, frozen=True, eq=False):
+class Image(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """One image as a vision tower takes it; two with the same hash are equal.
 
     Sequences that show the same image share one array of patches, which a message holds once (codec.py). Patches are

@@ -41,7 +41,9 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: np.ndarray  # int32 [tokens]
     is_sampled: np.ndarray  # bool  [tokens]
-    logprobs: np.ndarray  # float32 [tokens], nats under the sampling policy; 0 where not sampled
+    # float32 [tokens], nats under the sampling policy; 0 where not sampled, nan where a user's function gave none: the
+    # trainer uses its own.
+    logprobs: np.ndarray
     temperature: float
     versions: tuple[VersionSpan, ...]  # versions that sampled the tokens; indices are those of this branch
     agent: str = "policy"  # agent whose tokens these are; most rollouts have one agent
@@ -56,6 +58,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[Image, ...] = ()  # those of the tokens, in the order of their placeholders
     # Sampled by a teacher instead of the policy: trained by cross-entropy, has no versions.
     is_frozen: bool = False
+    reward: float | None = None  # of this branch alone; None: it has its agent's
 
 
 COUNTED = (RolloutStatus.FINISHED, RolloutStatus.TRUNCATED)
@@ -128,6 +131,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     advantages: tuple[float, ...] = ()  # one per rollout; 0 if it failed; the largest of its agents'
     # By agent, if several agents are trained: one advantage per rollout.
     agent_advantages: dict[str, tuple[float, ...]] = {}
+    # By member, if branches have rewards of their own: one advantage per branch.
+    branch_advantages: tuple[tuple[float, ...], ...] = ()
 
     def advantages_of(self, member: int) -> dict[str, float]:
         """The member's advantage by agent; empty unless several agents are trained."""

@@ -25,7 +25,9 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     env: str
     token_ids: np.ndarray  # int32 [tokens]
     loss_mask: np.ndarray  # bool [tokens]
-    logprobs: np.ndarray  # float32 [tokens], under the policy that sampled; 0 where not sampled
+    logprobs: (
+        np.ndarray
+    )  # float32 [tokens], under the policy that sampled; 0 where not sampled, nan where unknown
     advantages: np.ndarray  # float32 [tokens], reward units
     temperature: float = 1.0
     first_version: int = 0

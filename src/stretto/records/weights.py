@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from stretto.base.errors import DataError
+from stretto.records.images import Image, image_of
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -20,7 +23,21 @@ class TensorEntry(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class Canary(msgspec.Struct, frozen=True):
+class CanaryImage(msgspec.Struct, frozen=True):
+    """The image of a canary: noise, which everybody draws alike from these numbers."""
+
+    grid: tuple[int, int, int]
+    patch_values: int  # numbers of one patch
+    token_id: int  # its placeholder
+
+    def draw(self) -> Image:
+        """The image, as patches between -1 and 1."""
+        random = np.random.default_rng([*self.grid, self.patch_values])
+        shape = (prod(self.grid), self.patch_values)
+        return image_of((2 * random.random(shape, np.float32) - 1).astype(np.float32), self.grid)
+
+
+class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
     """The trainer's logprobs of some fixed tokens under the published weights.
 
     An engine that has loaded these weights must compute the same, up to rounding.
@@ -29,6 +46,7 @@ class Canary(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # nats; index t belongs to token t, the first is 0
     rounding: float = 0.0  # mean difference that the engine's 8-bit rounding explains, nats
+    image: CanaryImage | None = None  # what the placeholders among the tokens show; these have logprob 0
 
 
 class WeightGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """The critic of PPO: a network like the policy with one output, and its own optimizer.
 
 It predicts, at every trained token, the return of the sample from the text before the token. It runs on the
-policy's mesh and batches. Its files are those of a transformers model for sequence classification with one label,
-so a critic can start from a reward model.
+policy's mesh and batches, or on ranks of its own (critic_ranks.py). Its files are those of a transformers model for
+sequence classification with one label, so a critic can start from a reward model.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from stretto.algorithms.losses import weighted_sum
 from stretto.algorithms.value_loss import value_loss
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import ConstantScheduler, CriticSection, Optim
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.families import FAMILIES
 from stretto.models.lm_head import head_logits
-from stretto.models.tensor_map import LazyTensor, as_whole_slices
+from stretto.models.tensor_map import LazyTensor, TensorSlice, as_whole_slices
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import ComponentWeights, PassInputs
@@ -34,6 +34,7 @@ from stretto.trainer.network import Network
 from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.mesh import Mesh, num_ranks, training_device
+from stretto.trainer.state.learner_state import TensorInfo
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -118,7 +119,7 @@ class Critic:
         mesh: Mesh | None = None,
     ) -> None:
         self.section, self._cp_style = section, model.cp_style
-        optim = optim.model_copy(update={"lr": section.lr or optim.lr})
+        optim = section.optim or optim.model_copy(update={"lr": section.lr or optim.lr})
         self._warmup = ConstantScheduler(warmup_steps=section.lr_warmup_steps)
         self.network = Network(
             module,
@@ -130,6 +131,26 @@ class Critic:
         )
         self.module, self.mesh = module, self.network.mesh
         self._sums = StepSums()
+
+    def start_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Nothing: here values are computed when they are asked for."""
+
+    def start_updates(self, micro_batches: Sequence[MicroBatch], num_updates: int) -> None:
+        """Nothing: `train` is called for every update."""
+
+    def train(self, part: Sequence[MicroBatch], step: int) -> None:
+        """One update in step `step` of the run; all ranks must call it."""
+        self.forward_backward(part)
+        self.optim_step(step)
+
+    def saved_targets(self, saved: dict[str, TensorInfo]) -> dict[str, TensorSlice]:
+        """The slices for saved state.
+
+        Raises: DataError when there is none, or it is of another model.
+        """
+        if not saved:
+            raise DataError("the state has no critic, but there is a [trainer.critic]")
+        return self.network.targets(saved)
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Float[np.ndarray, " _"]]:

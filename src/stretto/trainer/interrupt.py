@@ -1,4 +1,7 @@
-"""The first Ctrl-C ends training after the current step, the second one stops it at once."""
+"""The first Ctrl-C ends training after the current step, the second one stops it at once.
+
+SIGUSR2, which a job sends to all of its processes, asks for the first; however often it comes.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ class StopFlag:
         self.is_set = False
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set and number == signal.SIGUSR2:
+            return
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True

@@ -9,6 +9,7 @@ tensors); the loss is algorithms/losses.py; waiting, publishing and files belong
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from stretto.algorithms.custom import load_loss
-from stretto.algorithms.losses import TokenCounts, needs_samples, total_loss
+from stretto.algorithms.losses import TokenCounts, UserCorrection, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
-from stretto.chat.tokenizer import build_letters_tokenizer
+from stretto.chat.scratch import build_scratch_files
 from stretto.config.rules.mesh_degrees import check_vision
 from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
 from stretto.config.sections.model import ModelSection, TokenizerSection
@@ -101,7 +102,7 @@ def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: Ru
     if tokenizer.name is not None:
         return hub.find_model(tokenizer.name, has_weights=False)
     if model.scratch is not None:
-        return build_letters_tokenizer(run_dir.tokenizer, phrases=model.scratch.phrases)
+        return build_scratch_files(run_dir.tokenizer, model.scratch)
     return hub.find_model(model.name)
 
 
@@ -122,11 +123,16 @@ class Learner:
         enable_router_replay: bool = False,
         mesh: Mesh | None = None,
         critic: Critic | None = None,
+        has_critic_elsewhere: bool = False,
         frozen_steps: int = 0,
     ) -> None:
-        """frozen_steps: first steps, which do not update the policy; its schedule starts after them."""
+        """frozen_steps: first steps, which do not update the policy; its schedule starts after them.
+
+        has_critic_elsewhere: other ranks have the critic, and load what a checkpoint has of it.
+        """
         self.policy, self._lora = policy, model.lora
         self.critic, self._frozen_steps = critic, frozen_steps
+        self._has_critic_elsewhere = has_critic_elsewhere
         self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
         self._is_replaying = enable_router_replay
         self.step = 0
@@ -152,6 +158,8 @@ class Learner:
             self.network.shares_prefixes &= reference.shares_prefixes
             if self.mesh.world_size > 1:
                 parallelise(reference, self.mesh, model)
+        self.correct: UserCorrection | None = None
+        """A user's off-policy correction of the loss per token."""
         self._observe = observe if self.mesh.is_batch_lead else None
         self._sums = StepSums()
         self._updates: list[tuple[float, float]] = []
@@ -161,7 +169,8 @@ class Learner:
 
         Raises: DataError when a batch does not fit the model, or trains no token.
         """
-        with_samples, by_sample = needs_samples(self._loss), self._loss.reduction != "token"
+        with_samples = needs_samples(self._loss) or self.correct is not None
+        by_sample = self._loss.reduction != "token"
         own_counts = count_tokens(micro_batches, by_sample=by_sample)
         if self._loss.reduction == "rollout":
             micro_batches, num_rollouts = weigh_by_rollout(micro_batches)
@@ -186,6 +195,7 @@ class Learner:
                 continue
             mb = micro_batches[index]
             logprobs, entropy = self._logprobs(inputs, entropy_grad=self._loss.entropy_coef is not None)
+            inputs = replace(inputs, streams=inputs.streams.filled_in(logprobs))
             loss, sums = total_loss(
                 logprobs,
                 inputs.streams,
@@ -193,6 +203,7 @@ class Learner:
                 self._loss,
                 entropy=entropy,
                 reference_logprobs=self._reference_logprobs(inputs),
+                correct=self.correct,
             )
             loss.backward()
             entropy = entropy.detach()
@@ -218,10 +229,20 @@ class Learner:
 
         Raises: EngineError when the gradient is not finite; the weights are then unchanged.
         """
+        lr = self.next_lr
+        self._updates.append((lr, self.network.update(self.step + 1, lr)))
+
+    @property
+    def next_lr(self) -> float:
+        """Learning rate of the updates of the next step."""
         done, last = self.step - self._frozen_steps, self._max_steps
         last = None if last is None else last - self._frozen_steps
-        lr = learning_rate(done + 1, self._optim.lr, self._scheduler, last)
-        self._updates.append((lr, self.network.update(self.step + 1, lr)))
+        return learning_rate(done + 1, self._optim.lr, self._scheduler, last)
+
+    @property
+    def reference(self) -> nn.Module | None:
+        """The frozen model that the policy is compared with."""
+        return self._reference
 
     def end_step(self) -> dict[str, float]:
         """End the step; its metrics over all its updates, empty if there were none."""
@@ -380,12 +401,10 @@ class Learner:
 
     def _critic_targets(self, saved: dict[str, TensorInfo]) -> dict[str, TensorSlice]:
         if self.critic is None:
-            if saved:
+            if saved and not self._has_critic_elsewhere:
                 raise DataError("the state has a critic, but there is no [trainer.critic]")
             return {}
-        if not saved:
-            raise DataError("the state has no critic, but there is a [trainer.critic]")
-        return self.critic.network.targets(saved)
+        return self.critic.saved_targets(saved)
 
     def _run_idle_pass(self, inputs: PassInputs) -> None:
         """A pass that adds zeros to the gradients: other ranks need its collectives."""

@@ -21,24 +21,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 
 from stretto.base import log, rundir
 from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.runtime import freeze_objects, keep_freed_memory
 from stretto.base.secret import load_secret
 from stretto.base.status import is_supervised, report, stop_signals
-from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.root import TrainerConfig
-from stretto.config.rules.checkpoints import check_quantize
-from stretto.config.sections.trainer import CriticSection, num_kept
-from stretto.models import hub
-from stretto.models.decoder import Decoder
-from stretto.models.fp8.checkpoint import BlockLayout, to_8_bits
+from stretto.config.sections.trainer import num_kept
+from stretto.models.fp8.checkpoint import to_8_bits
+from stretto.models.tracing.tracer import Tracer
 from stretto.monitors import build_monitors
 from stretto.records.control import (
     Bye,
@@ -54,18 +49,18 @@ from stretto.records.control import (
 )
 from stretto.records.sample import TrainBatch
 from stretto.records.weights import Canary
-from stretto.trainer.batch.token_export import TokenExport, delete_after
-from stretto.trainer.critic import Critic, load_critic, with_value_head
+from stretto.trainer.batch.token_export import delete_after
+from stretto.trainer.build import build_learner, find_engine_layout
+from stretto.trainer.colocated import TrainerMemory
+from stretto.trainer.critic_wire import RemoteCritic, open_wire
+from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.interrupt import StopFlag, stop_on_signal
-from stretto.trainer.learner import Learner, find_tokenizer, load_policy
+from stretto.trainer.learner import Learner, find_tokenizer
 from stretto.trainer.parallel.mesh import (
-    Mesh,
-    build_mesh,
     choose_threads,
     process_group,
     rank_name,
     run_on_lead,
-    training_device,
 )
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.canary import is_canary_due, score_canary
@@ -97,10 +92,11 @@ def main(cfg: TrainerConfig) -> int:
 def _train(cfg: TrainerConfig) -> int:
     log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
     torch.set_num_threads(choose_threads(cfg.num_threads))
+    torch.set_float32_matmul_precision(cfg.matmul_precision)
     torch.manual_seed(cfg.seed)
     keep_freed_memory()
-    signal.signal(signal.SIGTERM, _exit_cleanly)
-    timeout_s = max(cfg.batch_timeout_s, 2 * cfg.weight_broadcast.timeout_s) + GROUP_MARGIN_S
+    signal.signal(signal.SIGTERM, exit_cleanly)
+    timeout_s = find_group_timeout_s(cfg)
     with (
         stop_on_signal(*stop_signals()) as interrupt,
         process_group(timeout_s, reaches=meeting_host(cfg.weight_broadcast)),
@@ -108,6 +104,11 @@ def _train(cfg: TrainerConfig) -> int:
     ):
         Trainer(cfg, interrupt, stack).run()
     return 0
+
+
+def find_group_timeout_s(cfg: TrainerConfig) -> float:
+    """Longest wait of ranks for each other, while the lead waits for a batch or engines."""
+    return max(cfg.batch_timeout_s, 2 * cfg.weight_broadcast.timeout_s) + GROUP_MARGIN_S
 
 
 class Trainer:
@@ -128,7 +129,16 @@ class Trainer:
         )
         self.learner = build_learner(cfg, self.tokenizer_dir)
         self.mesh = mesh = self.learner.mesh
-        self.updates = Updates(self.learner, cfg)
+        self.remote_critic: RemoteCritic | None = None
+        if cfg.critic is not None and cfg.critic.placement is not None:
+            wire = open_wire(cfg, mesh, is_critic=False, timeout_s=find_group_timeout_s(cfg))
+            self.remote_critic = RemoteCritic(wire, mesh, cfg.critic)
+        hooks = TrainerHooks(cfg.hooks, self.run_dir)
+        self.updates = Updates(self.learner, cfg, self.remote_critic, hooks=hooks)
+        hooks.call("init")
+        self.is_colocated = cfg.colocate is not None
+        is_moved = cfg.colocate is not None and cfg.colocate.offload_train
+        self.memory = TrainerMemory(self.learner, is_moved=is_moved)
         self.is_lead, self.dp_rank, self.dp = mesh.is_lead, mesh.dp_rank, mesh.degrees.dp
         self.layout = find_engine_layout(cfg)
         self.resumed_step = resume(cfg, self.learner)
@@ -139,6 +149,7 @@ class Trainer:
             self.control = ControlClient(cfg.control, cfg.run_name, load_secret(self.run_dir))
             stack.callback(self.control.close)
         self.throughput = Throughput()
+        self.tracer = Tracer(cfg.run_dir, rank_name(ROLE))
         self.stop: Stop | None = None
         self.loaded_version = -1
         self.num_published, self.wants_canary = 0, True
@@ -169,15 +180,23 @@ class Trainer:
             self.register()
         try:
             self.open()
-            self.publish()
+            self.announce(self.publish())
+            if self.remote_critic is not None:
+                self.remote_critic.wait_ready(self.learner.step)
             report("ready", is_early=True)
             freeze_objects()
             self.step_started_at = time.perf_counter()
             while self.learner.step != self.cfg.max_steps and (batch := self.next_batch()) is not None:
-                metrics = self.train(batch)
-                self.publish()
+                self.memory.bring_back()
+                with self.tracer.step(self.learner.step + 1):
+                    metrics = self.train(batch)
+                    ready = self.publish()
+                    if not self.is_colocated:
+                        self.announce(ready)
                 self.log(metrics)
-                self.save_if_due()
+                self.save_if_due(is_last=self.is_colocated and self.learner.step == self.cfg.max_steps)
+                if self.is_colocated:  # engines take memory as soon as the version is announced
+                    self.announce(ready)
             self.end_run()
         except Exception as error:
             if self.is_batch_lead:
@@ -272,8 +291,8 @@ class Trainer:
             self.wait_s,
         )
 
-    def publish(self) -> None:
-        """Publish the current weights for the engines; the version is the number of steps done."""
+    def publish(self) -> VersionReady | None:
+        """Publish the current weights; what the lead announces. The version is the number of steps done."""
         start = time.perf_counter()
         if self.is_lead:
             self.handle_messages()
@@ -288,12 +307,20 @@ class Trainer:
         canary = self.canary()
         self.num_published += 1
         if not self.is_lead:
-            return
+            return None
         adapter = self.learner.adapter_info()
         manifest = msgspec.structs.replace(manifest, canary=canary, adapter=adapter)
-        self.control.post(VersionReady(manifest=manifest))
         values = {"time/publish": time.perf_counter() - start, "publish/bytes": manifest.sent_bytes}
         self.monitors.log(self.learner.step, values)
+        return VersionReady(manifest=manifest)
+
+    def announce(self, ready: VersionReady | None) -> None:
+        """Tell the orchestrator of the published version; with [colocate] all ranks put their memory away first."""
+        self.memory.put_away()
+        if self.is_colocated:
+            self.mesh.barrier()
+        if ready is not None:
+            self.control.post(ready)
 
     def canary(self) -> Canary | None:
         """Log-probabilities that engines must reproduce with this version; None if not checked."""
@@ -328,22 +355,29 @@ class Trainer:
             if (critic := self.learner.critic) is not None:
                 folder = critic.section.save or self.run_dir.critic
                 export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
+            if self.remote_critic is not None:
+                self.remote_critic.export(step)
             self.exported_step = step
         if is_saving and step != self.saved_step:
             self.learner.check_finite()
             if self.is_lead:
                 self.control.send(CheckpointBegun(step=step))
+            if self.remote_critic is not None:
+                self.remote_critic.save(step)
             self.saver.save(self.learner)
             self.saved_step = step
         if is_last:
             self.saver.wait()
+            if self.remote_critic is not None:
+                self.remote_critic.flush()
         self.report_saved()
         if self.is_lead and step in (self.saved_step, self.exported_step):
             self.monitors.log(step, {"time/save_ckpt": time.perf_counter() - start})
 
     def report_saved(self) -> None:
         """Report checkpoints whose files are written; the orchestrator then completes them."""
-        while self.written:
+        remote = self.remote_critic
+        while self.written and (remote is None or self.written[0] in remote.saved):
             self.control.send(CheckpointSaved(step=self.written.popleft()))
 
     # -- the orchestrator --
@@ -418,6 +452,9 @@ class Trainer:
         step = self.learner.step
         should_save = self.stop is None or self.stop.save
         if self.mesh.broadcast(should_save, bool):
+            ckpt = self.cfg.ckpt
+            if ckpt and (step != self.saved_step or (ckpt.weights and step != self.exported_step)):
+                self.memory.bring_back()
             self.save_if_due(is_last=True)
         if self.is_lead:
             if self.cfg.ckpt is None and step:
@@ -432,97 +469,14 @@ class Trainer:
             self.wait_until(lambda: self.loaded_version == step, timeout_s, what)
         # All ranks wait here: closing a publisher frees the memory from which engines load a version.
         self.mesh.barrier()
+        if self.remote_critic is not None:
+            self.remote_critic.end()
 
     def report_failure(self, error: Exception) -> None:
         try:
             self.control.send(Failed(reason=f"{type(error).__name__}: {error}"), timeout_s=2.0)
         except (EngineError, WireError) as also:
             logger.debug("could not report the failure to the orchestrator: %s", also)
-
-
-def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
-    """The policy and its learner, as configured."""
-    tokenizer = load_tokenizer(tokenizer_dir)
-    tokens = {
-        "vocab_size": tokenizer.vocab_size,
-        "eos_token_id": list(tokenizer.eos_ids),
-        "pad_token_id": tokenizer.token_id(END_OF_TEXT),
-    }
-    policy, reference = load_policy(cfg.model, may_be_meta=True, **tokens), None
-    if (named := find_reference_model(cfg)) is not None:
-        path, name = named
-        other = {} if name is None else {"name": name, "scratch": None}
-        section = cfg.model.model_copy(update=other)
-        reference = load_policy(section, may_be_meta=True, **tokens).requires_grad_(False)
-        if reference.output_weight.shape[0] != policy.output_weight.shape[0]:
-            raise ConfigError(
-                f"{path} knows {reference.output_weight.shape[0]} tokens and the "
-                f"policy {policy.output_weight.shape[0]}; give a reference of the same family"
-            )
-    logger.info("%d parameters on %s", sum(p.numel() for p in policy.parameters()), training_device())
-    mesh = build_mesh(cfg.model, policy.config)
-    critic = None if cfg.critic is None else build_critic(cfg, cfg.critic, policy, tokens, mesh)
-    return Learner(
-        policy,
-        model=cfg.model,
-        optim=cfg.optim,
-        scheduler=cfg.scheduler,
-        max_steps=cfg.max_steps,
-        loss=cfg.loss,
-        reference=reference,
-        observe=_token_export(cfg, mesh) if cfg.enable_token_export else None,
-        enable_router_replay=cfg.enable_router_replay,
-        mesh=mesh,
-        critic=critic,
-        frozen_steps=0 if cfg.critic is None else cfg.critic.num_critic_only_steps,
-    )
-
-
-def find_engine_layout(cfg: TrainerConfig) -> BlockLayout | None:
-    """Which weights the engines have in 8 bits; None if none.
-
-    Raises: ConfigError if weight_broadcast.quantize_in_weight_transfer says otherwise.
-    """
-    section = cfg.weight_broadcast
-    layout = None
-    if section.engine_model is not None:
-        layout = hub.load_layout(hub.find_model(section.engine_model, has_weights=False))
-    check_quantize(section.quantize_in_weight_transfer, section.engine_model, is_quantized=layout is not None)
-    if layout is not None:
-        logger.info("publishing %d weights in 8 bits, as %s", len(layout.names), section.engine_model)
-    return layout
-
-
-def find_reference_model(cfg: TrainerConfig) -> tuple[str, str | None] | None:
-    """The key that asks for a frozen reference and the model that it names; None if no key does."""
-    if (kl := cfg.loss.reference_kl) is not None:
-        return "trainer.loss.reference_kl.model", kl.model
-    if cfg.advantages is not None and cfg.advantages.kl_coef:
-        return "trainer.advantages.kl_model", cfg.advantages.kl_model
-    return None
-
-
-def build_critic(
-    cfg: TrainerConfig, section: CriticSection, policy: nn.Module, tokens: dict[str, Any], mesh: Mesh
-) -> Critic:
-    """The critic, from trainer.critic.load or from the model that the policy starts from.
-
-    Raises: ConfigError when the policy has impl = "hf", or the critic has another vocabulary.
-    """
-    if not isinstance(policy, Decoder):
-        raise ConfigError('[trainer.critic] needs impl = "custom"; model.impl = "hf" has no value output')
-    model = cfg.model.model_copy(update={"lora": None})
-    if section.load is None and model.scratch is not None:
-        network = with_value_head(load_policy(model, **tokens))
-    else:
-        directory = section.load or model.name
-        network = load_critic(directory, dtype=hub.dtype_of(model.dtype, training_device()), may_be_meta=True)
-    sizes = [m.model.embed_tokens.weight.shape[0] for m in (network, policy)]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"trainer.critic.load knows {sizes[0]} tokens and the policy {sizes[1]}; give a critic of its family"
-        )
-    return Critic(network, section=section, model=model, optim=cfg.optim, mesh=mesh)
 
 
 def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
@@ -542,12 +496,6 @@ def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
     return step
 
 
-def _token_export(cfg: TrainerConfig, mesh: Mesh) -> TokenExport:
-    """An export of tokens, with one folder per data-parallel rank if there are several."""
-    folder = cfg.run_dir.trained_tokens
-    return TokenExport(folder if mesh.degrees.dp == 1 else folder / f"rank_{mesh.dp_rank}")
-
-
 def check_batch(batch: TrainBatch, step: int, rank: int, world_size: int) -> None:
     """Raises: WireError when it is not the batch of this step for this data-parallel rank."""
     if (batch.step, batch.rank, batch.world_size) != (step, rank, world_size):
@@ -557,7 +505,7 @@ def check_batch(batch: TrainBatch, step: int, rank: int, world_size: int) -> Non
         )
 
 
-def _exit_cleanly(number: int, frame: FrameType | None) -> None:
+def exit_cleanly(number: int, frame: FrameType | None) -> None:
     """On SIGTERM, exit through every `finally`, so that shared memory and sockets are freed."""
     sys.exit(128 + number)
 

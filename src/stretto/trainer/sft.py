@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import runpy
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -30,14 +31,16 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.runtime import freeze_objects
-from stretto.base.status import SUPERVISED_VAR, stop_signals
+from stretto.base.status import SUPERVISED_VAR, stop_signals, was_asked_to_finish
 from stretto.chat.images import load_image_processor
+from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
 from stretto.config.changes import changes
 from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
 from stretto.config.sections.trainer import CkptSection, num_kept
+from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
@@ -78,9 +81,11 @@ def main(cfg: SFTConfig) -> int:
         for line in changed if is_lead_process() else []:
             logger.info("changed since the run was last started: %s", line)
         torch.set_num_threads(choose_threads(cfg.num_threads))
+        torch.set_float32_matmul_precision(cfg.matmul_precision)
         torch.manual_seed(cfg.seed)
         session = build_session(cfg, start)
-        with stop_on_signal(*stop_signals()) as stop:
+        with stop_on_signal(*stop_signals(), signal.SIGUSR2) as stop:
+            stop.is_set |= was_asked_to_finish()  # before it could be heard here
             code = run_steps(session, stop)
         if session.is_stopped_early and not session.has_begun and session.is_new and is_lead_process():
             rundir.discard(cfg.run_dir)
@@ -121,6 +126,7 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         vocab_size=tokenizer.vocab_size,
         eos_token_id=list(tokenizer.eos_ids),
         pad_token_id=tokenizer.token_id(END_OF_TEXT),
+        image_token_id=tokenizer.token_id(PLACEHOLDER),
     )
     num_parameters = sum(p.numel() for p in policy.parameters())
     torch.set_num_threads(choose_threads(cfg.num_threads, num_parameters))
@@ -251,6 +257,7 @@ def run_steps(session: Session, stop: StopFlag) -> int:
             cfg.monitors, session.run, ROLE, cfg.run_name, resumed_step=session.resumed_step
         )
     console = ConsoleLog(session)
+    tracer = Tracer(session.run, rank_name(ROLE))
     try:
         if cfg.eval is not None:
             session.evals = OnlineEvals(cfg, learner, session.tokenizer_dir, session.max_steps)
@@ -259,7 +266,8 @@ def run_steps(session: Session, stop: StopFlag) -> int:
             monitors.log(0, validate(session))
         freeze_objects()
         while learner.step < session.max_steps and not _should_stop(session, stop):
-            metrics = train_step(session)
+            with tracer.step(learner.step + 1):
+                metrics = train_step(session)
             if cfg.val is not None and checkpoint.is_interval_end(learner.step, cfg.val.interval):
                 metrics |= validate(session)
             monitors.log(learner.step, metrics)
@@ -288,7 +296,9 @@ def train_step(session: Session) -> dict[str, float]:
     if cfg.max_epochs is not None:
         count = min(count, cfg.max_epochs * len(session.examples) - order.num_drawn)
     micro_batches = pack([session.examples[i] for i in order.draw(count)], cfg.seq_len)
+    packed_at = time.perf_counter()
     session.learner.forward_backward(session.learner.mesh.local_items(micro_batches))
+    computed_at = time.perf_counter()
     metrics = session.learner.optim_step()
     num_tokens = sum(mb.num_tokens for mb in micro_batches)
     session.num_tokens += num_tokens
@@ -300,6 +310,9 @@ def train_step(session: Session) -> dict[str, float]:
         "batch/tokens": num_tokens,
         "batch/micro_batches": len(micro_batches),
         "time/step": time_s,
+        "time/pack": packed_at - start,
+        "time/forward_backward": computed_at - packed_at,
+        "time/optim": start + time_s - computed_at,
         "perf/throughput": session.throughput.add(num_tokens, time_s),
     }
 

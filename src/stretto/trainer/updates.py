@@ -9,7 +9,7 @@ Most algorithms need none of this: their batch has its advantages already and is
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,7 +25,9 @@ from stretto.records.rows import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.support import concat_supports
 from stretto.trainer.batch.metrics import Reduce
-from stretto.trainer.critic import rl_token_mask
+from stretto.trainer.critic import Critic, rl_token_mask
+from stretto.trainer.critic_wire import RemoteCritic
+from stretto.trainer.hooks import Schedule, TrainerHooks
 from stretto.trainer.learner import Learner
 
 if TYPE_CHECKING:
@@ -37,8 +39,19 @@ logger = logging.getLogger(__name__)
 class Updates:
     """Trains a learner, and its critic if it has one, on one batch per step."""
 
-    def __init__(self, learner: Learner, section: TrainerSection) -> None:
-        self.learner, self.critic = learner, learner.critic
+    def __init__(
+        self,
+        learner: Learner,
+        section: TrainerSection,
+        remote_critic: RemoteCritic | None = None,
+        *,
+        hooks: TrainerHooks | None = None,
+    ) -> None:
+        """remote_critic: the critic, if it has ranks of its own; else it is the learner's."""
+        self.learner = learner
+        self.critic: Critic | RemoteCritic | None = remote_critic or learner.critic
+        self._hooks = hooks or TrainerHooks(section.hooks)
+        learner.correct = self._hooks.correction
         self.section = section
         self._reduce = learner.mesh.reduce
         self._has_warned = False
@@ -46,6 +59,7 @@ class Updates:
             section.advantages is None
             and section.critic is None
             and section.updates_per_step == section.epochs_per_step == 1
+            and not self._hooks
         )
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
@@ -55,19 +69,22 @@ class Updates:
             learner.forward_backward(micro_batches)
             return learner.optim_step()
         step = learner.step + 1
+        if self.critic is not None:
+            self.critic.start_step(step, micro_batches)
         micro_batches, metrics = self._estimate(list(micro_batches))
+        micro_batches = self._hooks.process(step - 1, micro_batches)
+        num_updates = self._count_updates(micro_batches)
+        if self.critic is not None:
+            self.critic.start_updates(micro_batches, num_updates)
         is_critic_only = section.critic is not None and step <= section.critic.num_critic_only_steps
-        for epoch in range(section.epochs_per_step):
-            order = None
-            if section.epochs_per_step > 1:
-                order = np.random.default_rng((section.seed, step, epoch))
-            for part in self._split(micro_batches, order):
-                if self.critic is not None:
-                    self.critic.forward_backward(part)
-                    self.critic.optim_step(step)
-                if not is_critic_only:
-                    learner.forward_backward(part)
-                    learner.update()
+        for number, part in enumerate(parts_of_step(micro_batches, section, step, num_updates)):
+            if self.critic is not None:
+                self.critic.train(part, step)
+            if not is_critic_only:
+                where = (step - 1, number, learner.policy, learner.network.optimizer)
+                self._hooks.call("before_train_step", *where, Schedule(learner.next_lr))
+                learner.forward_backward(part)
+                learner.update()
         metrics |= learner.end_step()
         return metrics if self.critic is None else metrics | self.critic.pop_metrics()
 
@@ -80,32 +97,64 @@ class Updates:
         cfg, uses_rollout_logprobs = section.advantages, section.loss.use_rollout_logprobs
         has_kl_penalty = cfg is not None and cfg.kl_coef > 0
         has_several_updates = section.updates_per_step * section.epochs_per_step > 1
-        old = [mb.logprobs for mb in micro_batches]
-        if not uses_rollout_logprobs and (has_several_updates or has_kl_penalty):
-            old = learner.trained_logprobs(micro_batches)
+        is_compared_later = has_several_updates or has_kl_penalty or self._hooks.needs_logprobs
+        if is_compared_later:
+            self._hooks.call("before_log_prob", learner.policy, "")
+        if is_compared_later and (not uses_rollout_logprobs or self._has_unknown(micro_batches)):
+            own = learner.trained_logprobs(micro_batches)
             micro_batches = [
-                msgspec.structs.replace(mb, old_logprobs=logprobs) for mb, logprobs in zip(micro_batches, old)
+                _with_own_logprobs(mb, logprobs, is_old=not uses_rollout_logprobs)
+                for mb, logprobs in zip(micro_batches, own)
             ]
+        old = [mb.logprobs if mb.old_logprobs is None else mb.old_logprobs for mb in micro_batches]
         if cfg is None:
             return micro_batches, {}
+        if has_kl_penalty:
+            self._hooks.call("before_log_prob", learner.reference, "ref_")
         reference = learner.trained_logprobs(micro_batches, is_reference=True) if has_kl_penalty else None
         values = None if self.critic is None else self.critic.values(micro_batches)
         return estimate_advantages(micro_batches, cfg, old, reference, values, self._reduce)
 
-    def _split(
-        self, micro_batches: list[MicroBatch], order: np.random.Generator | None
-    ) -> list[list[MicroBatch]]:
-        """The micro batches of each update; the number of updates is the same on every rank."""
+    def _has_unknown(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Has a batch of any rank tokens whose sampler's log-probabilities are not known?"""
+        is_here = any(np.isnan(mb.logprobs).any() for mb in micro_batches)
+        return bool(self._reduce({"max/unknown": float(is_here)})["max/unknown"])
+
+    def _count_updates(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Updates of an epoch, the same on every rank: no more than a rank has samples."""
+        if self.section.updates_per_step == 1:
+            return 1
         num_samples = sum(mb.num_samples for mb in micro_batches)
-        if self.section.updates_per_step == 1 and order is None:
-            return [micro_batches]
         most = int(self._reduce({"max/samples": float(num_samples)})["max/samples"])
         num_updates = max(1, min(self.section.updates_per_step, most))
         if num_updates < self.section.updates_per_step and not self._has_warned:
             self._has_warned = True
             text = "updates_per_step = %d, but no rank has more than %d samples of this batch: it makes %d updates"
             logger.warning(text, self.section.updates_per_step, most, num_updates)
-        return split_samples(micro_batches, num_updates, order)
+        return num_updates
+
+
+def parts_of_step(
+    micro_batches: Sequence[MicroBatch], section: TrainerSection, step: int, num_updates: int
+) -> Iterator[list[MicroBatch]]:
+    """The micro batches of each update of a step, on one rank."""
+    if num_updates == section.epochs_per_step == section.updates_per_step == 1:
+        yield list(micro_batches)
+        return
+    for epoch in range(section.epochs_per_step):
+        order = None
+        if section.epochs_per_step > 1:
+            order = np.random.default_rng((section.seed, step, epoch))
+        yield from split_samples(micro_batches, num_updates, order)
+
+
+def _with_own_logprobs(mb: MicroBatch, own: Float[np.ndarray, " tokens"], *, is_old: bool) -> MicroBatch:
+    """The micro batch with the trainer's log-probabilities where the sampler gave none.
+
+    is_old: they also are those that the loss compares with.
+    """
+    filled = np.where(np.isnan(mb.logprobs), own, mb.logprobs).astype(np.float32)
+    return msgspec.structs.replace(mb, logprobs=filled, old_logprobs=own if is_old else None)
 
 
 def estimate_advantages(

@@ -10,7 +10,7 @@ Everything is read when it is asked for, also while the run goes on.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +19,9 @@ import numpy as np
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
+from stretto.chat.images import ImageProcessor, load_image_processor
 from stretto.chat.placeholders import one_per_image
-from stretto.chat.tokenizer import Tokenizer, load_tokenizer
+from stretto.chat.tokenizer import Tokenizer, find_directory, load_tokenizer
 from stretto.config.load import masked
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
@@ -185,11 +186,21 @@ class Run:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The policy's; None where it cannot be found from here."""
+        return self._found(load_tokenizer)
+
+    @cached_property
+    def image_processor(self) -> ImageProcessor | None:
+        """The policy's; None for a model of text, or where it cannot be found from here."""
+        return self._found(lambda place: load_image_processor(find_directory(place)))
+
+    def _found(self, load: Callable[[str], T | None]) -> T | None:
+        """What is loaded from the first of the places that may have it."""
         model, own = self.config.get("model") or {}, self.config.get("tokenizer") or {}
         for place in (self.dir.latest_weights, self.dir.tokenizer, own.get("name"), model.get("name")):
             if place is not None:
                 try:
-                    return load_tokenizer(str(place))
+                    if (found := load(str(place))) is not None:
+                        return found
                 except (ConfigError, DataError):
                     continue
         return None

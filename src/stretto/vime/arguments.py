@@ -24,9 +24,12 @@ class Arguments(SimpleNamespace):
         raise AttributeError(f"args has no {name!r}; it has {known}. Add your own to `hook_args`.")
 
 
-def addresses_of(urls: Sequence[str], others: Mapping[str, str]) -> dict[str, Any]:
-    """The attributes of `args` about addresses: of the policy's engine or router, and of other models."""
-    known = ({POLICY: urls[0]} if urls else {}) | dict(others)
+def addresses_of(urls: Sequence[str], others: Mapping[str, str], policy: str = POLICY) -> dict[str, Any]:
+    """The attributes of `args` about addresses: of the policy's engine or router, and of other models.
+
+    policy: the policy's own name, which it has besides `actor`.
+    """
+    known = ({POLICY: urls[0], policy: urls[0]} if urls else {}) | dict(others)
     ip, port = address_of(urls[0]) if urls else (None, None)
     return {
         "vllm_router_ip": ip,

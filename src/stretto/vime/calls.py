@@ -17,6 +17,25 @@ ARGUMENTS = {
 }
 """How a function is to be written, by the last word of its setting."""
 
+TRAINER_HOOKS = {
+    "init": 1,
+    "before_log_prob": 3,
+    "before_train_step": 6,
+    "advantages": 2,
+    "data_postprocess": 3,
+    "tis": 1,
+}
+"""Number of arguments of each function in [trainer.hooks]."""
+PLAIN = {*TRAINER_HOOKS, "dynamic_sampling_filter"}
+"""Functions that nothing awaits, by the last word of their setting."""
+KEYWORDS: dict[str, tuple[str, ...]] = {
+    "tis": (
+        "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths",
+    ),
+    "sample_hooks": ("rollout_id", "evaluation"),
+}  # fmt: skip
+"""Arguments that a function gets by name, by the last word of its setting."""
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -29,19 +48,24 @@ class Hook:
     def load(cls, path: str, setting: str, num_arguments: int) -> Hook:
         """Load the function at `module:function` or `module.function`; it is called with num_arguments.
 
-        Raises: ConfigError if it does not exist, or does not take so many arguments.
+        Raises: ConfigError if it does not exist, does not take so many arguments, or is a coroutine function where a
+        plain one is needed.
         """
         function = load_object(path, setting)
         where = f"{setting} = {path!r}"
         if not callable(function):
             raise ConfigError(f"{where} is a {type(function).__name__}, not a function")
+        name = setting.rpartition(" ")[2].rpartition(".")[2]
+        if name in PLAIN and inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{where} is `async def`, and nothing awaits it; write `def`")
         try:
-            inspect.signature(function).bind(*[None] * num_arguments)
+            named = KEYWORDS.get(name, ())
+            inspect.signature(function).bind(*[None] * num_arguments, **dict.fromkeys(named))
         except TypeError as cause:
             shape = f"{getattr(function, '__name__', 'it')}{inspect.signature(function)}"
             raise ConfigError(
                 f"{where}: {cause}; it is defined as {shape} and called with {num_arguments}"
-                f"{ARGUMENTS.get(setting.rpartition(' ')[2].rpartition('.')[2], '')}"
+                f"{ARGUMENTS.get(name, '')}"
             ) from None
         return cls(function, where)
 

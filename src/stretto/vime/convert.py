@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from stretto.base.errors import EnvError
+from stretto.data.pictures import image_parts
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Rollout, RolloutStatus, Task
 from stretto.records.support import Support, concat_supports
-from stretto.vime.sample import Sample, Status
+from stretto.vime.sample import Message, Sample, Status
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32
+
+Render = Callable[[list[Message], "list[dict] | None"], str]
+"""Messages and tools -> the text of a prompt, up to where the reply begins."""
 
 STATUS_OF = {
     RolloutStatus.FINISHED: Status.COMPLETED,
@@ -23,19 +29,41 @@ STATUS_OF = {
 }
 
 
-def sample_of(rollout: Rollout, text: str, branch: int = 0) -> Sample:
-    """One branch of a rollout as a sample, with the reward of the episode; `text` is its response."""
-    data = rollout.task.data
+def sample_number(group_id: int, member: int, group_size: int) -> int:
+    """vime's number of a rollout: counted over all groups of the run, `group_size` each."""
+    return group_id * group_size + member
+
+
+def prompt_of(data: Mapping[str, Any], render: Render | None) -> tuple[str | list[Message], dict[str, Any]]:
+    """A task's prompt as text and its metadata, which then has the messages.
+
+    render: None if the tokenizer is not known here; then a prompt of messages stays one, as do those with images.
+    """
+    prompt, metadata, tools = data.get("prompt", ""), dict(data.get("metadata") or {}), data.get("tools")
+    if tools:
+        metadata["tools"] = tools
+    if not isinstance(prompt, str) and render is not None and not any(image_parts(prompt)):
+        metadata.setdefault("messages", prompt)
+        prompt = render(prompt, tools)
+    return prompt, metadata
+
+
+def sample_of(
+    rollout: Rollout, text: str, branch: int = 0, *, group_size: int = 1, render: Render | None = None
+) -> Sample:
+    """One branch of a rollout as a sample, with the reward of the episode or its own; `text` is its response."""
+    prompt, metadata = prompt_of(rollout.task.data, render)
+    number = sample_number(rollout.group_id, rollout.member, group_size)
     sample = Sample(
         group_index=rollout.group_id,
-        index=rollout.member,
-        rollout_id=rollout.rollout_id,
-        prompt=data.get("prompt", ""),
+        index=number,
+        rollout_id=number,
+        prompt=prompt,
         response=text,
-        label=data.get("label"),
+        label=rollout.task.data.get("label"),
         reward=rollout.reward,
         status=STATUS_OF.get(rollout.status, Status.PENDING),
-        metadata=dict(data.get("metadata") or {}),
+        metadata=metadata,
     )
     if branch < len(rollout.branches):
         tokens = rollout.branches[branch]
@@ -49,7 +77,10 @@ def sample_of(rollout: Rollout, text: str, branch: int = 0) -> Sample:
             support = tokens.support.part(start, len(sample.tokens))
             sample.rollout_top_p_token_ids = support.ids.tolist()
             sample.rollout_top_p_token_lengths = support.sizes.tolist()
-        sample.rollout_log_probs = tokens.logprobs[start:].tolist()
+        if tokens.reward is not None:
+            sample.reward = tokens.reward
+        if not np.isnan(tokens.logprobs).any():
+            sample.rollout_log_probs = tokens.logprobs[start:].tolist()
         sample.weight_versions = [span.version for span in tokens.versions]
     return sample
 
@@ -76,8 +107,10 @@ def branch_of(sample: Sample, version: int, temperature: float) -> Branch:
     version, temperature: used if the sample names none: the version loaded when it was requested, and the run's
     temperature.
 
-    Raises: EnvError if trained tokens have no finite log-probabilities, were sampled greedily, or the fields of the
-    sample do not fit together.
+    Without rollout_log_probs those of the branch are nan: the trainer uses its own.
+
+    Raises: EnvError if trained tokens were sampled greedily or have a log-probability that is not finite, or the fields
+    of the sample do not fit together.
     """
     sample.check()
     temperature = temperature if sample.temperature is None else sample.temperature
@@ -85,16 +118,14 @@ def branch_of(sample: Sample, version: int, temperature: float) -> Branch:
     logprobs = np.zeros(len(tokens), np.float32)
     if sample.rollout_log_probs is not None and sample.response_length:
         logprobs[-sample.response_length :] = sample.rollout_log_probs
-    elif is_trained.any():
-        raise EnvError(
-            "a sample without rollout_log_probs cannot be trained; request them from the engine (logprobs = 1)"
-        )
     if is_trained.any() and temperature == 0:
         raise EnvError(
             "its temperature is 0: greedy tokens cannot be trained; use another temperature, or mask them"
         )
     if not np.isfinite(logprobs[is_trained]).all():
         raise EnvError("rollout_log_probs has nan or inf for a token that is trained; give a finite number")
+    if sample.rollout_log_probs is None:
+        logprobs[is_trained] = np.nan
     first = int(sample.weight_versions[0]) if sample.weight_versions else version
     sampled = np.flatnonzero(is_trained)
     spans = (VersionSpan(first, int(sampled[0]), int(sampled[-1]) + 1),) if len(sampled) else ()
@@ -121,26 +152,43 @@ def support_of(sample: Sample) -> Support | None:
 
 
 def rollout_of(
-    sample: Sample, task: Task, *, group_id: int, member: int, version: int, temperature: float, reward: float
+    samples: Sequence[Sample],
+    task: Task,
+    *,
+    group_id: int,
+    member: int,
+    version: int,
+    temperature: float,
+    rewards: Sequence[float],
 ) -> Rollout:
-    """The rollout of a sample that a rollout function generated by itself.
+    """The rollout of the samples that a rollout function made of one member: one, or several that fan out.
+
+    rewards: of the samples; those that failed have none. With several samples each is compared by its own.
 
     Raises: EnvError as `branch_of`.
     """
-    has_failed = sample.status in (Status.FAILED, Status.ABORTED)
-    is_truncated = sample.status is Status.TRUNCATED
+    kept = [sample for sample in samples if not has_failed(sample)]
+    if not kept:
+        status, error = RolloutStatus.FAILED, f"the sample's status is {samples[0].status.name}"
+    else:
+        is_truncated = any(sample.status is Status.TRUNCATED for sample in kept)
+        status, error = RolloutStatus.TRUNCATED if is_truncated else RolloutStatus.FINISHED, None
+    branches = [branch_of(sample, version, temperature) for sample in kept]
+    if len(branches) > 1:
+        branches = [replace(branch, reward=reward) for branch, reward in zip(branches, rewards)]
     return Rollout(
         rollout_id=f"g{group_id}.{member}",
         group_id=group_id,
         member=member,
         task=task,
-        status=RolloutStatus.FAILED
-        if has_failed
-        else RolloutStatus.TRUNCATED
-        if is_truncated
-        else RolloutStatus.FINISHED,
-        branches=() if has_failed else (branch_of(sample, version, temperature),),
-        reward=0.0 if has_failed else reward,
+        status=status,
+        branches=tuple(branches),
+        reward=sum(rewards) / len(rewards) if kept else 0.0,
         num_turns=1,
-        error=f"the sample's status is {sample.status.name}" if has_failed else None,
+        error=error,
     )
+
+
+def has_failed(sample: Sample) -> bool:
+    """Is the sample not to be trained, for its status?"""
+    return sample.status in (Status.FAILED, Status.ABORTED)

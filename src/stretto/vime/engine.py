@@ -40,11 +40,15 @@ IGNORED = {
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "detokenize",
+    "include_stop_str_in_output",
 }
-"""Parameters that do not change what is sampled: log-probabilities are always recorded, and returned for `logprobs`."""
+"""Parameters that do not change which tokens are sampled: log-probabilities are always recorded, and returned for
+`logprobs`; a reply's tokens include those of its stop text."""
 
 
 CONNECT_TIMEOUT_S = 30.0
+SAMPLING_ROUTES = (GENERATE, "/v1/completions", "/v1/chat/completions")
+"""Ends of the paths whose answers are sampled: the same request twice gives two."""
 
 
 @cache
@@ -62,7 +66,7 @@ class _RolloutTurns:
     """Where requests for tokens go while a hook generates a sample."""
 
     def __init__(self, ctx: Turns, urls: Sequence[str]) -> None:
-        self.ctx, self.lock = ctx, asyncio.Lock()
+        self.ctx = ctx
         self._addresses = {address_of(url) for url in urls}
 
     def is_for_policy(self, url: str) -> bool:
@@ -161,14 +165,16 @@ def requests_to_engines(
 async def post(
     url: str, payload: dict[str, Any], max_retries: int = 60, headers: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Send JSON, return JSON. Retries every second while the server is unreachable, is full or answers 5xx.
+    """Send JSON, return JSON. Retries every second while the server is unreachable or full (429, 503).
+
+    It waits for an answer as long as it takes. A request that samples is never sent again once it may have been
+    received; others are, after any 5xx and broken connections.
 
     Raises: EngineError when the server answers an error or does not answer; EnvError for an invalid request.
     """
     turns = _turns.get()
     if turns is not None and turns.is_for_policy(url):
-        async with turns.lock:  # one turn of a rollout at a time
-            return await _take_turn(turns.ctx, payload)
+        return await _take_turn(turns.ctx, payload)
     if (requests := _requests.get()) is not None:
         payload, headers = requests.salt(url, payload) | payload, requests.headers(url) | (headers or {})
     return await _send(url, payload, max_retries, headers)
@@ -198,14 +204,34 @@ async def _take_turn(ctx: Turns, payload: dict[str, Any]) -> dict[str, Any]:
     if isinstance(stop := settings.get("stop"), str | list):
         settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     reply = await ctx.generate(np.asarray(tokens, np.int32), **settings)
+    return _answer(reply, len(tokens), payload, with_logprobs=given.get("logprobs") is not None)
+
+
+def _answer(reply: Any, num_prompt: int, payload: dict[str, Any], *, with_logprobs: bool) -> dict[str, Any]:
+    """A reply as an engine's route answers it."""
     token_ids = reply.token_ids.tolist()
     choice = {"index": 0, "token_ids": token_ids, "text": reply.text, "finish_reason": reply.finish_reason}
-    if given.get("logprobs") is not None and reply.logprobs is not None:
+    if with_logprobs and reply.logprobs is not None:
         pairs = zip(token_ids, reply.logprobs.tolist())
         choice["logprobs"] = {
             "content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
         }
-    return {"choices": [choice]}
+    if reply.support is not None:
+        choice["sampling_mask"] = reply.support.lists()
+    spans = [{"version": str(s.version), "start": s.start, "end": s.end} for s in reply.versions]
+    choice["weight_versions"] = spans
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": len(token_ids),
+        "total_tokens": num_prompt + len(token_ids),
+    }
+    version = spans[-1]["version"] if spans else None
+    return {
+        "model": payload.get("model"),
+        "choices": [choice],
+        "usage": usage,
+        "weight_version": version,
+    }
 
 
 async def _send(
@@ -214,23 +240,33 @@ async def _send(
     import aiohttp
 
     last = ""
-    # Without a limit on the answer: a long reply takes as long as it takes, and asking again would sample it again.
+    is_sampling = urlsplit(url).path.endswith(SAMPLING_ROUTES)
+    # Without a limit on the answer: a long reply takes as long as it takes.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for attempt in range(max_retries + 1):
             try:
                 async with session.post(url, json=payload, headers=headers) as response:
-                    if response.status < 500 and response.status != 429:
-                        if response.status >= 400:
-                            text = (await response.text())[:500]
-                            raise EngineError(f"POST {url}: {response.status}: {text}")
+                    if response.status < 400:
                         return await response.json(content_type=None)
-                    last = f"{response.status}: {(await response.text())[:200]}"
-            except (
-                aiohttp.ClientConnectionError,
-                TimeoutError,
-            ) as cause:  # TimeoutError: no connection in time
+                    text = (await response.text())[:500]
+                    if not _may_ask_again(response.status, is_sampling=is_sampling):
+                        raise EngineError(f"POST {url}: {response.status}: {text}")
+                    last = f"{response.status}: {text[:200]}"
+            except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as cause:  # it was not sent
+                last = f"{type(cause).__name__}: {cause}"
+            except (aiohttp.ClientConnectionError, TimeoutError) as cause:
+                if is_sampling:
+                    raise EngineError(
+                        f"POST {url}: the connection broke while the reply was sampled ({cause!r}); it is not asked "
+                        "for again, which would sample another"
+                    ) from cause
                 last = f"{type(cause).__name__}: {cause}"
             if attempt < max_retries:
                 await asyncio.sleep(1.0)
     raise EngineError(f"POST {url}: no answer in {max_retries + 1} attempts; the last: {last}")
+
+
+def _may_ask_again(status: int, *, is_sampling: bool) -> bool:
+    """May a request with this answer be sent again? One that samples only if it was turned away before."""
+    return status in (429, 503) or (status >= 500 and not is_sampling)

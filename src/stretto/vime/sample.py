@@ -37,9 +37,9 @@ class Sample:
     group_index: int | None = None
     """Number of the group: the draw of the task in this run."""
     index: int | None = None
-    """Number of the rollout in its group."""
-    rollout_id: str | None = None
-    """Id of the episode; all samples that one call of `generate` returned have the same."""
+    """Number of the rollout in the run: group_index * n_samples_per_prompt + its number in the group."""
+    rollout_id: int | None = None
+    """Number of the episode, `index` again; all samples that one call of `generate` returned have the same."""
     prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)
     response: str = ""
@@ -65,6 +65,8 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
+    custom_rm_path: str | None = None
+    """Function that rewards this sample instead of its environment's."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and further attributes that were set, as plain values."""

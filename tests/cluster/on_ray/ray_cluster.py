@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -16,13 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slurm_runs import STRETTO, settings, sft_settings
-
-from stretto.base.paths import RunDir
-from stretto.monitors.file import read_metrics
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
-from runs import toml, untrained_model
+from cluster_runs import STRETTO, ClusterRun, rl_settings, sft_settings
+from ports import free_port
 
 LIMIT_S = 300.0
 MEMORY = 80_000_000  # of the object store of each machine, which a run does not use
@@ -68,24 +62,26 @@ class Cluster:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-class RayRun:
+class RayRun(ClusterRun):
     """A run of two nodes: orchestrator and trainer, and an engine; or two ranks of `sft`."""
+
+    section = "ray"
 
     def __init__(
         self, cluster: Cluster, directory: Path, max_steps: int, verb: str = "rl", **ray: Any
     ) -> None:
-        self.cluster = cluster
-        self.directory = directory
-        self.dir = RunDir(directory / "run")
-        self.verb = verb
-        self.lead = "orchestrator" if verb == "rl" else verb
+        """ray: keys of [ray]."""
         if verb == "rl":
-            found = settings(directory, untrained_model(directory / "model"), max_steps)
-            found["deployment"]["num_infer_replicas"] = 1
+            found = rl_settings(directory, max_steps, num_replicas=1)
+            # Other runs of this machine may have the default ports: unlike Slurm's nodes, Ray's have its network.
+            for section in ("control", "rollout_transport", "weight_broadcast"):
+                found[section] = {"port": free_port()}
+            found["inference"]["server"] = {"port": free_port()}
         else:
             found = sft_settings(directory, max_steps)
-        del found["slurm"]
-        (directory / "run.toml").write_text(toml(found | {"ray": ray}))
+            found["deployment"]["rendezvous_port"] = free_port()
+        super().__init__(directory, verb, found, ray)
+        self.cluster = cluster
         self.console = directory / "console.txt"
 
     def start(self, *words: str) -> None:
@@ -104,12 +100,6 @@ class RayRun:
         )
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
-
-    def steps(self) -> list[int]:
-        return [row["step"] for row in read_metrics(self.dir.metrics(self.lead)) if row["step"] > 0]
-
-    def saved(self) -> int:
-        return self.dir.latest_complete_checkpoint() or 0
 
     def said(self) -> str:
         return self.console.read_text()

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_runs import ENDLESS
 from ray_cluster import Cluster, RayRun
 
-from stretto.ledger.audit import audit
 from stretto.monitors.file import read_metrics
 
 pytestmark = pytest.mark.cluster(modules=("ray",))
-ENDLESS = 1_000_000  # steps: such a run is stopped
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +46,7 @@ def run(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., RayRun]]:
 
 
 def check(run: RayRun, steps: int) -> None:
-    assert run.steps() == [*range(1, steps + 1)], run.said()
-    assert audit(run.dir) == []
+    run.check(steps)
     assert not any(run.processes(role) for role in ("orchestrator", "trainer", "inference"))
 
 
@@ -81,13 +79,13 @@ def test_sft_learns_on_two_machines(run: Callable[..., RayRun]) -> None:
 @pytest.mark.parametrize("role", ["inference", "trainer"])
 def test_a_run_that_loses_a_machine_resumes_on_another(run: Callable[..., RayRun], role: str) -> None:
     placed = run(ENDLESS)
-    placed.until(lambda: placed.saved() >= 2, "a checkpoint")
+    placed.until_saved(2)
     [process, *_] = placed.processes(role)
     placed.cluster.kill(process)
     placed.cluster.add()
     placed.until(lambda: "The run resumes from step" in placed.said(), "the machine is missed")
     saved = placed.saved()
-    placed.until(lambda: placed.saved() >= saved + 2, "a later checkpoint")
+    placed.until_saved(saved + 2)
     assert "/ray/rl.json" not in placed.said(), "what is said to be typed is what the user typed"
     assert "restart 1 of 10" in placed.said() and f"resumed from step {saved}" in placed.said()
     assert "started again 1 times" in placed.stretto("status", str(placed.dir))
@@ -120,7 +118,7 @@ def test_an_actor_that_fails_is_named_with_its_node(run: Callable[..., RayRun]) 
 
 def test_ctrl_c_finishes_the_step_and_the_run_is_resumed_by_hand(run: Callable[..., RayRun]) -> None:
     placed = run(ENDLESS)
-    placed.until(lambda: placed.saved() >= 2, "a checkpoint")
+    placed.until_saved(2)
     placed.popen.send_signal(signal.SIGINT)
     assert placed.end() == 0, placed.said()
     saved = placed.saved()

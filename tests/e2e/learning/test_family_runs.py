@@ -9,10 +9,11 @@ from typing import get_args
 import pytest
 from runs import rl
 
+from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.sections.model import ScratchSection
 
 DENSE = {"llama", "qwen2", "qwen3", "glm4", "qwen3_5_text"}
-ELSEWHERE = {"llama", "qwen2", "qwen3", "qwen3_moe"}
+ELSEWHERE = {"llama", "qwen2", "qwen3", "qwen3_moe", *VISION_FAMILIES}
 FAMILIES = [
     name for name in get_args(ScratchSection.model_fields["family"].annotation) if name not in ELSEWHERE
 ]

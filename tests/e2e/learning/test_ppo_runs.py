@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
-from runs import merged, rl, untrained_model
+import torch
+from ports import free_ports
+from runs import merged, rl, start_rl, until, untrained_model, wait
+from safetensors.torch import load_file
+
+from stretto.base.paths import RunDir
 
 PPO = {
     "algo": {"type": "ppo"},
@@ -64,3 +72,83 @@ def test_policy_and_critic_learn_and_a_resumed_run_is_the_same_run(model, tmp_pa
     assert ours == theirs
     config = json.loads((whole.run.critic / "step_15" / "config.json").read_text())
     assert config["num_labels"] == 1 and config["architectures"][0].endswith("ForSequenceClassification")
+
+
+@pytest.mark.slow
+def test_a_critic_on_ranks_of_its_own_learns_the_same_weights(model, tmp_path):
+    runs = {}
+    for name, placement in {"shared": {}, "own": {"placement": {"port": free_ports(1)[0]}}}.items():
+        (tmp_path / name).mkdir()
+        runs[name] = rl(tmp_path / name, settings(model, 10, critic=placement))
+    shared, own = runs["shared"], runs["own"]
+    assert own.weights(10) == shared.weights(10)
+    critics = [each.run.critic / "step_10" / "model.safetensors" for each in (shared, own)]
+    assert critics[0].read_bytes() == critics[1].read_bytes()
+    for name in ("critic/value_loss", "critic/grad_norm", "reward/mean"):
+        assert own.column(name) == shared.column(name), name
+    assert (own.run.checkpoint(5) / "critic" / "state.json").exists() and own.run.complete_marker(5).exists()
+    (tmp_path / "rest").mkdir()
+    more = settings(model, 10, critic={"placement": {"port": free_ports(1)[0]}})
+    rest = rl(tmp_path / "rest", more, "--resume.dir", str(own.run.checkpoint(5)))
+    assert rest.weights(10) == own.weights(10)
+    assert (rest.run.critic / "step_10" / "model.safetensors").read_bytes() == critics[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_one_rank_of_a_critic_may_have_the_batches_of_two_of_the_policys(model, tmp_path):
+    found = {}
+    for name, placement in {"shared": {}, "own": {"placement": {"port": free_ports(1)[0]}}}.items():
+        (tmp_path / name).mkdir()
+        given = settings(model, 3, critic=placement | {"num_critic_only_steps": 1})
+        given["orchestrator"]["num_train_workers"] = 2
+        given["trainer"]["optim"] = {"type": "sgd", "lr": 0.1}  # AdamW makes much of the order of small sums
+        ended = rl(tmp_path / name, given)
+        files = (ended.run.weights_step(3), ended.run.critic / "step_3")
+        found[name] = [
+            {
+                name: tensor
+                for path in folder.glob("*.safetensors")
+                for name, tensor in load_file(path).items()
+            }
+            for folder in files
+        ]
+    for shared, own in zip(found["shared"], found["own"]):
+        assert shared.keys() == own.keys()
+        for tensor, weights in shared.items():
+            torch.testing.assert_close(own[tensor], weights, atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["critic", "trainer"])
+def test_the_death_of_either_role_ends_the_run_and_names_it(role, model, tmp_path):
+    popen = start_rl(tmp_path, settings(model, 1000, critic={"placement": {"port": free_ports(1)[0]}}))
+    run = RunDir(tmp_path / "run")
+    until(lambda: run.metrics("trainer").exists(), popen, "the first step")
+    processes = psutil.Process(popen.pid).children(recursive=True)
+    (victim,) = [each.pid for each in processes if f" {role} @ " in " ".join(each.cmdline())]
+    os.kill(victim, signal.SIGKILL)
+    code, output = wait(popen)
+    assert code == 1 and f"FAILED: {role} (pid" in output, output
+
+
+@pytest.mark.slow
+def test_trainer_and_engine_that_take_turns_learn_the_same_weights(model, tmp_path):
+    runs = {}
+    for name, colocate in {
+        "apart": {},
+        "turns": {"colocate": {}},
+        "level 1": {"colocate": {"sleep_level": 1}},
+    }.items():
+        (tmp_path / name).mkdir()
+        runs[name] = rl(tmp_path / name, settings(model, 6) | colocate)
+    for name in ("turns", "level 1"):
+        assert runs[name].weights(6) == runs["apart"].weights(6), name
+        assert runs[name].column("reward/mean") == runs["apart"].column("reward/mean")
+    log = (runs["turns"].run.logs / "inference.log").read_text()
+    assert log.count("asleep at level 2") == 6
+    rest = tmp_path / "rest"
+    rest.mkdir()
+    ended = rl(
+        rest, settings(model, 6) | {"colocate": {}}, "--resume.dir", str(runs["turns"].run.checkpoint(5))
+    )
+    assert ended.weights(6) == runs["turns"].weights(6)

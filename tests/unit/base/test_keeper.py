@@ -221,6 +221,24 @@ def test_directories_of_dead_keepers_are_removed_and_those_of_live_ones_stay(
     assert sorted(os.listdir(tmp_path)) == ["stretto-89abcdef", "stretto-ports-0", "stretto-sandbox-x"]
 
 
+def test_shared_memory_of_a_killed_keeper_goes_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [shared_memory.SharedMemory(create=True, size=4096) for _ in range(2)]
+    with tempfile.TemporaryDirectory() as short:  # as sockets in it must be
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        killed = keeper.Keeper()
+        killed.report_shared_memory([block.name for block in blocks])
+        os.kill(killed._popen.pid, signal.SIGKILL)
+        os.waitpid(killed._popen.pid, 0)
+        resource_tracker.unregister(blocks[0]._name, "shared_memory")
+        blocks[0].close()
+        assert keeper.remove_stale() == 1
+        assert killed.directory is not None and not killed.directory.exists()
+    assert not Path(f"/dev/shm/{blocks[0].name}").exists()
+    assert Path(f"/dev/shm/{blocks[1].name}").exists(), "it is in use"
+    blocks[1].close()
+    blocks[1].unlink()
+
+
 def test_caches_of_compiled_code_outlive_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"

@@ -100,6 +100,13 @@ def test_transformers_chat_template_gives_the_same_tokens(
     assert prompt["input_ids"] == renderer.render_prompt(messages[:-1]).tolist()
 
 
+def test_what_a_family_has_no_choice_of_is_refused(directory):
+    with pytest.raises(
+        ConfigError, match="clear_thinking = false: the template of 'qwen3' has no such choice"
+    ):
+        build_renderer(directory, RendererSection(clear_thinking=False), "qwen3")
+
+
 def test_template_agrees_on_thinking_and_tool_results(directory, transformers_tokenizer):
     thinking = build_renderer(directory, RendererSection(enable_thinking=True), "qwen3")
     conversation = [

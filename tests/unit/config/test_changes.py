@@ -47,6 +47,7 @@ def config(**more: Any) -> RLConfig:
         ({"output_dir": "elsewhere", "run": {"name": "other"}, "resume": {"step": 3}}, []),
         ({"inference": {"server": {"port": 9000}}}, []),
         ({"inference": {"api_key": "s3cret"}}, ["inference.api_key: None -> (not shown)"]),
+        ({"env_vars": {"WANDB_API_KEY": "s3cret"}}, ["env_vars.WANDB_API_KEY: None -> (not shown)"]),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError
 from stretto.config.describe import ROOTS
-from stretto.config.load import dump, load, write_json
+from stretto.config.load import dump, load, masked, shown_text, write_json
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -515,3 +515,12 @@ def test_only_the_owner_reads_a_config_with_a_key_in_it(tmp_path):
     write_json(keyed, {"eval": {"inference": {"api_key": "s3cret"}}})
     write_json(open_, {"inference": {"api_key": None}})
     assert keyed.stat().st_mode & 0o077 == 0 and open_.stat().st_mode & 0o044
+
+
+def test_variables_that_hold_a_key_are_not_shown():
+    data = {"env_vars": {"WANDB_API_KEY": "s3cret", "HF_TOKEN": "s3cret", "TOKENIZERS_PARALLELISM": "false"}}
+    shown = {"WANDB_API_KEY": "***", "HF_TOKEN": "***", "TOKENIZERS_PARALLELISM": "false"}
+    assert masked(data) == {"env_vars": shown}
+    words = ["--data.type", "file", "--data.name", "x", "--max-steps", "1"]
+    cfg = load(SFTConfig, [*words, "--env-vars", json.dumps(data["env_vars"])])
+    assert "s3cret" not in shown_text(cfg) and "PARALLELISM" in shown_text(cfg)

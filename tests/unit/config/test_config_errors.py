@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from cases.config import ENV, complaints
 
+from stretto.base.errors import ConfigError
 from stretto.config.describe import ROOTS
 from stretto.config.load import load
 from stretto.config.root import RLConfig
@@ -372,7 +373,7 @@ WRONG_RL = {
     "a key twice": (
         "max_steps = 3\nmax_steps = 4\n",
         "",
-        ["c.toml:2: not valid TOML: Cannot overwrite a value"],
+        ["c.toml:2: not valid TOML: this key stands above already"],
     ),
     "unknown flag": (
         ENV,
@@ -562,9 +563,11 @@ WRONG_RL = {
         ["c.toml:3: orchestrator.env.0.name", '"all"', "choose another"],
     ),
     "no room for a prompt": (
-        "seq_len = 64\n[orchestrator.train.sampling]\nmax_completion_tokens = 64\n" + ENV,
+        "seq_len = 64\n[orchestrator.train.sampling]\nmax_completion_tokens = 65\n" + ENV,
         "",
-        ["c.toml:3, c.toml:1: orchestrator.train.sampling.max_completion_tokens = 64 leaves no room"],
+        [
+            "c.toml:3, c.toml:1: orchestrator.train.sampling.max_completion_tokens = 65 is more than seq_len = 64"
+        ],
     ),
     "greedy training": (
         ENV,
@@ -700,6 +703,36 @@ WRONG_RL = {
         "seq_len = 64\n[model.scratch]\nnum_heads = 5\n" + ENV,
         "",
         ["c.toml:3: model.scratch.num_heads = 5 must be a multiple of", "num_kv_heads = 2"],
+    ),
+    "a family with images and no tower": (
+        'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl"\n[model.vlm]\n' + ENV,
+        "",
+        ["c.toml:3", 'model.scratch.family = "qwen3_vl" has a vision tower; add [model.scratch.vision]'],
+    ),
+    "a tower of a family of text": (
+        "seq_len = 64\n[model.scratch.vision]\ndepth = 1\n" + ENV,
+        "",
+        ["[model.scratch.vision] is for qwen3_vl, ", 'model.scratch.family = "qwen3"; leave it out'],
+    ),
+    "a tower and nothing on whether to train it": (
+        'seq_len = 64\n[model.scratch]\nfamily = "qwen3_5"\n[model.scratch.vision]\ndepth = 1\n' + ENV,
+        "",
+        ['model.scratch.family = "qwen3_5" has a vision tower; add [model.vlm]'],
+    ),
+    "heads of a tower that do not fit": (
+        'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl"\n[model.scratch.vision]\nnum_heads = 5\n[model.vlm]\n'
+        + ENV,
+        "",
+        ["model.scratch.vision.hidden_size = 32 must be a multiple of 4 x", "num_heads = 5"],
+    ),
+    "experts that are square, which may be stored either way round": (
+        'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl_moe"\n[model.scratch.vision]\n[model.vlm]\n' + ENV,
+        "",
+        [
+            "model.scratch.moe_intermediate_size = 64",
+            "hidden_size = 64",
+            "a square matrix does not say which",
+        ],
     ),
     "heartbeats slower than death": (
         "[control]\nheartbeat_s = 5.0\ndead_after_s = 8.0\n" + ENV,
@@ -929,3 +962,19 @@ def test_a_flag_may_be_given_again_and_another_spelling_with_the_same_value(tmp_
     words = "--inference.seed 1 --inference.seed=2 --inference.vllm-extra.seed 2 --inference.server.port 9000"
     cfg = load(RLConfig, ["@", str(tmp_path / "rl.toml"), *words.split()])
     assert cfg.inference is not None and cfg.inference.seed == 2
+
+
+LINES = (Path(__file__).parents[2] / "cases" / "newcomers.txt").read_text().splitlines()
+NEWCOMERS = dict(line.split(" => ", 1) for line in LINES if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("written", NEWCOMERS)
+def test_a_mistake_of_somebody_new_is_one_line_with_what_to_write(written, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(written.replace("\\n", "\n") + "\n" + ENV)
+    with pytest.raises(ConfigError) as caught:
+        load(RLConfig, ["@", str(path)])
+    title, *problems = str(caught.value).splitlines()
+    assert title.startswith("1 problem ") and len(problems) == 1, problems
+    assert problems[0].strip().startswith(f"{path}:"), problems
+    assert NEWCOMERS[written].replace("FILE", str(path)) in problems[0]

@@ -109,10 +109,6 @@ WRONG = {
         'router.type = "dynamo"\n[router.extra]\nrouter_mode = "random"',
         "router.extra.router_mode follows from inference.router.policy",
     ),
-    "llm-d outside of Kubernetes": (
-        'router.type = "llm-d"',
-        "deploy with the Helm chart and llmd.enabled=true",
-    ),
     "a policy for a router that runs": (
         'router.address = "http://r:1"\nrouter.policy = "round_robin"',
         "the router that runs there has its own",

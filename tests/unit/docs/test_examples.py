@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from stretto.chat.render import build_renderer
-from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.envs.base import load_environment
 from stretto.launch.plan.plan import plan
+from stretto.orchestrator.build import build_scratch_renderer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LARGE = (
@@ -23,7 +22,12 @@ LARGE = (
     "glm5_pd_disag",
     "glm5_llmd",
 )
-OTHERS = ("broken", "gsm8k", *LARGE)  # laid over the demo; recipes for models of the Hub: test_recipes.py
+OTHERS = (
+    "broken",
+    "gsm8k",
+    "judge",
+    *LARGE,
+)  # laid over the demo; recipes for models of the Hub: test_recipes.py
 RL = [path for path in sorted(EXAMPLES.glob("*/rl.toml")) if path.parent.name not in OTHERS]
 SFT = [path for path in sorted(EXAMPLES.glob("*/sft.toml")) if path.parent.name not in OTHERS]
 FOLDERS = [path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name not in OTHERS]
@@ -64,10 +68,9 @@ def test_rl_plans_three_processes(path):
 
 
 @pytest.mark.parametrize("path", RL, ids=name)
-def test_longest_solution_fits_into_a_reply_and_the_context(path, tmp_path):
+def test_longest_solution_fits_into_a_reply_and_the_context(path):
     cfg, sft = load(RLConfig, ["@", str(path)]), load(SFTConfig, ["@", str(path.parent / "sft.toml")])
-    tokenizer = build_letters_tokenizer(tmp_path, phrases=sft.model.scratch.phrases)
-    renderer = build_renderer(tokenizer, model_type="qwen3")
+    renderer = build_scratch_renderer(sft.model.scratch, sft.renderer)
     env = load_environment(sft.data.id, sft.data.args)
     rows = env.sft_rows(200, seed=0)
     said = [message for row in rows for message in row["messages"] if message["role"] == "assistant"]

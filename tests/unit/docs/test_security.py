@@ -11,6 +11,9 @@ from pages.blocks import ROOT
 from stretto.config.root import RLConfig
 from stretto.config.section import Section
 
+ENGINES = ("teacher_inference.", "models.")
+"""Sections with the ports of [inference]."""
+
 
 def sections_in(kind: Any) -> Iterator[type[Section]]:
     """The sections in the type of a field: itself, or the members of a union."""
@@ -33,6 +36,6 @@ def port_keys(section: type[Section], path: str = "") -> dict[str, Any]:
 
 def test_every_port_of_the_config_is_in_the_table_with_its_default() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| (\S+) \|", (ROOT / "docs" / "security.md").read_text(), re.M)
-    keys = {k: v for k, v in port_keys(RLConfig).items() if not k.startswith("teacher_inference.")}
+    keys = {k: v for k, v in port_keys(RLConfig).items() if not k.startswith(ENGINES)}
     assert dict(rows) == {key: str(default) for key, default in keys.items()}
     assert len(rows) == len(keys) > 12

@@ -10,6 +10,7 @@ import textwrap
 from contextlib import AsyncExitStack
 
 import aiohttp
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -323,7 +324,7 @@ def test_a_record_that_is_not_valid_is_refused_with_its_place(tmp_path, mistake)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"reward": "exakt"}, 'use "exact", "math", "given", or a function'),
+        ({"reward": "exakt"}, 'use "exact", "math", "dapo", "deepscaler"'),
         ({"group_reward": True}, "group_reward does nothing"),
         ({"reward_key": "a"}, "reward_key does nothing"),
         ({"reward": "nowhere_at_all:rm"}, "no module 'nowhere_at_all'"),
@@ -456,6 +457,87 @@ async def test_a_reward_that_is_given_is_the_functions_own(file):
         await env._reward_of(Sample())
 
 
+@pytest.mark.parametrize("reward", ["given", "exact", "math", "function"])
+async def test_a_samples_own_reward_function_comes_before_its_environments(reward, file, module):
+    name = module("""
+        def rm(args, sample):
+            return 0.25
+
+        async def own(args, sample):
+            return 0.75
+    """)
+    env = dataset(file, reward=f"{name}:rm" if reward == "function" else reward)
+    sample = Sample(response="word0", label="word0", custom_rm_path=f"{name}.own")
+    assert await env._reward_of(sample) == 0.75
+
+
+@pytest.mark.parametrize("status", [500, None])
+async def test_a_request_that_samples_is_never_sent_twice(status):
+    asked = []
+
+    async def answer(request):
+        asked.append(request.path)
+        if len(asked) > 1 or request.path == "/full/v1/completions":
+            return web.json_response({}, status=503 if len(asked) == 1 else 200)
+        if status is None:
+            request.transport.close()
+        return web.json_response({}, status=status or 200)
+
+    app = web.Application()
+    for path in ("/inference/v1/generate", "/score", "/full/v1/completions"):
+        app.router.add_post(path, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        with pytest.raises(
+            EngineError, match="500" if status else "the connection broke while the reply was"
+        ):
+            await post(f"{url}/inference/v1/generate", {}, max_retries=1)
+        assert asked == ["/inference/v1/generate"]
+        for path in ("/score", "/full/v1/completions"):
+            asked.clear()
+            assert await post(f"{url}{path}", {}, max_retries=1) == {} and len(asked) == 2
+    finally:
+        await runner.cleanup()
+
+
+def test_requests_at_once_are_turns_of_their_own_and_answered_as_an_engine_does(file, module):
+    name = module("""
+        import asyncio
+        from stretto.vime import Sample, post
+
+        async def generate(args, sample, sampling_params):
+            tokens, found = [ord(c) for c in sample.prompt], []
+            url = "http://127.0.0.1:8000/inference/v1/generate"
+            ask = lambda prompt: post(url, {"token_ids": prompt, "sampling_params": {"logprobs": 1, "seed": None}})
+            async def two_turns(number):
+                own = Sample(prompt=sample.prompt, tokens=list(tokens), reward=float(number))
+                for _ in range(2):
+                    output = await ask(own.tokens)
+                    choice, usage = output["choices"][0], output["usage"]
+                    ids, log_probs = choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
+                    assert usage["completion_tokens"] == len(ids) and usage["prompt_tokens"] == len(own.tokens)
+                    assert usage["total_tokens"] == sum(list(usage.values())[:2]) and output["weight_version"] == "0"
+                    own.weight_versions += [int(span["version"]) for span in choice["weight_versions"]]
+                    own.append_response_tokens(ids, log_probs, trainable=True)
+                    own.append_response_tokens([ord(c) for c in "Uq.A"], trainable=False)
+                own.status = Sample.Status.COMPLETED
+                return own
+            return list(await asyncio.gather(*map(two_turns, range(3))))
+    """)
+    env = dataset(file, generate=f"{name}:generate", reward="given")
+    group, engine = play(env, members=2)
+    assert engine.num_requests == 12
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.FINISHED, rollout.error
+        assert rollout.reward == 1.0 and [branch.reward for branch in rollout.branches] == [0.0, 1.0, 2.0]
+        for branch in rollout.branches:
+            assert "Uq.A" in "".join(map(chr, branch.token_ids)) and len(branch.versions) == 2
+            assert np.isfinite(branch.logprobs).all() and branch.logprobs[branch.is_sampled].all()
+
+
 def test_masked_tokens_and_turns_in_no_returned_sample_are_not_trained(file, module):
     name = module("""
         from stretto.vime import post
@@ -559,7 +641,7 @@ def test_requests_to_other_servers_are_plain_http_even_with_the_path_of_the_poli
         async def generate(self, prompt_ids, **sampling):
             raise AssertionError("this was not for the policy")
 
-    answers = iter([500, 200, 404])
+    answers = iter([503, 200, 404])
 
     async def answer(request):
         status = next(answers)
@@ -579,7 +661,7 @@ def test_requests_to_other_servers_are_plain_http_even_with_the_path_of_the_poli
             assert args.vllm_model_routers["actor"] == ("127.0.0.1", 8000)
             url = get_model_url(args, "teacher")
             with requests_as_turns(Policy(), RUN.engine_urls):
-                assert await post(url, {"token_ids": [1]}) == {"said": {"token_ids": [1]}}  # after a 500
+                assert await post(url, {"token_ids": [1]}) == {"said": {"token_ids": [1]}}  # after a 503
                 with pytest.raises(EngineError, match=r"generate: 404"):
                     await post(url, {})
                 with pytest.raises(AssertionError, match="not for the policy"):
@@ -614,7 +696,7 @@ def test_the_address_of_a_model_is_the_configured_one():
 def test_rewards_by_function_may_be_dictionaries_and_know_the_metadata(file, module):
     name = module("""
         async def rm(args, sample):
-            assert sample.label == "word0" and sample.metadata == {"n": 0} and args.bonus == 2
+            assert sample.label == "word0" and sample.metadata["n"] == 0 and args.bonus == 2
             return {"right": float(sample.response == sample.label), "score": args.bonus * len(sample.response)}
     """)
     args = {"reward": f"{name}:rm", "reward_key": "score", "hook_args": {"bonus": 2}}
@@ -664,13 +746,27 @@ def test_a_generate_function_gets_the_sampling_of_its_rollout(file, module):
         assert rollout.num_sampled_tokens == 3
 
 
+def test_functions_see_every_finished_sample_and_may_change_its_reward(file, module):
+    name = module("""
+        async def first(args, sample, *, rollout_id, evaluation):
+            assert rollout_id == 0 and not evaluation and sample.reward in (0.0, 1.0)
+            sample.reward += 1
+        def second(args, sample, *, rollout_id, evaluation):
+            sample.reward *= 10
+            return sample
+    """)
+    env = dataset(file, sample_hooks=[f"{name}:first", f"{name}:second"])
+    group, _ = play(env, members=8)
+    assert {rollout.reward for rollout in group.rollouts} == {10.0, 20.0}, group.rollouts[0].error
+
+
 def test_a_function_may_reward_a_whole_group(file, module):
     name = module("""
         def rm(args, samples):
             lengths = [len(s.response) for s in samples]
             assert all(s.response_length == len(s.rollout_log_probs) == sum(s.loss_mask) > 0 for s in samples)
             assert all(len(s.tokens) == len("Uword0.A") + s.response_length for s in samples)
-            assert all(s.weight_versions and s.metadata == {"n": 0} for s in samples)
+            assert all(s.weight_versions and s.metadata["n"] == 0 for s in samples)
             return [float(n == min(lengths)) for n in lengths]
     """)
     env = dataset(file, reward=f"{name}:rm", group_reward=True)
@@ -701,7 +797,7 @@ def test_group_reward_gets_the_samples_that_generate_returned(file, module):
         assert [s.response for s in samples] == ["mine 0", "mine 1"] * 3
         assert [s.metadata for s in samples] == [{**s.metadata, "n": 0, "number": i % 2} for i, s in enumerate(samples)]
         assert all(s.tokens and "messages" in s.metadata and isinstance(s.prompt, str) for s in samples)
-        assert [(s.index, s.group_index, s.rollout_id) for s in samples[::2]] == [(i, 0, f"g0.{i}") for i in range(3)]
+        assert [(s.index, s.group_index, s.rollout_id) for s in samples[::2]] == [(i, 0, i) for i in range(3)]
         return [0.25] * len(samples)
     """
     )
@@ -729,7 +825,7 @@ def test_functions_about_one_sample_get_its_ids(file, module):
         SPEC_GENERATE
         + """
     def expect(sample):
-        assert sample.rollout_id == f"g{sample.group_index}.{sample.index}", sample.rollout_id
+        assert sample.rollout_id == sample.index == sample.group_index * 4 + sample.index % 4, sample.index
 
     async def knowing(args, sample, sampling_params):
         expect(sample)
@@ -737,7 +833,7 @@ def test_functions_about_one_sample_get_its_ids(file, module):
 
     def rm(args, sample):
         expect(sample)
-        return float(sample.index + 10 * sample.group_index)
+        return float(sample.index % 4 + 10 * sample.group_index)
     """
     )
     for more in ({}, {"generate": f"{name}:knowing"}):

@@ -20,7 +20,7 @@ from stretto.models import hub
 from stretto.models.fp8.checkpoint import to_8_bits
 from stretto.orchestrator.versions import default_tolerance
 from stretto.records.generate import GenerateRequest, SamplingParams
-from stretto.trainer.rl import find_engine_layout
+from stretto.trainer.build import find_engine_layout
 from stretto.trainer.state.canary import score_canary
 from stretto.transports.weights import build_publisher, host_copy, receive
 

@@ -6,9 +6,11 @@ import pytest
 from engine_runs import VOCAB, ask, bits, build_core, build_model, prompt, run
 
 from stretto.base.errors import EngineError
+from stretto.base.paths import RunDir
 from stretto.inference.embedded.engine import Engine, EngineState, running
 from stretto.inference.text import Detokenizer, StopSearch, cut_at_stop
 from stretto.models.hub import export_tensors
+from stretto.models.tracing.tracer import Tracer
 from stretto.records.generate import VersionSpan
 from stretto.transports.engine.api import Refusal
 from stretto.transports.weights.filesystem import FilesystemPublisher
@@ -54,6 +56,15 @@ async def test_a_cancelled_request_frees_its_blocks():
         await until(lambda: engine.core.pool.num_free == engine.core.pool.num_usable)
         assert engine.core.audit() == []
         assert engine.metrics.finished["abort"] == 3
+
+
+async def test_an_engine_that_closes_ends_its_trace_in_the_thread_of_its_passes(tmp_path):
+    tracer = Tracer(RunDir(tmp_path), "inference", frozenset({1}))
+    engine = Engine(build_core(MODEL), decoder=lambda: decode, tracer=tracer)
+    async with running(engine):
+        await engine.generate(ask("r", [2, 3], max_tokens=5))
+        assert tracer.is_tracing
+    await until(lambda: (tmp_path / "profiles" / "inference_step_1.json.gz").exists())
 
 
 @pytest.mark.heavy

@@ -1,4 +1,3 @@
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,7 +22,6 @@ from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.sampler import stream_key, uniforms
 from stretto.models.hub import export_tensors
 from stretto.records.generate import VersionSpan
-from stretto.records.images import Image
 
 pytestmark = pytest.mark.usefixtures("both_engines")
 
@@ -357,17 +355,6 @@ def test_a_bad_request_is_refused_with_the_reason(change, words):
     change = dict(change)
     ids = change.pop("prompt_ids", [2, 3])
     assert words in build_core(MODEL).refusal_reason(ask("r", ids, **change))
-
-
-def test_images_are_refused_and_never_computed_as_text():
-    shown = Image("0", (1, 2, 2), np.zeros((4, 8), np.float32))
-    request = msgspec.structs.replace(ask("r", [2, 3]), images=(shown,), image_token_id=3)
-    core = build_core(MODEL)
-    core.config.hf["vision_config"] = {"in_channels": 1, "temporal_patch_size": 2, "patch_size": 2}
-    try:
-        assert "the embedded engine takes no images" in core.refusal_reason(request)
-    finally:
-        del core.config.hf["vision_config"]
 
 
 def test_sizes_that_cannot_work_are_config_errors():

@@ -44,7 +44,7 @@ def slow(model: Decoder, **sizes) -> EngineCore:
     """A core that runs the modules' pass and reads every key from its block."""
     core = build_core(model, use_kernels=False, **sizes)
     core.cache.running.max_tokens = 0
-    core.runner.model = lambda ids, at, attend, routing, adapt: model(ids, at, attend, None, routing)
+    core.runner.model = lambda ids, at, attend, routing, *_: model(ids, at, attend, None, routing)
     return core
 
 

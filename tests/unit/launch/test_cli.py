@@ -257,6 +257,8 @@ def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description
     assert "--trainer.optim.lr" in help_text("rl", ROOTS["rl"], "learning_rate")
     assert "--monitors.tensorboard" in help_text("rl", ROOTS["rl"], "tensorboard")
     assert "--orchestrator.max-async-level" in help_text("rl", ROOTS["rl"], "synchronous")
+    assert "--profile STEPS" in help_text("rl", ROOTS["rl"], "profile")
+    assert "--bench" in help_text("inference", ROOTS["inference"], "bench")
     assert "no key of `rl` contains `xyzzy`" in help_text("rl", ROOTS["rl"], "xyzzy")
 
 

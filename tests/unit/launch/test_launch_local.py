@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import is_running, until
 
+from stretto.base.status import FINISH_VAR
+
 pytestmark = pytest.mark.heavy
 
 # A stand-in for one process of a run: it does what `plan` says, and leaves files in its directory.
@@ -156,6 +158,21 @@ async def test_a_run_succeeds_when_orchestrator_and_trainer_do_and_inference_is_
     code, output = await launcher.end()
     assert code == 0 and "step 1/3 | reward 0.500" in output and "FAILED" not in output
     await launcher.all_have_ended()
+
+
+async def test_a_job_that_was_asked_to_finish_before_this_process_was_there_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first step is finished; without the marker that file is only a name."""
+    monkeypatch.setenv(FINISH_VAR, str(tmp_path / "finish"))
+    (tmp_path / "finish").touch()
+    launcher = Launcher(tmp_path, **ALL)
+    code, output = await launcher.end()
+    assert code == 0 and "SIGUSR2: finishing this step" in output
+    (tmp_path / "finish").unlink()
+    launcher = Launcher(tmp_path, inference="waits", orchestrator="talks exits0", trainer="exits0")
+    code, output = await launcher.end()
+    assert code == 0 and "SIGUSR2" not in output
 
 
 async def test_an_exit_code_of_the_trainer_is_reported(tmp_path: Path) -> None:

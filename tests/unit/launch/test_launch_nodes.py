@@ -74,7 +74,7 @@ def test_the_example_of_the_documents_has_eighteen_inference_nodes_and_three_rou
     client = plan.config.orchestrator.client
     assert client.base_url == [f"http://node-{node}:8000/v1" for node in (4, 10, 16)]
     assert client.admin_base_url[:5:4] == ["http://node-4:8100/v1", "http://node-8:8200/v1"]
-    assert len(client.admin_base_url) == 18
+    assert len(client.admin_base_url) == 18 and client.split_samples
     assert plan.config.control.host == plan.config.rollout_transport.host == "node-0"
     assert plan.config.weight_broadcast.host == "node-0"
 
@@ -132,7 +132,8 @@ def test_one_engine_per_replica_needs_no_router(tmp_path):
     text = TOML.partition("[deployment]")[0] + '[deployment]\ntype = "multi_node"\nnum_infer_replicas = 2\n'
     cfg = config(tmp_path, "--deployment.hosts", "a", "b", "c", text=text)
     plan = plan_nodes(cfg, cfg.run_dir)
-    assert plan.config.orchestrator.client.base_url == ["http://b:8000/v1", "http://c:8000/v1"]
+    client = plan.config.orchestrator.client
+    assert client.base_url == ["http://b:8000/v1", "http://c:8000/v1"] and not client.split_samples
     assert not any(spec.role == "router" for spec in plan.processes)
 
 

@@ -144,9 +144,9 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "did you mean 'sort-letters'?",
     ),
     "no room for a prompt": (
-        f"{OK} --seq-len 8 --orchestrator.train.sampling.max-completion-tokens 8",
+        f"{OK} --seq-len 8 --orchestrator.train.sampling.max-completion-tokens 9",
         "--seq-len 8",
-        "leaves no room for a prompt in seq_len = 8",
+        "max_completion_tokens = 9 is more than seq_len = 8",
         "lower it or raise seq_len",
     ),
     "a group of one": (

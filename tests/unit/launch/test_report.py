@@ -28,10 +28,17 @@ class Terminal(io.StringIO):
 
     def screen(self) -> list[str]:
         """The lines on the screen, without what was erased."""
-        lines = []
-        for line in self.getvalue().split("\n"):
-            shown = line.rpartition("\r\x1b[2K")[2]
-            lines.append(re.sub(r"\x1b\[\d*m", "", shown))
+        lines, row = [""], 0
+        for part in re.split(r"(\n|\r|\x1b\[\d*[A-Za-z])", self.getvalue()):
+            if part == "\n":
+                row += 1
+                lines += [""] * (row == len(lines))
+            elif part.endswith("A") and part.startswith("\x1b"):
+                row -= int(part[2:-1])
+            elif part == "\x1b[J":
+                lines[row:] = [""]
+            elif not part.startswith("\x1b") and part != "\r":
+                lines[row] += part
         return lines
 
 
@@ -121,8 +128,9 @@ def test_a_terminal_shows_every_step_and_one_bar_below_them(monkeypatch: pytest.
         clock.now += 1.0
         console.show(step(number))
     screen = terminal.screen()
-    assert len(screen) == 151 and all(line.startswith("step") for line in screen[:-1])
-    assert screen[-1].startswith("━" * 15 + "╌" * 15) and screen[-1].endswith("50%  step 150/300  2m30s left")
+    assert len(screen) == 152 and all(line.startswith("step") for line in screen[:-2])
+    assert screen[-2].startswith("━" * 15 + "╌" * 15) and screen[-2].endswith("50%  step 150/300  2m30s left")
+    assert screen[-1].startswith("reward ▁") and screen[-1].endswith(" 0.410 (0.410 to 0.410)")
     console.close()
     assert terminal.screen()[-1] == ""
 
@@ -257,6 +265,9 @@ def test_a_run_that_fails_at_its_checkpoint_names_the_one_before_it(finished: La
     assert "--resume.step" not in text, "that life did not begin at the newest checkpoint"
 
 
+RUN = RunDir(Path("runs/q"))
+
+
 @pytest.mark.parametrize(
     ("argv", "again"),
     [
@@ -264,16 +275,18 @@ def test_a_run_that_fails_at_its_checkpoint_names_the_one_before_it(finished: La
         (["rl", "@", "a b.toml", "--resume", "--resume.step", "4", "--max_steps", "9"], "@ 'a b.toml'"),
         (["--clean", "@", "a.toml"], "@ a.toml"),
         (["@", "a.toml", "--resume", '{"step": 3}'], "@ a.toml"),
+        (["vime", "--hf-checkpoint", "tiny", "--save", "runs/q"], "@ runs/q/configs/run.json"),
+        (["train.py", "--hf-checkpoint=tiny", "--save", "runs/q"], "@ runs/q/configs/run.json"),
     ],
 )
 def test_the_restart_command_omits_options_of_one_start(argv: list[str], again: str) -> None:
-    assert report.restart_command(argv).endswith(f"rl {again}")
+    assert report.restart_command(RUN, argv).endswith(f"rl {again}")
 
 
 def test_a_run_with_an_origin_continues_alone_and_restarts_from_the_origin() -> None:
     argv = ["rl", "@", "a.toml", "--resume.dir", "first", "--resume.step=4", "--clean", "--seed", "1"]
-    assert report.restart_command(argv).endswith("rl @ a.toml --seed 1")
-    over = report.restart_command(argv, keeps_resume=True)
+    assert report.restart_command(RUN, argv).endswith("rl @ a.toml --seed 1")
+    over = report.restart_command(RUN, argv, keeps_resume=True)
     assert over.endswith("rl @ a.toml --resume.dir first --resume.step=4 --seed 1")
 
 

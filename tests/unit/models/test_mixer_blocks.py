@@ -6,11 +6,9 @@ import pytest
 import torch
 from test_models_families import VOCAB, build_theirs, our_logits
 
-from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ActivationCheckpointSection, LoRASection, ModelSection
 from stretto.models import hub
 from stretto.models.decoder import Decoder
-from stretto.models.fused import build_pass
 from stretto.models.lora import attach_adapters
 from stretto.trainer.parallel.memory import prepare_blocks
 
@@ -68,12 +66,3 @@ def test_adapters_train_and_merge(directory):
     with torch.no_grad():
         expected, got = (our_logits(m, ids, (0, 7, VOCAB)) for m in (model, merged))
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
-
-
-def test_an_engine_without_an_index_refuses_layers_that_choose_keys(directory):
-    model = load(directory)
-    if not model.config.chooses_keys:
-        assert build_pass(model) is not None
-        return
-    with pytest.raises(ConfigError, match=r'glm_moe_dsa chooses .*set .inference. engine = "vllm"'):
-        build_pass(model)

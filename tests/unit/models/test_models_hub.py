@@ -169,3 +169,14 @@ def test_auto_is_the_type_of_the_device():
     assert (
         hub.dtype_of("bfloat16", "cpu") is torch.bfloat16 and hub.dtype_of("float32", "cuda") is torch.float32
     )
+
+
+def test_a_console_sees_how_far_loading_is_if_it_takes_long(saved, monkeypatch):
+    told = []
+    monkeypatch.setattr(hub, "report", lambda kind, **fields: told.append((fields["done"], fields["total"])))
+    hub.load_model(saved, dtype=torch.float32)
+    assert not told
+    monkeypatch.setattr(hub, "SHOWN_AFTER_S", 0.0)
+    hub.load_model(saved, dtype=torch.float32)
+    total = told[0][1]
+    assert told == [*((done, total) for done in range(total)), (total, total)] and total > 1

@@ -14,8 +14,9 @@ from tiny import build_policy
 
 from stretto.base.errors import DataError
 from stretto.models import hub
+from stretto.models.family import WeightRule
 from stretto.models.safetensors_file import read_file
-from stretto.models.tensor_map import TensorMap, TensorSlice, WeightRule, as_whole_slices
+from stretto.models.tensor_map import TensorMap, TensorSlice, as_whole_slices
 
 RULES = (
     WeightRule(("b.{layer}.renamed",), ("x.{layer}.old.weight",)),

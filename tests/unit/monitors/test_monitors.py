@@ -161,6 +161,13 @@ def test_a_tracker_that_cannot_start_is_dropped_with_its_cause(caplog: pytest.Lo
 
 
 SAMPLES = [{"reward": 0.5, "reply": "<user>2 | 3?\n5"}]
+DISTRIBUTIONS = {"reward/distribution": np.array([0.0, 0.5, 1.0, 1.0])}
+
+
+def write_config(run_dir: RunDir) -> None:
+    path = run_dir.config("run")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"seq_len": 64, "teacher": {"api_key": "secret"}}))
 
 
 class Gate:
@@ -176,6 +183,9 @@ class Gate:
     def log_table(self, step: int, name: str, rows: list) -> None:
         self.rows.append(name)
 
+    def log_histograms(self, step: int, values: dict) -> None:
+        self.rows.append(tuple(values))
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -187,10 +197,11 @@ def test_a_slow_tracker_does_not_hold_up_the_caller_and_is_drained_on_close() ->
         monitors.log(step, {})
     monitors.log_table(100, "eval/samples", SAMPLES)
     monitors.log_table(101, "nothing", [])
-    assert gate.rows == []
+    monitors.log_histograms(101, DISTRIBUTIONS)
+    assert gate.rows == [] and monitors.has_trackers
     gate.opened.set()
     monitors.close()
-    assert gate.rows == [*range(100), "eval/samples"] and gate.is_closed
+    assert gate.rows == [*range(100), "eval/samples", ("reward/distribution",)] and gate.is_closed
 
 
 def test_close_gives_up_on_a_stuck_tracker_at_its_deadline(caplog: pytest.LogCaptureFixture) -> None:
@@ -236,6 +247,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
 @pytest.mark.skipif(is_missing("tensorboard"), reason="extra `tensorboard` is not installed")
 @pytest.mark.filterwarnings("default")
 def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
+    write_config(run_dir)
     section = MonitorsSection(tensorboard=TensorboardSection())
     for resumed_step, steps in ((None, range(1, 6)), (3, range(4, 7))):
         monitors = build_monitors(section, run_dir, "trainer", "run", resumed_step=resumed_step)
@@ -243,6 +255,7 @@ def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
             monitors.log(step, {"loss": step / 2 + 10 * (resumed_step is not None), "note": "text"})
         assert monitors.names == ["file", "tensorboard"]
         monitors.log_table(6, "eval/samples", SAMPLES)
+        monitors.log_histograms(6, DISTRIBUTIONS)
         monitors.close()
         time.sleep(1.1)  # files are named by the second
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -251,7 +264,12 @@ def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
     events.Reload()
     text = events.Tensors("eval/samples")[-1].tensor_proto.string_val[0].decode()
     assert "| 0.5 | &lt;user>2 \\| 3?<br>5 |" in text.splitlines() and text.startswith("| reward | reply |")
-    assert "eval/samples" in events.PluginTagToContent("text")
+    assert {"eval/samples", "config"} <= set(events.PluginTagToContent("text"))
+    config = events.Tensors("config")[0].tensor_proto.string_val[0].decode()
+    assert '"seq_len": 64' in config and "secret" not in config
+    histogram = events.Histograms("reward/distribution")[-1].histogram_value
+    assert (histogram.min, histogram.max, histogram.num, sum(histogram.bucket)) == (0.0, 1.0, 4, 4)
+    assert histogram.bucket[0] == 1 and histogram.bucket[-1] == 2
     found = {event.step: event.value for event in events.Scalars("loss")}
     assert found == {1: 0.5, 2: 1.0, 3: 1.5, 4: 12.0, 5: 12.5, 6: 13.0}
 
@@ -261,18 +279,20 @@ def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
 def test_wandb_offline_writes_a_run_without_a_network(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    write_config(run_dir)
     monkeypatch.setattr(tempfile, "tempdir", str(run_dir.path))  # what it keeps until the process ends
     section = MonitorsSection(wandb=WandbSection(project="tests", offline=True))
     monitors = build_monitors(section, run_dir, "trainer", "run")
     for step in range(1, 4):
         monitors.log(step, {"loss": 1.0 / step})
     monitors.log_table(3, "eval/samples", SAMPLES)
+    monitors.log_histograms(3, DISTRIBUTIONS)
     monitors.close(timeout_s=60)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
     [table] = run_dir.path.glob("wandb/offline-run-*/files/media/table/eval/samples*.table.json")
     assert json.loads(table.read_text())["data"] == [list(SAMPLES[0].values())]
     (file,) = run_dir.path.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"loss" in file.read_bytes()
+    assert b"loss" in (written := file.read_bytes()) and b"seq_len" in written and b'"histogram"' in written
 
 
 @pytest.mark.skipif(is_missing("trackio"), reason="extra `trackio` is not installed")
@@ -280,9 +300,15 @@ def test_wandb_offline_writes_a_run_without_a_network(
 def test_trackio_takes_rows(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    write_config(run_dir)
     monkeypatch.setenv("TRACKIO_DIR", str(run_dir.path / "trackio"))
     monitors = build_monitors(MonitorsSection(trackio=TrackioSection(project="t")), run_dir, "trainer", "run")
     monitors.log(1, {"loss": 0.5})
     monitors.log_table(1, "eval/samples", SAMPLES)
+    monitors.log_histograms(1, DISTRIBUTIONS)
     monitors.close(timeout_s=60)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+    import trackio
+
+    [run] = trackio.Api().runs("t")
+    assert run.name == "run-trainer" and run.config["seq_len"] == 64 and "secret" not in str(run.config)

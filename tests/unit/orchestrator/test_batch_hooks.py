@@ -152,11 +152,11 @@ def test_a_buffer_filter_chooses_the_groups_of_a_batch(tmp_path, hooks):
             assert num_samples == args.rollout_batch_size == 2
             return sorted(buffer, key=lambda group: -group[0].group_index)[:num_samples]
     """)
-    cfg, trainer = run(tmp_path, named, oversampling_factor=2.0, max_async_level=2)
+    cfg, trainer = run(tmp_path, named, oversampling_factor=6.0, max_async_level=2)
     assert len(trainer.batches) == 3 and audit(cfg.run_dir) == []
     groups = [{int(name[1:].split(".")[0]) for name, *_ in samples_of(step)} for step in trainer.batches]
     assert all(len(each) == 2 for each in groups) and len(set().union(*groups)) == 6
-    _, by_draw = run(tmp_path / "plain", {}, oversampling_factor=2.0, max_async_level=2)
+    _, by_draw = run(tmp_path / "plain", {}, oversampling_factor=6.0, max_async_level=2)
     first = {int(name[1:].split(".")[0]) for name, *_ in samples_of(by_draw.batches[0])}
     assert groups[0] != first
 
@@ -208,6 +208,69 @@ def test_a_rollout_function_makes_whole_batches_and_an_eval_function_whole_evals
     assert audit(cfg.run_dir) == []
 
 
+def test_a_function_that_knows_no_logprobs_has_those_of_the_trainer(tmp_path, hooks):
+    code = ROLLOUT.replace(
+        "sample.rollout_log_probs, sample.loss_mask = [-0.5] * 3, [1, 0, 1]", "sample.loss_mask = [1, 0, 1]"
+    )
+    named = {k: v for k, v in hooks(code).items() if k == "rollout_function"}
+    cfg, trainer = run(tmp_path, named)
+    batches = [mb for step in trainer.batches for batch in step for mb in batch.micro_batches]
+    assert all(np.isnan(mb.logprobs[mb.loss_mask]).all() for mb in batches)
+    assert all((mb.logprobs[~mb.loss_mask] == 0).all() for mb in batches) and audit(cfg.run_dir) == []
+
+
+def test_functions_see_all_groups_log_a_batch_and_samples_are_saved(tmp_path, hooks):
+    named = hooks("""
+        seen = []
+
+        def dynamic_sampling_filter(args, samples):
+            return samples[0].group_index % 2 == 0
+
+        def all_samples_process(args, groups, data_source):
+            assert data_source is None
+            seen.append([group[0].group_index for group in groups])
+
+        def rollout_log(rollout_id, args, samples, extra_metrics, rollout_time):
+            assert rollout_time > 0 and args.eps_clip is not None and args.rollout_batch_size == 2
+            extra_metrics["seen"] = sum(map(len, seen))
+            return rollout_id == 2
+    """)
+    path = str(tmp_path / "saved" / "{rollout_id}.json")
+    cfg, trainer = run(tmp_path, named | {"save_samples": path})
+    rows = [row for row in read_metrics(cfg.run_dir.metrics("orchestrator")) if "rollout/seen" in row]
+    assert len(rows) == 3 and rows[0]["rollout/seen"] > 2
+    assert ["reward/mean" in row for row in rows] == [True, True, False]
+    saved = [json.loads((tmp_path / "saved" / f"{n}.json").read_text()) for n in range(3)]
+    assert all(len(each["samples"]) == 8 for each in saved) and len(trainer.batches) == 3
+
+
+OWN = """
+    from stretto.vime import RolloutFnTrainOutput, Sample
+
+    def filled(reward, word):
+        tokens = [ord(c) for c in "Q" + word]
+        return Sample(prompt="mine", tokens=tokens, response_length=len(word), reward=reward,
+                      status=Sample.Status.COMPLETED)
+
+    def rollout_function(args, rollout_id, data_source, evaluation=False):
+        group = [[filled(1.0, "a."), filled(0.0, "bb.")], filled(0.5, "ccc."), [filled(0.5, "d.")]]
+        return RolloutFnTrainOutput(samples=[group for _ in range(args.rollout_batch_size)])
+"""
+
+
+def test_own_samples_and_members_with_several_are_trained_each_by_its_own_reward(tmp_path, hooks):
+    named = {k: v for k, v in hooks(OWN).items() if k == "rollout_function"}
+    cfg, trainer = run(tmp_path, named)
+    assert len(trainer.batches) == 3 and audit(cfg.run_dir) == []
+    by_word = {}
+    for name, advantages, tokens, mask in samples(trainer):
+        by_word.setdefault("".join(map(chr, tokens)), set()).add((name.split(".")[1], *advantages.tolist()))
+        assert mask.sum() == len(advantages)
+    zero = {word: each for word, each in by_word.items() if word in ("Qccc.", "Qd.")}
+    assert by_word["Qa."] == {("0/0", 0.5, 0.5)} and by_word["Qbb."] == {("0/1", -0.5, -0.5, -0.5)}
+    assert zero == {"Qccc.": {("1/0", *[0.0] * 4)}, "Qd.": {("2/0", 0.0, 0.0)}}
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -216,8 +279,8 @@ def test_a_rollout_function_makes_whole_batches_and_an_eval_function_whole_evals
         ("data_source.get_samples(1); return []", "returned no group 2 times in a row (max_failed_groups)"),
         ("return [[]]", "a group must be a list of samples"),
         (
-            "return [[__import__('stretto.vime').vime.Sample(group_index=77)]]",
-            "has samples of the groups ['77']",
+            "a, b = data_source.get_samples(2); return [[a[0], b[0]]]",
+            "has samples of the groups ['0', '1']",
         ),
         ("groups = data_source.get_samples(1); return groups", "the reward is None, not a number"),
         ("data_source.get_samples(1); raise ValueError('x')", ".py:2: ValueError: x"),
@@ -243,7 +306,6 @@ def test_a_rollout_function_that_returns_nonsense_is_named(tmp_path, hooks, body
 @pytest.mark.parametrize(
     "bad",
     [
-        "sample.rollout_log_probs = None",
         "sample.rollout_log_probs = [-0.5, 0.0, float('nan')]",
         "sample.reward = None",
         "sample.reward = float('nan')",
@@ -252,7 +314,7 @@ def test_a_rollout_function_that_returns_nonsense_is_named(tmp_path, hooks, body
 )
 def test_a_sample_that_cannot_be_trained_costs_itself_and_not_its_group(tmp_path, hooks, caplog, bad):
     set_status = "sample.status = float(right), sample.Status.COMPLETED"
-    code = ROLLOUT.replace(set_status, f"{set_status}\n        if sample.index == 3: {bad}")
+    code = ROLLOUT.replace(set_status, f"{set_status}\n        if sample.index % 4 == 3: {bad}")
     named = {k: v for k, v in hooks(code).items() if k == "rollout_function"}
     cfg, trainer = run(tmp_path, named)
     assert len(trainer.batches) == 3 and audit(cfg.run_dir) == []
@@ -484,10 +546,13 @@ def test_vime_s_names_of_hooks_are_understood():
             "custom_convert_samples_to_train_data_path": "a:f",
             "rollout_function_path": "a:g",
             "eval_function_path": "a:h",
+            "rollout_all_samples_process_path": "a:i",
+            "custom_rollout_log_function_path": "a:j",
         }
     )
-    assert [section.model_dump()[name] for name in HooksSection.model_fields if name != "args"] == [
-        f"a:{letter}" for letter in "bcdefgh"
+    named = [section.model_dump()[name] for name in HooksSection.model_fields]
+    assert sorted(each for each in named if isinstance(each, str)) == [
+        f"a:{letter}" for letter in "bcdefghij"
     ]
 
 

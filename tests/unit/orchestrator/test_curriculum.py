@@ -211,7 +211,7 @@ def length_of(prompt):
     return min(int(random.Random(prompt).lognormvariate(1.0, 1.0)) + 1, 40)
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize("factor", [None, 6.0])
 def test_batches_hold_the_lengths_that_were_drawn_whoever_finishes_first(tmp_path, factor):
     def run_once(order):
         cfg = config(
@@ -282,7 +282,7 @@ def test_the_settings_in_the_document_are_valid_together(tmp_path):
             {"oversampling_factor": 2.0, "max_async_level": 0},
             "starts groups early and max_async_level = 0 forbids",
         ),
-        ({"oversampling_factor": 8.0, "max_async_level": 1}, "15 steps early and max_off_policy_steps = 8"),
+        ({"oversampling_factor": 16.0, "max_async_level": 1}, "15 steps early and max_off_policy_steps = 8"),
         ({"filters": [{"type": "gibberish"}] * 2}, '"gibberish" stands there twice'),
         ({"client": {"api": "chat"}}, "gives no tokens to train on"),
         (

@@ -17,6 +17,8 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules.mesh_degrees import OWN_FAMILIES
 from stretto.config.sections.model import ModelSection, VisionSection
+from stretto.dry_run import SCREENS
+from stretto.envs.bundled.count_shapes import draw_shapes
 from stretto.launch.plan.model_check import check_model
 from stretto.models.families import FAMILIES
 from stretto.orchestrator.dry_run import check_sft_records, check_user_code, preview
@@ -93,6 +95,19 @@ def test_a_dry_run_reads_the_first_record_and_imports_functions(tmp_path, monkey
     cfg = load(SFTConfig, ["--data.name", str(tmp_path / "none.parquet"), "--max-steps", "1"])
     with pytest.raises(ConfigError, match=r"data.name = .*none.parquet"):
         check_sft_records(cfg)
+
+
+def test_a_row_that_the_model_cannot_take_is_named_with_its_line(tmp_path):
+    (tmp_path / "shapes.png").write_bytes(draw_shapes(3, 1, 4, 32))
+    parts = [{"type": "image", "image": str(tmp_path / "shapes.png")}, {"type": "text", "text": "?"}]
+    question, answer = {"role": "user", "content": parts}, {"role": "assistant", "content": "1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [question, answer]}) + "\n")
+    name = str(tmp_path / "rows.jsonl")
+    cfg = load(SFTConfig, ["--data.name", name, "--max-steps", "1", "--model.scratch.family", "qwen3"])
+    with pytest.raises(ConfigError) as found:
+        SCREENS["sft"](cfg)
+    words = f"{name}:1: messages[0].content[0] is an image, but [model.scratch] is a model of text"
+    assert words in str(found.value)
 
 
 ENVS = """

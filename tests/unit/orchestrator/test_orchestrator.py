@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from fakes import EchoEnv, FakeEngine, FakeTrainer, parrot
@@ -318,3 +319,12 @@ def test_a_task_that_cannot_be_made_ends_the_run_with_one_message(tmp_path):
         EnvError, match=r"'shout', tasks\('train'\), task 5: .*test_orchestrator.py.*KeyError: -1"
     ):
         train(config(tmp_path, env=[env], max_steps=40), FakeEngine(parrot(0.5)), FakeTrainer(max_steps=40))
+
+
+def test_tasks_are_begun_at_even_distances(tmp_path):
+    """Sleep is never shorter than it is told, so that a lower bound holds on any machine."""
+    cfg = config(tmp_path, batch_size=8, group_size=2, max_steps=1, tasks_per_minute=1200)
+    began = time.monotonic()
+    train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=1))
+    num_waits = 3  # four groups make the batch, and the first waits for nothing
+    assert time.monotonic() - began >= num_waits * 60 / 1200

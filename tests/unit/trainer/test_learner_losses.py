@@ -22,8 +22,8 @@ from stretto.config.sections.algorithm import (
     WeightsSection,
 )
 from stretto.config.sections.trainer import AdamWOptim
+from stretto.trainer.build import build_learner as build_configured
 from stretto.trainer.learner import find_tokenizer
-from stretto.trainer.rl import build_learner as build_configured
 
 WEIGHTS = CorrectionSection(weights=WeightsSection(level="geometric", high=4.0), veto=1e-4)
 REJECT = CorrectionSection(reject=RejectSection(low=0.2, high=3.0))

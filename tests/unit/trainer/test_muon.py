@@ -12,6 +12,7 @@ from stretto.models.moe import Experts
 from stretto.trainer.critic import with_value_head
 from stretto.trainer.optim.build import MasterWeights, build_optimizer
 from stretto.trainer.optim.muon import find_matrices, muon_step, orthogonalise
+from stretto.trainer.optim.sign_sgd import SignSgd
 
 MOE = {"family": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
 
@@ -102,3 +103,17 @@ def test_a_learner_with_muon_learns_and_its_state_continues():
         each.optim_step()
     for (name, ours), theirs in zip(again.policy.named_parameters(), learner.policy.parameters()):
         assert torch.equal(ours, theirs), name
+
+
+# -- sign SGD --
+
+
+def test_a_step_is_lr_in_the_direction_of_the_sign():
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    idle = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1e-9, -5.0, 0.0])
+    optimizer = SignSgd([weight, idle], lr=0.1, weight_decay=0.5)
+    optimizer.step()
+    expected = torch.tensor([1.0, -2.0, 3.0]) * 0.95 - 0.1 * torch.tensor([1.0, -1.0, 0.0])
+    assert torch.equal(weight.detach(), expected) and torch.equal(idle.detach(), torch.ones(2))
+    assert not optimizer.state_dict()["state"]

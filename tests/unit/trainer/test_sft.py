@@ -14,6 +14,7 @@ import torch
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.base.status import FINISH_VAR
 from stretto.config.load import dump, write_json
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
@@ -127,6 +128,20 @@ def test_second_interrupt_ends_at_once():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_jobs_request_to_finish_may_come_early_and_often(tmp_path, monkeypatch):
+    with sft.stop_on_signal(signal.SIGUSR2) as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR2)
+        assert stop.is_set
+    monkeypatch.setenv(FINISH_VAR, str(tmp_path / "finish"))
+    (tmp_path / "finish").touch()
+    cfg = config(tmp_path, max_steps=100_000)
+    assert sft.main(cfg) == 0, "before the first step"
+    (tmp_path / "finish").unlink()
+    assert sft.main(config(tmp_path, max_steps=1)) == 0
+    assert config(tmp_path).run_dir.complete_checkpoints() == [1]
 
 
 def test_run_directories_are_guarded(tmp_path):

@@ -25,9 +25,16 @@ from stretto.config.sections.algorithm import (
     WeightsSection,
 )
 from stretto.config.sections.model import ModelSection
-from stretto.config.sections.trainer import AdamWOptim, CriticSection, LinearScheduler, TrainerSection
+from stretto.config.sections.trainer import (
+    AdamWOptim,
+    CriticSection,
+    LinearScheduler,
+    TrainerHooksSection,
+    TrainerSection,
+)
 from stretto.models import hub
 from stretto.trainer.critic import Critic, load_critic, with_value_head
+from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.export import export_critic
@@ -401,3 +408,158 @@ def test_the_policys_schedule_begins_with_the_first_step_that_trains_it(tmp_path
     resumed, again = fresh()
     checkpoint.load(RunDir(tmp_path), resumed, 5)
     assert found + rates(again, 5) == [None, None, None, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5]
+
+
+# -- log-probabilities that the sampler did not give --
+
+
+@pytest.mark.parametrize("settings", [{}, {"updates_per_step": 2}, {"epochs_per_step": 2}])
+@pytest.mark.parametrize("loss", [PpoLoss(), PpoLoss(use_rollout_logprobs=True), DefaultLoss()])
+def test_unknown_logprobs_are_those_of_the_trainer_before_the_step(settings, loss):
+    docs = documents()
+    mb = pack(docs)
+    (own,) = build_learner(policy=build_policy()).trained_logprobs([mb])
+    found = []
+    for logprobs in (np.where(mb.loss_mask, np.nan, 0).astype(np.float32), own):
+        learner = build_learner(policy=build_policy(), loss=loss)
+        updates = Updates(learner, TrainerSection(loss=loss, **settings))
+        metrics = updates.train([msgspec.structs.replace(mb, logprobs=logprobs)])
+        assert np.isfinite(list(metrics.values())).all()
+        found.append(torch.cat([each.detach().flatten() for each in learner.policy.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
+# -- a user's functions --
+
+HOOKS = """
+import torch
+seen = []
+
+def init(args):
+    seen.append(("init", args.eps_clip, args.mine))
+
+def before_log_prob(args, model, store_prefix):
+    seen.append(("log_prob", type(model).__name__, store_prefix))
+
+def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    assert hasattr(optimizer, "step") and opt_param_scheduler.lr > 0
+    seen.append(("step", rollout_id, step_id))
+
+def advantages(args, rollout_data):
+    lengths = rollout_data["response_lengths"]
+    assert all(len(each) == n for each, n in zip(rollout_data["log_probs"], lengths))
+    assert all(len(t) == n for t, n in zip(rollout_data["tokens"], rollout_data["total_lengths"]))
+    rollout_data["advantages"] = [torch.full((n,), 0.25) for n in lengths]
+
+def data_postprocess(args, rollout_id, rollout_data):
+    seen.append(("data", rollout_id))
+    rollout_data["loss_masks"][0].zero_()
+    rollout_data["advantages"] = [2 * each for each in rollout_data["advantages"]]
+
+def tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kw):
+    weights = [(ours - theirs).exp().clamp(max=2.0) for ours, theirs in zip(train_log_probs, rollout_log_probs)]
+    assert list(map(len, weights)) == list(response_lengths) and len(pg_loss) == sum(response_lengths)
+    flat = torch.cat(weights)
+    return pg_loss * flat, loss_masks, {"tis": flat}
+
+def short(args, rollout_id, rollout_data):
+    rollout_data["advantages"].pop()
+
+def broken(args, rollout_id, rollout_data):
+    raise ValueError("no")
+
+def without(args, rollout_id, rollout_data):
+    rollout_data["advantages"] = None
+
+def holes(args, rollout_id, rollout_data):
+    rollout_data["advantages"][0] = None
+
+def not_finite(args, rollout_id, rollout_data):
+    rollout_data["rollout_log_probs"][0][:] = float("nan")
+
+def longer(args, rollout_id, rollout_data):
+    rollout_data["loss_masks"][0] = [1] * 999
+
+async def awaited(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    raise ValueError("nobody would see it")
+"""
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    """The section that names functions of a module; its name."""
+    name = f"trainer_hooks_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def section(*names, **others):
+        paths = {each: f"{name}:{each}" for each in names} | {k: f"{name}.{v}" for k, v in others.items()}
+        return TrainerHooksSection(**paths, args={"mine": 7})
+
+    section.module = name
+    return section
+
+
+def test_functions_in_the_trainer_are_called_at_their_points_and_change_the_data(named):
+    section = named("init", "before_log_prob", "before_train_step", "advantages", "data_postprocess")
+    hooks = TrainerHooks(section)
+    hooks.call("init")
+    mb = pack(documents())
+    learner = build_learner(policy=build_policy(), loss=PpoLoss(use_rollout_logprobs=False))
+    cfg = TrainerSection(loss=PpoLoss(use_rollout_logprobs=False), updates_per_step=2, hooks=section)
+    Updates(learner, cfg, hooks=hooks).train([mb])
+    seen = __import__(named.module).seen
+    policy = type(learner.policy).__name__
+    expected = [("init", 0.2, 7), ("log_prob", policy, ""), ("data", 0), ("step", 0, 0), ("step", 0, 1)]
+    assert seen == expected
+    first = slice(0, int(mb.cu_seqlens[1]))
+    mask = mb.loss_mask.copy()
+    mask[first] = False
+    by_hand = msgspec.structs.replace(mb, loss_mask=mask, advantages=(0.5 * mask).astype(np.float32))
+    other = build_learner(policy=build_policy(), loss=PpoLoss(use_rollout_logprobs=False))
+    Updates(other, TrainerSection(loss=PpoLoss(use_rollout_logprobs=False), updates_per_step=2)).train(
+        [by_hand]
+    )
+    for ours, theirs in zip(learner.policy.parameters(), other.policy.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_correction_by_a_function_is_the_built_in_one(named):
+    loss = PpoLoss(use_rollout_logprobs=False)
+    weights = WeightsSection(mode="truncate", low=0.0, high=2.0)
+    built_in = PpoLoss(use_rollout_logprobs=False, correction=CorrectionSection(weights=weights))
+    found = []
+    for section in (TrainerSection(loss=loss, hooks=named("tis")), TrainerSection(loss=built_in)):
+        learner = build_learner(policy=build_policy(), loss=section.loss)
+        metrics = Updates(learner, section).train([pack(documents())])
+        found.append(torch.cat([each.detach().flatten() for each in learner.policy.parameters()]))
+        if section.loss is loss:
+            assert 0 < metrics["tis/mean"] <= 2
+    torch.testing.assert_close(*found, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("short", r"advantages has \d+ entries for \d+ samples"),
+        ("broken", r"\.py:\d+: ValueError: no"),
+        ("without", r"data_postprocess = '.*without': advantages is NoneType, not a list"),
+        ("holes", r"advantages of sample 0 must be \d+ finite numbers, .*, got NoneType"),
+        ("not_finite", r"rollout_log_probs of sample 0 must be \d+ finite numbers, .*, got nan"),
+        ("longer", r"loss_masks of sample 0 must be \d+ finite numbers, .*, got shape \(999,\)"),
+    ],
+)
+def test_a_function_in_the_trainer_that_fails_is_named(named, path, message):
+    section = named(data_postprocess=path)
+    updates = Updates(build_learner(policy=build_policy()), TrainerSection(hooks=section))
+    with pytest.raises(ConfigError, match=message):
+        updates.train([pack(documents())])
+    with pytest.raises(ConfigError, match="called with 6"):
+        TrainerHooks(named(before_train_step=path))
+
+
+def test_a_coroutine_function_in_the_trainer_is_refused_as_nothing_awaits_it(named):
+    with pytest.raises(
+        ConfigError, match=r"trainer.hooks.before_train_step = .* is `async def`.*write `def`"
+    ):
+        TrainerHooks(named(before_train_step="awaited"))

@@ -52,6 +52,11 @@ def test_images_arrive_as_they_were_sent() -> None:
     assert refusal_reason(got, SIZES) is None
 
 
+def test_the_hash_of_an_image_is_that_of_its_pixels_whatever_it_is_called() -> None:
+    renamed = changed(("mm_hashes", "image"), [image(1).hash], ask(image(0)))
+    assert read(renamed).images[0].hash == image(0).hash
+
+
 def test_a_request_without_images_has_no_features() -> None:
     sent = body(ask())
     assert "features" not in sent and read(sent).images == ()

@@ -14,7 +14,7 @@ from fakes import run_virtual
 from stretto.base.errors import EngineError
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
-from stretto.transports.engine import api
+from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.engine.fleet import EngineState, Fleet
 
@@ -174,7 +174,7 @@ class Server:
             if not self.is_alive or self.refusals:
                 self.refusals = max(self.refusals - 1, 0)
                 return web.Response(status=500, body=api.Refusal("no", 500).body())
-            version = api.decode_update(await request.read()).manifest.version
+            version = updates.decode_update(await request.read()).manifest.version
             self.num_loading += 1
             await self.may_load.wait()  # a caller that goes away changes nothing here
             self.num_loading -= 1
@@ -251,7 +251,7 @@ async def test_an_engine_that_fails_an_update_once_is_asked_again_and_stays():
 async def test_an_engine_that_loads_between_steps_is_asked_one_thing_and_everything_after_a_failure():
     whole = [api.PAUSE, api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.RESUME]
     async with two_engines(liveness_interval_s=60.0) as (client, servers):
-        servers[0].answer = api.encode_started(loads_between_steps=True)
+        servers[0].answer = updates.encode_started(loads_between_steps=True)
         for number in (1, 2):
             await client.update_weights(version(number))
         assert servers[0].asked == [*whole, api.UPDATE_WEIGHTS] and servers[1].asked == 2 * whole
@@ -267,7 +267,7 @@ async def test_an_engine_that_loads_between_steps_is_asked_one_thing_and_everyth
     "answer", [b"", b"ok", b"[]", b'{"message": "started"}', b'{"loads_between_steps": 1}']
 )
 def test_an_engine_that_does_not_say_so_is_asked_everything(answer):
-    assert not api.decode_started(answer)
+    assert not updates.decode_started(answer)
 
 
 async def test_a_dead_engine_does_not_hold_up_an_update_and_gets_the_newest_when_it_is_back():

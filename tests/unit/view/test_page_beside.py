@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -68,3 +69,27 @@ async def test_a_page_that_dies_is_the_end_of_nothing_else(
         started[0].kill()
         await waiting.until(lambda: not waiting.is_running(started[0].pid))
     assert started[0].returncode is not None
+
+
+async def test_a_page_ends_with_a_launcher_that_is_killed(run: RunDir) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from stretto.base.paths import RunDir\n"
+        "from stretto.launch.run import page\n"
+        "with page.beside(RunDir(Path(sys.argv[1])), is_wanted=True) as address:\n"
+        "    print(address, flush=True); time.sleep(100)\n"
+    )
+    argv = [sys.executable, "-c", program, str(run)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        address = launcher.stdout.readline().strip()
+        assert json.loads(get(f"{address}api/runs"))
+        launcher.kill()
+
+    def is_gone() -> bool:
+        try:
+            get(address)
+        except OSError:  # refused, or cut off while it ended
+            return True
+        return False
+
+    await waiting.until(is_gone)

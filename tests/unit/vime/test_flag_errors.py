@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 from cases.vime import MODEL_ARGS, SPLIT, put_files, words_of
 
 from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
 from stretto.cli import run_verb
 from stretto.vime.flags.command import read_command
 from stretto.vime.flags.table import BY_NAME
@@ -39,9 +43,18 @@ WRONG = {
         ["at most the GPUs of a node"]),
     "nobody who writes": ("--prefill-num-servers 2",
         ["of 2 engines at least one must read prompts and one write replies"]),
-    "GPUs of the critic": ("--advantage-estimator ppo --critic-num-nodes 1",
-        ["--critic-num-nodes 1: the critic is trained by"]),
-    "one GPU for both": ("--colocate", ["--colocate: trainer and engines do not take turns"]),
+    "GPUs of the critic": ("--advantage-estimator ppo --critic-num-gpus-per-node 3",
+        ["--critic-num-gpus-per-node 3, --actor-num-nodes 1", "must divide the actor's 4"]),
+    "a critic on the CPU": ("--advantage-estimator ppo --critic-num-gpus-per-node 0",
+        ["both are on GPUs, or both on the CPU"]),
+    "GPUs of nobody's critic": ("--critic-num-gpus-per-node 4",
+        ["--critic-num-gpus-per-node 4 does nothing with --advantage-estimator grpo"]),
+    "turns over several nodes": ("--colocate --actor-num-nodes 2",
+        ["--colocate, --actor-num-nodes 2: trainer and engines take turns on one node"]),
+    "turns of nobody": ("--offload-train", ["--offload-train needs --colocate"]),
+    "turns without memory": ("--colocate --no-offload", ["nobody puts memory away"]),
+    "a critic beside turns": ("--colocate --advantage-estimator ppo --critic-num-nodes 1",
+        ["the critic takes its turn with the actor; leave it out"]),
     "another shape": ("--num-layers 28 --hidden-size 1024 --untie-embeddings-and-output-weights",
                       ["--num-layers 28 (there 36), --hidden-size 1024 (there 2560), "
                        "--untie-embeddings-and-output-weights "
@@ -75,7 +88,7 @@ WRONG = {
     "groups of one": ("--n-samples-per-prompt 1", ["--n-samples-per-prompt"]),
     "no room for a prompt": ("--rollout-max-context-len 256", ["--rollout-max-context-len"]),
     "two rewards": ("--custom-rm-path a.b", ["--rm-type math and --custom-rm-path a.b both reward"]),
-    "a reward that is not built in": ("--rm-type f1", ["--rm-type"]),
+    "a reward that is not built in": ("--rm-type f2", ["--rm-type"]),
     "half a router": ("--vllm-router-ip 10.0.0.1", ["--vllm-router-ip 10.0.0.1 needs --vllm-router-port"]),
     "what another flag sets": ("--vllm-tensor-parallel-size 2", ["it is --rollout-num-gpus-per-engine"]),
     "a rate that does not fall": ("--lr-decay-style constant --min-lr 1e-7", ["--min-lr 1e-7: a constant rate"]),
@@ -155,10 +168,10 @@ def test_a_config_that_is_no_json_is_one_message(text, files):
 
 
 def test_every_mistake_is_told_at_once(files, capsys):
-    words = words_of(files, SPLIT, "--lr x --colocate --nonsense 3 --pipeline-model-parallel-size 4")
+    words = words_of(files, SPLIT, "--lr x --nonsense 3 --pipeline-model-parallel-size 4")
     assert run_verb("vime", [*words, "--dry-run"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "error: 4 problems" and len(lines) == 5
+    assert lines[0] == "error: 3 problems" and len(lines) == 4
 
 
 def test_a_refused_flag_takes_the_value_that_asks_for_nothing(files):
@@ -186,18 +199,62 @@ def test_a_problem_between_keys_names_the_flags(files):
         ("--input-key question", "no 'question' (input_key)"),
         ("--label-key answer", "no 'answer' (label_key)"),
         ("--prompt-data gone.jsonl", "gone.jsonl"),
+        ("--prompt-data empty.jsonl", "empty.jsonl"),
+        ("--eval-interval 2 --eval-prompt-data a gone.jsonl", "gone.jsonl"),
+        ("--rollout-function-path own.two", "is defined as two(args) and called with 3"),
+        ("--eval-interval 2 --eval-prompt-data a rows.jsonl --eval-function-path own.gone", "has no 'gone'"),
+        ("--rollout-sample-filter-path own.two", "is defined as two(args) and called with 2"),
+        ("--custom-reward-post-process-path own.words", "is a list, not a function"),
+        ("--custom-convert-samples-to-train-data-path broken.f", "broken"),
+        ("--custom-megatron-init-path own.none", "has no 'none'"),
+        ("--custom-megatron-before-log-prob-hook-path own.two", "called with 3"),
+        ("--custom-megatron-before-train-step-hook-path own.two", "called with 6"),
+        ("--custom-advantage-function-path own.two", "called with 2"),
+        ("--rollout-data-postprocess-path own.two", "called with 3"),
+        ("--load-debug-rollout-data saved/{rollout_id}.pt", "saved/0.pt: No such file or directory"),
+        ("--vllm-config gone.yaml", "gone.yaml: No such file or directory"),
+        ("--eval-interval 2 --eval-config gone.yaml", "gone.yaml: No such file or directory"),
+        ("--custom-config-path gone.yaml", "gone.yaml: No such file or directory"),
+        ("--megatron-config-path gone.yaml", "gone.yaml: No such file or directory"),
+        ("--lora-rank 4 --target-modules nonsense", "has no layer nonsense; it has q_proj"),
     ],
 )
 def test_code_and_data_that_are_not_there_are_known_from_a_dry_run(extra, said, files, capsys, monkeypatch):
     from stretto.chat.tokenizer import build_letters_tokenizer
 
-    (files / "own.py").write_text("def two(args):\n    return 1\n")
+    (files / "own.py").write_text("words = []\n\n\ndef two(args):\n    return 1\n")
+    (files / "broken.py").write_text("def f(:\n")
+    (files / "empty.jsonl").write_text("")
+    index = {"weight_map": {"model.layers.0.self_attn.q_proj.weight": "a", "model.norm.weight": "a"}}
+    (files / "Qwen3-4B" / "model.safetensors.index.json").write_text(json.dumps(index))
     monkeypatch.syspath_prepend(str(files))
+    for name in ("own", "broken"):  # another test's modules
+        monkeypatch.delitem(sys.modules, name, raising=False)
     build_letters_tokenizer(files / "Qwen3-4B")
     words = without(words_of(files, SPLIT), extra.split()[0])
     assert run_verb("vime", [*words, *extra.split(), "--dry-run"]) in (1, 2)
     error = capsys.readouterr().err
     assert said in error and error.count("error: ") == 1 and "Traceback" not in error
+
+
+@pytest.mark.parametrize("flag", ["--wandb-key", "--vllm-api-key", "--router-api-key"])
+def test_a_key_on_the_command_line_is_refused_and_not_repeated(flag, files):
+    with pytest.raises(ConfigError, match=f"{flag}:? .*") as caught:
+        read_command([*words_of(files, SPLIT), flag, "s3cret"])
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_run_that_is_there_is_continued_only_with_load(files):
+    words = [*without(words_of(files, SPLIT), "--load", "--save"), "--save", str(files / "mine")]
+    marker = RunDir(files / "mine").complete_marker(3)
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    with pytest.raises(
+        ConfigError, match=r"mine has a run with a checkpoint of step 3; continue it with --load "
+    ):
+        read_command(words)
+    assert read_command([*words, "--load", str(files / "mine")])[0].resume is not None
+    assert read_command([*words, "--print-config"])[0].resume is None
 
 
 def without(words: list[str], *names: str) -> list[str]:

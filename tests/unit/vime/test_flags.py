@@ -17,6 +17,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.load import load, shown_text
 from stretto.config.root import RLConfig
 from stretto.config.section import find
+from stretto.launch.plan.table import gpu_sum
 from stretto.launch.run.rl import plan_only
 from stretto.vime.flags.command import read_command
 from stretto.vime.flags.pages import counts, help_text, markdown
@@ -74,7 +75,12 @@ def test_a_command_of_the_guide_is_the_plan_that_is_written_down(name, files):
     cfg, notes = read_command(words_of(files, MODEL_ARGS, COMMANDS[name], "--dry-run"))
     plan, _ = plan_only(cfg.model_copy(update={"ray": None}) if cfg.ray else cfg)
     rows = [f"node {each.node} {each.name}: {','.join(each.devices) or 'CPU'}" for each in plan.processes]
-    text = "\n".join([f"batch {plan.batch}", *rows, *(f"note: {note}" for note in notes)]) + "\n"
+    text = (
+        "\n".join(
+            [f"batch {plan.batch}", f"gpus {gpu_sum(plan)}", *rows, *(f"note: {note}" for note in notes)]
+        )
+        + "\n"
+    )
     text = text.replace(str(files), "DIR")
     golden = GOLDEN / f"{name.replace(' ', '_').replace('+', 'p')}.txt"
     if "STRETTO_WRITE_GOLDEN" in os.environ:

@@ -23,6 +23,7 @@ RESERVED = {
     "--decode": 'engines come from inference.deployment with type = "disaggregated"',
     "--vllm-pd-disaggregation": 'the key is inference.deployment.type = "disaggregated"',
     "--kv-connector": "caches travel by NIXL",
+    "--api-key": "it would be readable in the run's files; the key is inference.api_key",
     "--policy": "the key is inference.router.policy",
 }
 ROUTER = Program("vllm-router", Path(__file__).with_name("router.json"), RESERVED)

@@ -17,6 +17,7 @@ RESERVED = {
     "--weight-transfer-config": "new weights come by the transport that [weight_broadcast] names",
     "--worker-extension-cls": "new weights and the liveness check need stretto's",
     "--api-server-count": "one process serves HTTP: it knows the adapters, and the requests that are to be ended",
+    "--mm-device-do-normalize": "images come as the patches that the trainer sees, already normalised",
     "--model": "the key is inference.model",
     "--max-num-queued-reqs": "the key is inference.server.max_waiting_requests",
     "--host": "the key is inference.server.host",

@@ -8,6 +8,7 @@ from stretto.config.root import RLConfig
 from stretto.config.rules import batches, engine, learning, machines, model, ray, run, slurm
 from stretto.config.rules.rule import At, Problem, Rule, Rules, below, of_part, walk
 from stretto.config.section import Section
+from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
@@ -15,7 +16,9 @@ ROOMS = (run, model, learning, batches, engine, machines, slurm, ray)
 TABLES: tuple[Rules, ...] = tuple(room.RULES for room in ROOMS)
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.SHORT_ROLLOUTS),
+    (OrchestratorKeys, batches.NEVER_REACHED),
     (AdamWOptim, learning.HIGH_RATE),
+    (RouterSection, engine.STAND_IN),
 )
 
 

@@ -125,9 +125,21 @@ def sizes_that_fit(section: OrchestratorKeys) -> str | None:
 
 def steps_early(section: OrchestratorKeys) -> str | None:
     """How many steps early oversampled groups start, where that is too old to be trained."""
-    ahead = section.oversampling_factor * (section.max_async_level + 1) - 1
-    is_lost = section.oversampling_factor > 1 and ahead > section.max_off_policy_steps
+    ahead = (section.oversampling_factor or 1) - 1
+    is_lost = ahead > max(section.max_off_policy_steps, section.max_async_level)
     return f"{ahead:g}" if is_lost else None
+
+
+def ahead_of(section: OrchestratorKeys) -> str | None:
+    """Why fewer rollouts run at once than are allowed, where generation may be ahead at all."""
+    limit, batches = section.max_inflight_rollouts, section.max_async_level + 1
+    held = int(max(batches, section.oversampling_factor or 0) * section.batch_size)
+    if limit is None or limit <= held or section.max_async_level == 0:
+        return None
+    return (
+        f"{held} rollouts are in flight at most; for more give oversampling_factor = "
+        f"{min(limit / section.batch_size, section.max_off_policy_steps + 1):g}, which trains older ones"
+    )
 
 
 # -- a user's own functions --
@@ -159,6 +171,8 @@ SHORT_ROLLOUTS = Rule("batch_order max_off_policy_steps max_async_level",
      lambda s: s.batch_order == "finished" and s.max_off_policy_steps <= s.max_async_level and s.max_async_level + 1,
      "{0} with {1}, which is below {2.path} + 1 = {it}: long rollouts wait behind short ones until they are "
      'too old, so that mostly short ones are trained; raise {1.path}, or use "dispatch"')
+NEVER_REACHED = Rule("max_inflight_rollouts oversampling_factor max_async_level", ahead_of,
+     "{0} is never reached: {it}")
 SWAPPED = Rule("reject_min reject_max", lambda s: s.reject_min > s.reject_max,
      "{0} is above {1}; it would reject nothing: swap them")
 
@@ -183,7 +197,8 @@ RULES: Rules = {
              "{0} cannot hold one group of {1}; raise it"),
         Rule("num_train_workers batch_size", lambda s: s.num_train_workers > s.batch_size,
              "{0} ranks cannot share {1} rollouts: some would have none; raise {1.path}"),
-        Rule("oversampling_factor max_async_level", lambda s: s.oversampling_factor > 1 and s.max_async_level == 0,
+        Rule("oversampling_factor max_async_level",
+             lambda s: (s.oversampling_factor or 1) > 1 and s.max_async_level == 0,
              "{0} starts groups early and {1} forbids it; raise {1.path} or leave it out"),
         Rule("oversampling_factor max_off_policy_steps", steps_early,
              "{0} starts groups {it} steps early and {1} drops what is so old; raise {1.path}"),
@@ -212,8 +227,8 @@ RULES: Rules = {
     ),
     OrchestratorSection: (
         Rule("train.sampling.max_completion_tokens seq_len",
-             lambda s: (s.train.sampling.max_completion_tokens or 0) >= s.seq_len,
-             "{0} leaves no room for a prompt in {1}; lower it or raise seq_len"),
+             lambda s: (s.train.sampling.max_completion_tokens or 0) > s.seq_len,
+             "{0} is more than {1}; lower it or raise seq_len"),
         Rule("weight_broadcast.type client.base_url", remote_engine,
              '{0}: shared memory ends at this host and {it} is another; use type = "filesystem"'),
     ),

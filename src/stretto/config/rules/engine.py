@@ -15,7 +15,8 @@ from stretto.config.rules.batches import is_address
 from stretto.config.rules.rule import At, Each, Idle, Problem, Rule, Rules, problem
 from stretto.config.section import show
 from stretto.config.sections.engines import POLICIES, RouterSection, cache_aware_options
-from stretto.config.sections.inference import VLLM_KEYS, InferenceSection, ParallelSection
+from stretto.config.sections.inference import InferenceSection, ParallelSection
+from stretto.config.spellings.inference import VLLM_KEYS
 
 PLANNED = (
     "data-parallel-size-local", "data-parallel-start-rank", "data-parallel-rank", "data-parallel-address",
@@ -55,6 +56,21 @@ def check_vllm_options(section: InferenceSection, at: At) -> Iterator[Problem]:
             yield problem(section, at, f"{path} deployment.type", f"{{0.path}}: {rule}")
         else:
             yield from _refused(VLLM.arguments, key, value, at(path))
+
+
+def check_side_options(section: InferenceSection, at: At) -> Iterator[Problem]:
+    """Options of one side of a disaggregated deployment: vLLM has them, and both sides may differ in them."""
+    for side in ("prefill", "decode") if section.deployment.type == "disaggregated" else ():
+        table = f"deployment.{side}_vllm_overrides"
+        for key, value in getattr(section.deployment, f"{side}_vllm_overrides").items():
+            path, name = f"{table}.{key}", option_of(key).removeprefix("--")
+            if option_of(key) in VLLM.reserved:
+                yield from _refused(VLLM.refuse_reserved, key, at(path))
+            elif "." in VLLM_KEYS.get(name.replace("-", "_"), "") or name in (*PLANNED, "kv-transfer-config"):
+                rule = "is the same on both sides, or follows from the deployment; leave it out"
+                yield problem(section, at, f"{path} deployment", f"{{0.path}} {rule}")
+            else:
+                yield from _refused(VLLM.arguments, key, value, at(path))
 
 
 PLANNED_OF_DYNAMO = (
@@ -131,6 +147,10 @@ def node_faults(section: InferenceSection) -> Iterator[tuple[str, str]]:
 check_node_gpus = Each(node_faults)
 
 # fmt: off
+STAND_IN = Rule("type", lambda s: s.type == "llm-d" and s.address is None,
+     "{0}: its picker comes as containers for Kubernetes (the Helm chart with llmd.enabled=true), so vllm-router "
+     "stands before the engines; with a gateway that runs, give inference.router.address")
+
 RULES: Rules = {
     InferenceConfig: (
         Rule("model", lambda s: s.model is None,
@@ -159,6 +179,7 @@ RULES: Rules = {
              "{0.path} = {1}: give each its own"),
         check_node_gpus,
         check_vllm_options,
+        check_side_options,
         Idle("deployment.router_port", "router", lambda s: s.router is None and "there is no router"),
         Idle("deployment.router_port", "router.address",
              lambda s: s.router is not None and s.router.address is not None and "no router is started"),
@@ -184,9 +205,6 @@ RULES: Rules = {
         Rule("type address", lambda s: s.type == "dynamo" and s.address is not None,
              "{0} with {1}: a frontend that runs elsewhere has workers of its own and cannot take these engines; leave "
              "the address out: one is started"),
-        Rule("type", lambda s: s.type == "llm-d" and s.address is None,
-             "{0}: its picker and sidecars come as containers and find engines by labels of Kubernetes; deploy with "
-             "the Helm chart and llmd.enabled=true, or give inference.router.address of a gateway that runs"),
         Idle("policy extra.*", "type", ignored_by),
         Idle("interpreter", "type", lambda s: s.type != "dynamo" and "only Dynamo has a Python of its own"),
     ),

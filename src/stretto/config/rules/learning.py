@@ -239,6 +239,8 @@ RULES: Rules = {
         Idle(" ".join(f"loss.{key}" for key in RATIO_BOUNDS), "loss.use_rollout_logprobs",
              lambda s: is_without_ratio(s.loss) and one_update(s), "raise updates_per_step"),
         Idle("critic.value_clip", "updates_per_step", one_update, "raise that"),
+        Rule("critic.lr critic.optim", lambda s: s.critic is not None and s.critic.lr and s.critic.optim is not None,
+             "{0} beside [{1.path}]: give the rate there, as {1.path}.lr"),
         Rule("advantages.type critic",
              lambda s: s.advantages is not None and s.advantages.type == "gae" and s.critic is None,
              "{0} needs values; add [{1.path}]"),

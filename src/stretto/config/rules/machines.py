@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -17,10 +18,13 @@ from stretto.config.rules.slurm import is_loopback
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"
+RESERVED = ("actor", "default")
+"""Names of the policy in vime's terms."""
 IDS = {  # per part of a run: the ids of its GPUs, and their number
     "trainer": ("trainer_gpu_ids", "num_train_gpus"),
     "inference": ("inference_gpu_ids", "num_infer_gpus"),
     "teacher_inference": ("teacher_gpu_ids", "num_teacher_gpus"),
+    "critic": ("critic_gpu_ids", "num_critic_gpus"),
 }
 
 
@@ -66,14 +70,44 @@ def teacher_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, 
         yield "teacher_inference.deployment", f"{{0.path}}: {rule}"
 
 
+def model_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """[models.NAME]: a name that functions can give, something to serve, and one machine."""
+    for name, section in cfg.models.items():
+        path = f"models.{name}"
+        if name in RESERVED or not re.fullmatch(r"[A-Za-z][\w-]*", name):
+            rule = "is the policy's name" if name in RESERVED else "must be letters, digits, _ and -"
+            yield path, f"{{0.path}}: a model's name {rule}; use another, such as judge"
+        if section.model is None and section.base_url is None:
+            yield (
+                path,
+                "{0.path}: give model, the directory that it is served from, or base_url of engines that run",
+            )
+        if cfg.deployment.type == "multi_node" and section.base_url is None:
+            yield (
+                path,
+                "{0.path}: `rl` starts it on one machine only; start its engines by hand and give base_url",
+            )
+        if section.deployment.num_nodes > 1 and section.base_url is None:
+            yield (
+                f"{path}.deployment",
+                "{0.path}: its engines are on this machine; start others by hand, give base_url",
+            )
+        if section.api_key is not None:
+            yield f"{path}.api_key", "{0.path}: functions send it no key; leave it out"
+
+
 # -- ports and GPUs --
 
 
 def port_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     """Every listener of this machine has a port of its own."""
-    ports = {
-        key: value_of(cfg, key) for key in ("control.port", "rollout_transport.port", "inference.server.port")
-    }
+    keys = (
+        "control.port",
+        "rollout_transport.port",
+        "inference.server.port",
+        "trainer.critic.placement.port",
+    )
+    ports = {key: value_of(cfg, key) for key in keys}
     for port, count in Counter(ports.values()).items():
         paths = [path for path, other in ports.items() if other == port]
         if port is not None and count > 1:
@@ -97,7 +131,8 @@ def gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
             way_out += f", and give a multiple of {sharing} GPUs"
         yield f"orchestrator.num_train_workers {key}", f"{message}; {way_out}"
     shared = set(cfg.trainer_gpu_ids or ()) & set(cfg.inference_gpu_ids or ())
-    if shared and cfg.inference is not None and cfg.inference.gpu_memory_utilization > 0.8:
+    engine = cfg.inference if cfg.colocate is None else None  # with turns either has all of the memory
+    if shared and engine is not None and engine.gpu_memory_utilization > 0.8:
         gpus = ", ".join(map(str, sorted(shared)))
         rule = f"share GPU {gpus}, and {{2}} leaves the trainer nothing; lower it, such as to 0.5"
         paths = "trainer_gpu_ids inference_gpu_ids inference.gpu_memory_utilization"
@@ -106,7 +141,7 @@ def gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 def engine_gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     """GPUs that are given to inference, and to the teacher, are those that their engines take: no more, no fewer."""
-    for name, (ids_key, count_key) in list(IDS.items())[1:]:
+    for name, (ids_key, count_key) in list(IDS.items())[1:3]:
         section, ids, count = getattr(cfg, name), getattr(cfg, ids_key), getattr(cfg.deployment, count_key)
         given = count if ids is None else len(ids)
         if section is None or not given or section.device == "cpu" or section.deployment.num_nodes > 1:
@@ -140,7 +175,13 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     shape, section = cfg.deployment, cfg.inference
     if shape.type != "multi_node":
         return
-    for key in ("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids", "teacher_inference"):
+    for key in (
+        "trainer_gpu_ids",
+        "inference_gpu_ids",
+        "teacher_gpu_ids",
+        "critic_gpu_ids",
+        "teacher_inference",
+    ):
         if getattr(cfg, key) is not None:
             yield f"{key} deployment.type", "{0.path} names what is on one machine; with {1} leave it out"
     if cfg.weight_broadcast.type == "shm":
@@ -158,9 +199,11 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     if section is not None and shape.num_infer_nodes not in (None, needed):
         rule = f"but {{1.path}} takes {needed} node{'s' * (needed != 1)}; make them agree, or leave it out"
         yield "deployment.num_infer_nodes inference.deployment", f"{{0}} {rule}"
-    total = shape.num_train_nodes + shape.num_infer_replicas * needed
+    learning = shape.num_learning_nodes
+    total = learning + shape.num_infer_replicas * needed
     if shape.hosts is not None and len(shape.hosts) != total:
-        rule = f"{shape.num_train_nodes} of the trainer and {total - shape.num_train_nodes} of inference"
+        who = "trainer" if learning == shape.num_train_nodes else "trainer and the critic"
+        rule = f"{learning} of the {who} and {total - learning} of inference"
         yield "deployment.hosts", f"{{0.path}}: {len(shape.hosts)} are given; it takes {total}, {rule}"
     if shape.node_rank is not None and shape.node_rank >= total:
         yield "deployment.node_rank", f"{{0}}: the {total} nodes are counted from 0"
@@ -169,9 +212,93 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         yield "orchestrator.num_train_workers deployment.num_train_nodes", message
     if section is not None and section.deployment.type == "single_node" and section.device != "cpu":
         gpus = section.parallel.num_gpus * section.deployment.num_engines
-        if 0 < shape.gpus_per_node < gpus:
+        own, key = shape.infer_gpus_per_node, "infer_gpus_per_node"
+        has, key = (shape.gpus_per_node, "gpus_per_node") if own is None else (own, key)
+        if 0 < has < gpus:
             rule = f"{_shape(section)} = {gpus} GPUs, and a node has {{1}}; lower one of the degrees"
-            yield "inference.parallel deployment.gpus_per_node", f"{{0.path}}: {rule}"
+            ways = " or raise deployment.infer_gpus_per_node" * (own is None)
+            yield f"inference.parallel deployment.{key}", f"{{0.path}}: {rule}{ways}"
+
+
+def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, Any]]:
+    """A critic on ranks of its own: they divide the policy's, and its GPUs are that many."""
+    shape, place = cfg.deployment, "trainer.critic.placement"
+    ids = cfg.critic_gpu_ids
+    keys = {"critic_gpu_ids": ids, "deployment.num_critic_gpus": shape.num_critic_gpus}
+    for key in ("num_critic_nodes", "critic_gpus_per_node"):
+        keys[f"deployment.{key}"] = getattr(shape, key, None)
+    placement = cfg.critic_placement
+    if placement is None:
+        for key, value in keys.items():
+            if value is not None:
+                yield f"{key} {place}", "{0.path} does nothing without [{1.path}]; add that, or leave it out"
+        return
+    workers, policy = placement.num_workers, cfg.orchestrator.num_train_workers
+    if policy % workers:
+        valid = ", ".join(str(n) for n in range(1, policy + 1) if policy % n == 0)
+        rule = "each of its ranks has the batches of as many of the policy's; valid: {it}"
+        yield (
+            f"{place}.num_workers orchestrator.num_train_workers",
+            f"{{0}} does not divide {{1}}: {rule}",
+            valid,
+        )
+    gpus = len(ids) if ids else shape.num_critic_gpus
+    if gpus and gpus != cfg.num_critic_ranks:
+        key = "critic_gpu_ids" if ids else "deployment.num_critic_gpus"
+        rule = f"give {cfg.num_critic_ranks} (num_workers x model.cp x model.tp), or leave num_workers out"
+        yield f"{place}.num_workers {key}", f"{{0}} but {{1.path}} gives {gpus} GPUs; {rule}"
+    for other in ("trainer_gpu_ids", "inference_gpu_ids"):
+        if shared := sorted({*(ids or ())} & {*(getattr(cfg, other) or ())}):
+            rule = (
+                "share GPU "
+                + ", ".join(map(str, shared))
+                + ", and both compute at once; give the critic others"
+            )
+            yield f"critic_gpu_ids {other}", f"{{0}} and {{1}} {rule}, or leave {place} out"
+    if shape.type == "multi_node":
+        each, nodes = shape.critic_gpus_per_node, shape.num_critic_nodes or shape.num_train_nodes
+        count = shape.gpus_per_node if each is None else each
+        needed = nodes * max(1, count)
+        if bool(count) != bool(shape.gpus_per_node):
+            rule = "trainer and critic are both on GPUs, or both on CPUs; make them agree"
+            yield "deployment.critic_gpus_per_node deployment.gpus_per_node", f"{{0}} with {{1}}: {rule}"
+        elif cfg.num_critic_ranks != needed:
+            rule = f"its {nodes} nodes of {count} GPUs make {needed} ranks; leave num_workers out"
+            yield f"{place}.num_workers | deployment.num_critic_nodes", f"{{0}}: {rule}"
+
+
+def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """Trainer and engines that take turns: in synchronous steps, on one machine, with engines that can sleep."""
+    section, inference, orchestrator = cfg.colocate, cfg.inference, cfg.orchestrator
+    if section is None:
+        return
+    if orchestrator.max_async_level:
+        rule = "engines sleep while the trainer trains; use 0, or leave it out"
+        yield "orchestrator.max_async_level colocate", f"{{0}} with [{{1.path}}]: {rule}"
+    if not section.offload_train and not section.offload_rollout:
+        yield "colocate", "[{0.path}]: nobody puts memory away; make one of its keys true, or leave it out"
+    if cfg.deployment.type == "multi_node":
+        rule = "trainer and engines of several machines have their own; leave [{1.path}] out"
+        yield "deployment.type colocate", f"{{0}}: {rule}"
+    if cfg.critic_placement is not None:
+        rule = "a critic on ranks of its own takes no turns; leave it out: then it is on the trainer's ranks"
+        yield "trainer.critic.placement colocate", f"[{{0.path}}] with [{{1.path}}]: {rule}"
+    if inference is None:
+        yield "inference colocate", "{0}: with [{1.path}] the run starts its engines; leave one of them out"
+    elif (
+        section.offload_rollout
+        and inference.device == "cpu"
+        and inference.chosen_engine(has_gpu=False) == "vllm"
+    ):
+        rule = 'vLLM has no sleep mode on a CPU; use engine = "embedded"'
+        yield "inference.device colocate", f"{{0}} with [{{1.path}}]: {rule}"
+    for key, is_partial in (
+        ("model.lora", cfg.model.lora),
+        ("weight_broadcast.delta", cfg.weight_broadcast.delta),
+    ):
+        if is_partial and section.offload_rollout and section.sleep_level == 2:
+            rule = "what engines load is not all of their weights, which level 2 drops; use 1"
+            yield f"colocate.sleep_level {key}", f"{{0}} with {{1.path}}: {rule}"
 
 
 def ipc_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
@@ -214,6 +341,15 @@ def group_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
             yield f"orchestrator.{path} inference.max_num_seqs", f"{{0}}: {rule}"
 
 
+def more_than_a_node(cfg: RLConfig) -> int | None:
+    """GPUs of all processes, if they are more than one machine may give."""
+    shape = cfg.deployment
+    if shape.type != "single_node" or shape.gpus_per_node is None:
+        return None
+    gpus = sum(each or 0 for each in (shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus))
+    return gpus if gpus > shape.gpus_per_node else None
+
+
 def valid_copies(cfg: RLConfig) -> str | None:
     """Divisors of the data-parallel ranks, where dp_replicate is none."""
     workers = cfg.orchestrator.num_train_workers
@@ -248,6 +384,8 @@ RULES: Rules = {
         Rule("inference.device inference_gpu_ids",
              lambda c: c.inference is not None and c.inference.device == "cpu" and c.inference_gpu_ids,
              "{0} but {1.path} names GPUs; drop one of the two"),
+        Rule("deployment.gpus_per_node deployment.num_train_gpus deployment.num_infer_gpus", more_than_a_node,
+             "{0} is less than the {it} GPUs of trainer and inference; lower their numbers, or raise it"),
         Rule("model.dp_replicate orchestrator.num_train_workers", valid_copies,
              "{0} does not divide {1} data-parallel ranks; valid: {it}"),
         *(
@@ -257,7 +395,8 @@ RULES: Rules = {
         ),
         Idle("teacher_gpu_ids", "teacher_inference",
              lambda c: c.teacher_inference is None and "this run starts no teacher"),
-        *map(Each, (teacher_faults, group_faults, port_faults, gpu_faults, engine_gpu_faults, node_faults, ipc_faults)),
+        *map(Each, (teacher_faults, model_faults, group_faults, port_faults, gpu_faults, engine_gpu_faults, node_faults,
+                    critic_faults, colocate_faults, ipc_faults)),
     ),
 }
 # fmt: on

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from stretto.config.root import SFTConfig
+from stretto.config.rules.mesh_degrees import VISION_FAMILIES
 from stretto.config.rules.rule import Each, Idle, Rule, Rules, value_of
 from stretto.config.sections.model import (
     ActivationCheckpointSection,
@@ -125,6 +126,18 @@ RULES: Rules = {
              "{0} is longer than {1}; raise the latter or lower seq_len"),
     ),
     ScratchSection: (
+        Rule("family vision", lambda s: s.vision is None and s.family in VISION_FAMILIES,
+             "{0} has a vision tower; add [{1.path}], or choose a family of text"),
+        Rule("vision family", lambda s: s.vision is not None and s.family not in VISION_FAMILIES,
+             f"[{{0.path}}] is for {', '.join(VISION_FAMILIES)}, and {{1}}; leave it out"),
+        Rule("vision.hidden_size vision.num_heads",
+             lambda s: s.vision is not None and s.vision.hidden_size % (4 * s.vision.num_heads),
+             "{0} must be a multiple of 4 x {1}"),
+        Rule("moe_intermediate_size hidden_size family",
+             lambda s: s.family == "qwen3_vl_moe"
+             and s.hidden_size in (s.moe_intermediate_size, 2 * s.moe_intermediate_size),
+             "{0} with {1}: experts of {2} may be stored either way round, and a square matrix does not say which; "
+             "{1.path} must be neither {0.path} nor twice that"),
         Rule("num_heads num_kv_heads", lambda s: s.num_heads % s.num_kv_heads, "{0} must be a multiple of {1}"),
         Rule("num_experts_per_tok num_experts", lambda s: s.num_experts_per_tok > s.num_experts,
              "{0} is more than {1}; lower the one or raise the other"),
@@ -148,6 +161,12 @@ RULES: Rules = {
         ),
         Rule("ac.mode impl", lambda m: m.ac is not None and m.ac.mode == "selective" and m.impl == "hf",
              '{0} knows the parts of our own modules only, not {1}; use mode = "full"'),
+        Rule("scratch.family vlm",
+             lambda m: m.vlm is None and m.scratch is not None and m.scratch.family in VISION_FAMILIES,
+             "{0} has a vision tower; add [{1.path}], which says whether to train it"),
+        Rule("vlm scratch.family",
+             lambda m: m.vlm is not None and m.scratch is not None and m.scratch.family not in VISION_FAMILIES,
+             "[{0.path}] is for models with a vision tower, and {1}; leave it out"),
         Rule("vlm impl", lambda m: m.vlm is not None and m.impl == "hf",
              "{0.path} is for models that our own modules compute; {1} trains models of text only"),
         *(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from stretto.base.rundir import CHECKPOINT
+from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
 from stretto.config.root import EvalConfig, EvalsConfig, RunRoot, SFTConfig
-from stretto.config.rules.rule import Idle, Rule, Rules
+from stretto.config.rules.rule import Each, Idle, Rule, Rules
 from stretto.config.sections.deployment import ResumeSection
-from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.config.sections.inference import InferenceSection
+from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
+from stretto.config.sections.trainer import TrainerKeys
 from stretto.config.sections.transport import ControlSection
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]*")
@@ -22,13 +26,48 @@ def other_step(resume: ResumeSection) -> str | None:
 
 
 def no_room(root: Any) -> bool:
-    """Do replies of evals leave no room for at least one prompt token?"""
-    return root.eval is not None and (root.eval.sampling.max_completion_tokens or 0) >= root.seq_len
+    """Are replies of evals allowed more tokens than prompt and reply have together?"""
+    return root.eval is not None and (root.eval.sampling.max_completion_tokens or 0) > root.seq_len
+
+
+def _group(root: Any) -> int | None:
+    """Nodes that share one copy of the weights."""
+    return getattr(getattr(root, "deployment", None), "nodes_per_fsdp_group", None)
+
+
+def has_part_of_a_group(root: Any) -> bool:
+    """Does a group of nodes that share the weights not come out even?"""
+    group = _group(root)
+    return group is not None and root.deployment.num_train_nodes % group != 0
+
+
+def has_other_copies(root: Any) -> int | None:
+    """Copies of the weights by groups of nodes, if dp_replicate is another number."""
+    group = _group(root)
+    if group is None or has_part_of_a_group(root):
+        return None
+    copies = root.deployment.num_train_nodes // group
+    return copies if copies != root.model.dp_replicate else None
+
+
+PROTECTED = (
+    "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", STATUS_FD_VAR,
+    SUPERVISED_VAR,
+)  # fmt: skip
+"""Variables that the launcher gives to processes."""
+
+
+def protected(section: Any) -> Iterator[tuple[str, str]]:
+    """Variables that are not the user's to set."""
+    for name in section.env_vars:
+        if name in PROTECTED:
+            way = "give GPUs as trainer_gpu_ids and inference_gpu_ids" if "CUDA" in name else "leave it out"
+            yield f"env_vars.{name}", f"{{0.path}} is the launcher's to set; {way}"
 
 
 # fmt: off
 ROOM_FOR_EVALS = Rule("eval.sampling.max_completion_tokens seq_len", no_room,
-     "{0} leaves no room for a prompt in {1}; lower it or raise seq_len")
+     "{0} is more than {1}; lower it or raise seq_len")
 EVALS_COME = Rule("eval.interval max_steps",
      lambda s: s.eval is not None and None not in (s.eval.interval, s.max_steps) and s.eval.interval > s.max_steps,
      "{0} is beyond {1}, so nothing would be evaluated; lower it, or leave [eval] out")
@@ -36,7 +75,15 @@ SOMETHING_TO_EVALUATE = Rule("eval.env", lambda s: s.eval is not None and not s.
      '{0.path}: no environment to evaluate; add one, such as [[eval.env]] id = "sort-letters"')
 
 RULES: Rules = {
+    TrainerKeys: (Each(protected),),
+    OrchestratorKeys: (Each(protected),),
+    InferenceSection: (Each(protected),),
     RunRoot: (
+        Each(protected),
+        Rule("deployment.nodes_per_fsdp_group deployment.num_train_nodes", has_part_of_a_group,
+             "{0} must divide {1}"),
+        Rule("deployment.nodes_per_fsdp_group model.dp_replicate", has_other_copies,
+             "{0} makes {it} copies of the weights, but {1}; leave one of the two out"),
         Rule("run.name", lambda r: r.run.name is not None and not RUN_NAME.fullmatch(r.run.name),
              "{0}: letters, digits and . _ + = @ - only, for it names a directory"),
         Rule("resume clean", lambda r: r.clean and r.resume is not None and r.resume.dir is None,

@@ -22,7 +22,7 @@ EMBEDDED = 'use inference.engine = "embedded"'
 OWN_HEAD_FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "nemotron_h", "deepseek_v3")
 """vLLM gives these an output head of their own, also if the checkpoint has none: its logits would be random."""
 
-BFLOAT16_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text")
+BFLOAT16_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class ServedModel:
     def is_recurrent(self) -> bool:
         """True if some of its layers keep a state."""
         return self.family in RECURRENT_FAMILIES
+
+    @property
+    def has_vision(self) -> bool:
+        """True if it has a vision tower."""
+        return self.config.get("vision_config") is not None
 
     @property
     def head_dim(self) -> int:
@@ -81,6 +86,25 @@ class ServedModel:
                 f"{self.family} a head of its own, into which nothing would be loaded; {EMBEDDED}, or a model with a "
                 "head (model.scratch.tie_word_embeddings = false)"
             )
+        if self.has_vision:
+            self._check_vision()
+
+    def _check_vision(self) -> None:
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        file, way_out = self.directory / "config.json", f"add it, or {EMBEDDED}"
+        if not rope.get("mrope_interleaved"):
+            raise ConfigError(
+                f"{file}: rope_parameters has no mrope_interleaved = true, without which vLLM turns tokens of images "
+                f"by other positions than the model; {way_out}"
+            )
+        if (
+            self.config.get("num_experts")
+            and self.family != "qwen3_5_moe_text"
+            and not self.config.get("norm_topk_prob")
+        ):
+            raise ConfigError(
+                f"{file}: it has no norm_topk_prob = true, without which vLLM does not start; {way_out}"
+            )
 
     def check_updates(self) -> None:
         """Raises: ConfigError if vLLM would keep some of the weights that it was started with, on any device.
@@ -98,8 +122,8 @@ class ServedModel:
         """Raises: ConfigError for what vLLM's CPU build cannot run."""
         if self.family in SPARSE_FAMILIES:
             raise ConfigError(
-                f"{self.directory}: on a CPU vLLM does not let {self.family} choose the keys that it attends to, and "
-                "the embedded engine does not either; serve it on GPUs"
+                f"{self.directory}: on a CPU vLLM does not let {self.family} choose the keys that it attends to; "
+                f"{EMBEDDED}"
             )
         if self.family in BFLOAT16_FAMILIES:
             raise ConfigError(

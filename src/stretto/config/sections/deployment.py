@@ -18,8 +18,12 @@ class SingleNodeDeployment(Section):
     """GPUs of the trainer; None: 1 where there are GPUs, else the CPU."""
     num_infer_gpus: int | None = Field(None, ge=0)
     """GPUs of inference; None: 1 where there are GPUs, else the CPU."""
+    gpus_per_node: int | None = Field(None, gt=0)
+    """GPUs of this machine that the run may use in all; None: all that it shows."""
     num_teacher_gpus: int | None = Field(None, ge=0)
     """GPUs of the teacher's engine, where `rl` starts one; None: 1 where there are GPUs, else the CPU."""
+    num_critic_gpus: int | None = Field(None, ge=0)
+    """GPUs of a critic on ranks of its own; None: one per rank where there are GPUs, else the CPU."""
 
 
 class NodesDeployment(Section):
@@ -30,12 +34,14 @@ class NodesDeployment(Section):
     """Nodes of the trainer; the first one leads."""
     gpus_per_node: int = Field(8, ge=0)
     """GPUs of a node of the trainer; 0: nodes without GPUs, one rank each."""
+    nodes_per_fsdp_group: int | None = Field(None, gt=0)
+    """Nodes that share one copy of the weights, a divisor of num_train_nodes; sets model.dp_replicate. None: all."""
     hosts: list[str] | None = None
     """Addresses of the nodes as the others reach them, the trainer's first; None: only a dry run does without."""
     node_rank: int | None = Field(None, ge=0)
     """Which of the hosts this machine is, from 0; None: the one whose address is this machine's."""
     rendezvous_port: int = Field(29500, ge=1, le=65535)
-    """Port on the first node where the trainer's ranks meet."""
+    """Port on the first node where the trainer's ranks meet; those of a critic of its own meet at the next port."""
     lost_after_s: float = Field(45.0, ge=3)
     """Seconds without a sign of life after which a node of the trainer counts as lost, and the run ends, or is started
     again by Slurm or Ray. A process that is busy or stopped is no lost node."""
@@ -51,14 +57,27 @@ class NodesDeployment(Section):
 class MultiNodeDeployment(NodesDeployment):
     """A run over several machines: the same command is started on each, and each starts its own processes."""
 
+    num_critic_nodes: int | None = Field(None, gt=0)
+    """Nodes of a critic on ranks of its own, after the trainer's; None: it is on the trainer's nodes, on the GPUs after
+    those of the trainer."""
+    critic_gpus_per_node: int | None = Field(None, ge=0)
+    """GPUs of the critic on each of its nodes; None: as many as the trainer has, gpus_per_node."""
     num_infer_nodes: int | None = Field(None, gt=0)
     """Nodes of one replica of inference; None: as many as inference.deployment takes."""
+    infer_gpus_per_node: int | None = Field(None, gt=0)
+    """GPUs of a node of inference; None: as many as a node of the trainer gives it, gpus_per_node."""
     num_infer_replicas: int = Field(1, gt=0)
     """Times [inference] as a whole is there, each with nodes and a router of its own."""
 
     # Counted per machine with one node, too.
     num_infer_gpus: ClassVar[None] = None
     num_teacher_gpus: ClassVar[None] = None
+    num_critic_gpus: ClassVar[None] = None
+
+    @property
+    def num_learning_nodes(self) -> int:
+        """Nodes of trainer and critic; those of inference follow."""
+        return self.num_train_nodes + (self.num_critic_nodes or 0)
 
 
 Deployment = Annotated[SingleNodeDeployment | MultiNodeDeployment, Field(discriminator="type")]

@@ -160,6 +160,10 @@ class Disaggregated(NodesSection):
     """Environment of the engines that read prompts."""
     decode_env_overrides: dict[str, str] = Field({})
     """Environment of the engines that write replies."""
+    prefill_vllm_overrides: dict[str, Any] = Field({})
+    """Options of vLLM's for the engines that read prompts alone, `enable_dbo = true`."""
+    decode_vllm_overrides: dict[str, Any] = Field({})
+    """Options of vLLM's for the engines that write replies alone, `max_num_seqs = 96`."""
     is_local: bool = False
     """All engines on this machine, one process each, with inference.parallel: to try the shape out."""
 
@@ -215,6 +219,8 @@ class MooncakeOffload(Section):
     disk: DiskTier | None = None
     protocol: Literal["rdma", "tcp"] = "rdma"
     """`rdma` needs such a fabric; `tcp` works anywhere."""
+    device_name: str = ""
+    """Network devices of rdma, `mlx5_0,mlx5_1`; empty: the store looks for them."""
     master_port: int = Field(50051, ge=1, le=65535)
     """Port of the store's master on the first node."""
     metadata_port: int = Field(8080, ge=1, le=65535)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
@@ -28,24 +28,21 @@ class HooksSection(Section):
     convert_samples_to_train_data: str | None = None
     """`convert(args, samples)`: the batch as lists of tokens, response_lengths, rewards, loss_masks and
     rollout_log_probs."""
+    all_samples_process: str | None = None
+    """`process(args, groups, data_source)`: sees every finished group since the last batch, dropped ones too."""
+    rollout_log: str | None = None
+    """`log(rollout_id, args, samples, extra_metrics, rollout_time)`: what it writes into extra_metrics is logged with
+    the batch; True: instead of the batch's own metrics."""
     rollout_function: str | None = None
     """`generate_rollout(args, rollout_id, data_source, evaluation=False)`: makes whole batches, instead of the
     environments' own rollouts."""
     eval_function: str | None = None
     """As rollout_function with evaluation=True: makes whole evals. None: rollout_function does, if it is given;
     "environments": the environments' own rollouts all the same."""
+    save_samples: str | None = None
+    """Path of a file per batch, in which {rollout_id} is its number from 0: its samples are written there as JSON."""
     args: dict[str, Any] = Field({})
     """More attributes of `args`."""
-
-    aliases: ClassVar[dict[str, str]] = {
-        "dynamic_sampling_filter_path": "dynamic_sampling_filter",
-        "buffer_filter_path": "buffer_filter",
-        "rollout_sample_filter_path": "sample_filter",
-        "custom_reward_post_process_path": "reward_post_process",
-        "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
-        "rollout_function_path": "rollout_function",
-        "eval_function_path": "eval_function",
-    }
 
     @property
     def eval_setting(self) -> str | None:

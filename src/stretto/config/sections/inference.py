@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -18,20 +18,6 @@ SERVED_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 
 KEY_VAR = "VLLM_API_KEY"
 """Environment variable of an engine's process: its key, where the config has none."""
-
-_SAME_IN_VLLM = (
-    "served_model_name", "dtype", "max_model_len", "gpu_memory_utilization", "block_size", "max_num_seqs",
-    "max_num_batched_tokens", "enable_prefix_caching", "enable_return_routed_experts", "enable_expert_parallel",
-    "enable_dbo", "enable_eplb", "enforce_eager", "seed",
-)  # fmt: skip
-VLLM_KEYS = {
-    "tensor_parallel_size": "parallel.tp",
-    "pipeline_parallel_size": "parallel.pp",
-    "data_parallel_size": "parallel.dp",
-    "return_sampling_mask": "enable_return_sampling_mask",
-    **{key: key for key in _SAME_IN_VLLM},
-}
-"""Options of vLLM's that are keys of [inference], also where vllm_extra has them: each has one value."""
 
 
 class ServerSection(Section):
@@ -127,6 +113,8 @@ class InferenceSection(Section):
     enable_expert_parallel: bool | None = None
     """Spread the experts of a mixture over all devices of the engine; None: where deployment.type = "disaggregated"
     takes several nodes, else not. vLLM only."""
+    enable_sleep_mode: bool = False
+    """Let /sleep free vLLM's memory, on GPUs only; [colocate] sets it. The embedded engine always can."""
     enable_dbo: bool = False
     """Overlap the communication of one half of a batch with the computation of the other. vLLM only."""
     enable_eplb: bool = False
@@ -143,6 +131,8 @@ class InferenceSection(Section):
     """CPU threads; None: given out by the launcher."""
     seed: int = 0
     """Seed of requests that bring none."""
+    env_vars: dict[str, str] = Field({})
+    """Environment variables of the engines."""
     log: LogSection = LogSection()
 
     @property
@@ -174,14 +164,3 @@ class InferenceSection(Section):
         if self.vllm_only():
             return "vllm"
         return "vllm" if has_gpu and self.device != "cpu" and find_spec("vllm") is not None else "embedded"
-
-    aliases: ClassVar[dict[str, str]] = {
-        **{f"{table}.{option}": key for table in ("vllm_extra", "vllm") for option, key in VLLM_KEYS.items()},
-        **{option: key for option, key in VLLM_KEYS.items() if "." in key},
-        "model.name": "model",
-        "model.dtype": "dtype",
-        "model.max_model_len": "max_model_len",
-        "host": "server.host",
-        "port": "server.port",
-        "vllm.model": "model",
-    }

@@ -9,6 +9,25 @@ from pydantic import Field
 from stretto.config.section import Section
 
 
+class ScratchVisionSection(Section):
+    """The vision tower of a random network, and how pictures become its patches."""
+
+    depth: int = Field(2, gt=0)
+    """Number of blocks."""
+    hidden_size: int = Field(32, gt=0)
+    """Width of the residual stream; a multiple of 4 x num_heads."""
+    intermediate_size: int = Field(64, gt=0)
+    """Width of the MLP."""
+    num_heads: int = Field(2, gt=0)
+    """Heads of attention."""
+    patch_size: int = Field(8, gt=0)
+    """Pixels along one side of a patch."""
+    merge_size: int = Field(2, gt=0)
+    """Patches along one side of what becomes one token: 2 x 2 patches of 8 pixels are a token for 16 x 16 pixels."""
+    max_tokens: int = Field(64, gt=0)
+    """Larger pictures are made smaller, to at most so many tokens; smaller ones stay as they are."""
+
+
 class ScratchSection(Section):
     """Start from a random network of this shape instead of loading weights; everything is made locally."""
 
@@ -27,6 +46,12 @@ class ScratchSection(Section):
         "qwen3_5_moe_text",
         "nemotron_h",
         "deepseek_v3",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "glm_moe_dsa",
+        "deepseek_v32",
     ] = "qwen3"
     """Architecture family; the keys on experts count for those with experts only. `nemotron_h` has one half of a block
     per layer, in turn: Mamba 2, experts, attention, experts."""
@@ -58,10 +83,15 @@ class ScratchSection(Section):
     engine and the trainer know it."""
     sliding_window: int = Field(64, gt=0)
     """Tokens that a token sees in layers with a window (`gpt_oss`, `afmoe`, `laguna`), itself included."""
+    index_topk: int = Field(64, gt=0)
+    """Tokens that a token attends to where an indexer chooses them (`glm_moe_dsa`, `deepseek_v32`)."""
     tie_word_embeddings: bool = True
     """Use the embedding matrix as output head."""
     max_position_embeddings: int = Field(512, gt=0)
     """Longest sequence the model accepts, tokens."""
+    vision: ScratchVisionSection | None = None
+    """Present: the vision tower of `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5` and `qwen3_5_moe`, which need it. The
+    tokenizer then has the Qwen-VL families' tokens for images too."""
     seed: int = 0
     """Seed of the initial weights."""
 
@@ -230,3 +260,5 @@ class RendererSection(Section):
     """Renderer family (`qwen3`, `llama-3`, ...); `auto`: by the model's `model_type`."""
     enable_thinking: bool = False
     """Leave room for a thinking block where the family has one."""
+    clear_thinking: bool | None = None
+    """Leave the thinking of earlier turns out of prompts; None: as the family does. Of the GLM-5 families alone."""

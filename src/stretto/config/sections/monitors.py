@@ -16,6 +16,8 @@ class WandbSection(Section):
     """Project name."""
     name: str | None = None
     """Name of the run there; None: the run's name."""
+    group: str | None = None
+    """Group of its processes there; None: the name."""
     entity: str | None = None
     """Team or user; None: the default of the login."""
     tags: list[str] = Field([])
@@ -35,12 +37,35 @@ class TrackioSection(Section):
     """Project name."""
 
 
+class HeartbeatSection(Section):
+    """A request after every step, for a service that alarms when none comes."""
+
+    url: str
+    """Address that is asked, `https://...`."""
+    min_interval_s: float = Field(10.0, ge=0)
+    """Seconds between two requests at least."""
+
+
+class PrometheusSection(Section):
+    """The latest metrics of trainer and orchestrator for Prometheus, at /metrics; /health answers 200."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(9400, ge=1, le=65534)
+    """TCP port of the trainer's metrics; the orchestrator's are at the next one."""
+
+
 class MonitorsSection(Section):
     """A section that is present is a monitor that is on."""
 
+    samples_interval: int | None = Field(10, gt=0)
+    """Steps between two tables of trained rollouts with histograms of their rewards and lengths, for trackers; None:
+    none. The ledger has all rollouts."""
     wandb: WandbSection | None = None
     tensorboard: TensorboardSection | None = None
     trackio: TrackioSection | None = None
+    heartbeat: HeartbeatSection | None = None
+    prometheus: PrometheusSection | None = None
 
 
 class LogSection(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,8 @@ class ClientSection(Section):
 
     base_url: list[str] | str = "http://127.0.0.1:8000/v1"
     """OpenAI-style address of the engine or router; a list spreads rollouts over several."""
+    name: str = "actor"
+    """Name of the policy for hooks, besides `actor`: get_model_url(args, name)."""
     admin_base_url: list[str] | None = None
     """Addresses of the engines themselves for admin calls; None: the same as base_url."""
     api_key_var: str = "VLLM_API_KEY"
@@ -31,9 +33,16 @@ class ClientSection(Section):
     """Longest wait for an engine to become healthy."""
     max_retries: int = Field(3, ge=0)
     """Retries of a request that failed for reasons of infrastructure."""
+    headers: dict[str, str] = Field({})
+    """Headers of every request."""
+    headers_from_env: dict[str, str] = Field({})
+    """Headers of every request, and the environment variables that hold their values, such as a gateway's key."""
     api: Literal["tokens", "chat"] = "tokens"
     """`tokens`: our engines and vLLM, token ids in and out; `chat`: any server with /chat/completions, text only,
     for the verb `eval`."""
+    split_samples: bool = False
+    """Ask for each sample in a request of its own, not for a group in one. `rl` sets it for prefill and decode engines,
+    where the cache of a request is fetched once."""
     served_model: str | None = None
     """Model named in requests of api = "chat"; None: the first the server lists."""
     liveness_interval_s: float = Field(5.0, gt=0)
@@ -45,8 +54,6 @@ class ClientSection(Section):
     extra_headers_from_state: dict[str, Literal["trajectory_id"]] = Field({"X-Session-ID": "trajectory_id"})
     """Headers of requests for tokens, and what of the rollout they carry: `trajectory_id` is its id, by which a router
     sends its turns to one engine."""
-
-    aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s", "wait_for_ready_timeout": "ready_timeout_s"}
 
 
 class SamplingOverrides(Section):
@@ -64,8 +71,6 @@ class SamplingOverrides(Section):
     """Tokens in one reply."""
     ignore_eos: bool | None = None
     """Go on past end tokens up to the limit: fixed lengths, for benchmarks."""
-
-    aliases: ClassVar[dict[str, str]] = {"max_tokens": "max_completion_tokens"}
 
     def over(self, sampling: SamplingSection) -> SamplingSection:
         """The sampling with what is set here."""
@@ -133,8 +138,6 @@ class TrainEnvSection(EnvSection):
     """Deadline of one of its rollouts; None: the run's."""
     curriculum: CurriculumSection = CurriculumSection()
 
-    aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
-
 
 class ReplaySection(Section):
     """top_p, top_k and min_p in training: engines say which tokens each token was drawn from, and the trainer takes its
@@ -165,8 +168,6 @@ class EvalEnvSection(EnvSection):
     sampling: SamplingOverrides = SamplingOverrides()
     """How it is sampled."""
 
-    aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
-
 
 class EvalSection(Section):
     """Evaluation on held-out tasks, before, during and after training.
@@ -193,8 +194,6 @@ class EvalSection(Section):
     log_samples: int = Field(2, ge=0)
     """Conversations per environment and mode for the log and trackers, shortened: the best, the worst, then any."""
     sampling: SamplingSection = SamplingSection()
-
-    aliases: ClassVar[dict[str, str]] = {"rollouts_per_example": "group_size"}
 
     def is_due(self, version: int, *, end: int | None) -> bool:
         """Is `version` one that the run evaluates? The first and the last (`end`), and every interval between."""
@@ -229,6 +228,11 @@ class OrchestratorKeys(Section):
     """Training environments, `[[orchestrator.env]]`."""
     eval: EvalSection | None = None
     algo: Algo = GrpoAlgo()
+    debug: Literal["rollouts", "training"] | None = None
+    """One half of the run alone. rollouts: there is no trainer, batches are made, counted and dropped, and the engines
+    keep the weights they start with. training: there are no engines, and hooks.rollout_function gives saved ones."""
+    frozen_models: dict[str, TeacherSection] = Field({})
+    """By name: other frozen models that hooks ask, and where they run. `rl` fills it in from [models]."""
     teacher: TeacherSection | None = None
     batch_size: int = Field(128, gt=0)
     """Rollouts in one training step; a multiple of group_size."""
@@ -253,9 +257,9 @@ class OrchestratorKeys(Section):
     batch_order: Literal["dispatch", "finished"] = "dispatch"
     """Which groups make a batch: `dispatch`, the earliest drawn, waiting for those still running, so that short
     rollouts are not preferred; `finished`, the first that finish, which waits less and favours short ones."""
-    oversampling_factor: float = Field(1.0, ge=1)
-    """Groups in flight, relative to (max_async_level + 1) batches. None is thrown away: what a batch does not
-    take is in the next one. Above 1 needs max_async_level >= 1."""
+    oversampling_factor: float | None = Field(None, ge=1)
+    """Rollouts in flight, relative to one batch; None: max_async_level + 1. Less bounds how many run at once. More
+    starts groups early, and none is thrown away: what a batch does not take is in the next one."""
     partial_rollout: bool = True
     """Keep the tokens of rollouts that a stop interrupts, and the turns that a crash does; a resumed run goes on
     from them. False: such rollouts are played again."""
@@ -267,20 +271,15 @@ class OrchestratorKeys(Section):
     """Consecutive failed groups after which the run stops with the cause."""
     rollout_timeout_s: float | None = Field(600.0, gt=0)
     """Deadline of one rollout."""
+    tasks_per_minute: int | None = Field(None, gt=0)
+    """Groups begun per minute, evenly over it, for environments that start something slow or costly; None: no limit."""
+    env_vars: dict[str, str] = Field({})
+    """Environment variables of the orchestrator and of its environments."""
     ledger: LedgerSection = LedgerSection()
     num_train_workers: int = Field(1, gt=0)
     """Data-parallel trainer ranks to pack for."""
     stall_timeout_s: float = Field(600.0, gt=0)
     """A run without progress for longer dumps stacks and queue depths, then stops."""
-
-    aliases: ClassVar[dict[str, str]] = {
-        "rollouts_per_example": "group_size",
-        "async_level": "max_async_level",
-        "max_inflight_requests": "max_inflight_rollouts",
-        "sampling": "train.sampling",
-        "train.env": "env",
-        "student.client": "client",
-    }
 
     def env_of(self, name: str) -> TrainEnvSection | None:
         """The section of a training environment, by its name."""
@@ -329,5 +328,3 @@ class OrchestratorKeys(Section):
 
 class OrchestratorSection(OrchestratorKeys, RunKeys):
     """All keys of the orchestrator process: its own and the run's."""
-
-    aliases: ClassVar[dict[str, str]] = {"student.model": "model", "wandb": "monitors.wandb"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from stretto.config.section import Section
@@ -14,6 +16,20 @@ from stretto.config.sections.transport import (
     WeightBroadcast,
     ZmqRollouts,
 )
+
+
+class ColocateSection(Section):
+    """Present: trainer and engines take turns on the same devices: one puts its memory away before the other takes its
+    own. Steps are synchronous."""
+
+    offload_train: bool = True
+    """The trainer puts weights and optimizer state into the memory of the host, on a CPU into a file, while engines
+    sample."""
+    offload_rollout: bool = True
+    """Engines sleep while the trainer trains."""
+    sleep_level: Literal[1, 2] = 2
+    """Of sleeping engines: 1 keeps their weights in the memory of the host; 2 drops them, for the next version brings
+    all. An adapter's or a delta's does not."""
 
 
 class RunKeys(Section):
@@ -29,6 +45,7 @@ class RunKeys(Section):
     """Seed of everything random."""
     rollout_transport: RolloutTransport = ZmqRollouts()
     weight_broadcast: WeightBroadcast = ShmWeights()
+    colocate: ColocateSection | None = None
     control: ControlSection = ControlSection()
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -65,7 +65,13 @@ class MuonOptim(OptimSection):
     """Added to the root of AdamW's second moment."""
 
 
-Optim = Annotated[AdamWOptim | SgdOptim | MuonOptim, Field(discriminator="type")]
+class SignSgdOptim(OptimSection):
+    """Every weight moves by lr, in the direction of its gradient's sign; no state."""
+
+    type: Literal["sign_sgd"] = "sign_sgd"
+
+
+Optim = Annotated[AdamWOptim | SgdOptim | MuonOptim | SignSgdOptim, Field(discriminator="type")]
 
 
 Steps = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
@@ -117,6 +123,17 @@ class CosineScheduler(FallingScheduler):
 Scheduler = Annotated[ConstantScheduler | LinearScheduler | CosineScheduler, Field(discriminator="type")]
 
 
+class CriticPlacement(Section):
+    """Present: the critic has ranks of its own, beside the policy's, as processes `critic`."""
+
+    num_workers: int = Field(1, gt=0)
+    """Its data-parallel ranks, each cp x tp processes as the policy's are; they divide the policy's number."""
+    host: str = "127.0.0.1"
+    """Address of the policy's first rank, where both meet; over several machines the first node's."""
+    port: int = Field(29600, ge=1, le=65535)
+    """Port there."""
+
+
 class CriticSection(Section):
     """A critic, trained beside the policy: its network with an output of one number, and an optimizer of its own."""
 
@@ -126,7 +143,9 @@ class CriticSection(Section):
     save: Path | None = None
     """Directory of its exports, one `step_N` whenever the policy's weights are exported; None: RUN/critic."""
     lr: float | None = Field(None, gt=0)
-    """Learning rate; None: the peak of the policy's. The other settings of its optimizer are the policy's."""
+    """Learning rate; None: the peak of the policy's."""
+    optim: Optim | None = None
+    """Present: an optimizer with settings of its own, learning rate included; None: those of the policy's."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Steps of linear rise from 0; then the rate stays."""
     num_critic_only_steps: int = Field(0, ge=0)
@@ -134,6 +153,7 @@ class CriticSection(Section):
     value_clip: float | None = Field(0.2, gt=0)
     """Most that a value may move within a step of several updates, in reward units; None: no limit. The first update of
     a step is not limited, so that with one update it does nothing."""
+    placement: CriticPlacement | None = None
 
 
 class CkptWeightsSection(Section):
@@ -171,12 +191,40 @@ def num_kept(ckpt: CkptSection) -> int | None:
     return CHECKPOINTS_BY_TIME if ckpt.keep_last is None and is_by_time else ckpt.keep_last
 
 
+class TrainerHooksSection(Section):
+    """A user's functions in the trainer by import path, `module:function`, in vime's terms; docs/data.md has what they
+    are given. Each rank calls them."""
+
+    init: str | None = None
+    """`init(args)`: called once, when model and optimizer are built."""
+    before_log_prob: str | None = None
+    """`before(args, model, store_prefix)`: called before each pass that only computes log-probabilities; the prefix is
+    "" for the policy, "ref_" for the reference."""
+    before_train_step: str | None = None
+    """`before(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)`: called before each update."""
+    advantages: str | None = None
+    """`advantages(args, rollout_data)`: sets rollout_data["advantages"], per sample one number per token of its
+    response, and "returns" if there is a critic."""
+    data_postprocess: str | None = None
+    """`process(args, rollout_id, rollout_data)`: may change the data of a step when its log-probabilities and
+    advantages are known."""
+    tis: str | None = None
+    """`tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)`: the
+    losses per token, a mask per sample and metrics after a correction for off-policy data. It gets trained ones."""
+    args: dict[str, Any] = Field({})
+    """More attributes of `args`."""
+
+
+MatmulPrecision = Literal["highest", "high", "medium"]
+
+
 class TrainerKeys(Section):
     """What only the trainer process has."""
 
     optim: Optim = AdamWOptim()
     scheduler: Scheduler = ConstantScheduler()
     loss: Loss = DefaultLoss()
+    hooks: TrainerHooksSection = TrainerHooksSection()
     advantages: Advantages | None = None
     """Present: the orchestrator sends scores, and tokens get their advantages here."""
     critic: CriticSection | None = None
@@ -190,6 +238,10 @@ class TrainerKeys(Section):
     """Longest wait for a batch before the trainer stops."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of one rank; None: given out by the launcher."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
+    env_vars: dict[str, str] = Field({})
+    """Environment variables of the trainer alone."""
     enable_router_replay: bool = False
     """Use the experts that the engine chose for each token, not those this process would choose; with `rl` this
     also sets inference.enable_return_routed_experts. Tokens without choices are routed here."""
@@ -201,5 +253,3 @@ class TrainerSection(TrainerKeys, RunKeys):
     """All keys of the trainer process: its own and the run's."""
 
     ckpt: CkptSection | None = CkptSection()
-
-    aliases: ClassVar[dict[str, str]] = {"model.seq_len": "seq_len", "wandb": "monitors.wandb"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -86,8 +86,6 @@ class FilesystemWeights(WeightsSection):
 class CollectiveWeights(WeightsSection):
     """Weights are broadcast from trainer to engines (NCCL on GPUs, gloo on CPUs); no file system is shared."""
 
-    tag_aliases: ClassVar[tuple[str, ...]] = ("nccl",)
-
     type: Literal["collective"] = "collective"
     host: str = "127.0.0.1"
     """Address of the trainer's first rank, as engines reach it."""
@@ -98,8 +96,6 @@ class CollectiveWeights(WeightsSection):
     join_timeout_s: float = Field(60.0, gt=0)
     """Longest wait of engines for each other before a broadcast, and of one broadcast: what an engine costs that
     dies in an update."""
-
-    aliases: ClassVar[dict[str, str]] = {"timeout": "timeout_s"}
 
 
 class IpcWeights(WeightsSection):

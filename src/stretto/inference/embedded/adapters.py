@@ -249,6 +249,18 @@ class Adapters:
             else:
                 out.index_add_(0, part.rows[: part.num_rows], delta[: part.num_rows])
 
+    def matrices(
+        self, name: str
+    ) -> Callable[[], list[tuple[Int[Tensor, " rows"] | None, int, Float[Tensor, "in out"]]]]:
+        """For parts/sparse_mla.py: what adapters add to parameter `name` as [in, out], and to which rows."""
+
+        def found() -> list[tuple[Tensor | None, int, Tensor]]:
+            parts = [part for part in self._selection.parts if name in part.adapter.pairs]
+            matrix = lambda a, b: self._selection.product(a.mT, b)
+            return [(part.rows, part.num_rows, matrix(*part.adapter.pairs[name])) for part in parts]
+
+        return found
+
     def _adapt_experts(self) -> None:
         """Replace the model's Experts by AdaptedExperts, which share their weights."""
         if self._is_adapted:

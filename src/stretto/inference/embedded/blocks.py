@@ -7,13 +7,15 @@ A block is `block_size` token positions in every layer. It is in exactly one of 
     free, cached  refs = 0, but its content is registered under a hash: found by `lookup`; evicted, least recently
                   used first, when no other free block is left
 
-A hash covers the block's tokens, every token before them and the salt, so equal hashes mean equal content under equal
-weights. Block 0, the null block, has no owner: padding rows write to it. The tensors are in kv_cache.py.
+A hash covers the block's tokens, the images they show, all that is before them and the salt, so equal hashes mean equal
+content under equal weights. Block 0, the null block, has no owner: padding rows write to it. The tensors are in
+kv_cache.py.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -25,12 +27,24 @@ if TYPE_CHECKING:
 NULL_BLOCK = 0
 
 
-def chain_hashes(seed: bytes, token_ids: Int32[np.ndarray, " tokens"], block_size: int) -> list[bytes]:
-    """One hash per full block of token_ids (int32), over the seed and all tokens up to its end."""
+def chain_hashes(
+    seed: bytes,
+    token_ids: Int32[np.ndarray, " tokens"],
+    block_size: int,
+    marks: Mapping[int, bytes] | None = None,
+    *,
+    first_block: int = 0,
+) -> list[bytes]:
+    """One hash per full block of token_ids (int32), over the seed and all tokens up to its end.
+
+    marks: by number of a block, what it holds besides its tokens; token_ids begin in block first_block.
+    """
+    marks = marks or {}
     data, step = token_ids.tobytes(), block_size * token_ids.itemsize
     hashes, last = [], seed
-    for start in range(0, len(data) - step + 1, step):
-        last = blake2b(last + data[start : start + step], digest_size=16).digest()
+    for block, start in enumerate(range(0, len(data) - step + 1, step), first_block):
+        content = last + data[start : start + step] + marks.get(block, b"")
+        last = blake2b(content, digest_size=16).digest()
         hashes.append(last)
     return hashes
 

@@ -25,16 +25,21 @@ from stretto.inference.embedded.blocks import BlockPool
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.kv_cache import KVCache
 from stretto.inference.embedded.limits import refusal_reason
+from stretto.inference.embedded.mixers.chosen_keys import ChosenKeyCache
+from stretto.inference.embedded.mixers.states import StateCache, free_memory, sequences_that_fit
 from stretto.inference.embedded.native_cache import NativeCache
 from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, RequestState, Scheduler
 from stretto.inference.embedded.slots import SequenceSlots, SequenceState
-from stretto.inference.embedded.states import StateCache, free_memory, sequences_that_fit
+from stretto.inference.embedded.vision import prompt as image_prompts
+from stretto.inference.embedded.vision.prompt import ImagePrompt
+from stretto.inference.embedded.vision.store import ImageStore
 from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
 from stretto.models.native.kernels import Kernels
+from stretto.models.native.put_away import PutAway
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightManifest
 
@@ -111,9 +116,13 @@ class EngineCore:
         self.states = None
         if model.config.has_recurrence:
             self.states = StateCache(model, max_sequences=self.max_num_seqs, is_exact=is_exact)
+        self.images = None
+        if model.config.vision is not None:
+            self.images = ImageStore(model.model.visual, weight.device)
         self.runner = Runner(
-            model, self.cache, self.adapters, expert_choices=self.expert_choices, states=self.states
-        )
+            model, self.cache, self.adapters, expert_choices=self.expert_choices, states=self.states,
+            images=self.images,
+        )  # fmt: skip
         if is_exact:
             self.runner.tile = find_model_tile(self.runner.model)
         self.slots = SequenceSlots(self.max_num_seqs, self.max_model_len, settings.block_size)
@@ -130,6 +139,7 @@ class EngineCore:
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
         self.version = version
+        self._weights_away, self._cache_away = PutAway(), PutAway()
         self.requests: dict[str, EngineRequest] = {}
         self._latest_batch: _SamplingBatch | None = None  # from the step before
 
@@ -139,6 +149,11 @@ class EngineCore:
         block_size = self.settings.block_size
         if kernels is not None:
             return NativeCache(self.config, num_blocks + 1, block_size, self.max_model_len, kernels)
+        if self.config.chooses_keys:
+            return ChosenKeyCache(
+                self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,
+                device=weight.device, is_exact=is_exact,
+            )  # fmt: skip
         slab_tokens = (
             num_blocks * block_size // _BLOCK_KEYS_PER_SLAB_KEY if weight.device.type == "cpu" else 0
         )
@@ -173,20 +188,21 @@ class EngineCore:
             key = f"{self.settings.seed} {spec.request_id}".encode()
             seed = int.from_bytes(blake2b(key, digest_size=8).digest())
         adapter = None if spec.adapter is None else self.adapters.get(spec.adapter)
-        return EngineRequest(spec, stop_ids, seed, min(end, self.max_model_len), adapter=adapter)
+        vision = self.config.vision
+        images = None if vision is None else ImagePrompt.of(spec, vision)
+        end = min(end, self.max_model_len)
+        return EngineRequest(spec, stop_ids, seed, end, adapter=adapter, images=images)
 
     def refusal_reason(self, spec: GenerateRequest) -> str | None:
         """Why this request cannot be served, in words for its sender; None if it can."""
         if spec.adapter is not None and self.adapters.get(spec.adapter) is None:
             return f"model: no adapter is called {spec.adapter!r}"
-        if spec.images:  # never computed as if they were text
-            return 'features: the embedded engine takes no images; set [inference] engine = "vllm"'
         return refusal_reason(
             spec,
             vocab_size=self.config.vocab_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
-        )
+        ) or image_prompts.refusal_reason(spec, self.config.vision)
 
     def submit(self, request: EngineRequest) -> None:
         assert request.request_id not in self.requests, f"request id {request.request_id} is in use"
@@ -234,6 +250,8 @@ class EngineCore:
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights in place; running sequences keep their cache and go on under them."""
+        if self.images is not None:
+            tensors = self.images.watch(tensors)
         with torch.no_grad():
             load_tensors(self.model, tensors)
         self.adapters.unload(None)
@@ -279,6 +297,29 @@ class EngineCore:
         except DataError as error:
             return str(error)
         return None
+
+    def put_away(self, *, keeps_weights: bool) -> int:
+        """Free the memory of cache, weights and images; bytes. No request may be running."""
+        assert not self.has_work, "end requests first"
+        self.reset_prefix_cache()
+        self.cache.running.slabs.clear()
+        image_bytes = 0 if self.images is None else self.images.clear()
+        tensors = self.model.parameters()
+        if keeps_weights:
+            tensors = (*tensors, *self.model.buffers())
+        freed = self._weights_away.put_away(tensors, keeps=keeps_weights)
+        return freed + image_bytes + self._cache_away.put_away([self.cache.blocks], keeps=False)
+
+    def bring_back(self, tags: Iterable[str]) -> bool:
+        """Take memory again for `weights` or `kv_cache`; whether all is there."""
+        for tag, away in (("weights", self._weights_away), ("kv_cache", self._cache_away)):
+            if tag in tags and away.is_away:
+                away.bring_back()
+        return not (self._weights_away.is_away or self._cache_away.is_away)
+
+    @property
+    def are_weights_away(self) -> bool:
+        return self._weights_away.is_away
 
     def reset_prefix_cache(self) -> None:
         self.pool.clear_prefix_cache()
@@ -458,7 +499,8 @@ def _cache_size(model: Decoder, settings: CoreSettings) -> tuple[int, int]:
 
 def _tokens_that_fit(model: Decoder, settings: CoreSettings, device: torch.device) -> int:
     """Tokens of cache that the free memory of the device allows."""
-    per_token = KVCache.bytes_per_token(model.config, model.output_weight.dtype)
+    kind = ChosenKeyCache if model.config.chooses_keys else KVCache
+    per_token = kind.bytes_per_token(model.config, model.output_weight.dtype)
     if not per_token:  # no layer attends
         return max(_CPU_CACHE_TOKENS, model.config.max_position_embeddings)
     if device.type == "cuda":

@@ -1,6 +1,7 @@
 """The engine on an event loop: requests and admin calls take effect between two steps.
 
     RUNNING <-> PAUSED               pause(keep), pause(abort), resume
+    RUNNING, PAUSED -> SLEEPING      sleep; -> RUNNING when weights and cache are both woken
     RUNNING -> DRAINING -> PAUSED    pause(wait); requests that arrive while draining are held until resume
     any -> FAILED                    a step raised; every request fails, `run` raises, the process ends
 
@@ -34,8 +35,10 @@ from stretto.inference.embedded.metrics import Metrics
 from stretto.inference.embedded.scheduler import EngineRequest, RequestState
 from stretto.inference.text import Decode, TokenWatcher
 from stretto.models.lora import Adapter, load_adapter
+from stretto.models.tracing.tracer import Tracer
 from stretto.records.generate import GenerateRequest
 from stretto.records.weights import WeightGroup, WeightManifest
+from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 from stretto.transports.weights import receive
 
@@ -46,7 +49,11 @@ class EngineState(StrEnum):
     RUNNING = "running"
     DRAINING = "draining"
     PAUSED = "paused"
+    SLEEPING = "sleeping"
     FAILED = "failed"
+
+
+_STANDING = (EngineState.PAUSED, EngineState.SLEEPING)
 
 
 class _PartialLoadError(EngineError):
@@ -68,11 +75,12 @@ class Engine:
 
     def __init__(
         self, core: EngineCore, *, model_name: str = "model", max_waiting: int = 4096,
-        decoder: Callable[[], Decode] | None = None,
+        decoder: Callable[[], Decode] | None = None, tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.core, self.max_waiting, self.state = core, max_waiting, EngineState.RUNNING
         self.metrics = Metrics(model_name)
         self._decoder = decoder
+        self._tracer = tracer or Tracer(None, "", frozenset())
         self._inbox: list[EngineRequest] = []
         self._cancelled: list[str] = []
         self._held_requests: dict[EngineRequest, None] = {}
@@ -158,6 +166,8 @@ class Engine:
         Raises: Refusal if they belong to another model, WireError if they cannot be read; in both cases nothing has
         changed.
         """
+        if self.core.are_weights_away:
+            raise Refusal(f"the engine sleeps; POST {api.WAKE_UP}?tags=weights first", 409)
         reason = self.core.weights_refusal_reason(manifest)
         if reason is not None:
             raise Refusal(reason)
@@ -265,6 +275,32 @@ class Engine:
 
         await self._between_steps(command)
 
+    async def sleep(self, level: int) -> None:
+        """End running requests and free memory: the cache, and weights, which level 1 keeps in a file."""
+
+        async def command() -> None:
+            if self.state is EngineState.SLEEPING:
+                return
+            self._deliver(self.core.abort())
+            self.state = EngineState.SLEEPING
+            work = lambda: self.core.put_away(keeps_weights=level == 1)
+            freed = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            logger.info("asleep at level %d: %d bytes freed", level, freed)
+
+        await self._between_steps(command)
+
+    async def wake_up(self, tags: Iterable[str]) -> None:
+        """Take memory for `weights` or `kv_cache` again; with both, requests go on."""
+
+        async def command() -> None:
+            if self.state is not EngineState.SLEEPING:
+                return
+            work = lambda: self.core.bring_back(tags)
+            if await asyncio.get_running_loop().run_in_executor(self._thread, work):
+                self.state = EngineState.RUNNING
+
+        await self._between_steps(command)
+
     async def reset_prefix_cache(self) -> None:
         async def command() -> None:
             self.core.reset_prefix_cache()
@@ -288,7 +324,7 @@ class Engine:
         try:
             while True:
                 await self._apply_commands()
-                if self.state is EngineState.PAUSED or not self.core.has_work:
+                if self.state in _STANDING or not self.core.has_work:
                     if self.state is EngineState.DRAINING:
                         self.state = EngineState.PAUSED
                         self._resolve_drained()
@@ -310,7 +346,9 @@ class Engine:
     def close(self) -> None:
         self._is_closing = True
         self._fail_all(EngineError("the engine is shutting down"))
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._tracer.is_tracing:  # it must end in the thread in which it began
+            self._thread.submit(self._tracer.close)
+        self._thread.shutdown(wait=False, cancel_futures=not self._tracer.is_tracing)
 
     async def _step(self) -> None:
         finished = await asyncio.get_running_loop().run_in_executor(self._thread, self._make_steps)
@@ -322,6 +360,7 @@ class Engine:
     def _make_steps(self) -> list[EngineRequest]:
         """Make steps, in the thread, until a request ends or the event loop must act."""
         while True:
+            self._tracer.before_pass(self.core.version)
             finished = self.core.step()
             must_return = (
                 self._inbox or self._commands or self._cancelled or self._streams or self._is_closing

@@ -38,6 +38,8 @@ _MAX_ELEMENTS = 1 << 22  # elements of the keys or scores of one product
 class PassRows:
     """Rows of a pass: row i is token positions[i] of slot owners[i] (-1: padding).
 
+    rotations: positions by which rows are rotated, [rows] or [3, rows] (vision/rows.py); None: `positions`.
+
     Row i reads widths[width_index[i]] keys. They are in row places[i] of the slab of that width or, if places[i] is
     -1, in the blocks of the slot's row of `tables`. Rows are sorted by width_index; of one width, rows in slabs come
     first, in the order of their places.
@@ -48,10 +50,18 @@ class PassRows:
     width_index: Int[np.ndarray, " rows"]
     places: Int[np.ndarray, " rows"]
     tables: Int[np.ndarray, "slots blocks"]
+    rotations: Int[np.ndarray, "*axes rows"] | None = None
 
     def cut(self, rows: slice) -> PassRows:
         parts = (x[rows] for x in (self.owners, self.positions, self.width_index, self.places))
-        return PassRows(*parts, self.tables)
+        rotations = None if self.rotations is None else self.rotations[..., rows]
+        return PassRows(*parts, self.tables, rotations)
+
+    def advance(self) -> None:
+        """Each row one token further, behind the prompts."""
+        self.positions += 1
+        if self.rotations is not None:
+            self.rotations += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class NativeCache(KVCache):
             "block_size": block_size, "num_blocks": num_blocks, "cos": cos, "sin": sin,
             "eps": config.rms_norm_eps, "scale": self.scale,
         }  # fmt: skip
-        self._layers = list(self.blocks.unbind())
+        self._layers, self._sections = list(self.blocks.unbind()), config.rope.sections
 
     def layout(self, rows: PassRows) -> PassLayout:
         return PassLayout(rows, torch.empty(0), [])
@@ -56,12 +56,18 @@ class NativeCache(KVCache):
         """Nothing to prepare: `attend` reads the rows."""
 
     def attend(self, layout: PassLayout) -> NativeAttend:
-        rows = layout.rows
+        rows, sizes, turns, tables = layout.rows, self._sizes, layout.rows.rotations, ()
+        if turns is not None and turns.ndim == 2:  # tables of these rows instead of those by position
+            angles = self._angles.select(torch.from_numpy(turns), self._sections)
+            tables = cos, sin = angles.cos.contiguous(), angles.sin.contiguous()
+            sizes = sizes | {"cos": cos.data_ptr(), "sin": sin.data_ptr()}
+            turns = np.arange(len(rows.owners))
         how = AttentionPass(
             rows=len(rows.owners), table_width=rows.tables.shape[1], threads=torch.get_num_threads(),
             owners=rows.owners.ctypes.data, positions=rows.positions.ctypes.data, tables=rows.tables.ctypes.data,
-            **self._sizes,
+            turns=None if turns is None else turns.ctypes.data, **sizes,
         )  # fmt: skip
+        how.memory = (turns, tables)  # as long as there are pointers to it
 
         def attend(
             layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None

@@ -19,11 +19,13 @@ from torch import Tensor
 from stretto.inference.embedded.adapters import Adapters
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.kv_cache import KVCache, PassLayout, PassRows
+from stretto.inference.embedded.mixers.states import StateCache
 from stretto.inference.embedded.native_cache import NativeCache
 from stretto.inference.embedded.sampler import token_logprobs
 from stretto.inference.embedded.scheduler import StepPlan
 from stretto.inference.embedded.slots import SequenceSlots
-from stretto.inference.embedded.states import StateCache
+from stretto.inference.embedded.vision.rows import find_rotations
+from stretto.inference.embedded.vision.store import ImageStore
 from stretto.models.decoder import Decoder
 from stretto.models.fused import FusedDecoder, ModuleDecoder, build_pass
 from stretto.models.lm_head import head_logits
@@ -104,10 +106,13 @@ class Runner:
         tile: int | None = None,
         expert_choices: ExpertChoices | None = None,
         states: StateCache | None = None,
+        images: ImageStore | None = None,
     ) -> None:
-        self.cache, self.adapters, self.states = cache, adapters, states
+        self.cache, self.adapters, self.states, self.images = cache, adapters, states, images
         kernels = cache.kernels if isinstance(cache, NativeCache) else None
         self.model = build_pass(model, kernels)
+        if isinstance(self.model, ModuleDecoder):
+            self.model.use_matrices(adapters.matrices)
         self.output_weight = model.output_weight
         self.tile, self.expert_choices = tile, expert_choices
         self.device = cache.device
@@ -141,7 +146,7 @@ class Runner:
             return None
         latest.num_left -= 1
         for layout in latest.layouts:
-            layout.rows.positions += 1
+            layout.rows.advance()
             if slots.blocks is not layout.rows.tables:
                 layout.rows.tables = slots.blocks
             self.cache.advance(layout)
@@ -169,6 +174,7 @@ class Runner:
         order = np.lexsort((np.where(places < 0, nth, places), places < 0, width_index))
         rows = PassRows(owners[order], positions[order], width_index[order], places[order], slots.blocks)
         rows = _padded(rows, -len(order) % (self.tile or _ROW_MULTIPLE))
+        rows.rotations = find_rotations(slots, rows.owners, rows.positions)
         step = self.tile or len(rows.owners)
         cuts = [slice(low, low + step) for low in range(0, len(rows.owners), step)]
         layouts = [self.cache.layout(rows.cut(cut) if len(cuts) > 1 else rows) for cut in cuts]
@@ -191,13 +197,17 @@ class Runner:
             rows, documents = layout.rows, whole.documents[i : i + 1]
             tokens = slots.tokens[rows.owners, rows.positions].astype(np.int64)
             ids = torch.from_numpy(tokens).to(self.device)
-            at = torch.from_numpy(rows.positions).to(self.device)
+            at = rows.positions if rows.rotations is None else rows.rotations
+            at = torch.from_numpy(at).to(self.device)
             routing = self._routing()
             adapt = None
             if self.adapters.is_used:
                 adapter_ids = np.where(rows.owners < 0, -1, slots.adapter[rows.owners])
                 adapt = self.adapters.add if self.adapters.select(adapter_ids) else None
-            hidden.append(self.model(ids, at, self.cache.attend(layout), routing, adapt, *documents))
+            shown = None
+            if self.images is not None:
+                shown = self.images.vectors(slots, rows.owners, rows.positions)
+            hidden.append(self.model(ids, at, self.cache.attend(layout), routing, adapt, shown, *documents))
             if self.expert_choices is not None:
                 self.expert_choices.write(slots.blocks, rows.owners, rows.positions, routing)
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)

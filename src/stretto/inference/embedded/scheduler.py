@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -27,6 +27,7 @@ from stretto.inference.embedded.blocks import BlockPool, chain_hashes
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.sampler import stream_key
 from stretto.inference.embedded.slots import SequenceSlots, SequenceState
+from stretto.inference.embedded.vision.prompt import ImagePrompt
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.records.support import Support
 
@@ -71,6 +72,8 @@ class EngineRequest:
     first_token_s: float | None = None
     watcher: object | None = None  # a TokenWatcher: reads this request's tokens as they are sampled
     adapter: LoadedAdapter | None = None  # None for the engine's own model
+    images: ImagePrompt | None = None
+    image_marks: Mapping[int, bytes] = field(default_factory=dict)  # by block, for its hash
     failure: Exception | None = None  # why this request alone failed
 
     @property
@@ -382,8 +385,11 @@ class Scheduler:
                 request.end, member, stream_key(request.seed, member), inv_temperature, is_greedy, top_k,
                 params.top_p, params.min_p, is_filtered, request.watcher is not None,
                 POLICY if request.adapter is None else request.adapter.id,
+                0 if request.images is None else request.images.shift,
             )  # fmt: skip
             self.request_of[slot] = request
+            if request.images is not None:
+                slots.images[slot] = request.images
             if self.returns_supports and is_filtered:
                 self.supports[slot] = []
         slots.tokens[seats, : len(prompt)] = prompt
@@ -396,7 +402,11 @@ class Scheduler:
             salt = f"{request.adapter.salt} of version {self.version}, {salt}"
         request.hash_seed = blake2b(salt.encode(), digest_size=16).digest()
         if self.pool.is_caching:
-            request.prompt_hashes = chain_hashes(request.hash_seed, prompt, self.block_size)
+            if request.images is not None:
+                request.image_marks = request.images.marks(self.block_size)
+            request.prompt_hashes = chain_hashes(
+                request.hash_seed, prompt, self.block_size, request.image_marks
+            )
 
     def _admit(self, slot: int, budget: int, num_admitted: int) -> int:
         """Give a slot the blocks of its first chunk, cached ones first.
@@ -434,7 +444,13 @@ class Scheduler:
         if full > len(hashes):
             tail = self.slots.tokens[slot, len(hashes) * self.block_size : full * self.block_size]
             seed = hashes[-1] if hashes else request.hash_seed
-            hashes = hashes + chain_hashes(seed, np.ascontiguousarray(tail), self.block_size)
+            hashes = hashes + chain_hashes(
+                seed,
+                np.ascontiguousarray(tail),
+                self.block_size,
+                request.image_marks,
+                first_block=len(hashes),
+            )
         return hashes
 
     def _count_admission(self, request: EngineRequest, cached: int) -> None:

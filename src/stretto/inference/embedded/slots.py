@@ -9,8 +9,12 @@ has tokens but no blocks. Only scheduler.py changes states.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from stretto.inference.embedded.vision.prompt import ImagePrompt
 
 
 class SequenceState(IntEnum):
@@ -40,6 +44,7 @@ _ROW = np.dtype(
         ("is_filtered", np.bool_),  # by top_k, top_p or min_p
         ("is_watched", np.bool_),  # a TokenWatcher reads its tokens: stop strings, streaming
         ("adapter", np.int32),  # id of the adapter; 0 for the engine's own model
+        ("shift", np.int64),  # position minus index behind the prompt; 0 without images
     ]
 )
 
@@ -69,6 +74,8 @@ class SequenceSlots:
         self.is_filtered = rows["is_filtered"]
         self.is_watched = rows["is_watched"]
         self.adapter = rows["adapter"]
+        self.shift = rows["shift"]
+        self.images: dict[int, ImagePrompt] = {}  # by slot, of those whose prompts have some
         self.stop_ids = np.full((capacity, 1), -1, np.int64)
         self._resize(min(256, max_len))
         self._free = list(range(capacity - 1, -1, -1))
@@ -86,6 +93,9 @@ class SequenceSlots:
     def free(self, slots: list[int]) -> None:
         self.state[slots] = SequenceState.FREE
         self._free.extend(slots)
+        if self.images:
+            for slot in slots:
+                self.images.pop(slot, None)
 
     def reserve(self, length: int) -> None:
         """Make sure that a sequence of `length` tokens fits in a row."""

@@ -25,7 +25,7 @@ from stretto.inference.embedded.limits import (
     MAX_TOP_K,
     MIN_TEMPERATURE,
 )
-from stretto.transports.engine import api
+from stretto.transports.engine import api, updates
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.images import VisionSizes, refusal_reason
 
@@ -33,14 +33,16 @@ MAX_DEPTH = 64
 _TEXT_ROUTES = (api.COMPLETIONS, api.CHAT_COMPLETIONS, api.TOKENIZE, api.DETOKENIZE)
 _KINDS = {
     api.GENERATE: api.GenerateBody,
-    api.UPDATE_WEIGHTS: api.UpdateBody,
-    api.FINISH_UPDATE: api.FinishBody,
+    api.UPDATE_WEIGHTS: updates.UpdateBody,
+    api.FINISH_UPDATE: updates.FinishBody,
     api.LOAD_ADAPTER: api.LoadAdapterBody,
     api.UNLOAD_ADAPTER: api.UnloadAdapterBody,
     api.ABORT: api.AbortBody,
     api.ABORT_REQUESTS: api.AbortBody,
 }
-_BODILESS = frozenset({api.PAUSE, api.RESUME, api.START_UPDATE, api.RESET_PREFIX_CACHE})
+_BODILESS = frozenset(
+    {api.PAUSE, api.RESUME, api.START_UPDATE, api.RESET_PREFIX_CACHE, api.SLEEP, api.WAKE_UP}
+)
 """Routes that ignore their body."""
 _VLLM_ONLY = frozenset({"structured_outputs", "kv_transfer_params", "ec_transfer_params", "stream", "stream_options",
                    "output_mode", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -63,13 +65,14 @@ _MAX_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Sizes of the engine behind the routes."""
+    """Sizes of the engine behind the routes, and what it can do."""
 
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
     token_bytes: int  # of the longest token; 1 if there is no tokenizer
     vision: VisionSizes | None = None  # of the images that the model takes
+    can_sleep: bool = False  # otherwise vLLM would only stop to schedule requests, for good
 
     @classmethod
     def of(cls, state: Any) -> EngineSizes:
@@ -81,7 +84,8 @@ class EngineSizes:
             token_bytes = 1
         seqs = state.engine_client.vllm_config.scheduler_config.max_num_seqs
         vision = VisionSizes.of(model.hf_config.to_dict())
-        return cls(model.get_vocab_size(), model.max_model_len, seqs, token_bytes, vision)
+        sleeps = bool(model.enable_sleep_mode)
+        return cls(model.get_vocab_size(), model.max_model_len, seqs, token_bytes, vision, sleeps)
 
     def max_body_bytes(self, path: str) -> int:
         """The largest body of a route."""

@@ -30,6 +30,8 @@ CPU_ROUTERS_VARIABLE = "STRETTO_CPU_ROUTERS"
 """Set on a CPU, for experts that are chosen by sigmoid scores; see patches/routers.py."""
 CPU_STAGES_VARIABLE = "STRETTO_CPU_STAGES"
 """If set, the stages of a pipeline are CPU processes; see patches/stages.py."""
+LEASES_VARIABLE = "STRETTO_CACHE_LEASES"
+"""If set, caches go from engine to engine by NIXL; see patches/leases.py."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
 PLAIN_EXPERTS_VARIABLE = "STRETTO_PLAIN_EXPERTS"
@@ -58,8 +60,11 @@ def build_command(section: InferenceSection, directory: Path, *, is_cpu: bool) -
     Raises: ConfigError for an option that vLLM does not have or that the user may not set, and for a setting that
     vLLM does not support on a CPU.
     """
+    has_vision = False
     if (directory / "config.json").is_file():  # of a GPU's engine it may be elsewhere
-        ServedModel.of(directory).check()
+        model = ServedModel.of(directory)
+        model.check()
+        has_vision = model.has_vision
     options = _on_cpu(section, directory) if is_cpu else _on_gpu(section)
     options = {
         "model": str(directory),
@@ -82,6 +87,7 @@ def build_command(section: InferenceSection, directory: Path, *, is_cpu: bool) -
         "enable_expert_parallel": _spreads_experts(section, directory) or None,
         "enable_return_routed_experts": section.enable_return_routed_experts or None,
         "return_sampling_mask": section.enable_return_sampling_mask or None,
+        "enable_sleep_mode": (section.enable_sleep_mode and not is_cpu) or None,
         "enable_dbo": section.enable_dbo or None,
         "enable_eplb": section.enable_eplb or None,
         "seed": section.seed,
@@ -93,6 +99,7 @@ def build_command(section: InferenceSection, directory: Path, *, is_cpu: bool) -
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": WEIGHTS_BACKEND},
         "worker_extension_cls": WORKER,
+        "mm_device_do_normalize": False if has_vision else None,  # ours are normalised already
         "disable_uvicorn_access_log": True,
         "log_error_stack": False,  # for refused requests; the development routes turn it on
         **_adapter_options(section, is_cpu=is_cpu),
@@ -203,6 +210,8 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         WAITING_VARIABLE: str(section.server.max_waiting_requests),
     }
+    if "Nixl" in str(section.vllm_extra.get("kv_transfer_config")):
+        env[LEASES_VARIABLE] = "1"
     if section.use_deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
     if section.lora is not None and "experts" not in section.lora.target_modules:

@@ -38,13 +38,16 @@ SERVED = OPEN_ROUTES | {
     api.FINISH_UPDATE,
     api.WORLD_SIZE,
     api.RESET_PREFIX_CACHE,
+    api.SLEEP,
+    api.WAKE_UP,
+    api.IS_SLEEPING,
     api.ABORT,
     api.ABORT_REQUESTS,
     "/version",
     "/load",
     "/ping",
 }
-"""Other routes that are served; vLLM's /collective_rpc, /sleep, /server_info and others are not."""
+"""Other routes that are served; vLLM's /collective_rpc, /server_info and others are not."""
 
 
 GENERATING = frozenset({api.GENERATE, api.COMPLETIONS, api.CHAT_COMPLETIONS})
@@ -116,6 +119,8 @@ class Guard:
         if scope["method"] != "POST":
             return None
         sizes = self._sizes = self._sizes or EngineSizes.of(scope["app"].state)
+        if path in (api.SLEEP, api.WAKE_UP) and not sizes.can_sleep:
+            raise Refusal(f"{path}: this engine was started without enable_sleep_mode", 404)
         if path in GENERATING and self._max_waiting is not None:
             waiting = self._num_open - sizes.max_num_seqs
             if waiting >= self._max_waiting:

@@ -6,6 +6,10 @@ A plain `pip install` fails: it installs CUDA builds of torchvision, torchaudio 
 vLLM's server nor transformers can be imported on a machine without CUDA, and a gigabyte of Triton that a CPU does not
 use. So the package is installed without dependencies, then its dependencies without those, with torch pinned.
 
+Models with images need torchvision, though: the processors of transformers, which vLLM asks for sizes, import it. It
+gets a folder of its own, which only such engines have on their path (`vision_folder`). Without CUDA its compiled part
+does not load, so the two operators that its Python part describes are declared; no processor uses them.
+
 It also installs vLLM's router, NIXL (moves caches from prefill engines to decode engines) and Mooncake (a store of
 caches that engines share), which need no GPU; they, too, without dependencies, because NIXL requires two CUDA builds.
 """
@@ -14,8 +18,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -26,6 +32,16 @@ VERSION = "0.32.0"
 NOT_ON_A_CPU = frozenset({"torch", "torchvision", "torchaudio", "torchcodec", "triton"})
 ROUTER = "vllm-router==0.1.17"
 CACHE_PACKAGES = ("nixl==1.5.1", "nixl-cu12==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
+TORCHVISION = "torchvision==0.28.0"
+"""That of torch 2.13."""
+_OPERATORS = """\
+import torch
+
+_operators = torch.library.Library("torchvision", "FRAGMENT")
+for _name in ("nms", "qnms"):
+    _operators.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+"""
 RDMA_LIBRARY = "libibverbs.so.1"
 """The RDMA library; Mooncake does not load without it, even if caches travel by TCP."""
 
@@ -35,6 +51,19 @@ def cpu_requirements(requirements: list[str]) -> list[str]:
     parsed = [Requirement(line) for line in requirements]
     valid = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})]
     return [str(r).partition(";")[0].strip() for r in valid if r.name.lower() not in NOT_ON_A_CPU]
+
+
+def vision_folder() -> Path:
+    """Where torchvision is, for engines of models with images."""
+    return Path(sysconfig.get_path("platlib")) / "stretto-torchvision"
+
+
+def install_torchvision() -> None:
+    """Install torchvision where transformers finds it in such engines only."""
+    shutil.rmtree(vision_folder(), ignore_errors=True)
+    pip("--no-deps", "--target", str(vision_folder()), TORCHVISION)
+    package = vision_folder() / "torchvision" / "__init__.py"
+    package.write_text(_OPERATORS + package.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def pip(*words: str) -> None:
@@ -53,6 +82,7 @@ def main() -> int:
     unwanted = [name for name in NOT_ON_A_CPU - {"torch"} if _is_installed(name)]
     if unwanted:
         subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *unwanted], check=True)
+    install_torchvision()
     packages = Path(str(importlib.metadata.distribution("nixl-cu12").locate_file("")))
     if not _is_loadable(RDMA_LIBRARY) and not link_rdma_library(packages):
         print(

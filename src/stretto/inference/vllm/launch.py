@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING
 from stretto.base import keeper
 from stretto.base.errors import ConfigError, EngineError
 from stretto.config.flags.table import option_of
+from stretto.config.rules.vllm_models import ServedModel
 from stretto.config.sections.engines import STORE_VARIABLE
 from stretto.config.sections.inference import KEY_VAR
 from stretto.inference.vllm.command import build_command
+from stretto.inference.vllm.install import vision_folder
 
 if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig
@@ -100,6 +102,8 @@ def main(cfg: InferenceConfig, directory: Path) -> int:
         os.environ[KEY_VAR] = cfg.key
     _set_own_address(cfg)
     _write_store_config()
+    if is_cpu and ServedModel.of(directory).has_vision:
+        _add_torchvision()
     os.environ["VLLM_PLUGINS"] = _with_plugin(os.environ["VLLM_PLUGINS"])
     logger.info(
         "vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(command.words)
@@ -142,6 +146,23 @@ def _write_store_config() -> None:
         file.write(config)
     os.environ["MOONCAKE_CONFIG_PATH"] = file.name
     atexit.register(Path(file.name).unlink, missing_ok=True)
+
+
+def _add_torchvision() -> None:
+    """Let this process and its children import torchvision, as the processors of models with images do.
+
+    Raises: ConfigError if it is not installed.
+    """
+    if find_spec("torchvision") is not None:
+        return
+    folder = vision_folder()
+    if not (folder / "torchvision").is_dir():
+        raise ConfigError(
+            "vLLM needs torchvision for a model with images, and it is not installed: run "
+            "`python -m stretto.inference.vllm.install` (make vllm)"
+        )
+    sys.path.append(str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder))))
 
 
 def _with_plugin(names: str) -> str:

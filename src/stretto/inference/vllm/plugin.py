@@ -9,6 +9,7 @@ from stretto.inference.vllm.command import (
     CPU_EXPERTS_VARIABLE,
     CPU_ROUTERS_VARIABLE,
     CPU_STAGES_VARIABLE,
+    LEASES_VARIABLE,
     PLAIN_EXPERTS_VARIABLE,
     SUPPORTS_VARIABLE,
     WEIGHTS_BACKEND,
@@ -42,6 +43,10 @@ def register() -> None:
         from stretto.inference.vllm.patches.stages import allocate_stage_buffers
 
         allocate_stage_buffers()
+    if os.environ.get(LEASES_VARIABLE):
+        from stretto.inference.vllm.patches.leases import keep_leases_in_pauses
+
+        keep_leases_in_pauses()
     if (where := os.environ.get(SUPPORTS_VARIABLE)) is not None:
         from stretto.inference.vllm.patches import supports
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from stretto.inference.vllm.patches import leases
+
 
 def num_workers(parallel: Any) -> int:
     """The number of workers behind one HTTP server. parallel: vLLM's ParallelConfig."""
@@ -36,5 +38,6 @@ class WorkerExtension:
 
         vLLM refuses to start again until that one is finished, which would use weights that are not complete.
         """
+        leases.note_pause()
         self._weight_update_active = False
         self.start_weight_update()

@@ -140,6 +140,11 @@ def load_config(pod: Pod, words: Sequence[str]) -> RLConfig:
     port = pod.sets["trainer"].ports.get("ncclPort")
     if port is not None and hasattr(cfg.weight_broadcast, "port"):
         cfg = replaced(cfg, "weight_broadcast.port", port)
+    if cfg.num_critic_ranks:
+        raise ConfigError(
+            "trainer.critic.placement: the chart has no pods for a critic of its own; leave it out: then the critic is "
+            "on the trainer's ranks"
+        )
     _check_router(pod, cfg)
     return cfg
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from stretto.config.sections.engines import (
     SingleNode,
 )
 from stretto.config.sections.inference import InferenceSection
+from stretto.config.spellings.inference import VLLM_KEYS
 from stretto.launch.plan.routers import has_unguarded_router, listen_address, plan_registrars, plan_router
 from stretto.launch.plan.specs import EngineSpec, EnginesPlan, HelperSpec, Role
 
@@ -251,11 +252,13 @@ def _disaggregated(
     next_node = 0
     for role, replicas, nodes_each, port in sides:
         overrides = shape.prefill_env_overrides if role == "prefill" else shape.decode_env_overrides
+        options = shape.prefill_vllm_overrides if role == "prefill" else shape.decode_vllm_overrides
+        own = _with_options(section, options)
         for replica in range(replicas):
             nodes = [0] if shape.is_local else list(range(next_node, next_node + nodes_each))
             next_node += nodes_each
             specs = _engine_over_nodes(
-                section,
+                own,
                 f"{role}_{replica}",
                 role,
                 nodes,
@@ -274,6 +277,14 @@ def _disaggregated(
                 }
                 engines.append(EngineSpec(spec.name, role, spec.node, spec.section, env, spec.num_gpus))
     return engines
+
+
+def _with_options(section: InferenceSection, options: Mapping[str, Any]) -> InferenceSection:
+    """The section with some options of vLLM's, as keys of ours where there are some."""
+    keys = {VLLM_KEYS.get(name.replace("-", "_"), ""): value for name, value in options.items()}
+    own = {key: value for key, value in keys.items() if key}
+    extra = {name: value for name, value in options.items() if name.replace("-", "_") not in VLLM_KEYS}
+    return section.model_copy(update=own | {"vllm_extra": section.vllm_extra | extra})
 
 
 def _num_dp_ranks(section: InferenceSection, shape: Disaggregated, num_nodes: int) -> int:
@@ -357,7 +368,7 @@ def _store_env(offload: MooncakeOffload, hosts: Sequence[str]) -> dict[str, str]
         "global_segment_size": 0,
         "local_buffer_size": min(offload.cpu.num_bytes, 1 << 30),
         "protocol": offload.protocol,
-        "device_name": "",
+        "device_name": offload.device_name,
         "enable_offload": offload.disk is not None,
     }
     return {STORE_VARIABLE: json.dumps(config)}
@@ -391,6 +402,7 @@ def _stores(offload: MooncakeOffload, hosts: Sequence[str]) -> tuple[HelperSpec,
             f"-master_server_address={in_url(hosts[0])}:{offload.master_port}",
             f"-metadata_server=http://{in_url(hosts[0])}:{offload.metadata_port}/metadata",
             f"-protocol={offload.protocol}",
+            *([f"-device_names={offload.device_name}"] if offload.device_name else ()),
             f"-enable_offload={has_disk}",
         )
         env = {STORE_ADDRESS_VAR: host}

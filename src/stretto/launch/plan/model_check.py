@@ -6,7 +6,9 @@ may still make the model, or the Hub is not reached.
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
@@ -22,7 +24,7 @@ from stretto.config.rules.mesh_degrees import (
 )
 from stretto.config.rules.vllm_models import ServedModel
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.model import ModelSection
+from stretto.config.sections.model import LORA_TARGETS, ModelSection
 from stretto.data.hub_model import find_config
 
 
@@ -49,8 +51,40 @@ def check_model(model: ModelSection, num_ranks: int, path: str, *, has_replay: b
             find_degrees(model, num_ranks, shape)
     except ConfigError as error:
         raise ConfigError(f"{model.name}: {str(error).replace('[model', f'[{path}')}") from None
+    if model.lora is not None:
+        _check_targets(directory, model.lora.target_modules, f"[{path}.lora] target_modules")
     for key, why in _unused_keys(model, shape, has_replay=has_replay):
         raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")
+
+
+def _check_targets(directory: Path, targets: Sequence[str], where: str) -> None:
+    """Check that adapters are for layers that the model has, or that other models have.
+
+    Raises: ConfigError naming those that no model has, with the nearest.
+    """
+    names = layer_names(directory)
+    if not names:
+        return
+    for target in targets:
+        if target not in names and target not in LORA_TARGETS:
+            near = difflib.get_close_matches(target, sorted(names), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(names))}"
+            raise ConfigError(f"{where}: {directory} has no layer {target}; {hint}")
+
+
+def layer_names(directory: Path) -> set[str]:
+    """Last parts of the names of a model's linear layers; empty if its files cannot be read."""
+    try:
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            tensors = json.loads(index.read_text())["weight_map"]
+        else:
+            with (directory / "model.safetensors").open("rb") as file:
+                tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, KeyError, OverflowError):
+        return set()  # not here, or the process that loads it says what is wrong with it
+    names = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if name.endswith(".weight")}
+    return {name for name in names if not any(word in name for word in ("norm", "embed", "conv"))}
 
 
 def check_trainable(directory: Path, impl: str, where: str) -> None:
@@ -124,7 +158,8 @@ def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     """Models that a run loads, by name; False for those of which it needs the tokenizer only."""
     teacher, trainer = cfg.teacher_inference, cfg.trainer
     names = [] if cfg.model.scratch is not None else [cfg.model.name]
-    names += [section.model for section in (cfg.inference, teacher) if section is not None and section.model]
+    sections = (cfg.inference, teacher, *(each for each in cfg.models.values() if each.base_url is None))
+    names += [section.model for section in sections if section is not None and section.model]
     names += [kl.model for kl in [trainer.loss.reference_kl] if kl is not None and kl.model]
     names += [trainer.advantages.kl_model] if trainer.advantages and trainer.advantages.kl_model else []
     names = [name for name in names if cfg.model.scratch is None or name != cfg.model.name]
@@ -147,12 +182,6 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updat
     except (OSError, ValueError):
         return  # the process that loads it says what is wrong with it
     if section.chosen_engine(has_gpu=not is_cpu) == "embedded":
-        # Elsewhere, "auto" depends on what is installed there.
-        if model.family in SPARSE_FAMILIES and (is_cpu or section.engine == "embedded"):
-            raise ConfigError(
-                f'{name}: [inference] engine = "embedded" keeps no index of the keys that {model.family} chooses '
-                'from; set engine = "vllm"'
-            )
         return
     model.check()
     if is_cpu or section.device == "cpu":

@@ -5,7 +5,8 @@ and nodes share only the network (and a file system if a transport or checkpoint
 config, and the plan depends on nothing that differs between machines. Nodes, in the order of `deployment.hosts`:
 
     first                 orchestrator, trainer ranks, console
-    num_train_nodes - 1   trainer ranks
+    num_train_nodes - 1   trainer ranks; on all of these also a critic's own, unless it has nodes
+    num_critic_nodes      ranks of a critic that has nodes of its own
     the rest              inference: one replica after another, as inference.deployment says, each with its router on
                           its first node; Dynamo's frontend, which asks nobody for a key, is on the first of all
                           nodes, where only that machine's processes reach it
@@ -32,7 +33,13 @@ from stretto.config.sections.deployment import MultiNodeDeployment
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan.engines import plan_replicas
-from stretto.launch.plan.placement import GPU_HOST_THREADS, MOST_THREADS, replaced, with_canary_tolerance
+from stretto.launch.plan.placement import (
+    GPU_HOST_THREADS,
+    MOST_THREADS,
+    replaced,
+    with_canary_tolerance,
+    with_engines,
+)
 from stretto.launch.plan.plan import (
     ENGINE_RESTARTS,
     LaunchPlan,
@@ -65,7 +72,7 @@ def plan_nodes(
     hosts = node_hosts(cfg)
     cfg = _with_addresses(cfg, hosts[0])
     keyed, notes = with_engine_key(cfg, secret)
-    engines = _engines(cfg, hosts[shape.num_train_nodes :])
+    engines = _engines(cfg, hosts[shape.num_learning_nodes :])
     has_gpus, samples = bool(shape.gpus_per_node), cfg.inference is not None and cfg.inference.device != "cpu"
     cfg = with_canary_tolerance(cfg, trains_on_gpus=has_gpus, samples_on_gpus=has_gpus and samples)
     cfg = _with_engine_addresses(cfg, engines)
@@ -74,11 +81,11 @@ def plan_nodes(
         cfg = cfg.model_copy(update={"resume": resume})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
     cfg = _with_threads(cfg, shape)
-    processes = [_orchestrator(cfg, run, keyed), *_trainers(cfg, run, hosts)]
+    processes = [_orchestrator(cfg, run, keyed), *_trainers(cfg, run, hosts), *_critics(cfg, run, hosts)]
     if engines is not None and cfg.inference is not None and keyed is not None:
         key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
         started = engine_processes(
-            cfg.inference, engines, run, first_node=shape.num_train_nodes, is_held=True, key_env=key
+            cfg.inference, engines, run, first_node=shape.num_learning_nodes, is_held=True, key_env=key
         )
         is_first = has_unguarded_router(cfg.inference)
         processes += [
@@ -104,7 +111,7 @@ def node_hosts(cfg: RLConfig) -> list[str]:
             "in the same order on every node; a --dry-run needs none"
         )
     nodes = 0 if cfg.inference is None else cfg.inference.deployment.num_nodes
-    return [f"node-{node}" for node in range(shape.num_train_nodes + shape.num_infer_replicas * nodes)]
+    return [f"node-{node}" for node in range(shape.num_learning_nodes + shape.num_infer_replicas * nodes)]
 
 
 def find_node_rank(node_rank: int | None, hosts: Sequence[str], key: str) -> int:
@@ -193,6 +200,8 @@ def _with_addresses(cfg: RLConfig, head: str) -> RLConfig:
     for wire in ("control", "rollout_transport", "weight_broadcast"):
         if getattr(getattr(cfg, wire), "host", None) == LOOPBACK:
             cfg = replaced(cfg, f"{wire}.host", head)
+    if cfg.critic_placement is not None and cfg.critic_placement.host == LOOPBACK:
+        cfg = replaced(cfg, "trainer.critic.placement.host", head)
     return cfg
 
 
@@ -207,9 +216,7 @@ def _engines(cfg: RLConfig, hosts: Sequence[str]) -> EnginesPlan | None:
 def _with_engine_addresses(cfg: RLConfig, engines: EnginesPlan | None) -> RLConfig:
     if engines is None:
         return cfg
-    urls, admin = ([f"{url}/v1" for url in found] for found in (engines.base_urls, engines.admin_urls))
-    cfg = replaced(cfg, "orchestrator.client.base_url", urls if len(urls) > 1 else urls[0])
-    return replaced(cfg, "orchestrator.client.admin_base_url", admin)
+    return with_engines(cfg, engines)
 
 
 # -- processes --
@@ -217,7 +224,7 @@ def _with_engine_addresses(cfg: RLConfig, engines: EnginesPlan | None) -> RLConf
 
 def _with_threads(cfg: RLConfig, shape: MultiNodeDeployment) -> RLConfig:
     """Fill in CPU threads per process, as if every node had as many cores as this one."""
-    ranks = cfg.num_train_ranks // shape.num_train_nodes
+    ranks = _ranks_of_a_node(cfg, shape)
     if cfg.trainer.num_threads is None:
         most = GPU_HOST_THREADS if shape.gpus_per_node else MOST_THREADS
         cfg = replaced(cfg, "trainer.num_threads", max(1, min(most, process.num_cores() // ranks)))
@@ -261,8 +268,38 @@ def _trainers(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessS
         ports = {"rendezvous": shape.rendezvous_port} if rank == 0 and ranks > 1 else {}
         if rank == 0 and cfg.weight_broadcast.type == "collective":
             ports["weights"] = cfg.weight_broadcast.port
+        if rank == 0 and cfg.critic_placement is not None:
+            ports["critic"] = cfg.critic_placement.port
         specs.append(ProcessSpec("trainer", rank, ranks, argv, env, gpus, threads, ports, node=node))
     return specs
+
+
+def _critics(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessSpec]:
+    """Ranks of a critic of its own: on the nodes after the trainer's, or on those, on the GPUs after the trainer's."""
+    shape, ranks = cfg.deployment, cfg.num_critic_ranks
+    assert isinstance(shape, MultiNodeDeployment), shape
+    first = shape.num_train_nodes if shape.num_critic_nodes else 0
+    places = hosts[first : first + (shape.num_critic_nodes or shape.num_train_nodes)]
+    each, skipped = ranks // len(places), 0 if first else shape.gpus_per_node
+    threads = cfg.trainer.num_threads or 1
+    specs = []
+    for rank in range(ranks):
+        node, local = divmod(rank, each)
+        gpus = (str(skipped + local),) if shape.gpus_per_node else ()
+        env = {**process.thread_env(threads), **process.device_env(gpus)}
+        env |= rank_env(rank, local, ranks, places[0], shape.rendezvous_port + 1)
+        if ranks > 1:
+            env |= nodes_env(rank, each, places, shape.lost_after_s)
+        ports = {"rendezvous": shape.rendezvous_port + 1} if rank == 0 and ranks > 1 else {}
+        argv = _argv("critic", run, "run")
+        specs.append(ProcessSpec("critic", rank, ranks, argv, env, gpus, threads, ports, node=first + node))
+    return specs
+
+
+def _ranks_of_a_node(cfg: RLConfig, shape: MultiNodeDeployment) -> int:
+    """Trainer ranks on a node, and a critic's on the same."""
+    beside = 0 if shape.num_critic_nodes else cfg.num_critic_ranks
+    return (cfg.num_train_ranks + beside) // shape.num_train_nodes
 
 
 def nodes_env(rank: int, num_local: int, hosts: Sequence[str], lost_after_s: float) -> dict[str, str]:

@@ -46,6 +46,7 @@ def with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCon
         if port != listener.port:
             notes.append(f"{wire}.port is {port}, since {listener.port} is taken on this machine")
             cfg = replaced(cfg, f"{wire}.port", port)
+    cfg = _with_critic_port(cfg, ports, notes)
     cfg = _with_teacher_port(cfg, ports, notes)
     if cfg.inference is None:
         return cfg
@@ -58,6 +59,18 @@ def with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCon
         cfg = replaced(cfg, "inference.server.port", port)
         cfg = replaced(cfg, "orchestrator.client.base_url", f"http://{client_host(server.host)}:{port}/v1")
     return cfg
+
+
+def _with_critic_port(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
+    """Find a port where policy and critic meet."""
+    if (place := cfg.critic_placement) is None:
+        return cfg
+    key = "trainer.critic.placement.port"
+    port = free_port(key, place.host, place.port, "port" in place.model_fields_set, ports)
+    if port == place.port:
+        return cfg
+    notes.append(f"{key} is {port}, since {place.port} is taken on this machine")
+    return replaced(cfg, key, port)
 
 
 def _with_teacher_port(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLConfig:
@@ -124,10 +137,16 @@ def with_engine_ports(
             free_port(f"the port of {engine.name}", host, engine.section.server.port, True, ports)
     engines = local_engines(cfg)
     assert engines is not None
-    urls = [f"{url}/v1" for url in engines.base_urls]
+    return with_engines(cfg, engines), engines
+
+
+def with_engines(cfg: RLConfig, engines: EnginesPlan) -> RLConfig:
+    """The orchestrator's client knows these engines."""
+    urls, admin = ([f"{url}/v1" for url in found] for found in (engines.base_urls, engines.admin_urls))
     cfg = replaced(cfg, "orchestrator.client.base_url", urls if len(urls) > 1 else urls[0])
-    cfg = replaced(cfg, "orchestrator.client.admin_base_url", [f"{url}/v1" for url in engines.admin_urls])
-    return cfg, engines
+    if any(engine.role == "prefill" for engine in engines.engines):
+        cfg = replaced(cfg, "orchestrator.client.split_samples", True)
+    return replaced(cfg, "orchestrator.client.admin_base_url", admin)
 
 
 def free_port(key: str, host: str, port: int, is_given: bool, ports: PortClaims) -> int:
@@ -159,8 +178,8 @@ def client_host(host: str) -> str:
 def asks_for_gpus(cfg: RLConfig) -> bool:
     """Is this a dry run whose config names or counts GPUs? It is planned as if they were there."""
     shape = cfg.deployment
-    counts = (shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus)
-    ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids)
+    counts = (shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus, shape.num_critic_gpus)
+    ids = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids, cfg.critic_gpu_ids)
     wants_cuda = cfg.inference is not None and cfg.inference.device == "cuda"
     return cfg.dry_run and (any(counts) or any(ids) or wants_cuda)
 
@@ -170,19 +189,21 @@ def planned_gpus(cfg: RLConfig, engines: EnginesPlan | None, notes: list[str]) -
     gpus = process.visible_gpus()
     if not asks_for_gpus(cfg):
         return gpus
-    ids = [
-        id for ids in (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids) for id in ids or ()
-    ]
+    named = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids, cfg.teacher_gpu_ids, cfg.critic_gpu_ids)
+    ids = [id for ids in named for id in ids or ()]
     shape = cfg.deployment
     engine_gpus = _engine_gpus(cfg, engines) if shape.num_infer_gpus is None else shape.num_infer_gpus
     teacher = 0 if cfg.teacher_inference is None else cfg.teacher_inference.parallel.num_gpus
     parts = (
         engine_gpus if cfg.inference_gpu_ids is None else 0,
         (cfg.num_train_ranks if shape.num_train_gpus is None else shape.num_train_gpus)
-        if cfg.trainer_gpu_ids is None
+        if cfg.trainer_gpu_ids is None and cfg.colocate is None
         else 0,
         (teacher if shape.num_teacher_gpus is None else shape.num_teacher_gpus)
         if cfg.teacher_gpu_ids is None
+        else 0,
+        (cfg.num_critic_ranks if shape.num_critic_gpus is None else shape.num_critic_gpus)
+        if cfg.critic_gpu_ids is None
         else 0,
     )
     total = max(len(set(ids)) + sum(parts), max(ids, default=-1) + 1)
@@ -233,6 +254,8 @@ def assign_gpus(
             cfg.deployment.num_train_gpus if cfg.deployment.num_train_gpus is not None else ranks * bool(gpus)
         )
         free = [index for index in range(len(gpus)) if index not in inference_ids]
+        if cfg.colocate is not None:
+            free = _colocated(inference_ids, wanted)
         counted = (cfg.deployment.num_train_gpus, cfg.deployment.num_infer_gpus)
         if all(counted) and len(free) < wanted and cfg.inference_gpu_ids is None:
             raise ConfigError(
@@ -241,7 +264,7 @@ def assign_gpus(
                 "inference_gpu_ids"
             )
         trainer_ids = free[:wanted] if len(free) >= wanted else list(range(wanted))
-        if shared := sorted(set(trainer_ids) & set(inference_ids)):
+        if (shared := sorted(set(trainer_ids) & set(inference_ids))) and cfg.colocate is None:
             which = ", ".join(map(str, shared))
             notes.append(f"trainer and inference share GPU {which}: this machine shows {len(gpus)} in all")
     keys = "trainer_gpu_ids, inference_gpu_ids or deployment"
@@ -251,6 +274,41 @@ def assign_gpus(
         return gpus[index] if index < len(gpus) else str(index)
 
     return [name(index) for index in trainer_ids], [name(index) for index in inference_ids]
+
+
+def _colocated(engine_gpus: Sequence[int], wanted: int) -> list[int]:
+    """GPUs of a trainer that has those of the engines.
+
+    Raises: ConfigError if that are not as many.
+    """
+    if wanted and len(engine_gpus) != wanted:
+        raise ConfigError(
+            f"[colocate]: the trainer takes {wanted} GPUs and the engines {len(engine_gpus)}, and they take turns on "
+            "the same; make deployment.num_train_gpus (or num_train_workers x cp x tp) equal to the engines' "
+            "inference.parallel x num_replicas"
+        )
+    return list(engine_gpus)
+
+
+def assign_critic_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str], notes: list[str]) -> list[str]:
+    """GPUs of a critic on ranks of its own: the ones named, else the first free ones.
+
+    Raises: ConfigError if there are too few.
+    """
+    ids, wanted = cfg.critic_gpu_ids, cfg.num_critic_ranks * bool(gpus)
+    if cfg.deployment.num_critic_gpus is not None:
+        wanted = cfg.deployment.num_critic_gpus * bool(cfg.num_critic_ranks)
+    if ids is None:
+        free = [index for index, gpu in enumerate(gpus) if gpu not in taken]
+        if len(free) < wanted:
+            raise ConfigError(
+                f"the critic takes {wanted} GPUs of its own (trainer.critic.placement), and {len(free)} of the "
+                f"{len(gpus)} that this machine shows are free; lower num_workers, name shared ones with "
+                "critic_gpu_ids, or leave trainer.critic.placement out: then it is on the trainer's ranks"
+            )
+        ids = free[:wanted]
+    _check_gpus_exist("critic_gpu_ids", ids, gpus, cfg, notes)
+    return [gpus[index] if index < len(gpus) else str(index) for index in ids]
 
 
 def assign_teacher_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str], notes: list[str]) -> list[str]:
@@ -299,6 +357,8 @@ def share_gpu_memory(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLCon
     """Give the engine half of the memory of a GPU that also trains, unless the user gave a share."""
     if not shared or cfg.inference is None or "gpu_memory_utilization" in cfg.inference.model_fields_set:
         return cfg
+    if cfg.colocate is not None and cfg.colocate.offload_train and cfg.colocate.offload_rollout:
+        return cfg
     notes.append("inference.gpu_memory_utilization is 0.5, since the trainer needs the rest of the GPU")
     return replaced(cfg, "inference.gpu_memory_utilization", 0.5)
 
@@ -324,7 +384,7 @@ def assign_threads(
     orchestrator gets one, and engine and trainer divide the rest. Numbers that the user gave are kept.
     """
     cores = process.num_cores()
-    ranks = cfg.num_train_ranks
+    ranks = cfg.num_train_ranks + cfg.num_critic_ranks
     to_divide = cores if cores <= 2 else cores - 1
     for_engine = 0 if cfg.inference is None else max(1, to_divide // 2)
     for_rank = max(1, (to_divide - for_engine) // ranks)
@@ -337,10 +397,12 @@ def assign_threads(
         threads["trainer"] = cfg.trainer.num_threads
     if cfg.inference is not None and cfg.inference.num_threads is not None:
         threads["inference"] = cfg.inference.num_threads
+    threads["critic"] = threads["trainer"]  # so that both placements of a critic compute alike
     total = threads["trainer"] * ranks + threads["inference"]
     if total > max(cores, 2):
+        who = "trainer and critic" if cfg.num_critic_ranks else "trainer"
         notes.append(
-            f"trainer ({ranks} x {threads['trainer']}) and inference ({threads['inference']}) have {total} "
+            f"{who} ({ranks} x {threads['trainer']}) and inference ({threads['inference']}) have {total} "
             f"threads on {cores} cores: expect them to wait for each other"
         )
     return threads

@@ -23,12 +23,20 @@ from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret
 from stretto.config.load import dump, write_json
-from stretto.config.root import EvalConfig, InferenceConfig, RLConfig
+from stretto.config.root import EvalConfig, FrozenModelSection, InferenceConfig, RLConfig
 from stretto.config.section import Section
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
+from stretto.launch.plan.models import (
+    assign_model_gpus,
+    model_threads,
+    role_of,
+    started_models,
+    with_model_ports,
+)
 from stretto.launch.plan.placement import (
+    assign_critic_gpus,
     assign_gpus,
     assign_teacher_gpus,
     assign_threads,
@@ -136,6 +144,7 @@ class LaunchPlan:
         found: dict[str, Section] = {"run": self.config, "eval": eval_config(self.config, self.run)}
         if self.config.teacher_inference is not None:
             found["teacher"] = self.config.teacher_config()
+        found |= {role_of(name): self.config.model_config_of(name) for name, _ in started_models(self.config)}
         if self.engines is not None:
             section = self.config.inference_config()
             found |= {engine.name: section_of(section, engine) for engine in self.engines.engines}
@@ -164,16 +173,23 @@ def plan(
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
         cfg = with_free_ports(cfg, claims, notes)
+        cfg = with_model_ports(cfg, claims, notes)
     engines = local_engines(cfg)
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
         cfg, engines = with_engine_ports(cfg, engines, claims, notes)
-        rendezvous = free_port("rendezvous", "127.0.0.1", RENDEZVOUS_PORT, False, claims)
+        rendezvous = [
+            free_port("rendezvous", "127.0.0.1", RENDEZVOUS_PORT, False, claims)
+            for _ in range(1 + bool(cfg.num_critic_ranks))
+        ]
     gpus = planned_gpus(cfg, engines, notes)
     trainer_gpus, inference_gpus = assign_gpus(cfg, engines, gpus, notes)
-    teacher_gpus = assign_teacher_gpus(cfg, {*trainer_gpus, *inference_gpus}, gpus, notes)
-    cfg = share_gpu_memory(cfg, set(trainer_gpus) & set(inference_gpus), notes)
-    cfg = share_with_teacher(cfg, set(teacher_gpus) & {*trainer_gpus, *inference_gpus}, notes)
+    critic_gpus = assign_critic_gpus(cfg, {*trainer_gpus, *inference_gpus}, gpus, notes)
+    taken = {*trainer_gpus, *inference_gpus, *critic_gpus}
+    teacher_gpus = assign_teacher_gpus(cfg, taken, gpus, notes)
+    model_gpus = assign_model_gpus(cfg, {*taken, *teacher_gpus}, gpus)
+    cfg = share_gpu_memory(cfg, {*trainer_gpus, *critic_gpus} & set(inference_gpus), notes)
+    cfg = share_with_teacher(cfg, set(teacher_gpus) & taken, notes)
     cfg = with_canary_tolerance(cfg, trains_on_gpus=bool(trainer_gpus), samples_on_gpus=bool(inference_gpus))
     threads = assign_threads(cfg, trainer_gpus, inference_gpus, notes)
     if cfg.teacher_inference is not None:
@@ -184,9 +200,15 @@ def plan(
         resume = cfg.resume.model_copy(update={"step": resume_step})
         cfg = cfg.model_copy(update={"resume": resume})
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"name": cfg.run_name})})
-    processes = _processes(cfg, run, engines, threads, trainer_gpus, inference_gpus, rendezvous, keyed)
+    gpus_of = {"inference": inference_gpus, "trainer": trainer_gpus, "critic": critic_gpus}
+    processes = _processes(cfg, run, engines, threads, gpus_of, rendezvous, keyed)
     if cfg.teacher_inference is not None:
         processes.insert(0, _teacher_process(cfg, run, threads["teacher"], teacher_gpus))
+    if cfg.orchestrator.debug == "rollouts":
+        processes = [spec for spec in processes if spec.role not in ("trainer", "critic")]
+    for name, section in started_models(cfg):
+        own = model_gpus[name]
+        processes.insert(0, _model_process(run, name, section, model_threads(section, threads, own), own))
     return LaunchPlan.of(run, cfg, engines, processes, notes=notes)
 
 
@@ -212,12 +234,11 @@ def _processes(
     run: RunDir,
     engines: EnginesPlan | None,
     threads: dict[str, int],
-    trainer_gpus: list[str],
-    inference_gpus: list[str],
-    rendezvous: int,
+    gpus_of: Mapping[str, list[str]],
+    rendezvous: Sequence[int],
     keyed: InferenceSection | None,
 ) -> list[ProcessSpec]:
-    """keyed: [inference] with the key of its engines."""
+    """gpus_of: by role. rendezvous: ports of the trainer's and the critic's ranks. keyed: [inference] with its key."""
 
     def spec(
         role: str,
@@ -243,8 +264,9 @@ def _processes(
     key_env = {}
     if cfg.inference is not None and keyed is not None and engines is not None:
         # Routers send an engine nothing until it has this run's weights: it starts with those of the model.
-        hold = {HOLD_VAR: "1"}
+        hold = {HOLD_VAR: "1"} if cfg.orchestrator.debug is None else {}
         engine_key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
+        inference_gpus = gpus_of["inference"]
         gpus = iter(inference_gpus)
         count = len(engines.engines)
         for rank, engine in enumerate(engines.engines):
@@ -261,11 +283,16 @@ def _processes(
     if cfg.rollout_transport.type == "zmq":
         ports["rollouts"] = cfg.rollout_transport.port
     processes.append(spec("orchestrator", 0, 1, [], ports, key_env))
-    ranks = cfg.num_train_ranks
-    for rank in range(ranks):
-        env = rank_env(rank, rank, ranks, "127.0.0.1", rendezvous)
-        gpus = trainer_gpus if len(trainer_gpus) < ranks else [trainer_gpus[rank]] if trainer_gpus else []
-        processes.append(spec("trainer", rank, ranks, gpus, {}, env))
+    for role, ranks, port in zip(
+        ("trainer", "critic"), (cfg.num_train_ranks, cfg.num_critic_ranks), rendezvous
+    ):
+        for rank in range(ranks):
+            env, names = rank_env(rank, rank, ranks, "127.0.0.1", port), gpus_of[role]
+            own = names if len(names) < ranks else [names[rank]] if names else []
+            ports = {}
+            if role == "trainer" and rank == 0 and cfg.critic_placement is not None:
+                ports["critic"] = cfg.critic_placement.port
+            processes.append(spec(role, rank, ranks, own, ports, env))
     return processes
 
 
@@ -333,6 +360,17 @@ def _teacher_process(cfg: RLConfig, run: RunDir, threads: int, gpus: list[str]) 
     env |= engine_key_env(section, None if teacher is None else teacher.api_key_var)
     ports = {"http": section.server.port}
     return ProcessSpec("teacher", 0, 1, argv, env, tuple(gpus), threads, ports, section.max_restarts or 0)
+
+
+def _model_process(
+    run: RunDir, name: str, section: FrozenModelSection, threads: int, gpus: list[str]
+) -> ProcessSpec:
+    """The engines of a frozen model; they never get new weights."""
+    role = role_of(name)
+    argv = (sys.executable, "-m", "stretto", "inference", "@", str(run.config(role)))
+    env = {**process.thread_env(threads), **process.device_env(gpus)}
+    ports = {"http": section.server.port}
+    return ProcessSpec(role, 0, 1, argv, env, tuple(gpus), threads, ports, section.max_restarts or 0)
 
 
 def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:

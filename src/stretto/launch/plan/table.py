@@ -100,6 +100,21 @@ def resume_text(section: ResumeSection) -> str:
     return f"resumed from step {section.step}" + (f" of {section.dir}" if section.dir is not None else "")
 
 
+def gpu_sum(plan: LaunchPlan) -> str | None:
+    """`4 trainer + 4 critic + 8 inference = 16`; None for a run without GPUs."""
+    by_role: dict[str, set[tuple[int, str]]] = {}
+    for role in ("trainer", "critic", "inference", "teacher"):
+        own = {(spec.node, gpu) for spec in plan.processes if spec.role == role for gpu in spec.devices}
+        if own:
+            by_role[role] = own
+    if not by_role:
+        return None
+    total = len(set().union(*by_role.values()))
+    counted = " + ".join(f"{len(own)} {role}" for role, own in by_role.items())
+    shared = sum(map(len, by_role.values())) - total
+    return f"{counted} = {total}" + (f", {shared} of them shared" if shared else "")
+
+
 def table(plan: LaunchPlan) -> str:
     """The plan as text."""
     cfg = plan.config
@@ -113,6 +128,7 @@ def table(plan: LaunchPlan) -> str:
         f"batch    {plan.batch}",
         f"wires    rollouts {cfg.rollout_transport.type}, weights {cfg.weight_broadcast.type}",
         f"machine  {process.num_cores()} CPU cores, {len(process.visible_gpus())} GPUs",
+        *[f"gpus     {counted}" for counted in [gpu_sum(plan)] if counted],
     ]
     if cfg.inference is None:
         urls = cfg.orchestrator.client.base_url

@@ -34,6 +34,7 @@ from stretto.base.paths import RunDir
 from stretto.base.process import EXIT_LOST
 from stretto.base.rundir import COMMAND_VAR
 from stretto.base.secret import SECRET_VAR
+from stretto.config import traced
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.job import RESUME, VERBS, JobConfig, check_run, hosts_key, processes_by_node, write_config
@@ -89,7 +90,7 @@ def passed_env(cfg: JobConfig) -> dict[str, str]:
     assert cfg.ray is not None
     if unset := [name for name in cfg.ray.pass_env if name not in os.environ]:
         raise ConfigError(f"ray.pass_env: {', '.join(unset)} is not set here; export it, or leave it out.")
-    own = [SECRET_VAR, KEY_VAR]
+    own = [SECRET_VAR, KEY_VAR, traced.VARIABLE]
     if isinstance(cfg, RLConfig):
         own.append(cfg.orchestrator.client.api_key_var)
     names = [*cfg.ray.pass_env, *(name for name in own if os.environ.get(name))]

@@ -1,7 +1,7 @@
-"""The console of a run: one line per step, and on a terminal a progress bar below them.
+"""The console of a run: one line per step, and on a terminal a few lines below them that are drawn anew (footer.py).
 
-In: status lines (schema in base/status.py) and texts. A pipe or a file gets no bar, and step lines at most every half
-second; the last one is always written.
+In: status lines (schema in base/status.py) and texts. A pipe, a file and a terminal that cannot move its cursor
+(TERM=dumb) get no such lines, and step lines at most every half second; the last one is always written.
 """
 
 from __future__ import annotations
@@ -9,37 +9,35 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from stretto.base.status import duration, quantity
+from stretto.base.status import duration, printable, quantity
+from stretto.launch.run.footer import Footer, time_left
 
 _MIN_INTERVAL_S = 0.5  # between step lines in a pipe
 _REDRAW_S = 0.1
-_WINDOW = 50  # steps over which the time left is estimated
-_BAR_CELLS = 30
+_TICK_S = 1.0  # between drawings while nothing is shown
+_MIN_PROGRESS_S = 15.0  # between lines about one part in a pipe
 _WIDE_COLUMNS = 150
 
 
 class Console:
-    """Writes lines above a progress bar. Not thread-safe."""
+    """Writes lines above those that are drawn anew. Not thread-safe."""
 
     def __init__(
         self, stream: TextIO, *, max_steps: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stream = stream
-        self._max_steps = max_steps
+        self._footer = Footer(max_steps, clock)
         self._clock = clock
-        self._is_tty = stream.isatty()
-        self._has_color = self._is_tty and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self._phase = "starting"
-        self._step = 0
-        self._arrivals: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._is_tty = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._has_color = self._is_tty and "NO_COLOR" not in os.environ
         self._delayed_line: str | None = None  # a step line that came soon after the last
         self._printed_at = float("-inf")
         self._drawn_at = float("-inf")
-        self._has_bar = False
+        self._drawn: list[str] = []
+        self._progress_at: dict[str, float] = {}
         self._is_closed = False
 
     def show(self, status: Mapping[str, Any]) -> None:
@@ -48,28 +46,40 @@ class Console:
         if kind == "step":
             self._show_step(status)
         elif kind == "eval":
-            self._phase = ""
+            self._footer.set_phase("")
             self.line(eval_line(status))
         elif kind == "note":
             self.line(str(status.get("text", "")))
         elif kind == "warning":
-            self.line(f"warning ({status.get('role', 'run')}): {status.get('text', '')}")
+            role, text = status.get("role", "run"), printable(str(status.get("text", "")))
+            self._footer.add_alert(f"{role}: {text}")
+            self.line(f"warning ({role}): {text}")
+        elif kind == "progress":
+            self._show_progress(
+                str(status.get("text", "")), int(status.get("done", 0)), int(status.get("total", 1))
+            )
         elif kind == "phase":
-            self._phase = str(status.get("text", ""))
+            text = str(status.get("text", ""))
+            self._footer.set_phase(text)
             if self._is_tty:
                 self._draw(is_forced=True)
             else:
-                self.line(self._phase)
+                self.line(text)
+
+    def tick(self) -> None:
+        """Draw anew now and then, so that times go on while nothing is shown."""
+        if self._drawn and self._clock() - self._drawn_at >= _TICK_S:
+            self._draw(is_forced=True)
 
     def line(self, text: str) -> None:
-        """Write lines above the bar."""
+        """Write lines above those that are drawn."""
         if not text:
             return
         self._write_delayed_line()
         self._write(text)
 
     def close(self) -> None:
-        """Write a delayed step line, and remove the bar."""
+        """Write a delayed step line, and remove what is drawn."""
         self._write_delayed_line()
         self._clear()
         self._is_closed = True
@@ -77,16 +87,14 @@ class Console:
 
     def _show_step(self, status: Mapping[str, Any]) -> None:
         now = self._clock()
-        self._step = int(status.get("step", 0))
-        self._max_steps = status.get("max_steps") or self._max_steps
-        self._arrivals.append((self._step, now))
-        self._phase = ""
+        footer = self._footer
+        footer.add_step(status)
         left_s = None
-        if self._max_steps and not self._is_tty:  # on a terminal the bar has it
-            left_s = time_left(list(self._arrivals), self._max_steps)
+        if footer.max_steps and not self._is_tty:  # on a terminal the bar has it
+            left_s = time_left(footer.arrivals, footer.max_steps)
         is_wide = not self._is_tty or shutil.get_terminal_size().columns >= _WIDE_COLUMNS
-        text = step_line(status, self._max_steps, left_s=left_s, is_wide=is_wide)
-        if self._is_tty or now - self._printed_at >= _MIN_INTERVAL_S or self._step == self._max_steps:
+        text = step_line(status, footer.max_steps, left_s=left_s, is_wide=is_wide)
+        if self._is_tty or now - self._printed_at >= _MIN_INTERVAL_S or footer.step == footer.max_steps:
             self._delayed_line = None
             self._write(text)
             self._printed_at = now
@@ -105,35 +113,38 @@ class Console:
         self._draw()
         self._stream.flush()
 
+    def _show_progress(self, text: str, done: int, total: int) -> None:
+        self._footer.set_progress(text, done, total)
+        if self._is_tty:
+            self._draw()
+            return
+        now = self._clock()
+        if now - self._progress_at.setdefault(text, now) >= _MIN_PROGRESS_S and done < total:
+            self._progress_at[text] = now
+            self.line(f"{text} {done}/{total}")
+
     def _clear(self) -> None:
-        if self._has_bar:
-            self._stream.write("\r\x1b[2K")
-            self._has_bar = False
+        """Remove what is drawn; a terminal that has become narrower has broken long lines into several."""
+        if self._drawn:
+            columns = max(shutil.get_terminal_size().columns, 1)
+            rows = sum(max(1, -(-len(line) // columns)) for line in self._drawn)
+            up = f"\x1b[{rows - 1}A" if rows > 1 else ""
+            self._stream.write(f"\r{up}\x1b[J")
+            self._drawn = []
 
     def _draw(self, *, is_forced: bool = False) -> None:
         if not self._is_tty or self._is_closed:
             return
         now = self._clock()
-        if not is_forced and now - self._drawn_at < _REDRAW_S and self._has_bar:
+        if not is_forced and now - self._drawn_at < _REDRAW_S and self._drawn:
             return
         self._drawn_at = now
+        size = shutil.get_terminal_size()
+        lines = self._footer.lines(size.columns - 1)[: max(1, size.lines - 2)]
         self._clear()
-        width = shutil.get_terminal_size().columns - 1
-        self._stream.write(self._dim(self._bar()[:width]))
-        self._has_bar = True
+        self._stream.write("\n".join(map(self._dim, lines)))
+        self._drawn = lines
         self._stream.flush()
-
-    def _bar(self) -> str:
-        if self._phase:
-            return f"... {self._phase}"
-        if not self._max_steps:
-            return f"step {self._step}, no last step set"
-        share = min(self._step / self._max_steps, 1.0)
-        filled = round(share * _BAR_CELLS)
-        left = time_left(list(self._arrivals), self._max_steps)
-        ending = "" if left is None else f"  {duration(left)} left"
-        bar = "━" * filled + "╌" * (_BAR_CELLS - filled)
-        return f"{bar} {share:4.0%}  step {self._step}/{self._max_steps}{ending}"
 
     def _dim(self, text: str) -> str:
         return f"\x1b[2m{text}\x1b[0m" if self._has_color else text
@@ -177,13 +188,3 @@ def eval_line(status: Mapping[str, Any]) -> str:
         if (value := status.get(name)) is not None:
             parts.append(f"{name} {value:.3f}")
     return " | ".join(parts)
-
-
-def time_left(arrivals: list[tuple[int, float]], max_steps: int) -> float | None:
-    """Seconds to the last step at the speed of the latest steps; None before the second step."""
-    if len(arrivals) < 2:
-        return None
-    (first_step, first_at), (last_step, last_at) = arrivals[0], arrivals[-1]
-    if last_step <= first_step:
-        return None
-    return (max_steps - last_step) * (last_at - first_at) / (last_step - first_step)

@@ -108,7 +108,7 @@ def _fault(host: str) -> str | None:
 
 def needs_shared(cfg: RLConfig, specs: Sequence[ProcessSpec]) -> str | None:
     """Why the processes of a node other than the first need its run directory; None if they do not."""
-    trains = any(spec.role == "trainer" for spec in specs)
+    trains = any(spec.role in ("trainer", "critic") for spec in specs)
     if trains and cfg.ckpt is not None:
         return "each trainer rank writes its part of a checkpoint there ([ckpt])"
     if trains and cfg.rollout_transport.type == "filesystem":

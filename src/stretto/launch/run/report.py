@@ -30,6 +30,7 @@ from stretto.monitors.file import moving_mean, read_metrics
 
 logger = logging.getLogger(__name__)
 
+VIME_FLAG = "--hf-checkpoint"  # of every command line of vime's, and of no other
 _CURVE_CELLS = (64, 10)  # columns, lines
 _RAW, _SMOOTH, _SAMPLED, _GREEDY, _INK = "#a9c7e8", "#1f5fa8", "#d1495b", "#2a9d6f", "#333333"
 
@@ -129,7 +130,7 @@ def next_commands(plan: LaunchPlan) -> list[str]:
     if step := plan.run.latest_complete_checkpoint():
         target = plan.config.max_steps or step
         more = step + max(1, math.ceil(target / 2)) if step >= target else target
-        commands.append(f"{resume_command()} --max-steps {more}")
+        commands.append(f"{resume_command(plan.run)} --max-steps {more}")
     return commands
 
 
@@ -137,23 +138,28 @@ def _how_to_continue(plan: LaunchPlan) -> str:
     step = plan.run.latest_complete_checkpoint()
     if step:
         keep = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
-        text = f"continue from step {step}:\n  {resume_command()}{keep}"
+        text = f"continue from step {step}:\n  {resume_command(plan.run)}{keep}"
         resume, before = plan.config.resume, [s for s in plan.run.complete_checkpoints() if s < step]
         if resume is not None and resume.dir is None and resume.step == step and before:
             text += "\nif that checkpoint is the reason, from the one before it:"
-            text += f"\n  {resume_command()}.step {before[-1]}{keep}"
+            text += f"\n  {resume_command(plan.run)}.step {before[-1]}{keep}"
         return text
-    return f"no checkpoint was complete yet; start over:\n  {restart_command(keeps_resume=True)} --clean"
+    return f"no checkpoint was complete yet; start over:\n  {restart_command(plan.run, keeps_resume=True)} --clean"
 
 
-def resume_command() -> str:
-    return f"{restart_command()} --resume"
+def resume_command(run: RunDir) -> str:
+    return f"{restart_command(run)} --resume"
 
 
-def restart_command(argv: Sequence[str] | None = None, *, keeps_resume: bool = False) -> str:
-    """The command of this process without --clean, --max-steps and, unless keeps_resume, the --resume options."""
+def restart_command(run: RunDir, argv: Sequence[str] | None = None, *, keeps_resume: bool = False) -> str:
+    """The command of this process without --clean, --max-steps and, unless keeps_resume, the --resume options.
+
+    A run that was started by flags of vime's is named by its config: these options are those of `rl`.
+    """
     given = shlex.split(os.environ.get(COMMAND_VAR, "")) or sys.argv[1:]
     words = list(given if argv is None else argv)
+    if any(word.partition("=")[0] == VIME_FLAG for word in words):
+        words = ["@", str(run.config("run"))]
     if words[:1] == ["rl"]:
         words = words[1:]
     kept = []

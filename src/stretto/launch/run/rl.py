@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 PORT_KEYS = (
     "control.port, rollout_transport.port, weight_broadcast.port, deployment.rendezvous_port, "
-    "inference.server.port"
+    "inference.server.port, trainer.critic.placement.port"
 )
 GPU_KEYS = "deployment.gpus_per_node or inference.parallel"
 SECRET_TIMEOUT_S = 60.0  # another node may be started this long before the first one
@@ -117,7 +117,7 @@ def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
     log.setup("launcher", own, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     specs = [nodes.with_config_dir(spec, run, own) for spec in nodes.on_visible_gpus(mine)]
     title = f"node {node} of {len(plan.hosts)}, {plan.hosts[node]}"
-    if all(spec.role != "trainer" for spec in mine) and (
+    if all(spec.role not in ("trainer", "critic") for spec in mine) and (
         note := node_checks.unused_gpus(node_checks.num_gpus(mine))
     ):
         title = f"note: {note}\n{title}"
@@ -128,6 +128,24 @@ def _check_node(specs: Sequence[ProcessSpec], node: int, hosts: Sequence[str]) -
     """Raises: ConfigError if this node lacks GPUs or ports for its processes."""
     nodes.check_ports(specs, node, hosts[node], PORT_KEYS)
     node_checks.check_gpus(specs, node, hosts[node], GPU_KEYS)
+
+
+def check_here(cfg: RLConfig) -> LaunchPlan:
+    """The plan of a run that this machine, or this node of several, could start now; starts and writes nothing.
+
+    Raises: ConfigError with the first reason why it could not.
+    """
+    _check_shape(cfg)
+    find_trackers(cfg.monitors)
+    if cfg.slurm is not None or cfg.ray is not None:  # other machines run it
+        return _plan(cfg.model_copy(update={"dry_run": True}), cfg.run_dir, None)
+    plan = _plan(cfg, cfg.run_dir, None)
+    if plan.hosts:
+        node = nodes.find_node_rank(cfg.deployment.node_rank, plan.hosts, "deployment.node_rank")
+        nodes.check_reachable(plan.hosts, node)
+        _check_node([spec for spec in plan.processes if spec.node == node], node, plan.hosts)
+    check_router(cfg.inference)
+    return plan
 
 
 def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
@@ -145,6 +163,8 @@ def _check_shape(cfg: RLConfig) -> None:
     """Check the model's shape against what trains and serves it."""
     has_replay = cfg.trainer.enable_router_replay
     check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=has_replay)
+    if cfg.num_critic_ranks:
+        check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
     check_engine_model(cfg)
     if cfg.inference is not None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None

@@ -31,7 +31,7 @@ from stretto.base import process
 from stretto.base.errors import ENDED_FIRST
 from stretto.base.paths import RunDir
 from stretto.base.process import Child
-from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
+from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR, was_asked_to_finish
 from stretto.base.watch import EXIT_STALLED
 from stretto.launch.plan.plan import ProcessSpec
 from stretto.launch.run.console import Console
@@ -43,7 +43,8 @@ RESTART_GRACE_S = 2.0
 LAST_WORDS_S = 3.0  # for other processes to say why they end when one has failed
 WEDGED_AFTER_S = 60.0  # after its start; before, an engine may be loading its model
 SERVERS = ("inference", "teacher", "router", "registrar", "kv_store")
-"""Roles that never end by themselves."""
+"""Roles that never end by themselves; so do those that begin with MODELS."""
+MODELS = "model_"
 FINISH = signal.SIGUSR2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, FINISH)
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
@@ -95,6 +96,11 @@ def is_reason(line: str) -> bool:
     return line.startswith("error: ") or re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line) is not None
 
 
+def is_server(spec: ProcessSpec) -> bool:
+    """Does this process never end by itself?"""
+    return spec.role in SERVERS or spec.role.startswith(MODELS)
+
+
 class Supervisor:
     """Runs processes until the lead and all that are not servers have ended, or one fails."""
 
@@ -125,7 +131,7 @@ class Supervisor:
         leads = [spec.name for spec in specs if console is None or spec.role == "orchestrator"]
         # Without one, another node tells these processes when to end: trainer ranks end by themselves, servers go on.
         self._lead = leads[0] if leads else None
-        self._are_servers = all(spec.role in SERVERS for spec in specs)
+        self._are_servers = all(map(is_server, specs))
         self._restarts_left = {spec.name: spec.max_restarts for spec in specs}
         self._status = _StatusPipe(self._on_status)
         self._stop_now = asyncio.Event()
@@ -144,6 +150,8 @@ class Supervisor:
         with _handle_signals(self._on_signal):
             try:
                 self._status.open()
+                if self._console is not None and was_asked_to_finish():  # else the lead looks for itself
+                    self._on_signal(FINISH)
                 return await self._watch()
             finally:
                 self.state = RunState.STOPPING
@@ -180,6 +188,8 @@ class Supervisor:
                 self._start_due(running)
                 tasks = {*running, stop_now} if checked.done() else {*running, stop_now, checked}
                 done, _ = await asyncio.wait(tasks, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                if self._console is not None:
+                    self._console.tick()
                 ended = [running.pop(task) for task in done if task in running]
                 # If several ended together, one killed by a signal is the likelier cause.
                 for child in sorted(ended, key=lambda child: child.returncode or 0):
@@ -187,10 +197,10 @@ class Supervisor:
                         restarted = await self._restart(child)
                         running[asyncio.create_task(restarted.wait())] = restarted
                         continue
-                    if child.returncode != 0 or self._specs[child.name].role in SERVERS:
+                    if child.returncode != 0 or is_server(self._specs[child.name]):
                         return await self._failed(await self._cause(child, running), running)
                     logger.info("%s ended", child.name)
-                working = [c.name for c in running.values() if self._specs[c.name].role not in SERVERS]
+                working = [c.name for c in running.values() if not is_server(self._specs[c.name])]
                 if not working and not self._are_servers:
                     return 0
                 if stop_now.done():
@@ -233,9 +243,14 @@ class Supervisor:
     # -- what ends a run --
 
     async def _cause(self, child: Child, running: Mapping[asyncio.Task, Child]) -> Child:
-        """The lead, if this process failed because the lead has; else this process."""
+        """The process that ended first, if this one failed for that: the lead, or one that it names."""
         lead = self._children.get(self._lead or "")
-        if lead is None or not any(ENDED_FIRST in line for line in last_error(child)):
+        line = next((line for line in last_error(child) if ENDED_FIRST in line), None)
+        if line is None:
+            return child
+        named = re.search(rf"(\w+) {ENDED_FIRST}", line)
+        lead = self._children.get(named[1], lead) if named else lead
+        if lead is None:
             return child
         if ends := [task for task, other in running.items() if other is lead]:
             await asyncio.wait(ends, timeout=LAST_WORDS_S)
@@ -325,7 +340,7 @@ class Supervisor:
     # -- what comes in --
 
     def _on_status(self, status: dict) -> None:
-        if status.get("kind") not in ("note", "warning"):
+        if status.get("kind") not in ("note", "warning", "progress"):
             self._has_checked.set()
             self.has_begun |= not status.get("is_early")
         self._last_status_at = time.monotonic()
@@ -348,7 +363,9 @@ class Supervisor:
             return
         can_finish = self.state is RunState.RUNNING and self.has_begun
         if self._lead is not None and (can_finish or self._console is None):
-            self._children[self._lead].signal(signal.SIGINT)
+            # Nothing says whether a lead that has the terminal can finish yet: until then it ignores FINISH.
+            is_request = number == FINISH and self._console is None
+            self._children[self._lead].signal(FINISH if is_request else signal.SIGINT)
         if not can_finish:
             self._stop_now.set()
             return

@@ -4,7 +4,8 @@ In: a checked root with a [slurm] section. Out: a `Job`, whose script runs the s
 or, where the run can go on without some of the nodes, by steps.py:
 
     time is nearly over    Slurm sends the script SIGUSR2; it passes it on to the launchers (the first node finishes its
-                           step and saves, the others wait for it), and queues the job again when all have ended well
+                           step and saves, the others wait for it), and queues the job again when all have ended well.
+                           A launcher that starts later finds a marker, RUN/slurm/finish
     a node is lost         Slurm ends the job and queues it again; one of inference of several replicas is lost alone
     started again          the run resumes from its latest checkpoint; if it has none it begins anew
 """
@@ -31,15 +32,16 @@ TEMPLATE = """\
 {{ options }}
 set -eu
 run={{ run }}
-export STRETTO_JOB=$SLURM_JOB_ID
-{{ start }}
+export STRETTO_JOB=$SLURM_JOB_ID STRETTO_FINISH="$run"/slurm/finish
+rm -f "$STRETTO_FINISH"
 again=
-trap 'again=yes; scancel --signal=USR2 "$SLURM_JOB_ID"' USR2
+trap 'again=yes; touch "$STRETTO_FINISH" || true; scancel --signal=USR2 "$SLURM_JOB_ID" || true' USR2
+{{ start }}
 {{ command }} &
 while kill -0 $! 2>/dev/null; do wait $! || true; done  # a signal interrupts the wait
 status=0
 wait $! || status=$?
-if [ "$again" ] && [ "$status" = 0 ]; then scontrol requeue "$SLURM_JOB_ID" || true; fi
+case $again$status in yes0 | yes140) scontrol requeue "$SLURM_JOB_ID" || true;; esac  # 140: by that signal
 exit $status
 """
 
@@ -54,7 +56,7 @@ fi"""
 
 ALL_OR_NONE = "srun --kill-on-bad-exit=1 --cpu-bind=none"
 ON_EACH_NODE = """\
-{start} bash -c '
+{start} bash -c 'trap "" USR2
     if ! [ -r "$0" ]; then
         echo "error: $(hostname) does not see $0: output_dir must be on a file system that all nodes share" >&2; exit 2
     fi
@@ -193,7 +195,7 @@ def _command(cfg: JobConfig, section: SlurmSection, verb: str) -> str:
     python = shlex.quote(sys.executable)
     start, end = ALL_OR_NONE, ""
     if isinstance(cfg, RLConfig) and can_lose_nodes(cfg) and cfg.inference is not None:
-        shape = f"--lead {cfg.deployment.num_train_nodes} --each {cfg.inference.deployment.num_nodes}"
+        shape = f"--lead {cfg.deployment.num_learning_nodes} --each {cfg.inference.deployment.num_nodes}"
         start, end = f"{python} -m stretto.launch.slurm.steps {shape}", "-- "
     return ON_EACH_NODE.format(setup=setup, verb=verb, python=python, words=hosts, start=start, end=end)
 

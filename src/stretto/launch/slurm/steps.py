@@ -5,8 +5,9 @@ The job's script starts it on the first node, as `... --lead N --each M SETUP --
     nodes of the trainer     N; one step of all. If one of them is lost, the job is queued again.
     nodes of inference       M for a replica; a step for each node, which is started again whenever it ends
     a lost inference node    Slurm takes it out of the job, and a job of its own waits for it and does its part when it
-                             is back. The orchestrator goes on with the other engines, and lets those of this node in
-                             again. If no replica is whole, the job is queued again.
+                             is back; if it is lost again, another job does. The orchestrator goes on with the other
+                             engines, and lets those of this node in again. If no replica is whole, the job is queued
+                             again.
     the first node is lost   nobody is left there to notice, so that two nodes of inference watch it
 
 SETUP is what begins every command on a node (bash and its script), COMMAND is `stretto rl` with the hosts. Slurm is
@@ -40,6 +41,7 @@ POLL_S = 5.0
 PAUSE_S = 10.0  # before a node's step is started again
 END_S = 60.0  # for the engines to end after the trainer
 CHECK_S = 60.0  # for a node of the trainer to answer after a failure
+SUBMIT_PAUSE_S = 30.0  # between two jobs for the same lost node
 NUM_WATCHERS = 2
 NOT_COPIED = (
     "--nodes",
@@ -53,6 +55,22 @@ NOT_COPIED = (
 )
 """Options of the job that the job of a single node does not have, or has otherwise."""
 SRUN = ("srun", "--cpu-bind=none", "--kill-on-bad-exit=1")
+WATCH = ("bash", "-c", 'trap "" USR2; exec "$@"', "watch", sys.executable, "-m")
+"""Begins the command of a watcher: SIGUSR2 asks the trainer to finish."""
+
+
+@dataclass
+class StandIn:
+    """The job that waits for a lost node, and does its part when it is back."""
+
+    number: str | None
+    """None: Slurm has refused it."""
+    submitted_at: float
+    """Monotonic seconds."""
+    is_running: bool = False
+    """The node is back."""
+    is_cancelled: bool = False
+    """By somebody: the node is left alone."""
 
 
 @dataclass
@@ -71,8 +89,8 @@ class Job:
     """The step of each inference node that is in the job, by host."""
     due: dict[str, float] = field(default_factory=dict)
     """When a step that has ended is started again, monotonic seconds."""
-    waited_for: set[str] = field(default_factory=set)
-    """Lost nodes, each of which has a job of its own."""
+    stand_ins: dict[str, StandIn] = field(default_factory=dict)
+    """The jobs of nodes that this job has lost, by host."""
     is_ended_by_slurm: bool = False
     """Slurm ends all steps; a signal of ours might reach those of the job's next start."""
 
@@ -99,7 +117,7 @@ class Job:
         Raises: _Refused if the node cannot do its part from the start.
         """
         for host, step in list(self.engines.items()):
-            if (code := step.poll()) is not None and host not in self.due and host not in self.waited_for:
+            if (code := step.poll()) is not None and host not in self.due and host not in self.stand_ins:
                 if code and not self.run.metrics("orchestrator").exists() and host in self.nodes():
                     raise _Refused(host, code)
                 logger.warning("%s: its step ended with %d; it is started again", host, code)
@@ -120,20 +138,50 @@ class Job:
         """Ask Slurm which nodes the job still has, and let a job wait for each that it has lost."""
         nodes = self.nodes()
         for host in self.hosts[self.num_lead :]:
-            if nodes and host not in nodes and host not in self.waited_for:
+            if host in self.stand_ins:
+                self.look_at_stand_in(host, self.stand_ins[host])
+            elif nodes and host not in nodes:
                 logger.warning("%s is lost: the run goes on without it, and lets it in again", host)
-                self.waited_for.add(host)
                 self.due.pop(host, None)
-                try:
-                    commands.submit_text(self.stand_in(host))
-                except StrettoError as error:
-                    logger.warning("%s stays away: %s", host, error)
+                self.submit_stand_in(host)
+
+    def submit_stand_in(self, host: str) -> None:
+        number = None
+        try:
+            number = commands.submit_text(self.stand_in(host))
+        except StrettoError as error:
+            logger.warning("%s stays away: %s", host, error)
+        self.stand_ins[host] = StandIn(number, time.monotonic())
+
+    def look_at_stand_in(self, host: str, stand_in: StandIn) -> None:
+        """Submit another job for a lost node if the last one was lost with it, or was refused."""
+        if stand_in.is_cancelled:
+            return
+        if stand_in.number is not None:
+            try:
+                found = commands.find_job(stand_in.number)
+            except StrettoError as error:
+                logger.warning("%s", error)
+                return
+            was_running, stand_in.is_running = stand_in.is_running, found is not None and found.is_running
+            if commands.is_live(found):
+                return
+            state = "gone" if found is None else found.state
+            if state == "CANCELLED":
+                logger.warning("job %s, for %s, was cancelled: the node stays away", stand_in.number, host)
+                stand_in.is_cancelled = True
+                return
+            if was_running:
+                logger.warning("%s is lost again: job %s is %s", host, stand_in.number, state)
+        if time.monotonic() - stand_in.submitted_at >= SUBMIT_PAUSE_S:
+            self.submit_stand_in(host)
 
     @property
     def has_replica(self) -> bool:
-        """Whether one replica has all its nodes."""
+        """Whether one replica has all its nodes, each in this job or in one of its own."""
+        away = {host for host, stand_in in self.stand_ins.items() if not stand_in.is_running}
         firsts = range(self.num_lead, len(self.hosts), self.num_each)
-        return any(self.waited_for.isdisjoint(self.hosts[first : first + self.num_each]) for first in firsts)
+        return any(away.isdisjoint(self.hosts[first : first + self.num_each]) for first in firsts)
 
     def stand_in(self, host: str) -> str:
         """The script of a job that does the part of a lost node when it is back."""
@@ -229,7 +277,6 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="job | %(message)s", stream=sys.stderr)
     if given.watch:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it asks the trainer to finish
         return watch(os.environ["SLURM_JOB_ID"], given.watch)
     if given.stand_in:
         return stand_in(os.environ["STRETTO_JOB"], given.stand_in, given.words)
@@ -250,7 +297,7 @@ def run_steps(job: Job) -> int:
         lead.terminate()
 
     signal.signal(signal.SIGTERM, end)
-    watcher = [sys.executable, "-m", __spec__.name, "--watch", job.hosts[0]]
+    watcher = [*WATCH, __spec__.name, "--watch", job.hosts[0]]
     watchers = [
         job.step([host], watcher, "--overlap")
         for host in job.hosts[job.num_lead : job.num_lead + NUM_WATCHERS]

@@ -8,10 +8,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stretto.models.family import DENSE_TP_PLAN, STACKED_EXPERTS, Family, scratch_layers, scratch_moe
-from stretto.models.parts.rope import parse_rope
+from stretto.models.families.rope_keys import parse_rope
+from stretto.models.family import (
+    DENSE_TP_PLAN,
+    STACKED_EXPERTS,
+    Family,
+    WeightRule,
+    scratch_layers,
+    scratch_moe,
+)
 from stretto.models.shape import AttentionGate, LayerAttention, ModelConfig, MoEShape
-from stretto.models.tensor_map import WeightRule
 
 _LAYER = "model.layers.{layer}"
 _GATE = AttentionGate("gate_proj", "sigmoid")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stretto.models.families.glm4_moe import mixture_to_hf
+from stretto.models.families.rope_keys import rope_to_hf
 from stretto.models.family import EXPERT_BIAS, STACKED_EXPERTS, Family, scratch_moe
-from stretto.models.parts.rope import rope_to_hf
 from stretto.models.shape import LatentShape, ModelConfig, MoEShape, yarn_scale
 
 if TYPE_CHECKING:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from stretto.models.family import Family
+from stretto.models.family import Family, WeightRule
 from stretto.models.shape import Rope
-from stretto.models.tensor_map import WeightRule
 
 _MLP = "model.layers.{layer}.mlp"
 

@@ -8,12 +8,16 @@ for multi-token prediction are not read.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import DataError
 from stretto.models.families import deepseek_v3
 from stretto.models.family import EXPERT_BIAS, STACKED_EXPERTS, Family
 from stretto.models.shape import IndexerShape, ModelConfig
+
+if TYPE_CHECKING:
+    from stretto.config.sections.model import ScratchSection
 
 _REQUIRED = (*deepseek_v3.REQUIRED, "q_lora_rank")
 _FIXED_VALUES = {
@@ -109,6 +113,22 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
     return deepseek_v3.to_hf(cfg) | found
 
 
+def _scratch(scratch: ScratchSection, *, is_shared: bool, is_interleaved: bool) -> dict[str, Any]:
+    """deepseek_v3 with an indexer in every layer, or in every second one, whose choice the next one shares."""
+    found = deepseek_v3.scratch(scratch)
+    indexer = IndexerShape(
+        num_heads=scratch.num_heads,
+        head_dim=scratch.head_dim,
+        top_k=scratch.index_topk,
+        is_interleaved=is_interleaved,
+        sources=tuple(layer - layer % 2 if is_shared else layer for layer in range(scratch.num_layers)),
+    )
+    return found | {
+        "mixers": ("sparse_latent",) * scratch.num_layers,
+        "latent": replace(found["latent"], indexer=indexer),
+    }
+
+
 def _family(name: str, architecture: str, heads: int, *, is_interleaved: bool, **defaults: Any) -> Family:
     return Family(
         name=name,
@@ -124,11 +144,18 @@ def _family(name: str, architecture: str, heads: int, *, is_interleaved: bool, *
         weights=(*STACKED_EXPERTS, EXPERT_BIAS),
         rotary_fraction=1.0,
         is_rotary_interleaved=True,
+        scratch=partial(_scratch, is_shared=name == "glm_moe_dsa", is_interleaved=is_interleaved),
     )
 
 
 GLM_MOE_DSA = _family(
-    "glm_moe_dsa", "GlmMoeDsaForCausalLM", 32, is_interleaved=True, n_group=1, topk_group=1, rms_norm_eps=1e-5
+    "glm_moe_dsa",
+    "GlmMoeDsaForCausalLM",
+    32,
+    is_interleaved=True,
+    n_group=1,
+    topk_group=1,
+    rms_norm_eps=1e-5,
 )
 DEEPSEEK_V32 = _family(
     "deepseek_v32", "DeepseekV32ForCausalLM", 64, is_interleaved=False, n_group=8, topk_group=4

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.models.family import Family, scratch_layers, scratch_moe
-from stretto.models.parts.rope import parse_rope
+from stretto.models.families.rope_keys import parse_rope
+from stretto.models.family import Family, WeightRule, scratch_layers, scratch_moe
 from stretto.models.shape import ClampedGate, LayerAttention, ModelConfig, MoEShape, Rope
-from stretto.models.tensor_map import WeightRule
 
 _MLP = "model.layers.{layer}.mlp"
 

@@ -6,10 +6,16 @@ import math
 from typing import Any
 
 from stretto.base.errors import DataError
-from stretto.models.family import DENSE_TP_PLAN, STACKED_EXPERTS, Family, scratch_layers, scratch_moe
-from stretto.models.parts.rope import parse_rope, rope_to_hf
+from stretto.models.families.rope_keys import parse_rope, rope_to_hf
+from stretto.models.family import (
+    DENSE_TP_PLAN,
+    STACKED_EXPERTS,
+    Family,
+    WeightRule,
+    scratch_layers,
+    scratch_moe,
+)
 from stretto.models.shape import AttentionGate, LayerAttention, ModelConfig, MoEShape
-from stretto.models.tensor_map import WeightRule
 
 _LAYER = "model.layers.{layer}"
 _ROPES = {

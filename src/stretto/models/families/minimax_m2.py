@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.models.family import Family, scratch_moe
+from stretto.models.family import Family, WeightRule, scratch_moe
 from stretto.models.shape import ModelConfig, MoEShape, Rope
-from stretto.models.tensor_map import WeightRule
 
 _OURS, _THEIRS = "model.layers.{layer}.mlp", "model.layers.{layer}.block_sparse_moe"
 

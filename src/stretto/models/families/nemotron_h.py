@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import DataError
-from stretto.models.family import Family, scratch_moe
+from stretto.models.family import Family, WeightRule, scratch_moe
 from stretto.models.shape import LayerAttention, MambaShape, ModelConfig, MoEShape
-from stretto.models.tensor_map import WeightRule
 
 if TYPE_CHECKING:
     from stretto.config.sections.model import ScratchSection

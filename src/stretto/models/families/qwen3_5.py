@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stretto.models.family import STACKED_EXPERTS, Family, scratch_moe
+from stretto.models.family import STACKED_EXPERTS, Family, WeightRule, scratch_moe
 from stretto.models.shape import GatedDeltaShape, ModelConfig, MoEShape, Rope
-from stretto.models.tensor_map import WeightRule
 
 if TYPE_CHECKING:
     from stretto.config.sections.model import ScratchSection

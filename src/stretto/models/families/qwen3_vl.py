@@ -14,12 +14,11 @@ from stretto.base.errors import DataError
 from stretto.models.families.dense import QWEN3
 from stretto.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from stretto.models.families.qwen3_moe import QWEN3_MOE
-from stretto.models.family import Family
-from stretto.models.shape import ModelConfig, VisionShape
-from stretto.models.tensor_map import WeightRule
+from stretto.models.family import Family, WeightRule
+from stretto.models.shape import ModelConfig, Rope, VisionShape
 
 if TYPE_CHECKING:
-    pass
+    from stretto.config.sections.model import ScratchSection
 
 _NESTED = ("text_config", "vision_config")
 _NUMBERS = {
@@ -75,11 +74,47 @@ def _vision_to_hf(cfg: ModelConfig, *, has_deepstack: bool) -> dict[str, Any]:
     return keys | ({_DEEPSTACK: list(shape.deepstack_blocks)} if has_deepstack else {})
 
 
+_SCRATCH_GRID_SIDE = 8
+
+
+def _scratch_vision(scratch: ScratchSection, *, has_deepstack: bool) -> VisionShape:
+    """The tower of a model from scratch; what its first block computes is for the decoder's first layer."""
+    vision = scratch.vision
+    assert vision is not None
+    return VisionShape(
+        depth=vision.depth,
+        hidden_size=vision.hidden_size,
+        intermediate_size=vision.intermediate_size,
+        num_heads=vision.num_heads,
+        in_channels=3,
+        patch_size=vision.patch_size,
+        temporal_patch_size=2,
+        merge_size=vision.merge_size,
+        out_size=scratch.hidden_size,
+        grid_side=_SCRATCH_GRID_SIDE,
+        rope_theta=_ROPE_THETA,
+        image_token_id=0,  # the tokenizer's, which random_model is told
+        deepstack_blocks=(0,) if has_deepstack else (),
+    )
+
+
+def _scratch_rope(scratch: ScratchSection, rope: Rope) -> Rope:
+    """As Qwen's sections: a third of the pairs turns by height, as many by width, the others by time."""
+    pairs = int(scratch.head_dim * rope.fraction) // 2
+    height, width = (pairs + 1) // 3, pairs // 3
+    return replace(rope, sections=(pairs - height - width, height, width))
+
+
 def _with_vision(text: Family, name: str, architecture: str, *, has_deepstack: bool, **more: Any) -> Family:
     """The family of `text` with images."""
 
     def fields(hf: dict[str, Any]) -> dict[str, Any]:
         return text.fields(hf) | {"vision": _vision_shape(hf, has_deepstack=has_deepstack)}
+
+    def scratch(section: ScratchSection) -> dict[str, Any]:
+        found = {"rope": Rope(theta=10_000.0)} | text.scratch(section)
+        vision = _scratch_vision(section, has_deepstack=has_deepstack)
+        return found | {"rope": _scratch_rope(section, found["rope"]), "vision": vision}
 
     def nest(flat: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
         outer = {key: flat.pop(key) for key in ("architectures", "tie_word_embeddings")}
@@ -96,6 +131,7 @@ def _with_vision(text: Family, name: str, architecture: str, *, has_deepstack: b
         name=name,
         architecture=architecture,
         fields=fields,
+        scratch=scratch,
         required=(*text.required, "vision_config", "image_token_id"),
         normalise=_normalise,
         nest=nest,
@@ -108,6 +144,11 @@ def _moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """As qwen3_moe; gates always sum to 1, and experts are stored [experts, in, out]."""
     found = QWEN3_MOE.fields(hf)
     return found | {"moe": replace(found["moe"], norm_topk_prob=True, is_transposed=True)}
+
+
+def _scratch_moe(scratch: ScratchSection) -> dict[str, Any]:
+    found = QWEN3_MOE.scratch(scratch)
+    return found | {"moe": replace(found["moe"], is_transposed=True)}
 
 
 _EXPERTS = tuple(
@@ -127,7 +168,7 @@ QWEN3_VL = _with_vision(
 )
 
 QWEN3_VL_MOE = _with_vision(
-    replace(QWEN3_MOE, fields=_moe_fields, weights=_EXPERTS),
+    replace(QWEN3_MOE, fields=_moe_fields, scratch=_scratch_moe, weights=_EXPERTS),
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     has_deepstack=True,

@@ -28,7 +28,7 @@ void silu_product(const float *gate_up, float *out, int64_t rows, int64_t dim, i
 
 typedef struct {
     int64_t rows, heads, kv_heads, head_dim, block_size, num_blocks, table_width, threads;
-    const int64_t *owners, *positions, *tables;
+    const int64_t *owners, *positions, *tables, *turns;
     const float *cos, *sin;
     float eps, scale;
 } Pass;
@@ -50,7 +50,8 @@ INLINE void turn(float *x, const float *norm, const float *cos, const float *sin
 /* Turn a row's queries and keys, and write its keys and values into its block. */
 INLINE void prepare(const Pass *p, int64_t row, float *qkv, const float *q_norm, const float *k_norm, float *cache, int64_t dim) {
     int64_t position = p->positions[row], bs = p->block_size, plane = p->num_blocks * bs * dim;
-    const float *cos = p->cos + position * dim, *sin = p->sin + position * dim;
+    int64_t at_angle = (p->turns ? p->turns[row] : position) * dim;
+    const float *cos = p->cos + at_angle, *sin = p->sin + at_angle;
     for (int64_t h = 0; h < p->heads; h++) turn(qkv + h * dim, q_norm, cos, sin, dim, p->eps, p->scale);
     float *k = qkv + p->heads * dim, *v = k + p->kv_heads * dim;
     int64_t block = p->tables[p->owners[row] * p->table_width + position / bs], at = position % bs;

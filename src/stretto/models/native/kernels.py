@@ -27,6 +27,8 @@ LANES = 16
 class AttentionPass(Structure):
     """`Pass` in kernels.c. Row i is token positions[i] of the sequence with block table owners[i] (-1: padding).
 
+    It is rotated by row turns[i] of the tables cos and sin; turns = None: by row positions[i].
+
     A layer's cache is [2 * kv_heads, num_blocks, block]: blocks of keys are [head_dim, block_size], those of
     values [block_size, head_dim].
     """
@@ -34,7 +36,7 @@ class AttentionPass(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "heads", "kv_heads", "head_dim", "block_size", "num_blocks")),
         *((name, c_int64) for name in ("table_width", "threads")),
-        *((name, c_void_p) for name in ("owners", "positions", "tables", "cos", "sin")),
+        *((name, c_void_p) for name in ("owners", "positions", "tables", "turns", "cos", "sin")),
         *((name, c_float) for name in ("eps", "scale")),
     )
 

@@ -35,7 +35,8 @@ MAX_GATHERED = 1 << 22
 _GPU_FACTOR = 16
 """Blocks on a GPU have so many times the elements, because small operations cost more there."""
 _TINY = torch.finfo(torch.float32).tiny
-_HIDDEN = torch.iinfo(torch.int64).min
+HIDDEN = torch.iinfo(torch.int64).min
+"""The code of a key that a query does not see."""
 _INDEX_BITS = 32
 _LAST = (1 << 31) - 1
 
@@ -177,26 +178,32 @@ def choose_keys(vectors: IndexVectors, sight: Sight, top_k: int) -> Int32[Tensor
         for low, high, is_whole in block.ranges:
             numbers = torch.arange(low, high, device=keys.device)
             if needs_scores:
-                codes = _rank_codes(index_scores(queries[rows], weights[rows], keys[low:high]), numbers)
+                codes = rank_codes(index_scores(queries[rows], weights[rows], keys[low:high]), numbers)
             else:
                 codes = (_LAST - numbers).expand(block.stop - block.start, -1)
             if not is_whole:
-                codes = codes.masked_fill(~sight.is_visible(rows, numbers), _HIDDEN)
+                codes = codes.masked_fill(~sight.is_visible(rows, numbers), HIDDEN)
             best = codes if best is None else torch.cat((best, codes), 1)
             if best.shape[1] > count:
                 best = best.topk(count, dim=1, sorted=False).values
         assert best is not None, "a query sees itself"
-        found = _LAST - (best & _LAST)
-        found = found.masked_fill(best == _HIDDEN, NOT_A_KEY).sort(dim=1).values
+        found = key_numbers(best).masked_fill(best == HIDDEN, NOT_A_KEY).sort(dim=1).values
         chosen[rows, count - found.shape[1] :] = found.int()
     return chosen
 
 
-def _rank_codes(scores: Float[Tensor, "rows keys"], numbers: Int64[Tensor, " keys"]) -> Tensor:
+def rank_codes(
+    scores: Float[Tensor, "rows keys"], numbers: Int64[Tensor, " keys"]
+) -> Int64[Tensor, "rows keys"]:
     """Distinct integers in the order of the scores; of equal scores the earlier key has the higher one."""
     bits = (scores + 0.0).view(torch.int32)  # without -0.0
     order = torch.where(bits < 0, bits ^ _LAST, bits)
     return (order.long() << _INDEX_BITS) | (_LAST - numbers)
+
+
+def key_numbers(codes: Int64[Tensor, "rows keys"]) -> Int64[Tensor, "rows keys"]:
+    """The numbers of the keys with these codes."""
+    return _LAST - (codes & _LAST)
 
 
 # -- the attention --
@@ -241,7 +248,7 @@ class _ChosenAttention(torch.autograd.Function):
         ctx.counts, ctx.value_dim, ctx.scale = counts, value_dim, scale
         out = q.new_empty(*q.shape[:2], value_dim)
         for rows, columns in _gathered_rows(counts, k):
-            keys, weights, _ = _attend_rows(q[rows], k, chosen[rows, -columns:], scale)
+            keys, weights, _ = attend_rows(q[rows], k, chosen[rows, -columns:], scale)
             out[rows] = weights @ keys[..., :value_dim]
         return out
 
@@ -251,7 +258,7 @@ class _ChosenAttention(torch.autograd.Function):
         q, k, chosen = ctx.saved_tensors
         dq, dk = torch.empty_like(q), torch.zeros_like(k, dtype=torch.float32)
         for rows, columns in _gathered_rows(ctx.counts, k):
-            keys, weights, places = _attend_rows(q[rows], k, chosen[rows, -columns:], ctx.scale)
+            keys, weights, places = attend_rows(q[rows], k, chosen[rows, -columns:], ctx.scale)
             slopes = (grad[rows] @ keys[..., : ctx.value_dim].transpose(1, 2)).float()
             inner = (weights.float() * slopes).sum(-1, keepdim=True)
             slopes = (weights.float() * (slopes - inner) * ctx.scale).to(q.dtype)
@@ -279,7 +286,7 @@ class _IndexLoss(torch.autograd.Function):
         total = torch.zeros((), device=q.device)
         for rows, columns in _gathered_rows(counts, k):
             places = chosen[rows, -columns:]
-            attention = _attend_rows(q[rows], k, places, choice.scale)[1].float().mean(1)
+            attention = attend_rows(q[rows], k, places, choice.scale)[1].float().mean(1)
             index = _index_rows(queries[rows], weights[rows], keys, places)[0].log_softmax(-1)
             total += (attention * (attention.clamp_min(_TINY).log() - index)).nan_to_num(0.0).sum()
         ctx.mark_non_differentiable(total)
@@ -293,7 +300,7 @@ class _IndexLoss(torch.autograd.Function):
         dkeys = torch.zeros_like(keys, dtype=torch.float32)
         for rows, columns in _gathered_rows(ctx.counts, k):
             places = chosen[rows, -columns:]
-            attention = _attend_rows(q[rows], k, places, ctx.scale)[1].float().mean(1)
+            attention = attend_rows(q[rows], k, places, ctx.scale)[1].float().mean(1)
             scores, by_head, own, at = _index_rows(queries[rows], weights[rows], keys, places)
             slopes = (scores.softmax(-1) - attention) * ctx.loss_scale
             dweights[rows] = (by_head @ slopes.unsqueeze(-1)).squeeze(-1)
@@ -328,12 +335,14 @@ def _gathered_rows(counts: np.ndarray, k: Tensor) -> Iterator[tuple[slice, int]]
         start = stop
 
 
-def _attend_rows(
+def attend_rows(
     q: Float[Tensor, "rows heads dim"],
     k: Float[Tensor, "keys dim"],
     chosen: Int32[Tensor, "rows chosen"],
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[
+    Float[Tensor, "rows chosen dim"], Float[Tensor, "rows heads chosen"], Int64[Tensor, "rows chosen"]
+]:
     """Gathered keys [rows, chosen, dim], weights [rows, heads, chosen] in their dtype, and where the keys are."""
     places = chosen.clamp_min(0).long()
     keys = k.index_select(0, places.flatten()).unflatten(0, places.shape)

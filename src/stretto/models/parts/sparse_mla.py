@@ -10,6 +10,7 @@ computed in float32, not in rotated 8-bit floats.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,8 +59,16 @@ class Indexer(nn.Module):
         return IndexVectors(queries, weights * (shape.num_heads * shape.head_dim) ** -0.5, keys)
 
 
+RowMatrices = Callable[[], Sequence[tuple[Tensor | None, int, Tensor]]]
+"""What adapters add to a matrix, as [in, out]: the rows of the pass that have the adapter (None: all; at the end there
+may be padding), how many, and the addend."""
+
+
 class SparseLatentAttention(LatentAttention):
     """Latent attention to chosen keys; a layer without an indexer uses the choice of one before it."""
+
+    addends: RowMatrices | None = None
+    """In an engine, whose rows have different adapters: those of kv_b_proj."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__(cfg)
@@ -86,7 +95,24 @@ class SparseLatentAttention(LatentAttention):
         attended = attend(layer, q, keys, keys[..., : self.shape.rank], Limits(None, None, choice))
         if rows is not None:
             attended = attended.index_select(0, rows)
-        return self.o_proj(torch.einsum("thr,rhv->thv", attended, from_small).flatten(1))
+        mixed = torch.einsum("thr,rhv->thv", attended, from_small)
+        for at, count, matrix in self._addends():
+            self._add(mixed, "thr,rhv->thv", attended, at, count, matrix[..., self.shape.plain_dim :])
+        return self.o_proj(mixed.flatten(1))
+
+    def _addends(self) -> list[tuple[Tensor | None, int, Tensor]]:
+        """`addends` by head: [rank, heads, plain_dim + value_dim]."""
+        if self.addends is None:
+            return []
+        by_head = (-1, self.shape.plain_dim + self.shape.value_dim)
+        return [(at, count, matrix.unflatten(-1, by_head)) for at, count, matrix in self.addends()]
+
+    @staticmethod
+    def _add(out: Tensor, formula: str, x: Tensor, at: Tensor | None, count: int, matrix: Tensor) -> None:
+        if at is None:
+            out += torch.einsum(formula, x, matrix)
+        else:
+            out.index_add_(0, at[:count], torch.einsum(formula, x.index_select(0, at), matrix)[:count])
 
     def project(  # type: ignore[override]
         self, x: Float[Tensor, "tokens dim"], angles: Angles
@@ -107,7 +133,10 @@ class SparseLatentAttention(LatentAttention):
         identity = torch.eye(shape.rank, dtype=x.dtype, device=x.device)
         expand = self.kv_b_proj(identity).unflatten(-1, (-1, shape.plain_dim + shape.value_dim))
         to_small, from_small = expand.split((shape.plain_dim, shape.value_dim), -1)
-        q = torch.cat((torch.einsum("thp,rhp->thr", q_plain, to_small), rotate(q_rotated, angles)), -1)
+        q_small = torch.einsum("thp,rhp->thr", q_plain, to_small)
+        for at, count, matrix in self._addends():
+            self._add(q_small, "thp,rhp->thr", q_plain, at, count, matrix[..., : shape.plain_dim])
+        q = torch.cat((q_small, rotate(q_rotated, angles)), -1)
         if shape.query_factor != 1.0:
             q = q * shape.query_factor
         has_indexer = hasattr(self, "indexer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,12 @@ def to_samples(groups: Iterable[Group], whitened: Collection[str] = ()) -> list[
         for group in groups
         for member, (rollout, advantage) in enumerate(zip(group.rollouts, group.advantages, strict=True))
         if rollout.is_counted
-        for sample in samples_of(rollout, advantage, group.advantages_of(member))
+        for sample in samples_of(
+            rollout,
+            advantage,
+            group.advantages_of(member),
+            group.branch_advantages[member] if group.branch_advantages else (),
+        )
     ]
     return whiten_samples(samples, whitened) if whitened else samples
 
@@ -49,12 +54,15 @@ def _with_advantages(sample: TrainSample, values: Float[np.ndarray, " trained"])
 
 
 def samples_of(
-    rollout: Rollout, advantage: float, by_agent: Mapping[str, float] = MappingProxyType({})
+    rollout: Rollout,
+    advantage: float,
+    by_agent: Mapping[str, float] = MappingProxyType({}),
+    by_branch: Sequence[float] = (),
 ) -> list[TrainSample]:
     """One sample per trained branch of a rollout.
 
-    by_agent: advantages of agents that have their own; the others get `advantage`. The first token
-    of a document is not predicted and never trained.
+    by_agent: advantages of agents that have their own; the others get `advantage`. by_branch: those of branches with
+    rewards of their own, or nothing. The first token of a document is not predicted and never trained.
     """
     samples = []
     for index, branch in enumerate(rollout.branches):
@@ -63,7 +71,7 @@ def samples_of(
         loss_mask = trained_tokens(branch)
         if not loss_mask.any():
             continue
-        own_advantage = by_agent.get(branch.agent, advantage)
+        own_advantage = by_branch[index] if by_branch else by_agent.get(branch.agent, advantage)
         streams = {
             "loss_mask": loss_mask,
             "logprobs": branch.logprobs,

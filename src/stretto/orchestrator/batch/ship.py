@@ -13,6 +13,7 @@ from stretto.base.errors import EnvError, StrettoError
 from stretto.orchestrator import telemetry
 from stretto.orchestrator.batch.packing import pack
 from stretto.orchestrator.batch.samples import to_samples, whiten_samples
+from stretto.orchestrator.eval.examples import example_rows
 from stretto.orchestrator.groups.buffer import Counts, Slot
 from stretto.orchestrator.groups.filters import mean_reward
 from stretto.orchestrator.run import RunParts
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 WARN_EVERY_STEPS = 20
 ENGINE_GAUGES_INTERVAL_S = 1.0
+NUM_SAMPLES = 16
+"""Rollouts of a step in a tracker's table."""
 
 
 class BatchShipper:
@@ -54,11 +57,21 @@ class BatchShipper:
             try:
                 slots = await self._select_slots(slots)
                 samples = await self._samples_of(slots)
+                logged = await self._user_metrics(slots)
             except StrettoError as error:
                 self._on_failed_batch(slots, error)
                 continue
             self._num_lost = 0
-            await self.ship(slots, samples)
+            await self.ship(slots, samples, logged)
+
+    async def _user_metrics(self, slots: Sequence[Slot]) -> tuple[dict[str, float], bool]:
+        """What the user's log function says of a batch.
+
+        Raises: EnvError if it raises.
+        """
+        hooks = self.parts.hooks
+        groups = [slot.group for slot in slots if slot.group is not None]
+        return ({}, False) if hooks is None else await hooks.log(self.buffer.next_step, groups)
 
     async def _select_slots(self, slots: list[Slot]) -> list[Slot]:
         """These groups, or those that a hook selects from all ready ones.
@@ -81,7 +94,11 @@ class BatchShipper:
         groups = self.parts.baselines.subtract([slot.group for slot in slots])
         samples = await run_in_slices(_build_samples(groups))  # chosen slots do not change meanwhile
         hooks = self.parts.hooks
-        return samples if hooks is None else await hooks.transform_samples(groups, samples)
+        return (
+            samples
+            if hooks is None
+            else await hooks.transform_samples(self.buffer.next_step, groups, samples)
+        )
 
     def _on_failed_batch(self, slots: Sequence[Slot], error: StrettoError) -> None:
         """Drop these groups because a batch hook raised; others will be drawn.
@@ -96,7 +113,12 @@ class BatchShipper:
         for slot in slots:
             self.buffer.drop(slot, "a hook failed")
 
-    async def ship(self, slots: list[Slot], samples: list[TrainSample]) -> None:
+    async def ship(
+        self,
+        slots: list[Slot],
+        samples: list[TrainSample],
+        logged: tuple[dict[str, float], bool] = ({}, False),
+    ) -> None:
         """Pack the samples, write the ledger and send the batch; its groups will be trained."""
         run, step, started = self.parts, self.buffer.next_step, time.perf_counter()
         if self._whitened:
@@ -113,6 +135,7 @@ class BatchShipper:
         )
         discarded = self.buffer.discarded(slots)
         row = self._build_row(slots, discarded)
+        row.metrics = ({} if logged[1] else row.metrics) | logged[0]
         run.baselines.commit(step)
         decided = sorted((*slots, *discarded), key=lambda slot: slot.group_id)
         rewards = [(slot.task.env, slot.task.task_id, mean_reward(slot.group)) for slot in decided]
@@ -126,6 +149,7 @@ class BatchShipper:
         self.rows[step] = row
         self._warn_without_signal(step, slots)
         await asyncio.sleep(0)
+        await run.versions.turns.end_rollouts()
         await run.sender.send(batches)
         run.watch.progress(f"batch {step} shipped")
         await run_in_slices(_release(slots, samples))
@@ -143,6 +167,14 @@ class BatchShipper:
         row = telemetry.batch_row(slots, discarded, self.buffer, counts)
         row.metrics |= telemetry.filter_row(self.cfg.filters, self._pop_filter_flags(), [*slots, *discarded])
         row.metrics |= {} if self.parts.rollout_function is None else self.parts.rollout_function.metrics
+        interval = self.cfg.monitors.samples_interval
+        step = self.buffer.next_step
+        if self.parts.monitors.has_trackers and interval is not None and (step - 1) % interval == 0:
+            groups = [slot.group for slot in slots]
+            row.samples = example_rows(
+                groups, self.parts.player.renderer, "train", version=step - 1, count=NUM_SAMPLES
+            )
+            row.distributions = telemetry.distributions_of(slots)
         return row
 
     def _warn_without_signal(self, step: int, slots: Sequence[Slot]) -> None:

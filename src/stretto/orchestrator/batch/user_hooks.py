@@ -6,6 +6,8 @@ file and line, and the group (dynamic_sampling_filter) or the groups of the batc
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,14 +17,15 @@ import numpy as np
 from stretto.base.errors import EnvError, boundary
 from stretto.chat.render import Renderer
 from stretto.config.sections.orchestrator import OrchestratorSection
-from stretto.envs.result import checked_reward, checked_rewards, describe_value
-from stretto.orchestrator.build import other_models, urls_of
+from stretto.envs.result import checked_number, checked_reward, checked_rewards, describe_value
+from stretto.orchestrator.build import other_models, table_of, urls_of
 from stretto.records.rollout import Group, Rollout
 from stretto.records.sample import TrainSample
 from stretto.vime import Arguments, DynamicFilterOutput, Sample
 from stretto.vime.arguments import addresses_of
 from stretto.vime.calls import Hook
 from stretto.vime.convert import response_start, sample_of
+from stretto.vime.saved import save
 
 SETTING = "orchestrator.hooks"
 COLUMNS = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
@@ -41,17 +44,23 @@ class BatchHooks:
         """
         section = cfg.hooks
         self.args = arguments_of(cfg)
-        self._renderer, self._seq_len = renderer, cfg.seq_len
+        self._renderer, self._seq_len, self._group_size_of = renderer, cfg.seq_len, cfg.group_size_of
 
         def load(key: str, num_arguments: int) -> Hook | None:
             path = getattr(section, key)
             return None if path is None else Hook.load(path, f"{SETTING}.{key}", num_arguments)
 
+        self._save_path = section.save_samples
+        self._rendered: tuple[list[dict[str, Any]], str] | None = None  # the latest prompt
         self._group_filter = load("dynamic_sampling_filter", 2)
         self._group_selector = load("buffer_filter", 4)
         self._sample_filter = load("sample_filter", 2)
         self._reward_processor = load("reward_post_process", 2)
         self._converter = load("convert_samples_to_train_data", 2)
+        self._all_samples = load("all_samples_process", 3)
+        self._logger = load("rollout_log", 5)
+        self._finished: list[list[Sample]] = []  # groups since the last batch, for all_samples_process
+        self._logged_at = time.monotonic()
 
     @property
     def selects_groups(self) -> bool:
@@ -76,7 +85,31 @@ class BatchHooks:
             )
         return answer
 
+    def keep_finished(self, group: Group) -> None:
+        """Remember a finished group for `all_samples_process`."""
+        if self._all_samples is not None:
+            self._finished.append(self.samples_of(group))
+
     # -- a batch --
+
+    async def log(self, step: int, groups: Sequence[Group]) -> tuple[dict[str, float], bool]:
+        """Metrics of the user's log function for a batch; do they replace the batch's own?
+
+        Raises: EnvError.
+        """
+        if self._logger is None:
+            return {}, False
+        now = time.monotonic()
+        rollout_time, self._logged_at = now - self._logged_at, now
+        extra: dict[str, Any] = {}
+        samples = self._samples_to_save(groups)
+        is_instead = await self._logger.call(step - 1, self.args, samples, extra, rollout_time)
+        where = self._logger.where
+        metrics = {
+            f"rollout/{name}": checked_number(value, where, f"the metric {name}")
+            for name, value in extra.items()
+        }
+        return metrics, is_instead is True
 
     async def select_groups(self, step: int, groups: Sequence[Group], wanted: int) -> list[int]:
         """Have the user's hook select the groups of a batch; their draw numbers.
@@ -100,11 +133,21 @@ class BatchHooks:
             )
         return chosen
 
-    async def transform_samples(self, groups: Sequence[Group], train: list[TrainSample]) -> list[TrainSample]:
+    def _samples_to_save(self, groups: Sequence[Group]) -> list[Sample]:
+        return [sample for group in groups for sample in self.samples_of(group)]
+
+    async def transform_samples(
+        self, step: int, groups: Sequence[Group], train: list[TrainSample]
+    ) -> list[TrainSample]:
         """Apply the hooks that remove, reward and convert the samples of a batch.
 
         Raises: EnvError.
         """
+        if self._all_samples is not None:
+            finished, self._finished = self._finished, []
+            await self._all_samples.call(self.args, finished, None)
+        if self._save_path is not None:
+            await asyncio.to_thread(save, self._save_path, step - 1, self._samples_to_save(groups))
         if self._sample_filter is self._reward_processor is self._converter is None:
             return train
         rollouts = {rollout.rollout_id: rollout for group in groups for rollout in group.rollouts}
@@ -172,7 +215,7 @@ class BatchHooks:
     def samples_of(self, group: Group) -> list[Sample]:
         """One sample per trained branch of the counted members."""
         return [
-            sample_of(rollout, self._reply_text(rollout, index), index)
+            self._sample(rollout, index)
             for rollout in group.rollouts
             if rollout.is_counted
             for index, branch in enumerate(rollout.branches)
@@ -182,10 +225,21 @@ class BatchHooks:
     def _build_sample(self, rollouts: Mapping[str, Rollout], train: TrainSample) -> Sample:
         rollout_id, _, index = train.sample_id.rpartition("/")
         rollout = rollouts[rollout_id]
-        sample = sample_of(rollout, self._reply_text(rollout, int(index)), int(index))
+        sample = self._sample(rollout, int(index))
         start = len(sample.tokens) - sample.response_length
         sample.loss_mask = train.loss_mask[start:].astype(int).tolist()
         return sample
+
+    def _sample(self, rollout: Rollout, index: int) -> Sample:
+        size = self._group_size_of(rollout.task.env)
+        text = self._reply_text(rollout, index)
+        return sample_of(rollout, text, index, group_size=size, render=self._render)
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict] | None) -> str:
+        """The text of a prompt; the samples of a group show the same messages."""
+        if self._rendered is None or self._rendered[0] is not messages:
+            self._rendered = (messages, self._renderer.render_text(messages, tools))
+        return self._rendered[1]
 
     def _reply_text(self, rollout: Rollout, index: int) -> str:
         branch = rollout.branches[index]
@@ -218,8 +272,8 @@ def arguments_of(cfg: OrchestratorSection) -> Arguments:
             "eval_top_p": section.sampling.top_p,
             "eval_top_k": section.sampling.top_k,
         }
-    addresses = addresses_of(urls_of(cfg.client), other_models(cfg))
-    return Arguments(**known | addresses | cfg.hooks.args)
+    addresses = addresses_of(urls_of(cfg.client), other_models(cfg), cfg.client.name)
+    return Arguments(**table_of(cfg) | known | addresses | cfg.hooks.args)
 
 
 def _apply_row(train: TrainSample, sample: Sample, row: dict[str, Any], seq_len: int) -> TrainSample:
@@ -230,7 +284,8 @@ def _apply_row(train: TrainSample, sample: Sample, row: dict[str, Any], seq_len:
     sample.tokens = list(row.get("tokens", sample.tokens))
     sample.response_length = int(row.get("response_lengths", sample.response_length))
     sample.loss_mask = list(row.get("loss_masks", sample.loss_mask or []))
-    sample.rollout_log_probs = list(row.get("rollout_log_probs", sample.rollout_log_probs or []))
+    if "rollout_log_probs" in row:
+        sample.rollout_log_probs = list(row["rollout_log_probs"])
     if train.support is not None and len(sample.tokens) != len(train.token_ids):
         raise EnvError(
             f"it has {len(sample.tokens)} tokens now and had {len(train.token_ids)}: the support "
@@ -247,10 +302,11 @@ def _apply_row(train: TrainSample, sample: Sample, row: dict[str, Any], seq_len:
         raise EnvError(f"it has {len(sample.tokens)} tokens, more than seq_len = {seq_len}")
     start = len(sample.tokens) - sample.response_length
     mask, logprobs = np.zeros(len(sample.tokens), bool), np.zeros(len(sample.tokens), np.float32)
-    mask[start:], logprobs[start:] = np.asarray(sample.loss_mask, bool), sample.rollout_log_probs
+    mask[start:] = np.asarray(sample.loss_mask, bool)
+    logprobs[start:] = np.nan if sample.rollout_log_probs is None else sample.rollout_log_probs
     mask[:1] = False
     logprobs = np.where(mask, logprobs, 0).astype(np.float32)
-    if not np.isfinite(logprobs).all():
+    if sample.rollout_log_probs is not None and not np.isfinite(logprobs).all():
         value = logprobs[~np.isfinite(logprobs)][0]
         raise EnvError(f"rollout_log_probs has {value} for a token that is trained; give a number")
     is_as_long = len(mask) == len(train.token_ids)

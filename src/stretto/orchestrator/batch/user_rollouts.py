@@ -2,12 +2,14 @@
 
     generate_rollout(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | RolloutFnEvalOutput
 
-It may be a coroutine function; a plain function runs in a thread and may block. Its samples have their tokens and
-log-probabilities. Staleness, the ledger, advantages and batches work as in any run.
+It may be a coroutine function; a plain function runs in a thread and may block. Its samples have their tokens, and
+their log-probabilities if the function knows them: otherwise the trainer uses its own. Staleness, the ledger,
+advantages and batches work as in any run.
 
-A sample that cannot be trained becomes a failed rollout with the reason. If the function returns anything but groups
-of the data source, all groups that the call has taken fail. If an eval function returns something invalid, that eval
-is lost.
+A group is of the data source, or one that the function made by itself, which takes the place of the next task. A member
+of a group is a sample, or a list of samples that fan out of one episode. A sample that cannot be trained makes its
+member a failed rollout with the reason. If the function returns anything but groups, all groups that the call has
+taken fail. If an eval function returns something invalid, that eval is lost.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from stretto.base.errors import EnvError, StrettoError, boundary
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.result import checked_number, checked_reward
@@ -29,14 +33,16 @@ from stretto.orchestrator.eval.results import EvalScore
 from stretto.orchestrator.groups.buffer import Slot
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import describe, failed_rollout
-from stretto.records.rollout import Group, Rollout
+from stretto.records.rollout import Group, Rollout, Task
 from stretto.vime import Arguments, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 from stretto.vime.calls import Hook
-from stretto.vime.convert import rollout_of, trained_tokens
+from stretto.vime.convert import Render, has_failed, prompt_of, rollout_of, sample_number, trained_tokens
 from stretto.vime.engine import EngineRequests, requests_to_engines
-from stretto.vime.sample import Status
 
 logger = logging.getLogger(__name__)
+
+Members = list[list[Sample]]
+"""A group: the samples of each member."""
 
 
 class DataSource:
@@ -48,7 +54,10 @@ class DataSource:
         group_size: int,
         loop: asyncio.AbstractEventLoop,
         num_tasks: int | None = None,
+        *,
+        render: Render | None = None,
     ) -> None:
+        self._render = render
         self._draw, self._group_size, self._loop = draw, group_size, loop
         self.num_tasks = num_tasks  # held-out tasks of an eval, which repeat after so many; None in training
         self.put_back: dict[int, list[Sample]] = {}  # groups that were put back, by draw number
@@ -58,6 +67,11 @@ class DataSource:
         """Get groups of pending samples: first those that were put back, then new tasks."""
         groups = [self.put_back.pop(each) for each in list(self.put_back)[:num_samples]]
         return groups + [self._new_group() for _ in range(num_samples - len(groups))]
+
+    def draw_slot(self) -> Slot:
+        """Take the next task; its slot is for a group that a function made by itself."""
+        [first, *_] = self._new_group()
+        return self.slots[first.group_index or 0]
 
     def add_samples(self, groups: Sequence[list[Sample]]) -> None:
         """Put groups back for the next `get_samples`; samples keep what they have so far.
@@ -89,15 +103,16 @@ class DataSource:
         )
         self.slots[slot.group_id] = slot
         data = slot.task.data
+        prompt, metadata = prompt_of(data, self._render)
         first = Sample(
             group_index=slot.group_id,
-            prompt=data.get("prompt", ""),
+            prompt=prompt,
             label=data.get("label"),
-            metadata=dict(data.get("metadata") or {}) | {"task": data},
+            metadata=metadata | {"task": data},
         )
         members = [copy.deepcopy(first) for _ in range(self._group_size)]
         for index, sample in enumerate(members):
-            sample.index, sample.rollout_id = index, f"g{slot.group_id}.{index}"
+            sample.index = sample.rollout_id = sample_number(slot.group_id, index, self._group_size)
         return members
 
     async def _draw_in_loop(self) -> Slot:
@@ -136,12 +151,13 @@ class UserRolloutFunction:
                 raise EnvError(f"{self.hook.where} returned {kind}; {rule}")
             metrics = output.metrics if isinstance(output, RolloutFnTrainOutput) else None
             self.metrics |= self._checked_metrics(metrics, "rollout")
-            slots = self._slots_of(samples, source)
+            groups = [self._members_of(group) for group in samples]
+            slots = self._slots_of(groups, source)
             errors: list[str] = []
-            pairs = zip(slots, samples)
+            pairs = zip(slots, groups)
             played = [self._build_group(slot, group, errors, requested=requested) for slot, group in pairs]
         if errors:
-            count = sum(map(len, samples))
+            count = sum(map(len, groups))
             text = f"{len(errors)} of {count} samples cannot be trained, such as {errors[0]}"
             logger.warning("%s: %s", self.hook.where, text)
         for slot in slots:
@@ -202,66 +218,81 @@ class UserRolloutFunction:
             return await self.hook.call(*arguments, evaluation=evaluation)
         return await asyncio.to_thread(self.hook.call_sync, *arguments, evaluation=evaluation)
 
-    def _slots_of(self, groups: list[Any], source: DataSource) -> list[Slot]:
-        """The slot of each returned group.
+    def _members_of(self, group: Any) -> Members:
+        """The samples of each member of a returned group.
 
-        Raises: EnvError for anything but a group that was given out.
+        Raises: EnvError for anything but a list of samples and of lists of samples.
         """
-        numbers: list[int] = []
-        for group in groups:
-            if not _is_group(group):
-                kind = type(group).__name__
-                raise EnvError(f"{self.hook.where}: a group must be a list of samples, got {kind}")
-            indices = {sample.group_index for sample in group}
-            is_out = (
-                len(indices) == 1 and indices <= source.slots.keys() and not indices & source.put_back.keys()
+        members = [each if isinstance(each, list) else [each] for each in group] if _is_list(group) else []
+        if not members or not all(map(_is_group, members)):
+            kind = type(group).__name__
+            raise EnvError(
+                f"{self.hook.where}: a group must be a list of samples (or of lists, for members with several), "
+                f"got {kind}"
             )
-            if not is_out or not indices.isdisjoint(numbers):
+        return members
+
+    def _slots_of(self, groups: Sequence[Members], source: DataSource) -> list[Slot]:
+        """The slot of each returned group; one that is not of the data source gets that of the next task.
+
+        Raises: EnvError for a group that was returned twice, or has samples of several groups.
+        """
+        found: list[Slot] = []
+        for members in groups:
+            indices = {sample.group_index for samples in members for sample in samples}
+            known = indices & source.slots.keys()
+            if not known:
+                found.append(source.draw_slot())
+                continue
+            is_out = len(indices) == 1 and not indices & source.put_back.keys()
+            if not is_out or known & {slot.group_id for slot in found}:
                 got = f"has samples of the groups {sorted(map(str, indices))}"
                 raise EnvError(
                     f"{self.hook.where}: a group {got}; return each group of the data source once, unchanged"
                 )
-            numbers += indices
-        return [source.slots[number] for number in numbers]
+            found.append(source.slots[known.pop()])
+        return found
 
     def _build_group(
-        self, slot: Slot, samples: list[Sample], errors: list[str], *, requested: EngineRequests
+        self, slot: Slot, members: Members, errors: list[str], *, requested: EngineRequests
     ) -> tuple[Slot, Group]:
         """Build the group of returned samples; `errors` collects why some cannot be trained.
 
         requested: the sampling that the function requested from the policy's engines.
         """
-        draw = Draw(slot.group_id, slot.task, len(samples), slot.version)
+        task = _task_of(slot, members[0][0])
+        draw = Draw(slot.group_id, task, len(members), slot.version)
         rollouts = []
-        for member, sample in enumerate(samples):
+        for member, samples in enumerate(members):
             try:
                 with boundary(EnvError, "its fields do not fit together"):
-                    rollouts.append(self._build_rollout(slot, member, sample, requested=requested))
+                    rollouts.append(self._build_rollout(slot, task, member, samples, requested=requested))
             except EnvError as error:
                 errors.append(f"sample {member} of group {slot.group_id}: {error}")
                 cause = f"EnvError: {self.hook.where}: {errors[-1]}"
                 rollouts.append(failed_rollout(draw, member, cause, time.time()))
-        return slot, Group(group_id=slot.group_id, task=slot.task, rollouts=tuple(rollouts))
+        return slot, Group(group_id=slot.group_id, task=task, rollouts=tuple(rollouts))
 
     def _build_rollout(
-        self, slot: Slot, member: int, sample: Sample, *, requested: EngineRequests
+        self, slot: Slot, task: Task, member: int, samples: list[Sample], *, requested: EngineRequests
     ) -> Rollout:
-        has_failed = sample.status in (Status.FAILED, Status.ABORTED)  # then it needs no reward
-        reward = 0.0
-        if not has_failed:
-            reward = checked_reward(sample.get_reward_value(self.args), "", "its reward")
+        rewards = []
+        for sample in samples:
+            if has_failed(sample):  # then it needs no reward
+                continue
+            rewards.append(checked_reward(sample.get_reward_value(self.args), "", "its reward"))
             self._check_tokens(sample)
             if trained_tokens(sample)[1].any():
                 self._check_temperature(sample, requested)
                 self._check_support(sample, requested)
         return rollout_of(
-            sample,
-            slot.task,
+            samples,
+            task,
             group_id=slot.group_id,
             member=member,
             version=slot.version,
             temperature=self.sampling.temperature,
-            reward=reward,
+            rewards=rewards,
         )
 
     def _check_tokens(self, sample: Sample) -> None:
@@ -333,6 +364,18 @@ class UserRolloutFunction:
         for name, value in (metrics or {}).items():
             numbers[f"{prefix}/{name}"] = checked_number(value, self.hook.where, f"the metric {name}")
         return numbers
+
+
+def _task_of(slot: Slot, sample: Sample) -> Task:
+    """The task of a group: what was drawn, or what the function made in its place."""
+    if sample.group_index == slot.group_id:
+        return slot.task
+    data = {"prompt": sample.prompt, "label": sample.label, "metadata": sample.metadata}
+    return msgspec.structs.replace(slot.task, task_id=f"own-{slot.group_id}", data=data)
+
+
+def _is_list(group: Any) -> bool:
+    return isinstance(group, list | tuple)
 
 
 def _is_group(group: Any) -> bool:

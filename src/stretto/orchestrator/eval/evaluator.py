@@ -21,6 +21,7 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError, EnvError, StrettoError, boundary
 from stretto.base.paths import RunDir
+from stretto.base.status import report
 from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig
@@ -103,7 +104,8 @@ class Evaluator:
             number = next(numbers)
             return Slot(number, tasks[number % len(tasks)], version)
 
-        source = DataSource(draw, self.section.group_size, asyncio.get_running_loop(), len(tasks))
+        loop, render = asyncio.get_running_loop(), self._player.renderer.render_text
+        source = DataSource(draw, self.section.group_size, loop, len(tasks), render=render)
         try:
             data = await function.evaluate(version, source)
             time_s = time.perf_counter() - started
@@ -129,12 +131,15 @@ class Evaluator:
             sampling=greedy if mode == "greedy" else plan.sampling,
             run_id=f"{self._player.run_id}-v{version}",
         )
-        slots = asyncio.Semaphore(max(self._max_inflight // k, 1))
+        slots, num_played = asyncio.Semaphore(max(self._max_inflight // k, 1)), 0
 
         async def play(index: int) -> Group:
             async with slots:
                 draw = Draw(index, tasks[index], k, version, name=f"eval-{env.name}-{mode}-")
                 group = await player.play(env, draw)
+            nonlocal num_played
+            num_played += 1
+            report("progress", text=f"eval of {env.name}, {mode}", done=num_played, total=len(tasks))
             if self._watch is not None:
                 self._watch.progress(f"eval task {index} of {env.name} played")
             return group

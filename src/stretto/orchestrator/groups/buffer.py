@@ -131,7 +131,8 @@ class Bounds:
     filter_zero_signal: bool = True
     max_steps: int | None = None
     is_in_dispatch_order: bool = True
-    oversampling_factor: float = 1.0
+    oversampling_factor: float | None = None
+    """Groups in flight, in batches; None: as many as the steps that generation may be ahead need."""
 
     @property
     def max_steps_ahead(self) -> int:
@@ -141,7 +142,7 @@ class Bounds:
     @property
     def num_slots(self) -> int:
         """Groups that may run, wait or be in training at once."""
-        return int((self.max_steps_ahead + 1) * self.groups_per_batch * self.oversampling_factor)
+        return int(max(self.max_steps_ahead + 1, self.oversampling_factor or 0) * self.groups_per_batch)
 
     @property
     def max_replaced(self) -> int:

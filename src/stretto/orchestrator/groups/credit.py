@@ -1,7 +1,7 @@
 """Assigns advantages to the members of a played group.
 
 The environment's rewards are shaped by length if [algo] says so; then the advantage estimator compares the members.
-If several agents play, it compares them agent by agent.
+If several agents play, it compares them agent by agent; branches with rewards of their own are compared like members.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stretto.config.sections.algorithm import Algo, CreditSection, CustomAlgo, H
 from stretto.config.sections.distill import WITHOUT_REWARD
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import Environment, SingleTurnEnv
-from stretto.records.rollout import Group, Rollout, RolloutStatus
+from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -58,6 +58,8 @@ def assign_advantages(group: Group, algo: Algo, place: str = "orchestrator.algo"
     is_distilled = any(rollout.is_counted and rollout.is_distilled for rollout in group.rollouts)
     if algo.type in WITHOUT_REWARD:
         return msgspec.structs.replace(group, advantages=(0.0,) * len(group.rollouts)), is_distilled
+    if has_branch_rewards(group):
+        return compare_branches(group, algo, place)
     if isinstance(algo, HierarchicalGrpoAlgo):
         table = hierarchical_advantages(group, algo, place)
         if not table:  # all members failed, or no trained agent replied
@@ -74,6 +76,42 @@ def assign_advantages(group: Group, algo: Algo, place: str = "orchestrator.algo"
     table = {agent: advantages for agent, (advantages, _) in by_agent.items()}
     has_signal = is_distilled or any(has_signal for _, has_signal in by_agent.values())
     return msgspec.structs.replace(group, **advantage_fields(table)), has_signal
+
+
+def has_branch_rewards(group: Group) -> bool:
+    """Has a trained branch of a counted member a reward of its own?"""
+    return any(
+        branch.reward is not None
+        for rollout in group.rollouts
+        if rollout.is_counted
+        for branch in rollout.branches
+        if branch.is_trained
+    )
+
+
+def compare_branches(group: Group, algo: Algo, place: str) -> tuple[Group, bool]:
+    """The group with an advantage per branch, and whether it has a signal.
+
+    All branches of all members are compared with each other, as if each were a member.
+    """
+    parts = [
+        (member, msgspec.structs.replace(rollout, branches=(branch,), reward=_reward_of(rollout, branch)))
+        for member, rollout in enumerate(group.rollouts)
+        for branch in rollout.branches
+    ]
+    failed = [rollout for rollout in group.rollouts if not rollout.branches]
+    view = msgspec.structs.replace(group, rollouts=(*(part for _, part in parts), *failed))
+    values, has_signal = advantages_of(view, algo, place)
+    by_branch = tuple(
+        tuple(float(value) for (owner, _), value in zip(parts, values) if owner == member)
+        for member in range(len(group.rollouts))
+    )
+    of_rollouts = tuple(max(each, key=abs, default=0.0) for each in by_branch)
+    return msgspec.structs.replace(group, advantages=of_rollouts, branch_advantages=by_branch), has_signal
+
+
+def _reward_of(rollout: Rollout, branch: Branch) -> float:
+    return rollout.reward_of(branch.agent) if branch.reward is None else branch.reward
 
 
 def advantage_fields(table: dict[str, Float[np.ndarray, " members"]]) -> dict[str, Any]:

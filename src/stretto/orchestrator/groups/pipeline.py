@@ -43,6 +43,7 @@ class GroupPipeline:
         self.interruption = Interruption(run.ledger)
         self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
         self._flags: Counter[str] = Counter()  # flagged rollouts by filter since the last batch
+        self._next_turn = 0.0  # when the next group may begin, by the loop's clock
         self._players = {name: self._build_player(name, env) for name, env in run.mix.envs.items()}
 
     def _build_player(self, name: str, env: Environment) -> Player:
@@ -75,11 +76,20 @@ class GroupPipeline:
     async def _draw_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Start a group for every slot that becomes free."""
         while await self.buffer.admit():
+            await self._wait_for_turn()
             with self.ledger.transaction():  # one commit for slots that became free together
                 slots = list(self._draw_slots())
             for slot in slots:
                 slot.job = tasks.create_task(self._play_group(slot), name=f"group {slot.group_id}")
             await asyncio.sleep(0)  # let them start and other tasks run before the next ones
+
+    async def _wait_for_turn(self) -> None:
+        """Keep to orchestrator.tasks_per_minute: groups are begun at even distances."""
+        if self.cfg.tasks_per_minute is not None:
+            now = asyncio.get_running_loop().time()
+            self._next_turn = max(self._next_turn, now)
+            await asyncio.sleep(self._next_turn - now)
+            self._next_turn += 60 / self.cfg.tasks_per_minute
 
     async def _call_user_function(self, function: UserRolloutFunction, start: int) -> None:
         """Call the user's rollout function whenever a batch has free slots.
@@ -87,7 +97,10 @@ class GroupPipeline:
         Groups that it neither returns nor puts back are dropped.
         """
         source = DataSource(
-            lambda: self._draw(is_extra=True), self.cfg.group_size, asyncio.get_running_loop()
+            lambda: self._draw(is_extra=True),
+            self.cfg.group_size,
+            asyncio.get_running_loop(),
+            render=self.parts.player.renderer.render_text,
         )
         num_empty = 0  # calls in a row
         for number in itertools.count(start):
@@ -123,7 +136,8 @@ class GroupPipeline:
     def _draw_slots(self) -> Iterator[Slot]:
         """Draw groups into free slots, up to MAX_STARTS_PER_TURN rollouts."""
         num_rollouts = 0
-        while self.buffer.may_admit() and num_rollouts < MAX_STARTS_PER_TURN:
+        most = MAX_STARTS_PER_TURN if self.cfg.tasks_per_minute is None else 1
+        while self.buffer.may_admit() and num_rollouts < most:
             slot = self._draw()
             num_rollouts += self.cfg.group_size_of(slot.task.env)
             yield slot
@@ -170,6 +184,8 @@ class GroupPipeline:
         env = slot.task.env
         verdict = assess_group(group, self.cfg, self.parts.vocab_size, self.parts.hooks)
         self.ledger.group_finished(verdict.group)
+        if self.parts.hooks is not None and not verdict.has_failed:
+            self.parts.hooks.keep_finished(verdict.group)
         self.parts.watch.progress(f"group {slot.group_id} finished")
         if verdict.has_failed:
             self._on_failed_group(verdict.group)

@@ -25,7 +25,7 @@ from stretto.orchestrator.rollout.continuation import (
     merge_completions,
 )
 from stretto.orchestrator.rollout.echo import Echo
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
@@ -51,13 +51,17 @@ class Recorder(RolloutContext):
         is_trained: bool = True,
         partial: PartialRollout | None = None,
         first_seed: int | None = None,
+        lane: int = 0,
     ) -> None:
         """partial: saved turns of an earlier incarnation, which answer the same requests again.
 
-        first_seed: of the first turn, if it is not derived from the rollout.
+        first_seed: of the first turn, if it is not derived from the rollout. lane: more than 0 for requests beside
+        others of the same agent.
         """
         self.budget = budget or Budget(EpisodeLimits())
         self.name, self.is_trained = name, is_trained
+        self._stream = f"{name}#{lane}" if lane else name  # the name of these turns, unique in the episode
+        self._lanes: list[Recorder] = [self]
         self.is_cut_off = False  # was the last reply?
         self._num_turns = 0
         self._play, self._draw, self._member, self._attempt = play, draw, member, attempt
@@ -71,7 +75,7 @@ class Recorder(RolloutContext):
         self._ce_weights: np.ndarray | None = None  # of the tokens of the next prompt
         self._chosen: list[tuple[int, np.ndarray]] | None = None  # branch index, mask of trained tokens
         self._partial, self._first_seed = partial, first_seed
-        self._replay = deque(t for t in (partial.turns if partial else ()) if t.agent == name)
+        self._replay = deque(t for t in (partial.turns if partial else ()) if t.agent == self._stream)
 
     @property
     def sampling(self) -> SamplingSection:
@@ -94,7 +98,7 @@ class Recorder(RolloutContext):
     @property
     def is_truncated(self) -> bool:
         """Was the last reply of any agent cut off?"""
-        return any(agent.is_cut_off for agent in self._agents.values())
+        return any(lane.is_cut_off for agent in self._agents.values() for lane in agent._lanes)
 
     def agent(self, name: str, *, is_trained: bool = True) -> Recorder:
         if name in self._agents:
@@ -116,7 +120,32 @@ class Recorder(RolloutContext):
     async def generate(
         self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict] | None = None, **sampling: Any
     ) -> Reply:
-        return await self._reply(np.asarray(prompt_ids, dtype=np.int32), (), tools, **sampling)
+        prompt = np.asarray(prompt_ids, dtype=np.int32)
+        return await self._lane_for(prompt)._reply(prompt, (), tools, **sampling)
+
+    def _lane_for(self, prompt_ids: Int32[np.ndarray, " prompt"]) -> Recorder:
+        """Where a request goes: where its prompt continues, else to the first that is free."""
+        idle = [lane for lane in self._lanes if not lane._is_busy]
+        for lane in idle:
+            if lane._branches and lane._branches[-1].is_extended_by(
+                prompt_ids, lane._branches[-1].temperature
+            ):
+                return lane
+        if idle:
+            return idle[0]
+        lane = Recorder(
+            self._play,
+            self._draw,
+            self._member,
+            self._attempt,
+            budget=self.budget,
+            name=self.name,
+            is_trained=self.is_trained,
+            partial=self._partial,
+            lane=len(self._lanes),
+        )
+        self._lanes.append(lane)
+        return lane
 
     async def _reply(
         self,
@@ -130,7 +159,7 @@ class Recorder(RolloutContext):
             raise EnvError("two turns of one agent at once: await a reply before you request the next")
         play.renderer.check_images(prompt_ids, images)
         turn = (self._attempt, self._member, self._num_turns)
-        who = () if self.name == POLICY else (self.name,)
+        who = () if self._stream == POLICY else (self._stream,)
         seed = seed_of(play.seed, draw.name, draw.group_id, *turn, *who)
         if self._first_seed is not None and self._num_turns == 0:
             seed = self._first_seed
@@ -173,10 +202,13 @@ class Recorder(RolloutContext):
             finish_reason=completion.finish_reason,
             num_prompt_tokens=len(prompt_ids),
             logprobs=completion.logprobs,
+            versions=completion.versions,
+            support=completion.support,
         )
 
     async def chat(self, messages: list[Message], tools: list[dict] | None = None, **sampling: Any) -> Reply:
         renderer, first_new, images = self._play.renderer, len(self._history), self._images
+        await load_images(renderer, messages[first_new:])
         prompt_ids = self._extend(messages, tools)
         if prompt_ids is None:
             prompt_ids, first_new, images = renderer.render_prompt(messages, tools), 0, ()
@@ -201,7 +233,7 @@ class Recorder(RolloutContext):
     ) -> tuple[int, Bool[np.ndarray, " branch"]]:
         """The index of the branch that begins with a sequence, and the mask of its trained tokens."""
         longest = 0
-        for index, branch in enumerate(self._branches):
+        for index, branch in enumerate(self._own_branches):
             size = min(len(branch.token_ids), len(tokens))
             differs = np.flatnonzero(branch.token_ids[:size] != tokens[:size])
             if not len(differs) and not is_trained[size:].any():
@@ -223,12 +255,16 @@ class Recorder(RolloutContext):
             return tuple(
                 branch.close(trained_from=trained_from)
                 for agent in self._agents.values()
-                for branch in agent._branches
+                for branch in agent._own_branches
             )
-        chosen = [
-            (self._branches[index].close(trained_from=trained_from), mask) for index, mask in self._chosen
-        ]
+        branches = self._own_branches
+        chosen = [(branches[index].close(trained_from=trained_from), mask) for index, mask in self._chosen]
         return tuple(msgspec.structs.replace(b, is_sampled=b.is_sampled & mask) for b, mask in chosen)
+
+    @property
+    def _own_branches(self) -> list[OpenBranch]:
+        """The branches of this agent."""
+        return [branch for lane in self._lanes for branch in lane._branches]
 
     # -- one turn --
 
@@ -290,7 +326,7 @@ class Recorder(RolloutContext):
         images = request.images[len(self._branches[-1].images) if is_extended else 0 :]
         assert request.sampling.seed is not None
         return Turn(
-            agent=self.name,
+            agent=self._stream,
             index=self._num_turns,
             attempt=self._attempt,
             seed=request.sampling.seed,

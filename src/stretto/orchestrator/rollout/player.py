@@ -31,12 +31,12 @@ from stretto.envs.base import (
     checked_score,
     play_episode,
 )
-from stretto.envs.result import checked_rewards
+from stretto.envs.result import checked_group_rewards
 from stretto.orchestrator.batch.samples import sampled_tokens
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.orchestrator.rollout.budget import Budget
 from stretto.orchestrator.rollout.context import Recorder
-from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings
+from stretto.orchestrator.rollout.play import POLICY, Draw, PlaySettings, load_images
 from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.partial import Turn
@@ -135,8 +135,9 @@ class Player(PlaySettings):
             rewards = await call_async(lambda: env.score_group(scored_group, notes), where)
             if rewards is None:
                 return group
-            for member, reward in zip(members, checked_rewards(rewards, len(members), where)):
-                rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward)
+            for member, (reward, own) in zip(members, checked_group_rewards(rewards, len(members), where)):
+                branches = with_rewards(rollouts[member].branches, own, where)
+                rollouts[member] = msgspec.structs.replace(rollouts[member], reward=reward, branches=branches)
         except StrettoError as error:
             for member in members:
                 rollouts[member] = msgspec.structs.replace(
@@ -154,6 +155,7 @@ class Player(PlaySettings):
                 where = f"environment {env.name}, task {draw.task.task_id}, prompt"
                 messages = checked_prompt(await call_async(lambda: env.prompt(draw.task), where), where)
                 with boundary(EnvError, where):
+                    await load_images(self.renderer, messages)
                     prompt_ids = self.renderer.render_prompt(messages)
                     images = self.renderer.images_of(messages)
                 # Another seed per attempt: a retry must not sample the same replies again.
@@ -258,7 +260,7 @@ class Player(PlaySettings):
                 if not recorder.num_turns:
                     raise EnvError(f"environment {env.name}: the episode ended before any reply")
                 with boundary(EnvError, where):
-                    branches = recorder.close()
+                    branches = with_rewards(recorder.close(), result.branch_rewards, where)
                     check_learnable(branches)
                 draw.notes[member] = result.note
                 members.add_rollout(
@@ -282,6 +284,20 @@ class Player(PlaySettings):
                 raise
             # The policy reached a limit: an unsuccessful episode, not a failed one.
             return RolloutResult(reward=0.0, is_truncated=True)
+
+
+def with_rewards(branches: tuple[Branch, ...], rewards: Sequence[float], where: str) -> tuple[Branch, ...]:
+    """The branches with rewards of their own; as they are if there are none.
+
+    Raises: EnvError if there is not one for each.
+    """
+    if not rewards:
+        return branches
+    if len(rewards) != len(branches):
+        raise EnvError(
+            f"{where}: {len(rewards)} branch_rewards for {len(branches)} branches; give one per sequence of `keep`"
+        )
+    return tuple(msgspec.structs.replace(b, reward=reward) for b, reward in zip(branches, rewards))
 
 
 def check_learnable(branches: Sequence[Branch]) -> None:

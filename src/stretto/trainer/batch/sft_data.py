@@ -11,7 +11,7 @@ import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from stretto.envs.base import load_environment
 from stretto.records.images import Image
 from stretto.records.rows import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int32
 
 logger = logging.getLogger(__name__)
 
@@ -88,13 +91,7 @@ def load_examples(
     where = "the data"
     for row in read_rows(data, seed):
         where = row.where
-        try:
-            ids, mask = renderer.render_sft(row.messages, loss_mask, row.tools)
-            images = renderer.images_of(row.messages)
-        except StrettoError as cause:
-            raise type(cause)(f"{row.where}: {cause}") from cause
-        except (KeyError, TypeError, ValueError) as cause:
-            raise DataError(f"{row.where}: cannot be rendered: {type(cause).__name__}: {cause}") from cause
+        ids, mask, images = render_row(row, renderer, loss_mask)
         if is_truncated := len(ids) > max_tokens:
             mask = mask.copy()
             mask[renderer.last_cut(ids, images, max_tokens) :] = False
@@ -121,6 +118,21 @@ def load_examples(
             num_dropped,
         )
     return Examples(tuple(examples), num_truncated, num_dropped)
+
+
+def render_row(
+    row: Row, renderer: Renderer, loss_mask: LossMaskSection
+) -> tuple[Int32[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"], tuple[Image, ...]]:
+    """Tokens of a row, which of them are trained, and its images.
+
+    Raises: DataError, ConfigError with the row's file and line if the model cannot take it.
+    """
+    try:
+        return *renderer.render_sft(row.messages, loss_mask, row.tools), renderer.images_of(row.messages)
+    except StrettoError as cause:
+        raise type(cause)(f"{row.where}: {cause}") from cause
+    except (KeyError, TypeError, ValueError) as cause:
+        raise DataError(f"{row.where}: cannot be rendered: {type(cause).__name__}: {cause}") from cause
 
 
 def read_rows(data: Data, seed: int) -> Iterator[Row]:

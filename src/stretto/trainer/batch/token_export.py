@@ -60,7 +60,7 @@ def _line(
         "position": (tokens - mb.cu_seqlens[document]).tolist(),
         "token_id": mb.token_ids[tokens].tolist(),
         "trainer_logprob": logprobs[is_here].tolist(),
-        "sampler_logprob": mb.logprobs[tokens].tolist(),
+        "sampler_logprob": inputs.streams.behavior_logprobs.cpu().numpy()[is_here].tolist(),
         "entropy": entropy[is_here].tolist(),
         "advantage": mb.advantages[tokens].tolist(),
     }

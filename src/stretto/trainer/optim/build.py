@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim
+from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
 from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.optim.muon import Muon, find_matrices
 from stretto.trainer.optim.offload import StreamedOptimizer
+from stretto.trainer.optim.sign_sgd import SignSgd
 from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo
 
@@ -66,6 +67,8 @@ def _build_optimizer(
                 weight_decay=cfg.weight_decay,
                 fused=True,
             )
+        case SignSgdOptim():
+            return SignSgd(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
         case SgdOptim():
             return torch.optim.SGD(
                 parameters,

@@ -212,13 +212,17 @@ def training_device() -> torch.device:
 
 @contextmanager
 def process_group(
-    timeout_s: float, join_timeout_s: float = 600.0, *, reaches: str | None = None
+    timeout_s: float,
+    join_timeout_s: float = 600.0,
+    *,
+    reaches: str | None = None,
+    title: str = "the trainer's ranks",
 ) -> Iterator[None]:
     """Open the process group of all trainer ranks, and watch their nodes; does nothing for a single rank.
 
     timeout_s: longest wait of one rank for another, and for the first rank, which `rl` starts only when the
     orchestrator has checked everything. join_timeout_s: longest wait of the first rank until all are there.
-    reaches: an address whose network ranks listen on; None: that of MASTER_ADDR.
+    reaches: an address whose network ranks listen on; None: that of MASTER_ADDR. title: whose ranks these are.
 
     Raises: ConfigError if the environment does not say where the ranks meet, WireError if they do not find each other.
     """
@@ -243,7 +247,7 @@ def process_group(
     meeting: dict[str, Any] = {}  # torchrun has its own store, which torch finds by itself
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         open_store, wait_s = (create_store, join_timeout_s) if rank == 0 else (connect_store, timeout_s)
-        store = open_store(host, port, wait_s, "the trainer's ranks")
+        store = open_store(host, port, wait_s, title)
         _wait_for_ranks(store, rank, join_timeout_s)
         meeting = {"store": store, "rank": rank, "world_size": num_ranks()}
     dist.init_process_group(backend, timeout=timeout, **meeting)

@@ -9,6 +9,9 @@ while a process computes, holds the interpreter lock or is stopped. For a node o
     watched -> ended     the process ended without that byte. Rank 0 hears of it in its next exchange; the others end if
                          it was rank 0's, for they may be waiting for a node that is silent
 
+A machine that is gone is gone for rank 0, too, so that this star sees the loss of each. It does not see that two
+further nodes have lost each other alone: their ranks wait until the deadline of gloo or NCCL.
+
 Rank 0 listens at a port that the system chooses, until all nodes have come; who connects must send the word that is in
 the group's store.
 """

@@ -1,12 +1,14 @@
 """The trainer's part of the canary: log-probabilities of fixed tokens per version.
 
 orchestrator/versions.py compares them with an engine's after the update. Faults in loading weights appear at the start
-or after a change, so the first versions are all checked, later ones at an interval or when the orchestrator asks.
+or after a change, so the first versions are all checked, later ones at an interval or when the orchestrator asks. With
+a vision tower there is an image among the tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -14,8 +16,9 @@ import torch
 
 from stretto.base.errors import EngineError
 from stretto.models.fp8.checkpoint import BlockLayout, round_inputs, stop_rounding
-from stretto.records.sample import MicroBatch
-from stretto.records.weights import Canary
+from stretto.models.shape import VisionShape
+from stretto.records.sample import MicroBatch, images_by_document
+from stretto.records.weights import Canary, CanaryImage
 from stretto.trainer.learner import Learner
 
 if TYPE_CHECKING:
@@ -60,19 +63,25 @@ def score_canary(learner: Learner, num_tokens: int, layout: BlockLayout | None =
 
 
 def _score(learner: Learner, num_tokens: int) -> Canary:
-    token_ids = fixed_tokens(learner.policy.output_weight.shape[0], num_tokens)
+    policy = learner.policy
+    token_ids = fixed_tokens(policy.output_weight.shape[0], num_tokens)
+    shown = None
+    if (vision := getattr(policy.config, "vision", None)) is not None:
+        token_ids, shown = with_image(token_ids, vision, policy.config.hf)
+    images = () if shown is None else (shown.draw(),)
     ones, length = np.ones(num_tokens, np.float32), np.array([0, num_tokens], np.int32)
     zeros = np.zeros(num_tokens, np.float32)
     logprobs, _ = learner.logprobs(
         MicroBatch(
             token_ids=token_ids,
             cu_seqlens=length,
-            loss_mask=np.ones(num_tokens, bool),
+            loss_mask=np.ones(num_tokens, bool) if shown is None else token_ids != shown.token_id,
             logprobs=zeros,
             advantages=zeros,
             temperatures=ones,
             sample_ids=("canary",),
             envs=("canary",),
+            **images_by_document([images]),
         )
     )
     if not np.isfinite(logprobs).all():
@@ -80,7 +89,23 @@ def _score(learner: Learner, num_tokens: int) -> Canary:
             f"weights of version {learner.step} give log-probabilities that are not finite: training has diverged. "
             "Lower [optim] lr, and continue from the last checkpoint with --resume."
         )
-    return Canary(tuple(token_ids.tolist()), tuple(logprobs.tolist()))
+    return Canary(tuple(token_ids.tolist()), tuple(logprobs.tolist()), image=shown)
+
+
+def with_image(
+    token_ids: Int[np.ndarray, " tokens"], vision: VisionShape, hf: Mapping[str, Any]
+) -> tuple[Int[np.ndarray, " tokens"], CanaryImage | None]:
+    """The tokens with a small image in their middle, if they are enough for one; there is no other placeholder."""
+    found, side = token_ids.copy(), 2 * vision.merge_size
+    found[found == vision.image_token_id] = 0 if vision.image_token_id else 1
+    around = [hf.get(f"vision_{name}_token_id") for name in ("start", "end")]
+    start, end = ([] if token is None else [token] for token in around)
+    shown = [*start, *[vision.image_token_id] * 4, *end]
+    if len(found) < 3 * len(shown):
+        return found, None
+    middle = len(found) // 2
+    found[middle : middle + len(shown)] = shown
+    return found, CanaryImage((1, side, side), vision.patch_values, vision.image_token_id)
 
 
 def fixed_tokens(vocab_size: int, num_tokens: int) -> Int[np.ndarray, " tokens"]:

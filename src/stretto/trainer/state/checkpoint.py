@@ -1,5 +1,7 @@
 """The learner's part of a checkpoint: RUN/checkpoints/step_N/trainer, complete or absent.
 
+A critic with ranks of its own has a part of its own, `critic` beside `trainer`, written alike.
+
     save: wait for the previous checkpoint -> copy this rank's slices to CPU memory -> training continues
     in a thread: write them (state/slice_files.py) -> all ranks have written -> the lead renames the directory
 
@@ -16,9 +18,9 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,9 +32,8 @@ from stretto.base.paths import RunDir
 from stretto.base.rundir import recovery_advice
 from stretto.config.sections.trainer import CkptSection
 from stretto.models.tensor_map import TensorSlice
-from stretto.trainer.learner import Learner
 from stretto.trainer.parallel.mesh import Mesh, is_lead_process, new_values_group, num_ranks
-from stretto.trainer.state.learner_state import TensorInfo
+from stretto.trainer.state.learner_state import LearnerState, StateSource, TensorInfo
 from stretto.trainer.state.slice_files import DamagedError, SliceFiles, write_slices
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,23 @@ _VALUES = "state.json"
 
 OnWritten = Callable[[int], None]
 """Called with a step whose directory is complete."""
+Part = Literal["trainer", "critic"]
+"""Whose directory it is: a critic with ranks of its own has one too."""
+
+
+class Saved(Protocol):
+    """What has a state to save: a learner, or a critic on ranks of its own."""
+
+    step: int
+
+    def check_finite(self) -> None:
+        """Raises: EngineError when a weight is not finite."""
+
+    def state(self) -> LearnerState:
+        """This rank's slices, and plain values."""
+
+    def load_state(self, source: StateSource) -> None:
+        """Load what `state` returned."""
 
 
 class Saver:
@@ -51,9 +69,12 @@ class Saver:
     next checkpoint. Without it, `save` returns when everything is written, and there is no copy.
     """
 
-    def __init__(self, run: RunDir, *, is_async: bool, on_written: OnWritten) -> None:
-        """on_written: called on the lead when a step is written; in another thread if is_async."""
-        self._run, self._is_async, self._on_written = run, is_async, on_written
+    def __init__(self, run: RunDir, *, is_async: bool, on_written: OnWritten, part: Part = "trainer") -> None:
+        """on_written: called on the lead when a step is written; in another thread if is_async.
+
+        part: whose state this is, and the name of its directory.
+        """
+        self._run, self._is_async, self._on_written, self._part = run, is_async, on_written, part
         # A group of its own, because training uses the others at the same time.
         self._group = new_values_group() if num_ranks() > 1 else None
         self._buffers: dict[str, Tensor] = {}
@@ -62,7 +83,7 @@ class Saver:
         self.copy_s = 0.0
         """How long training waited for the last `save`."""
 
-    def save(self, learner: Learner, cursor: dict[str, Any] | None = None) -> None:
+    def save(self, learner: Saved, cursor: dict[str, Any] | None = None) -> None:
         """Write the learner's state after `learner.step`.
 
         cursor: the caller's position in its data.
@@ -75,7 +96,7 @@ class Saver:
         # A run that resumed from an earlier step overwrites this one: meanwhile it must not look complete.
         if is_lead_process():
             self._run.complete_marker(step).unlink(missing_ok=True)
-            shutil.rmtree(_directory(self._run, step), ignore_errors=True)
+            shutil.rmtree(_directory(self._run, step, self._part), ignore_errors=True)
         values = state.values | {"schema": SCHEMA, "cursor": cursor or {}}
         if not self._is_async:
             self._write(step, state.slices, values, start)
@@ -126,8 +147,8 @@ class Saver:
             self._error = error
 
     def _write(self, step: int, slices: dict[str, TensorSlice], values: dict[str, Any], start: float) -> None:
-        directory = _directory(self._run, step)
-        part = directory.with_name("trainer.part")
+        directory = _directory(self._run, step, self._part)
+        part = directory.with_name(f"{self._part}.part")
         if is_lead_process():
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
@@ -151,31 +172,40 @@ class Saver:
 
 
 class _SavedState:
-    """A checkpoint's files, as a StateSource."""
+    """A checkpoint's files, the critic's too where it has its own, as a StateSource."""
 
     def __init__(self, run: RunDir, step: int) -> None:
-        self.values, directory = _read_values(run, step), _directory(run, step)
-        for name, size in self.values["num_bytes"].items():
-            path = directory / name
-            found = path.stat().st_size if path.is_file() else 0
-            if found != size:
-                raise DataError(
-                    f"{path}: has {found} of {size} bytes, it was cut off; {recovery_advice(run, step)}"
-                )
-        try:
-            self._files = SliceFiles(directory)
-        except DataError as cause:
-            raise DataError(f"{cause}; {recovery_advice(run, step)}") from cause
+        self.values = _read_values(run, step, "trainer")
+        self._files = [_open_files(run, step, "trainer", self.values)]
+        if _directory(run, step, "critic").is_dir():
+            self._files.append(_open_files(run, step, "critic", _read_values(run, step, "critic")))
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        return self._files.tensors
+        return {name: info for files in self._files for name, info in files.tensors.items()}
 
-    def read(self, targets: dict[str, TensorSlice]) -> None:
-        self._files.read(targets)
+    def read(self, targets: Mapping[str, TensorSlice]) -> None:
+        for files in self._files:
+            files.read({name: target for name, target in targets.items() if name in files.tensors})
 
 
-def load(run: RunDir, learner: Learner, step: int) -> dict[str, Any]:
+def _open_files(run: RunDir, step: int, part: Part, values: dict[str, Any]) -> SliceFiles:
+    """The files of one part, all of which have the size that was recorded."""
+    directory = _directory(run, step, part)
+    for name, size in values["num_bytes"].items():
+        path = directory / name
+        found = path.stat().st_size if path.is_file() else 0
+        if found != size:
+            raise DataError(
+                f"{path}: has {found} of {size} bytes, it was cut off; {recovery_advice(run, step)}"
+            )
+    try:
+        return SliceFiles(directory)
+    except DataError as cause:
+        raise DataError(f"{cause}; {recovery_advice(run, step)}") from cause
+
+
+def load(run: RunDir, learner: Saved, step: int) -> dict[str, Any]:
     """Load the learner's state after `step`; the cursor. Every rank reads its slices only.
 
     Raises: DataError when the checkpoint is missing, damaged, or of another model.
@@ -187,7 +217,7 @@ def load(run: RunDir, learner: Learner, step: int) -> dict[str, Any]:
         raise DataError(f"{cause}; {recovery_advice(run, step)}") from cause
     except DataError as cause:
         raise DataError(
-            f"{_directory(run, step)}: {cause}; resume with the run's own [model] and [optim]"
+            f"{_directory(run, step, 'trainer')}: {cause}; resume with the run's own [model] and [optim]"
         ) from cause
     return source.values["cursor"]
 
@@ -197,7 +227,7 @@ def read_cursor(run: RunDir, step: int) -> dict[str, Any]:
 
     Raises: DataError when it cannot be read.
     """
-    return _read_values(run, step)["cursor"]
+    return _read_values(run, step, "trainer")["cursor"]
 
 
 def is_interval_end(step: int, interval: int | None) -> bool:
@@ -238,12 +268,12 @@ def prune(run: RunDir, keep_last: int | None, keep_interval: int | None = None) 
     return deleted
 
 
-def _directory(run: RunDir, step: int) -> Path:
-    return run.checkpoint(step) / "trainer"
+def _directory(run: RunDir, step: int, part: Part) -> Path:
+    return run.checkpoint(step) / part
 
 
-def _read_values(run: RunDir, step: int) -> dict[str, Any]:
-    path = _directory(run, step) / _VALUES
+def _read_values(run: RunDir, step: int, part: Part) -> dict[str, Any]:
+    path = _directory(run, step, part) / _VALUES
     try:
         values = json.loads(path.read_text())
         schema, sizes, _ = values["schema"], values["num_bytes"], values["cursor"]

@@ -20,7 +20,6 @@ import numpy as np
 from stretto.base.errors import DataError, EngineError, StrettoError, WireError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
 from stretto.records.support import Support
-from stretto.records.weights import WeightGroup, WeightManifest
 from stretto.transports.engine.images import FeaturesBody, decode_features, encode_features
 
 if TYPE_CHECKING:
@@ -48,6 +47,10 @@ FINISH_UPDATE = "/finish_weight_update"
 WORLD_SIZE = "/get_world_size"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
+SLEEP = "/sleep"
+WAKE_UP = "/wake_up"
+IS_SLEEPING = "/is_sleeping"
+SLEEP_TAGS = ("weights", "kv_cache")
 RESET_PREFIX_CACHE = "/reset_prefix_cache"
 ABORT = "/abort"
 ABORT_REQUESTS = "/abort_requests"
@@ -234,7 +237,7 @@ def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
     require_neutral(body)
     params = body.sampling_params
     try:
-        images, image_token_id = decode_features(body.features, body.token_ids, body.cache_salt)
+        images, image_token_id = decode_features(body.features, body.token_ids)
     except DataError as error:
         raise Refusal(str(error)) from error
     request = GenerateRequest(
@@ -524,80 +527,6 @@ def error_message(data: bytes) -> str:
         return msgspec.json.decode(data, type=_Error).error.message
     except (msgspec.DecodeError, UnicodeDecodeError):
         return data[:500].decode(errors="replace") or "(empty body)"
-
-
-class UpdateInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which version an engine shall load, and the group with which it receives it."""
-
-    manifest: WeightManifest
-    group: WeightGroup | None = None
-
-
-class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of UPDATE_WEIGHTS."""
-
-    update_info: UpdateInfo
-
-
-class FinishBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of FINISH_UPDATE."""
-
-    weight_version: str | None = None
-
-
-def encode_update(manifest: WeightManifest, group: WeightGroup | None = None) -> bytes:
-    """The body of UPDATE_WEIGHTS."""
-    return msgspec.json.encode(UpdateBody(UpdateInfo(manifest, group)))
-
-
-def decode_update(data: bytes) -> UpdateInfo:
-    return decode_json(data, UpdateBody).update_info
-
-
-class Receivers(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of WORLD_SIZE."""
-
-    world_size: int
-    """Number of processes behind this address that receive weights."""
-    engine: str | None = None
-    """Name of an engine that spans several nodes, the same on all of them; None for an engine on one node."""
-
-
-def encode_world_size(world_size: int) -> bytes:
-    """The answer of WORLD_SIZE: the number of processes of this engine that receive weights."""
-    return msgspec.json.encode(Receivers(world_size))
-
-
-def decode_receivers(data: bytes) -> Receivers:
-    return decode_json(data, Receivers)
-
-
-def encode_started(*, loads_between_steps: bool) -> bytes:
-    """The answer of START_UPDATE.
-
-    loads_between_steps: the engine needs UPDATE_WEIGHTS only, without the other calls of an update.
-    """
-    return msgspec.json.encode(
-        {"message": "Weight update started", "loads_between_steps": loads_between_steps}
-    )
-
-
-def decode_started(data: bytes) -> bool:
-    """Whether the engine loads weights between two steps; vLLM does not, and has no such field."""
-    try:
-        answer = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return False
-    return isinstance(answer, dict) and answer.get("loads_between_steps") is True
-
-
-def encode_finish(version: int) -> bytes:
-    """The body of FINISH_UPDATE: the version with which tokens are marked from now on."""
-    return msgspec.json.encode(FinishBody(str(version)))
-
-
-def decode_finish(data: bytes) -> str | None:
-    return decode_json(data, FinishBody).weight_version
 
 
 def _version(text: str) -> int:

@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -25,11 +25,12 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from stretto.base.aio import task_group
 from stretto.base.errors import EngineError
 from stretto.base.runtime import raise_file_limit
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
-from stretto.records.weights import WeightGroup, WeightManifest
-from stretto.transports.engine import api
+from stretto.records.weights import CanaryImage, WeightGroup, WeightManifest
+from stretto.transports.engine import api, updates
 from stretto.transports.engine.fleet import EngineState, Fleet
 from stretto.transports.engine.gate import RequestGate
 
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
+_MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
 _UNAVAILABLE_S = 0.5
@@ -67,14 +69,17 @@ class EngineClient:
         self, urls: Iterable[str], admin_urls: Iterable[str] | None = None, api_key: str | None = None, *,
         timeout_s: float = 600.0, max_retries: int = 3, model: str | None = None,
         liveness_interval_s: float = 5.0, liveness_timeout_s: float = 30.0, recovery_timeout_s: float = 600.0,
-        session_headers: tuple[str, ...] = (api.SESSION_HEADER,),
+        session_headers: tuple[str, ...] = (api.SESSION_HEADER,), splits_samples: bool = False,
+        headers: Mapping[str, str] | None = None,
         on_down: Callable[[str, str], None] = lambda url, reason: None,
     ) -> None:  # fmt: skip
         self.urls = [_root(url) for url in urls]
         self.admin_urls = [_root(url) for url in admin_urls] if admin_urls is not None else self.urls
         self.timeout_s, self.max_retries, self.model = timeout_s, max_retries, model
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers |= headers or {}
         self._session_headers = session_headers
+        self._splits_samples = splits_samples  # each sample is an HTTP request of its own
         self._is_routed = self.urls != self.admin_urls
         self._num_running = dict.fromkeys(
             self.urls, 0
@@ -82,7 +87,7 @@ class EngineClient:
         self._gates = {url: RequestGate() for url in self.urls}
         self._session: aiohttp.ClientSession | None = None
         self._manifest: WeightManifest | None = None
-        self._receivers: dict[str, api.Receivers] = {}
+        self._receivers: dict[str, updates.Receivers] = {}
         self.recovery_timeout_s = recovery_timeout_s
         self._load_between_steps: set[str] = set()  # engines that load weights between two steps
         self._failed_once: set[str] = set()  # live engines that failed to load the newest version once
@@ -101,6 +106,16 @@ class EngineClient:
 
         Raises: EngineError.
         """
+        if self._splits_samples and request.n > 1:
+            async with task_group() as group:
+                tasks = [
+                    group.create_task(self._generate_samples(request.sample(i))) for i in range(request.n)
+                ]
+            return [task.result()[0] for task in tasks]
+        return await self._generate_samples(request)
+
+    async def _generate_samples(self, request: GenerateRequest) -> list[Completion]:
+        """The samples of one HTTP request."""
         body = api.encode_generate(request, self.model)
         headers = (
             _HEADERS
@@ -251,11 +266,11 @@ class EngineClient:
         for together in names.values():
             self.fleet.group_nodes(together)
 
-    async def _fetch_receivers(self, url: str) -> api.Receivers:
+    async def _fetch_receivers(self, url: str) -> updates.Receivers:
         """What the engine at this address says of its receiving processes; asked once."""
         if url not in self._receivers:
             answer = await self._admin(url, api.WORLD_SIZE, method="GET")
-            self._receivers[url] = api.decode_receivers(answer)
+            self._receivers[url] = updates.decode_receivers(answer)
         return self._receivers[url]
 
     async def _groups(self, urls: list[str]) -> list[WeightGroup | None]:
@@ -276,7 +291,7 @@ class EngineClient:
         """
         manifest = self._manifest
         assert manifest is not None
-        update = api.encode_update(manifest, group)
+        update = updates.encode_update(manifest, group)
         if url in self._load_between_steps:
             self._load_between_steps.discard(url)
             await self._admin(url, api.UPDATE_WEIGHTS, update)
@@ -285,9 +300,9 @@ class EngineClient:
         await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
         started = await self._admin(url, api.START_UPDATE)
         await self._admin(url, api.UPDATE_WEIGHTS, update)
-        await self._admin(url, api.FINISH_UPDATE, api.encode_finish(manifest.version))
+        await self._admin(url, api.FINISH_UPDATE, updates.encode_finish(manifest.version))
         await self._admin(url, api.RESUME)
-        if api.decode_started(started):
+        if updates.decode_started(started):
             self._load_between_steps.add(url)
 
     async def _wait_for_router(self) -> None:
@@ -315,11 +330,12 @@ class EngineClient:
                 raise _Unavailable(f"{url}{api.MODELS}: no model") from None
 
     async def prompt_logprobs(
-        self, token_ids: Int32[np.ndarray, " tokens"], name: str
+        self, token_ids: Int32[np.ndarray, " tokens"], name: str, image: CanaryImage | None = None
     ) -> dict[str, Float32[np.ndarray, " tokens"]]:
         """Logprobs of these tokens by engine: float32 [tokens] in nats; the first is 0.
 
-        name: request id and cache salt, so that no prefix cached under other weights is used. One of several engines
+        name: request id and cache salt, so that no prefix cached under other weights is used. image: what their
+        placeholders show. One of several engines
         that dies meanwhile is marked down and left out.
         """
         request = GenerateRequest(
@@ -328,12 +344,18 @@ class EngineClient:
             sampling=SamplingParams(max_tokens=1),
             cache_salt=name,
             prompt_logprobs=True,
+            images=() if image is None else (image.draw(),),
+            image_token_id=None if image is None else image.token_id,
         )
         body = api.encode_generate(request, self.model)
 
         async def score(url: str) -> np.ndarray:
-            answer = await self._admin(url, api.GENERATE, body)
-            scores = api.decode_completions(request, answer)[0].prompt_logprobs
+            for _ in range(_MAX_ABORTS):  # a rollout function may abort all requests
+                answer = await self._admin(url, api.GENERATE, body)
+                completion = api.decode_completions(request, answer)[0]
+                if completion.finish_reason != "abort":
+                    break
+            scores = completion.prompt_logprobs
             if scores is None or len(scores) != len(token_ids):
                 raise EngineError(
                     f"{url} returned no log-probabilities for the prompt's {len(token_ids)} tokens"
@@ -461,6 +483,14 @@ class EngineClient:
         if session_id is None:
             return min(ready, key=self._num_running.__getitem__)
         return ready[(zlib.crc32(session_id.encode()) + attempt) % len(ready)]
+
+    async def sleep(self, level: int) -> None:
+        """Have every engine free its memory: level 1 keeps the weights in that of the host, level 2 drops them."""
+        await self._all("POST", f"{api.SLEEP}?level={level}&mode=abort")
+
+    async def wake_up(self, tag: str) -> None:
+        """Have every engine take memory again: `weights`, then, with new ones loaded, `kv_cache`."""
+        await self._all("POST", f"{api.WAKE_UP}?tags={tag}")
 
     async def _all(self, method: str, path: str, body: bytes | None = None) -> list[bytes]:
         """Make the same call to every engine; if one fails, raise its error after all have answered."""

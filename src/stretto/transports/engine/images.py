@@ -18,7 +18,7 @@ import numpy as np
 
 from stretto.base.errors import DataError
 from stretto.records.generate import GenerateRequest
-from stretto.records.images import Image, placeholder_spans
+from stretto.records.images import Image, image_of, placeholder_spans
 
 _RAW_ARRAY = 3  # msgpack extension code of vLLM: the bytes of an array
 _DTYPES: dict[str, type[np.generic]] = {"float32": np.float32, "int64": np.int64}
@@ -100,9 +100,11 @@ def encode_features(request: GenerateRequest) -> FeaturesBody | None:
 
 
 def decode_features(
-    features: FeaturesBody | None, token_ids: Sequence[int], cache_salt: str | None
+    features: FeaturesBody | None, token_ids: Sequence[int]
 ) -> tuple[tuple[Image, ...], int | None]:
     """The images of a request and their placeholder; () and None if it has none.
+
+    Their hashes are those of the pixels, whatever the sender calls them: an engine keeps what it computed by hash.
 
     Raises: DataError that names the field, if the images are damaged or their placeholders are not in the prompt.
     """
@@ -119,11 +121,7 @@ def decode_features(
             "give one of each per image"
         )
     placeholder = _placeholder(places, token_ids)
-    salt = "" if cache_salt is None else f"{cache_salt}-"
-    images = [
-        _decode_item(text, name.removeprefix(salt), f"features.kwargs_data.image[{i}]")
-        for i, (name, text) in enumerate(zip(hashes, items))
-    ]
+    images = [_decode_item(text, f"features.kwargs_data.image[{i}]") for i, text in enumerate(items)]
     return tuple(images), placeholder
 
 
@@ -187,7 +185,7 @@ def _array(values: np.ndarray, dtype: str) -> tuple[Any, ...]:
     return dtype, values.shape, msgspec.msgpack.Ext(_RAW_ARRAY, values.tobytes())
 
 
-def _decode_item(text: str, name: str, where: str) -> Image:
+def _decode_item(text: str, where: str) -> Image:
     try:
         item = msgspec.msgpack.decode(b64decode(text, validate=True), ext_hook=_raw)
         fields = {name: entry["field"] for name, entry in item.items()}
@@ -200,7 +198,7 @@ def _decode_item(text: str, name: str, where: str) -> Image:
     sides = [int(side) for side in grid]
     if len(sides) != 3 or min(sides) < 1 or prod(sides) != len(patches):
         raise DataError(f"{where}: {len(patches)} patches do not fit the grid {sides} (time, height, width)")
-    return Image(name, (sides[0], sides[1], sides[2]), patches)
+    return image_of(patches, (sides[0], sides[1], sides[2]))
 
 
 def _raw(code: int, data: memoryview) -> memoryview:

@@ -63,7 +63,7 @@ from stretto.transports.weights.layout import (
 from stretto.transports.weights.store import (
     connect_store,
     create_store,
-    gloo_device_to,
+    new_gloo_group,
     use_interface_to,
 )
 
@@ -467,20 +467,15 @@ def _new_group(
     store: TCPStore, prefix: str, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> object:
     """A process group that torch does not register, so that an engine's own is not affected."""
-    timeout, meeting = timedelta(seconds=timeout_s), PrefixStore(prefix, store)
-    if device.type == "cuda":
-        from torch.distributed import ProcessGroupNCCL
+    if device.type != "cuda":
+        return new_gloo_group(store, prefix, rank, size, timeout_s)
+    from torch.distributed import ProcessGroupNCCL
 
-        use_interface_to(store.host)
-        torch.cuda.set_device(device)
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return ProcessGroupNCCL(meeting, rank, size, options)
-    from torch.distributed import ProcessGroupGloo
-
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout, options._devices = timeout, [gloo_device_to(store.host)]
-    return ProcessGroupGloo(meeting, rank, size, options)
+    use_interface_to(store.host)
+    torch.cuda.set_device(device)
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return ProcessGroupNCCL(PrefixStore(prefix, store), rank, size, options)
 
 
 def _broadcast(group: object, tensor: torch.Tensor):

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from stretto.base.errors import WireError
 
@@ -74,6 +74,13 @@ def gloo_device_to(host: str) -> Any:
     if (name := os.environ.get("GLOO_SOCKET_IFNAME")) and name not in _chosen:
         return ProcessGroupGloo.create_device(interface=name)
     return ProcessGroupGloo.create_device(hostname=find_address(host))
+
+
+def new_gloo_group(store: TCPStore, prefix: str, rank: int, size: int, timeout_s: float) -> Any:
+    """A gloo group that torch does not register, beside whatever groups a process has."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout, options._devices = timedelta(seconds=timeout_s), [gloo_device_to(store.host)]
+    return ProcessGroupGloo(PrefixStore(prefix, store), rank, size, options)
 
 
 def find_address(host: str) -> str:

@@ -83,6 +83,7 @@ def build(library: Library, token: str = "") -> web.Application:
     app.router.add_get("/static/{name}", _static)
     app.router.add_get("/api/runs", _runs)
     app.router.add_get("/api/changes", _changes)
+    app.router.add_get("/api/run/{run}/image/{hash:[0-9a-f]{32}}", _image)
     for name, answer in _OF_RUN.items():
         app.router.add_get(f"/api/run/{{run}}/{name}", _answering(answer))
     return app
@@ -164,6 +165,15 @@ async def _runs(request: web.Request) -> web.Response:
         lambda: [{"id": name, **state.describe(run.dir)} for name, run in found.items()]
     )
     return _json(rows)
+
+
+async def _image(request: web.Request) -> web.Response:
+    """Made here from the ledger's patches, so that it is a PNG whatever the task's picture was."""
+    run = await asyncio.to_thread(request.app[LIBRARY].get, request.match_info["run"])
+    if run is None:
+        raise web.HTTPNotFound()
+    png = await asyncio.to_thread(conversation.picture, run, request.match_info["hash"])
+    return web.Response(body=png, content_type="image/png")
 
 
 def _answering(answer: Callable[[OpenRun, Any], Any]) -> Handler:

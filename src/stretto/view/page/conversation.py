@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -59,6 +60,23 @@ def conversation(run: OpenRun, group_id: int, member: int) -> dict[str, Any]:
     }
 
 
+def picture(run: OpenRun, name: str) -> bytes:
+    """An image of the run as PNG, as the model sees it.
+
+    Raises: DataError if the ledger does not have it, or the model's image processor is not found from here.
+    """
+    if run.image_processor is None:
+        raise DataError(f"{run.dir}: the model's image processor is not found from here.")
+    with LedgerReader(run.dir) as ledger:
+        image = ledger.image(name)
+    try:
+        return run.image_processor.png(image)
+    except ValueError as cause:
+        raise DataError(
+            f"{run.dir}: image {name} does not fit the model's image processor: {cause}"
+        ) from cause
+
+
 def _branch(
     tokenizer: Tokenizer | None, branch: Branch, trained: dict[int, dict[str, float]] | None
 ) -> dict[str, Any]:
@@ -72,7 +90,7 @@ def _branch(
     columns: dict[str, Any] = {
         "text": texts,
         "sampled": branch.is_sampled[shown].astype(int).tolist(),
-        "logprob": [round(value, 4) for value in branch.logprobs[shown].tolist()],
+        "logprob": [_rounded(value) for value in branch.logprobs[shown].tolist()],
         "version": _versions(branch)[shown],
     }
     if trained:
@@ -82,6 +100,7 @@ def _branch(
         "agent": branch.agent,
         "is_trained": branch.is_trained,
         "temperature": branch.temperature,
+        "images": [image.hash for image in branch.images],
         "tokens": columns,
         "num_more": max(0, len(branch.token_ids) - MOST_TOKENS),
         "turns": list(turns(texts, branch.is_sampled[shown])),
@@ -170,4 +189,4 @@ def _trained(run: RunDir, row: dict[str, Any]) -> dict[int, dict[int, dict[str, 
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return None if value is None or math.isnan(value) else round(value, 4)

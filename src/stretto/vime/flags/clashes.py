@@ -9,6 +9,16 @@ from stretto.vime.flags.flag import Values
 from stretto.vime.flags.learning import GROUP_NORMALISED, PLUS_PLUS
 from stretto.vime.flags.rollout import ASYNC_ROLLOUT, DEFAULT_ROLLOUT, row_of_tokens
 
+COMPARED = ("math", "dapo", "deepscaler", "f1")
+"""Types of --rm-type that compare a reply with its label."""
+NUMBERS = ("math", "deepscaler", "f1", "gpqa", "ifbench", "random")
+"""Those whose reward is a number."""
+
+
+def plain_type(flags: Values) -> str:
+    """--rm-type without boxed_."""
+    return (flags.rm_type or "").removeprefix("boxed_")
+
 
 @dataclass(frozen=True)
 class Clash:
@@ -28,6 +38,11 @@ def typed(flags: Values, name: str) -> str:
     value = getattr(flags, name.removeprefix("--").replace("-", "_"))
     shown = name if value in (None, False) else f"{name} {value}"
     return flags.given.get(name, shown)
+
+
+def _without_evals(name: str) -> Callable[[Values], object]:
+    """Is this flag given, and no data set of evals?"""
+    return lambda v: v.has(name) and v.eval_prompt_data is None and v.eval_config is None
 
 
 def _without(*names: str) -> Callable[[Values], bool]:
@@ -50,17 +65,19 @@ def _is_ppo(flags: Values) -> bool:
     return flags.advantage_estimator == "ppo"
 
 
-ONLY_PPO = ("--critic-load", "--critic-save", "--critic-lr", "--critic-lr-warmup-iters", "--num-critic-only-steps",
+ONLY_PPO = ("--critic-num-nodes", "--critic-num-gpus-per-node", "--critic-load", "--critic-save", "--critic-lr",
+            "--critic-lr-warmup-iters", "--num-critic-only-steps",
             "--value-clip", "--lambd")  # fmt: skip
 COUNTS = ("--num-rollout", "--num-epoch", "--rollout-batch-size", "--n-samples-per-prompt", "--num-steps-per-rollout",
           "--rollout-max-context-len", "--rollout-max-prompt-len", "--rollout-max-response-len", "--max-tokens-per-gpu",
           "--save-interval", "--eval-interval", "--lr", "--rollout-temperature", "--n-samples-per-eval-prompt",
           "--vllm-data-parallel-size", "--vllm-pipeline-parallel-size", "--context-parallel-size",
           "--tensor-model-parallel-size", "--over-sampling-batch-size", "--global-batch-size", "--actor-num-nodes",
-          "--rollout-num-gpus-per-engine", "--num-gpus-per-node", "--expert-model-parallel-size")  # fmt: skip
+          "--rollout-num-gpus-per-engine", "--num-gpus-per-node", "--expert-model-parallel-size",
+          "--critic-num-nodes")  # fmt: skip
 OR_NONE = ("--lr-warmup-iters", "--critic-lr-warmup-iters", "--num-critic-only-steps", "--eps-clip", "--eps-clip-high",
            "--value-clip", "--kl-coef", "--kl-loss-coef", "--lora-rank", "--clip-grad", "--rollout-num-gpus",
-           "--actor-num-gpus-per-node")  # fmt: skip
+           "--actor-num-gpus-per-node", "--critic-num-gpus-per-node")  # fmt: skip
 
 # fmt: off
 CLASHES: tuple[Clash, ...] = (
@@ -69,6 +86,9 @@ CLASHES: tuple[Clash, ...] = (
     Clash("--hf-checkpoint", lambda v: v.hf_checkpoint is None,
           "{0} is missing: the Hugging Face directory of the model"),
     Clash("--prompt-data", lambda v: v.prompt_data is None, "{0} is missing: the file of prompts, .jsonl or .parquet"),
+    *(Clash(f"{name} --colocate", _without(name, "--colocate"),
+            "{0} needs {1}: who has GPUs of its own keeps its memory") for name in
+      ("--offload", "--offload-train", "--offload-rollout")),
     Clash("--rollout-num-gpus", lambda v: v.rollout_num_gpus is None,
           "{0} is missing: GPUs of all engines; 0 beside --actor-num-gpus-per-node 0 is the CPU"),
     Clash("--actor-num-gpus-per-node --tensor-model-parallel-size --context-parallel-size",
@@ -84,11 +104,11 @@ CLASHES: tuple[Clash, ...] = (
     Clash("--ckpt-step --load", _without("--ckpt-step", "--load"), "{0} needs {1}, the run that it is a step of"),
     Clash("--save-hf --hf-checkpoint", lambda v: v.save_hf is not None and v.save_hf == v.hf_checkpoint,
           "{0} would write over {1}; name another directory"),
-    Clash("--eval-interval --eval-prompt-data", _without("--eval-interval", "--eval-prompt-data"),
+    Clash("--eval-interval --eval-prompt-data", _without_evals("--eval-interval"),
          "{0} needs {1}, the data"),
-    Clash("--skip-eval-before-train --eval-prompt-data", _without("--skip-eval-before-train", "--eval-prompt-data"),
+    Clash("--skip-eval-before-train --eval-prompt-data", _without_evals("--skip-eval-before-train"),
           "{0} needs {1}, the data"),
-    Clash("--eval-function-path --eval-prompt-data", _without("--eval-function-path", "--eval-prompt-data"),
+    Clash("--eval-function-path --eval-prompt-data", _without_evals("--eval-function-path"),
          "{0} needs {1}, the data"),
     Clash("--use-dynamic-batch-size --max-tokens-per-gpu", _without("--use-dynamic-batch-size",
          "--max-tokens-per-gpu"),
@@ -155,14 +175,40 @@ CLASHES: tuple[Clash, ...] = (
           lambda v: None not in (v.rollout_max_response_len, v.rollout_max_context_len)
           and v.rollout_max_response_len >= v.rollout_max_context_len,
                "{0} leaves no room for a prompt in {1}; lower it"),
+    Clash("--eval-prompt-data --eval-config",
+          lambda v: v.eval_prompt_data is not None and v.eval_config is not None,
+          "{0} and {1} both name the data sets; leave one out"),
+    Clash("--vllm-config --prefill-num-servers",
+          lambda v: v.vllm_config is not None and v.prefill_num_servers is not None,
+          "{0} and {1} both say which engines read prompts; leave one out"),
+    Clash("--debug-train-only --load-debug-rollout-data",
+          lambda v: v.debug_train_only and v.load_debug_rollout_data is None,
+          "{0} needs {1}, the rollouts that were saved"),
+    Clash("--debug-rollout-only --debug-train-only", lambda v: v.debug_rollout_only and v.debug_train_only,
+          "{0} and {1} leave nothing to run; leave one out"),
+    Clash("--debug-rollout-only --load-debug-rollout-data",
+          lambda v: v.debug_rollout_only and v.load_debug_rollout_data is not None,
+          "{0} and {1} leave nothing to run; leave one out"),
+    Clash("--rollout-function-path --load-debug-rollout-data",
+          lambda v: v.load_debug_rollout_data is not None and v.has("--rollout-function-path"),
+          "{0} and {1} both make the rollouts; leave one out"),
+    Clash("--load-debug-rollout-data --eval-interval",
+          lambda v: v.load_debug_rollout_data is not None and v.eval_interval is not None,
+          "{0} starts no engines, which {1} needs; leave one out"),
+    Clash("--load-debug-rollout-data-subsample --load-debug-rollout-data",
+          lambda v: v.load_debug_rollout_data_subsample is not None and v.load_debug_rollout_data is None,
+          "{0} does nothing without {1}"),
+    Clash("--custom-tis-function-path --use-tis",
+          lambda v: v.custom_tis_function_path is not None and not (v.use_tis or v.get_mismatch_metrics),
+          "{0} needs {1}, or --get-mismatch-metrics"),
     Clash("--rm-type --custom-rm-path", lambda v: v.rm_type is not None and v.custom_rm_path is not None,
           "{0} and {1} both reward a sample; leave one out"),
-    Clash("--rm-type --label-key", lambda v: v.rm_type is not None and v.label_key is None,
+    Clash("--rm-type --label-key", lambda v: plain_type(v) in COMPARED and v.label_key is None,
          "{0} compares replies with a label; add {1}"),
     Clash("--group-rm --custom-rm-path", lambda v: v.group_rm and v.custom_rm_path is None,
          "{0} needs {1}, the function"),
     Clash("--reward-key --custom-rm-path",
-         lambda v: v.reward_key is not None and v.custom_rm_path is None and v.rm_type is not None,
+         lambda v: v.reward_key is not None and v.custom_rm_path is None and plain_type(v) in NUMBERS,
           "{0}: the built-in reward is a number; leave it out, or give {1}"),
     Clash("--rollout-function-path --custom-generate-function-path",
           lambda v: v.rollout_function_path not in (DEFAULT_ROLLOUT,

@@ -7,15 +7,8 @@ from collections.abc import Iterator
 from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, refused
 
-NO_CRITIC_GPUS = (
-    "the critic is trained by the actor's ranks and has no GPUs of its own; leave it out, and give the actor the "
-    "memory "
-    "for both"
-)
-NO_COLOCATION = (
-    "trainer and engines do not take turns on a GPU; give each GPUs of its own: --actor-num-gpus-per-node and "
-    "--rollout-num-gpus"
-)
+TURNS = "colocate.offload_train colocate.offload_rollout"
+CRITIC = ("--critic-num-nodes", "--critic-num-gpus-per-node")
 ENGINES = ("--rollout-num-gpus", "--rollout-num-gpus-per-engine")
 DEPLOYMENT = "deployment.type deployment.num_train_nodes deployment.num_infer_replicas ray"
 
@@ -36,16 +29,24 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "GPUs of a node."),
         part("--prefill-num-servers", "integer", None, "inference.deployment",
              "Engines that read prompts; the others write replies.", note="On one node."),
-        refused("--colocate", "switch", False, NO_COLOCATION, "Trainer and engines share their GPUs."),
-        refused("--offload", "switch", False, NO_COLOCATION, "--offload-train and --offload-rollout."),
-        refused("--offload-train", "switch", False, NO_COLOCATION, "Put the trainer's memory away during rollouts."),
-        refused("--offload-rollout", "switch", False, NO_COLOCATION, "Put the engines' memory away during training."),
-        equal("--no-offload", "switch", False, "Nothing is put away.", "Neither."),
-        equal("--no-offload-train", "switch", False, "Nothing is put away.", "Keep the trainer's memory."),
-        equal("--no-offload-rollout", "switch", False, "Nothing is put away.", "Keep the engines' memory."),
-        refused("--critic-num-nodes", "integer", None, NO_CRITIC_GPUS, "Nodes of the critic's training."),
-        refused("--critic-num-gpus-per-node", "integer", None, NO_CRITIC_GPUS,
-             "GPUs per node of the critic's training."),
+        part("--colocate", "switch", False, f"{TURNS} trainer_gpu_ids inference_gpu_ids",
+             "Trainer and engines share their GPUs and take turns; --rollout-num-gpus is ignored.",
+             note="On one node; with a critic on the actor's GPUs."),
+        part("--offload", "switch", False, TURNS, "--offload-train and --offload-rollout.", note="With --colocate."),
+        part("--offload-train", "switch", False, TURNS, "Put the trainer's memory away during rollouts.",
+             note="With --colocate, where it is so by default."),
+        part("--offload-rollout", "switch", False, TURNS, "Put the engines' memory away during training.",
+             note="With --colocate, where it is so by default."),
+        part("--no-offload", "switch", False, TURNS, "Neither is put away.", note="Not with --colocate."),
+        part("--no-offload-train", "switch", False, TURNS, "Keep the trainer's memory."),
+        part("--no-offload-rollout", "switch", False, TURNS, "Keep the engines' memory."),
+        part("--critic-num-nodes", "integer", None, "deployment.num_critic_nodes",
+             "Nodes of the critic's training; else as many as the actor's.",
+             note="On the actor's nodes where both fit there."),
+        part("--critic-num-gpus-per-node", "integer", None,
+             "deployment.num_critic_gpus deployment.critic_gpus_per_node trainer.critic.placement.num_workers",
+             "GPUs per node of the critic's training; else as many as the actor's.",
+             note="They divide the actor's; 0 beside 0 GPUs of the actor: the CPU."),
         equal("--distributed-backend", "text", "nccl", "NCCL on GPUs, gloo on CPUs.", "Backend of collectives.",
               choices=("nccl",)),
         equal("--distributed-timeout-minutes", "integer", 10,
@@ -66,6 +67,8 @@ def settings(flags: Values) -> Iterator[Setting]:
 
     Raises: ConfigError for GPUs that do not make whole engines, or engines that do not fit their nodes.
     """
+    if flags.colocate:
+        yield from _turns(flags)
     num_engines, per_engine = count_engines(flags)
     train_gpus, node = flags.actor_num_gpus_per_node, flags.num_gpus_per_node
     infer_gpus = num_engines * per_engine if flags.rollout_num_gpus else 0
@@ -75,8 +78,15 @@ def settings(flags: Values) -> Iterator[Setting]:
             f"{_typed(flags, ENGINES[1])}: its pipeline and data parallel sizes, {shards} together, must divide it"
         )
     yield Setting("inference.parallel.tp", per_engine // shards, ENGINES[1:])
-    if flags.actor_num_nodes == 1 and train_gpus + infer_gpus <= node:
+    critic_nodes, critic_gpus = count_critic(flags)
+    is_one = flags.actor_num_nodes == 1 and critic_nodes in (0, 1)
+    beside = 0 if flags.colocate else infer_gpus
+    if is_one and train_gpus + critic_gpus * critic_nodes + beside <= node:
         yield Setting("deployment.num_train_gpus", train_gpus, ("--actor-num-gpus-per-node",))
+        if critic_nodes and critic_gpus:
+            yield Setting("deployment.num_critic_gpus", critic_gpus, CRITIC[1:])
+        elif critic_nodes:
+            yield Setting("trainer.critic.placement.num_workers", 1, CRITIC[1:])
         yield Setting("deployment.num_infer_gpus", infer_gpus, ENGINES[:1])
         yield from _engines_of_a_node(flags, num_engines)
         return
@@ -101,11 +111,70 @@ def settings(flags: Values) -> Iterator[Setting]:
     yield Setting("deployment.type", "multi_node", ("--actor-num-nodes", *ENGINES[:1]))
     yield Setting("deployment.num_train_nodes", flags.actor_num_nodes, ("--actor-num-nodes",))
     yield Setting("deployment.gpus_per_node", train_gpus, ("--actor-num-gpus-per-node",))
+    if critic_nodes:
+        yield Setting("deployment.critic_gpus_per_node", critic_gpus, CRITIC[1:])
+        if critic_nodes != flags.actor_num_nodes or train_gpus + critic_gpus > node:
+            yield Setting("deployment.num_critic_nodes", critic_nodes, CRITIC[:1])
+    if per_node > train_gpus:
+        yield Setting("deployment.infer_gpus_per_node", per_node, ENGINES)
     yield Setting("deployment.num_infer_replicas", infer_gpus // per_node, ENGINES)
     yield Setting("inference.deployment.num_replicas", per_node // per_engine, ENGINES)
     yield Setting("ray", {}, ("--actor-num-nodes",))
     if flags.save is None:  # without checkpoints it would begin anew
         yield Setting("ray.max_restarts", 0, ("--save",))
+
+
+def _turns(flags: Values) -> Iterator[Setting]:
+    """[colocate].
+
+    Raises: ConfigError for several nodes, a critic's own GPUs, and turns in which nobody puts memory away.
+    """
+    if flags.actor_num_nodes > 1:
+        raise ConfigError(
+            f"{_typed(flags, '--colocate', '--actor-num-nodes')}: trainer and engines take turns on one node; leave "
+            "one of them out"
+        )
+    if given := list(filter(flags.has, CRITIC)):
+        raise ConfigError(
+            f"{_typed(flags, '--colocate', *given)}: the critic takes its turn with the actor; leave it out"
+        )
+    for part_name in ("train", "rollout"):
+        names = (f"--no-offload-{part_name}", "--no-offload")
+        keeps = [name for name in names if flags.has(name)]
+        if keeps and flags.has(f"--offload-{part_name}"):
+            raise ConfigError(f"{_typed(flags, f'--offload-{part_name}', keeps[0])}: leave one of them out")
+        yield Setting(f"colocate.offload_{part_name}", not keeps, ("--colocate", *keeps))
+
+
+def count_critic(flags: Values) -> tuple[int, int]:
+    """Nodes of a critic, and GPUs on each; no nodes without a critic.
+
+    Raises: ConfigError if one of actor and critic is on GPUs and the other is not.
+    """
+    if flags.advantage_estimator != "ppo" or flags.colocate:  # whose critic takes its turn with the actor
+        return 0, 0
+    nodes, gpus = flags.critic_num_nodes, flags.critic_num_gpus_per_node
+    nodes = flags.actor_num_nodes if nodes is None else nodes
+    gpus = flags.actor_num_gpus_per_node if gpus is None else gpus
+    if bool(gpus) != bool(flags.actor_num_gpus_per_node):
+        names = ("--actor-num-gpus-per-node", *filter(flags.has, CRITIC[1:]))
+        raise ConfigError(
+            f"{_typed(flags, *names)}: both are on GPUs, or both on the CPU; change one of them"
+        )
+    if gpus > flags.num_gpus_per_node:
+        raise ConfigError(
+            f"{_typed(flags, '--critic-num-gpus-per-node', '--num-gpus-per-node')}: a node has not that many; lower "
+            "it, and raise --critic-num-nodes"
+        )
+    total, policy = nodes * gpus, flags.actor_num_nodes * flags.actor_num_gpus_per_node
+    if total and policy % total:
+        given = filter(flags.has, CRITIC)
+        names = (*given, "--actor-num-nodes", "--actor-num-gpus-per-node")
+        raise ConfigError(
+            f"{_typed(flags, *names)}: the critic's {total} GPUs must divide the actor's {policy}; leave its own "
+            "out for as many"
+        )
+    return nodes, gpus
 
 
 def count_engines(flags: Values) -> tuple[int, int]:

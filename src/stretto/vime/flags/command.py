@@ -7,16 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, StrettoError
-from stretto.config.load import build, dotted_to_path
+from stretto.config.load import build, dotted_to_path, dump
 from stretto.config.root import RLConfig
 from stretto.config.section import Path as KeyPath
 from stretto.config.section import nest
 from stretto.data.records import read_records
+from stretto.vime.files.models import read_models
 from stretto.vime.flags.clashes import clashes, notes
 from stretto.vime.flags.flag import Setting, Values, listed
+from stretto.vime.flags.rollout import argument_tables
 from stretto.vime.flags.shape import mismatches
 from stretto.vime.flags.table import BY_NAME, PARTS
 from stretto.vime.flags.words import read
+from stretto.vime.resolved import resolved
+
+HIDDEN = {
+    "dry_run", "print_config", "load", "save", "ref_load", "save_hf", "prompt_data", "eval_prompt_data", "vllm_config",
+    "rollout_num_gpus", "rollout_num_gpus_per_engine", "prefill_num_servers", "custom_config_path",
+    "megatron_config_path", "eval_config",
+}  # fmt: skip
+"""Flags that say where and not what, or that the plan resolves: functions find the resolved value."""
 
 
 def read_command(words: Sequence[str]) -> tuple[RLConfig, list[str]]:
@@ -25,6 +35,8 @@ def read_command(words: Sequence[str]) -> tuple[RLConfig, list[str]]:
     Raises: ConfigError listing every mistake.
     """
     flags, passed = read(words)
+    if flags.colocate:  # the same GPUs
+        flags.rollout_num_gpus = flags.actor_num_nodes * flags.actor_num_gpus_per_node
     if problems := [*clashes(flags), *mismatches(flags)]:
         raise ConfigError(listed(problems))
     _resolve(flags)
@@ -36,7 +48,35 @@ def read_command(words: Sequence[str]) -> tuple[RLConfig, list[str]]:
             problems.append(str(error))
     if problems:
         raise ConfigError(listed(problems))
-    return _build(flags, settings), [*_starts(flags), *notes(flags)]
+    cfg = _build(flags, settings)
+    if (unseen := _unseen(flags, cfg)) and (places := argument_tables(flags)):
+        own = flags.extra | unseen
+        kept = [each for each in settings if each.path not in places]
+        known = {each.path: each.value for each in settings if each.path in places}
+        settings = [*kept, *(Setting(path, own | known.get(path, {}), tuple(flags.given)) for path in places)]
+        cfg = _build(flags, settings)
+    _check_new(flags, cfg)
+    return cfg, [*_starts(flags), *notes(flags)]
+
+
+def _check_new(flags: Values, cfg: RLConfig) -> None:
+    """Raises: ConfigError if the run is there already, and --load does not continue it."""
+    step = cfg.run_dir.latest_complete_checkpoint()
+    if cfg.resume is not None or cfg.print_config or not step:
+        return
+    save = flags.given.get("--save", "--save (left out)")
+    raise ConfigError(
+        f"{save}: {cfg.run_dir} has a run with a checkpoint of step {step}; continue it with --load {cfg.run_dir}, or "
+        "give another directory"
+    )
+
+
+def _unseen(flags: Values, cfg: RLConfig) -> dict[str, Any]:
+    """Typed flags whose value functions would not find in `args`, because no key of the config has it."""
+    known = resolved(dump(cfg))
+    typed = {BY_NAME[name].attribute for name in flags.given} - HIDDEN
+    found = {name: getattr(flags, name) for name in sorted(typed)}
+    return {name: value for name, value in found.items() if value != known.get(name)}
 
 
 def _resolve(flags: Values) -> None:
@@ -44,11 +84,37 @@ def _resolve(flags: Values) -> None:
 
     Raises: ConfigError if the prompts of --num-epoch cannot be counted.
     """
+    _resolve_models(flags)
     samples = flags.rollout_batch_size * flags.n_samples_per_prompt
     size = flags.global_batch_size or samples
     flags.num_updates = flags.num_steps_per_rollout or max(1, samples // size)
     if flags.num_rollout is None:
         flags.num_rollout = _count_rollouts(flags)
+
+
+def _resolve_models(flags: Values) -> None:
+    """Read --vllm-config; the flags about engines are then those of the updated model.
+
+    Raises: ConfigError for models that do not take the GPUs of --rollout-num-gpus.
+    """
+    flags.models = []
+    if flags.vllm_config is None:
+        return
+    where = flags.given["--vllm-config"]
+    per_engine = flags.rollout_num_gpus_per_engine
+    flags.models = read_models(
+        flags.vllm_config, where, checkpoint=flags.hf_checkpoint, per_engine=per_engine
+    )
+    total = sum(group.num_gpus for model in flags.models for group in model.groups)
+    if total != flags.rollout_num_gpus:
+        given = flags.given["--rollout-num-gpus"]
+        raise ConfigError(
+            f"{where}: its groups take {total} GPUs, and {given} gives another number; make them equal"
+        )
+    updated = next(model for model in flags.models if model.is_updated)
+    flags.rollout_num_gpus = updated.num_gpus
+    flags.rollout_num_gpus_per_engine = updated.engines[0].num_gpus_per_engine
+    flags.prefill_num_servers = updated.count("prefill") or None
 
 
 def _count_rollouts(flags: Values) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stretto.base.errors import ConfigError
+from stretto.vime.files.evals import read_evals
 from stretto.vime.flags.flag import Flag, Setting, Values, part, refused
 from stretto.vime.flags.rollout import arguments
 
@@ -41,8 +42,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Fewest tokens of a reply."),
         part("--skip-eval-before-train", "switch", False, f"{EVAL}.skip_first_step",
              "No eval of the starting weights."),
-        refused("--eval-config", "text", None,
-             "each data set is an [[orchestrator.eval.env]] in the TOML of --print-config", "YAML of data sets."),
+        part("--eval-config", "text", None, f"{EVAL}.env", "YAML of data sets, each with what differs for it."),
     ),
 }
 # fmt: on
@@ -53,13 +53,8 @@ def settings(flags: Values) -> Iterator[Setting]:
 
     Raises: ConfigError for data sets without a name.
     """
-    given = flags.eval_prompt_data
-    if given is None:
-        return
-    pairs = [("aime", given[0])] if len(given) == 1 else list(zip(given[::2], given[1::2]))
-    if len(given) > 1 and len(given) % 2:
-        raise ConfigError(f"{flags.given['--eval-prompt-data']}: write NAME FILE for each data set")
-    if flags.eval_interval is None:
+    sets = _data_sets(flags)
+    if not sets or flags.eval_interval is None:
         return
     yield Setting(f"{EVAL}.interval", flags.eval_interval, ("--eval-interval",))
     yield Setting(f"{EVAL}.greedy", False, ("--eval-temperature",))
@@ -82,17 +77,32 @@ def settings(flags: Values) -> Iterator[Setting]:
         "max_prompt_tokens": ("--eval-max-prompt-len", flags.rollout_max_prompt_len),
         "reward_key": ("--eval-reward-key", flags.reward_key),
     }
-    for index, (name, path) in enumerate(pairs):
+    source = ("--eval-config", "--eval-prompt-data")
+    for index, own_values in enumerate(sets):
         at = f"{EVAL}.env.{index}"
-        yield Setting(f"{at}.id", "dataset", ("--eval-prompt-data",))
-        yield Setting(f"{at}.name", name, ("--eval-prompt-data",))
-        yield Setting(f"{at}.args.eval_path", path, ("--eval-prompt-data",))
+        yield Setting(f"{at}.id", "dataset", source)
         for key, value, flag in arguments(flags):
-            if key not in replaced:
+            if key not in replaced and f"args.{key}" not in own_values:
                 yield Setting(f"{at}.args.{key}", value, (flag,))
         for key, (own, other) in replaced.items():
-            if (value := _or(flags, own, other)) is not None:
+            if f"args.{key}" not in own_values and (value := _or(flags, own, other)) is not None:
                 yield Setting(f"{at}.args.{key}", value, (own,))
+        for key, value in own_values.items():
+            yield Setting(f"{at}.{key}", value, source)
+
+
+def _data_sets(flags: Values) -> list[dict[str, Any]]:
+    """Per data set its own keys of [[orchestrator.eval.env]], dotted.
+
+    Raises: ConfigError for one without a name.
+    """
+    if flags.eval_config is not None:
+        return read_evals(flags.eval_config, flags.given["--eval-config"])
+    given = flags.eval_prompt_data or []
+    pairs = [("aime", given[0])] if len(given) == 1 else list(zip(given[::2], given[1::2]))
+    if len(given) > 1 and len(given) % 2:
+        raise ConfigError(f"{flags.given['--eval-prompt-data']}: write NAME FILE for each data set")
+    return [{"name": name, "args.eval_path": path} for name, path in pairs]
 
 
 def _or(flags: Values, name: str, other: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, refused
+from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
 from stretto.vime.flags.training import reference, rollouts_of
 
 ALGO, LOSS = "orchestrator.algo", "trainer.loss"
@@ -54,9 +54,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Truncated importance sampling: trainer to engine."),
         part("--tis-clip", "number", 2.0, f"{LOSS}.correction.weights.high", "Greatest weight."),
         part("--tis-clip-low", "number", 0, f"{LOSS}.correction.weights.low", "Least weight."),
-        refused("--custom-tis-function-path", "text", None,
-             f"set {LOSS}.correction: weights, reject and veto in the TOML of --print-config",
-                "Function that corrects."),
+        part("--custom-tis-function-path", "text", None, "trainer.hooks.tis", "Function that corrects.",
+             note="With --use-tis or --get-mismatch-metrics, in the place of the truncated weights."),
         equal("--get-mismatch-metrics", "switch", False, "`mismatch_kl` is always reported.",
              "Report how far trainer and engine are apart."),
         equal("--use-rollout-entropy", "switch", False, "The entropy is always reported.", "Report the entropy."),
@@ -78,9 +77,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--use-score-centering", "switch", False, NOT_CENTRED, "Centre scores."),
         refused("--score-centering-top-k", "integer", 128, NOT_CENTRED, "Likeliest tokens for it."),
         refused("--custom-loss-function-path", "text", None, OWN_LOSS, "Function that is the loss."),
-        refused("--custom-advantage-function-path", "text", None,
-             'an algorithm has another signature here: orchestrator.algo.type = "custom"',
-                "Function that makes advantages."),
+        acts("--custom-advantage-function-path", "text", None, "trainer.hooks.advantages",
+             "Function that makes advantages."),
         refused("--custom-pg-loss-reducer-function-path", "text", None,
              "trainer.loss.reduction has four ways; others are a custom loss",
                 "Function that reduces the loss."),
@@ -105,18 +103,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              note="In whole rollouts, rounded up."),
         part("--num-critic-only-steps", "integer", 0, "trainer.critic.num_critic_only_steps",
              "First rollouts, which train the critic only."),
-        refused("--megatron-config-path", "text", None,
-             "the critic's own settings are --critic-lr, --critic-lr-warmup-iters, --critic-load, --critic-save",
-                "YAML of what differs for actor and critic."),
-        refused("--custom-megatron-init-path", "text", None,
-             "set-up code goes into the module of a custom loss, which trainers import at the start",
-                "Function called after initialisation."),
-        refused("--custom-megatron-before-log-prob-hook-path", "text", None,
-             "there is no such hook; a custom loss is given the log-probabilities",
-                "Function called before log-probabilities."),
-        refused("--custom-megatron-before-train-step-hook-path", "text", None,
-             "a custom loss may add terms to the loss of each update",
-                "Function called before each update."),
+        part("--megatron-config-path", "text", None, "trainer.critic trainer.optim",
+             "YAML of what differs for actor and critic.",
+             note="The actor's overrides are flags; the critic's are lr, load, save, lr_warmup_iters, value_clip."),
+        acts("--custom-megatron-init-path", "text", None, "trainer.hooks.init",
+             "Function called after initialisation."),
+        acts("--custom-megatron-before-log-prob-hook-path", "text", None, "trainer.hooks.before_log_prob",
+             "Function called before log-probabilities."),
+        acts("--custom-megatron-before-train-step-hook-path", "text", None, "trainer.hooks.before_train_step",
+             "Function called before each update."),
     ),
     "Distillation": (
         refused("--use-opd", "switch", False, NO_TEACHER, "Learn from a teacher's log-probabilities."),
@@ -169,7 +164,10 @@ def _loss(flags: Values) -> Iterator[Setting]:
         yield Setting(f"{LOSS}.clip_high", high, ("--eps-clip-high", "--eps-clip"))
         if flags.eps_clip_c is not None:
             yield Setting(f"{LOSS}.clip_dual", flags.eps_clip_c, ("--eps-clip-c",))
-    if flags.use_tis:
+    own = flags.custom_tis_function_path
+    if own is not None:
+        yield Setting("trainer.hooks.tis", own, ("--custom-tis-function-path",))
+    if flags.use_tis and own is None:
         at = f"{LOSS}.correction.weights"
         yield Setting(f"{at}.high", flags.tis_clip, ("--tis-clip",))
         yield Setting(f"{at}.low", float(flags.tis_clip_low), ("--tis-clip-low",))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, StrettoError
+from stretto.data.records import read_records
 from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
 from stretto.vime.flags.shape import read_shape
 
@@ -13,6 +14,7 @@ ENV, HOOKS = "orchestrator.env.0", "orchestrator.hooks"
 DEFAULT_ROLLOUT = "vime.rollout.vllm_rollout.generate_rollout"
 ASYNC_ROLLOUT = "vime.rollout.fully_async_rollout.generate_rollout_fully_async"
 SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
 NONZERO_STD = "check_reward_nonzero_std"
 """End of the path of vime's own filter of groups."""
 NO_STOPS = (
@@ -25,6 +27,17 @@ IN_GENERATE = (
     "do it at the end of --custom-generate-function-path or --custom-rm-path, which has the finished sample"
 )
 METRICS = "numbers go to every monitor: return them as `metrics` of a rollout function's output"
+
+BATCH_HOOKS = (
+    "--eval-function-path", "--buffer-filter-path", "--rollout-sample-filter-path", "--custom-reward-post-process-path",
+    "--custom-convert-samples-to-train-data-path", "--rollout-all-samples-process-path",
+    "--custom-rollout-log-function-path",
+)  # fmt: skip
+TRAINER_HOOKS = (
+    "--custom-megatron-init-path", "--custom-megatron-before-log-prob-hook-path",
+    "--custom-megatron-before-train-step-hook-path", "--custom-advantage-function-path",
+    "--rollout-data-postprocess-path", "--custom-tis-function-path",
+)  # fmt: skip
 
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -150,29 +163,27 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Function that makes advantages of rewards."),
         acts("--custom-convert-samples-to-train-data-path", "text", None, f"{HOOKS}.convert_samples_to_train_data",
              "Function that makes the batch."),
-        refused("--rollout-all-samples-process-path", "text", None,
-             "--dynamic-sampling-filter-path sees every finished group; the ledger keeps them",
-                "Function that sees all groups."),
-        refused("--rollout-sample-hook-path", "list", None, IN_GENERATE, "Function that sees each sample."),
-        refused("--rollout-data-postprocess-path", "text", None,
-             "use --custom-convert-samples-to-train-data-path, before the batch is sent",
-                "Function that sees the batch in the trainer."),
-        refused("--custom-rollout-log-function-path", "text", None, METRICS, "Function that logs rollouts."),
+        acts("--rollout-all-samples-process-path", "text", None, f"{HOOKS}.all_samples_process",
+             "Function that sees all groups.", note="Its data_source is None."),
+        part("--rollout-sample-hook-path", "list", None, f"{ENV}.args.sample_hooks", "Functions that see each sample."),
+        acts("--rollout-data-postprocess-path", "text", None, "trainer.hooks.data_postprocess",
+             "Function that sees the batch in the trainer."),
+        acts("--custom-rollout-log-function-path", "text", None, f"{HOOKS}.rollout_log",
+             "Function that logs rollouts."),
         refused("--custom-eval-rollout-log-function-path", "text", None, METRICS, "Function that logs evals."),
         refused("--buffer-sort-by-staleness", "switch", False, "batches take the earliest drawn groups; leave it out",
              "Oldest samples first."),
-        refused("--custom-config-path", "text", None,
-                "give attributes of `args` as orchestrator.hooks.args and orchestrator.env.0.args.hook_args in the "
-                     "TOML of --print-config",
-                "YAML of further arguments."),
+        part("--custom-config-path", "text", None, f"{HOOKS}.args {ENV}.args.hook_args trainer.hooks.args",
+             "YAML of further arguments.",
+             note="Those of flags are checked as if they were typed; all others are attributes of `args`."),
     ),
     "Reward": (
         part("--rm-type", "text", None, f"{ENV}.args.reward", "Reward by name.",
-             note="math, also as boxed_math; others are functions: --custom-rm-path."),
+             note="math, dapo, deepscaler, f1, gpqa, ifbench, remote_rm or random; boxed_ before it: the last box is "
+                  "the reply. Without it each record's metadata names its own as rm_type."),
         part("--group-rm", "switch", False, f"{ENV}.args.group_reward", "The function gets all samples of a group."),
         part("--reward-key", "text", None, f"{ENV}.args.reward_key", "Entry of a reward that is a dictionary."),
-        refused("--rm-url", "text", None, "ask the server in a function: --custom-rm-path",
-             "Address of a reward model."),
+        part("--rm-url", "text", None, f"{ENV}.args.hook_args", "Address of a reward model, of remote_rm."),
     ),
 }
 # fmt: on
@@ -264,9 +275,7 @@ def _freshness(flags: Values) -> Iterator[Setting]:
         )
     started, wanted = flags.over_sampling_batch_size, flags.rollout_batch_size
     if flags.partial_rollout and started is not None and started > 2 * wanted:
-        yield Setting(
-            "orchestrator.oversampling_factor", started / (2 * wanted), ("--over-sampling-batch-size",)
-        )
+        yield Setting("orchestrator.oversampling_factor", started / wanted, ("--over-sampling-batch-size",))
     if flags.mask_offpolicy_in_partial_rollout:
         yield Setting(
             "orchestrator.mask_offpolicy_in_partial_rollout", True, ("--mask-offpolicy-in-partial-rollout",)
@@ -305,21 +314,40 @@ def arguments(flags: Values) -> Iterator[tuple[str, Any, str]]:
         yield "group_reward", True, "--group-rm"
     if flags.reward_key is not None:
         yield "reward_key", flags.reward_key, "--reward-key"
+    if flags.rollout_sample_hook_path is not None:
+        yield "sample_hooks", flags.rollout_sample_hook_path, "--rollout-sample-hook-path"
+    own = flags.extra | ({} if flags.rm_url is None else {"rm_url": flags.rm_url})
+    if own:
+        yield "hook_args", own, "--rm-url" if flags.custom_config_path is None else "--custom-config-path"
 
 
 def _reward(flags: Values) -> str:
     if flags.custom_rm_path is not None:
         return flags.custom_rm_path
-    if flags.rm_type in ("math", "boxed_math"):
-        return "math"
+    if flags.rm_type is not None and flags.rm_type.removeprefix("boxed_") in RM_TYPES:
+        return flags.rm_type
     if flags.rm_type is not None:
         raise ConfigError(
-            f"{flags.given['--rm-type']}: only math is built in; write the reward as a function and name it as "
+            f"{flags.given['--rm-type']}: there is no such reward; use {', '.join(RM_TYPES)}, or name a function as "
             "--custom-rm-path"
         )
     if flags.has("--custom-generate-function-path", "--rollout-function-path"):
         return "given"
-    raise ConfigError("nothing rewards a sample; give --rm-type math, or a function: --custom-rm-path")
+    if _names_rewards(flags.prompt_data):
+        return "by_record"
+    raise ConfigError(
+        "nothing rewards a sample; give --rm-type math, a function: --custom-rm-path, or records with metadata.rm_type"
+    )
+
+
+def _names_rewards(path: str) -> bool:
+    """Does the first record say how it is rewarded?"""
+    try:
+        _, record = next(iter(read_records(path, "--prompt-data")))
+    except (StrettoError, StopIteration):  # it is said when the file is read
+        return False
+    metadata = record.get("metadata")
+    return isinstance(metadata, dict) and "rm_type" in metadata
 
 
 def _hooks(flags: Values) -> Iterator[Setting]:
@@ -338,3 +366,24 @@ def _hooks(flags: Values) -> Iterator[Setting]:
     yield Setting("orchestrator.filter_zero_advantages", is_ours, ("--dynamic-sampling-filter-path",))
     if chosen is not None and not is_ours:
         yield Setting(f"{HOOKS}.dynamic_sampling_filter", chosen, ("--dynamic-sampling-filter-path",))
+    for table in argument_tables(flags):
+        if flags.extra and table != f"{ENV}.args.hook_args":
+            yield Setting(table, dict(flags.extra), ("--custom-config-path",))
+
+
+def argument_tables(flags: Values) -> list[str]:
+    """Where further attributes of `args` go: to the functions that are named."""
+    chosen = flags.dynamic_sampling_filter_path
+    is_own = chosen is not None and not (chosen.startswith("vime.") and chosen.endswith(NONZERO_STD))
+    tables = []
+    if (
+        flags.has(*BATCH_HOOKS)
+        or is_own
+        or flags.rollout_function_path not in (DEFAULT_ROLLOUT, ASYNC_ROLLOUT)
+    ):
+        tables.append(f"{HOOKS}.args")
+    if flags.has(*TRAINER_HOOKS):
+        tables.append("trainer.hooks.args")
+    if flags.has("--custom-generate-function-path", "--custom-rm-path"):
+        tables.append(f"{ENV}.args.hook_args")
+    return tables

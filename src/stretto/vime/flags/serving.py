@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
 
 MOVED = {
@@ -51,9 +52,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.", "Send weights in buckets."),
         equal("--no-vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.",
              "Send each weight by itself."),
-        refused("--vllm-config", "text", None,
-             "one model is served, by engines that are alike; a frozen one is [orchestrator.teacher]",
-             "YAML of models and server groups."),
+        part("--vllm-config", "text", None, "models inference", "YAML of models and server groups.",
+             note="One model is updated; the others are [models.NAME]. The engines of a model are alike."),
         refused("--vllm-enable-deterministic-inference", "switch", False,
                 "export VLLM_BATCH_INVARIANT=1 before the command; with --rollout-seed and no --partial-rollout "
                      "draws are the same",
@@ -92,7 +92,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def settings(flags: Values) -> Iterator[Setting]:
-    """The engines' limits, the router, and the wire of weights."""
+    """The engines' limits, the router, the wire of weights, and models beside the policy.
+
+    Raises: ConfigError for models that do not fit the node.
+    """
+    yield from _models(flags)
     engines = max(1, flags.rollout_num_gpus // flags.rollout_num_gpus_per_engine)
     if flags.has("--vllm-server-concurrency"):
         yield Setting(
@@ -116,3 +120,42 @@ def settings(flags: Values) -> Iterator[Setting]:
             yield Setting(
                 "weight_broadcast.delta.directory", directory, ("--update-weight-local-checkpoint-dir",)
             )
+
+
+def _models(flags: Values) -> Iterator[Setting]:
+    """What --vllm-config says beyond the numbers of engines."""
+    source = ("--vllm-config",)
+    has_placeholders = any(
+        group.worker_type == "placeholder" for model in flags.models for group in model.groups
+    )
+    total = sum(group.num_gpus for model in flags.models for group in model.groups)
+    if len(flags.models) > 1 or has_placeholders:
+        needed = total + flags.actor_num_nodes * flags.actor_num_gpus_per_node
+        if needed > flags.num_gpus_per_node or flags.actor_num_nodes > 1:
+            raise ConfigError(
+                f"{flags.given['--vllm-config']}: several models and placeholders are placed on one node, and these "
+                f"and the actor take {needed} GPUs of {flags.num_gpus_per_node}; start the frozen ones by hand, and "
+                "give their models.NAME.base_url in the TOML of --print-config"
+            )
+    for model in flags.models:
+        at = "inference" if model.is_updated else f"models.{model.name}"
+        for path, value in model.settings(at):
+            yield Setting(path, value, source)
+        if has_placeholders and model.gpu_ids:
+            key = "inference_gpu_ids" if model.is_updated else f"{at}.gpu_ids"
+            yield Setting(key, model.gpu_ids, source)
+        if model.is_updated:
+            yield Setting("orchestrator.client.name", model.name, source)
+            continue
+        yield Setting(f"{at}.model", model.path, source)
+        yield Setting(f"{at}.parallel.tp", model.engines[0].num_gpus_per_engine, source)
+        if prefill := model.count("prefill"):
+            yield Setting(f"{at}.deployment.type", "disaggregated", source)
+            yield Setting(f"{at}.deployment.is_local", True, source)
+            yield Setting(f"{at}.deployment.num_prefill_replicas", prefill, source)
+            yield Setting(f"{at}.deployment.num_decode_replicas", model.count("decode"), source)
+        elif model.count("regular") > 1:
+            yield Setting(f"{at}.deployment.num_replicas", model.count("regular"), source)
+    if has_placeholders and flags.actor_num_gpus_per_node:
+        ids = list(range(total, total + flags.actor_num_gpus_per_node))
+        yield Setting("trainer_gpu_ids", ids, source)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.vime.flags.flag import Flag, Setting, Values, equal, part, refused
+from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+from stretto.vime.saved import FUNCTION
 
-NOT_ALONE = (
-    "start the processes alone: the verbs `inference`, `orchestrator` and `trainer` (docs/deployment.md)"
-)
-IN_LEDGER = "the ledger keeps every rollout and batch; look at them with `stretto show RUN`"
 NOT_LOADED = "saved batches are not trained again; fine-tuning on saved conversations is `sft`"
 NO_PROFILER = "run the process under a profiler (docs/troubleshooting.md)"
 IN_CI = "it is for vime's own tests; leave it out"
@@ -46,12 +43,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Report good samples."),
     ),
     "Debugging": (
-        refused("--debug-rollout-only", "switch", False, f"{NOT_ALONE}; held-out tasks alone are `eval`",
-             "Rollouts without training."),
-        refused("--debug-train-only", "switch", False, NOT_ALONE, "Training without rollouts."),
-        refused("--save-debug-rollout-data", "text", None, IN_LEDGER, "Write rollouts to files."),
-        refused("--load-debug-rollout-data", "text", None, NOT_LOADED, "Train on written rollouts."),
-        refused("--load-debug-rollout-data-subsample", "number", None, NOT_LOADED, "A part of them."),
+        part("--debug-rollout-only", "switch", False, "orchestrator.debug", "Rollouts without training.",
+             note="Engines keep the weights they start with."),
+        part("--debug-train-only", "switch", False, "orchestrator.debug inference", "Training without rollouts.",
+             note="On what --load-debug-rollout-data names."),
+        acts("--save-debug-rollout-data", "text", None, "orchestrator.hooks.save_samples",
+             "Write rollouts to files, one per rollout: {rollout_id} is its number.",
+             note="As JSON, whatever the ending."),
+        part("--load-debug-rollout-data", "text", None,
+             "orchestrator.debug orchestrator.hooks.rollout_function orchestrator.hooks.args",
+             "Train on written rollouts, without engines.", note="Files of --save-debug-rollout-data."),
+        part("--load-debug-rollout-data-subsample", "number", None, "orchestrator.hooks.args",
+             "A share of each file's groups."),
         refused("--load-forge-rollout-data", "text", None, NOT_LOADED, "Train on rollouts of Forge."),
         part("--save-debug-train-data", "text", None, "trainer.enable_token_export", "Write what is trained on.",
              note="To RUN/tokens_trained/step_N.jsonl, whatever the path."),
@@ -78,7 +81,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 
 def settings(flags: Values) -> Iterator[Setting]:
-    """Monitors and dumps."""
+    """Monitors, dumps, and one half of the run alone."""
+    yield from _alone(flags)
     if flags.use_wandb and flags.wandb_mode != "disabled":
         yield Setting("monitors.wandb", {}, ("--use-wandb",))
         for key, name in (
@@ -94,3 +98,19 @@ def settings(flags: Values) -> Iterator[Setting]:
         yield Setting("monitors.tensorboard", {}, ("--use-tensorboard",))
     if flags.save_debug_train_data is not None or flags.dump_details is not None:
         yield Setting("trainer.enable_token_export", True, ("--save-debug-train-data", "--dump-details"))
+
+
+def _alone(flags: Values) -> Iterator[Setting]:
+    if flags.debug_rollout_only:
+        yield Setting("orchestrator.debug", "rollouts", ("--debug-rollout-only",))
+        yield Setting("orchestrator.max_off_policy_steps", flags.num_rollout, ("--debug-rollout-only",))
+    if flags.load_debug_rollout_data is None:
+        return
+    source = ("--load-debug-rollout-data",)
+    yield Setting("orchestrator.debug", "training", source)
+    yield Setting("inference", "None", source)
+    yield Setting("orchestrator.hooks.rollout_function", FUNCTION, source)
+    given = {"load_debug_rollout_data": flags.load_debug_rollout_data}
+    if flags.load_debug_rollout_data_subsample is not None:
+        given["load_debug_rollout_data_subsample"] = flags.load_debug_rollout_data_subsample
+    yield Setting("orchestrator.hooks.args", flags.extra | given, source)

@@ -10,12 +10,16 @@ from stretto.base.errors import ConfigError
 from stretto.config.flags.router import ROUTER
 from stretto.config.flags.table import Program
 from stretto.config.flags.vllm import VLLM
+from stretto.vime.files.own import read_own
+from stretto.vime.files.roles import read_roles
 from stretto.vime.flags.flag import Flag, Setting, Values, listed, parse
 from stretto.vime.flags.serving import MOVED
 from stretto.vime.flags.table import BY_NAME
 
 PROGRAMS = {"train.py": False, "train_async.py": True}
 """First words of vime's own command, which may stay: is training asynchronous?"""
+SECRET = {"--wandb-key"}
+"""Flags whose value no message repeats, since messages are copied to logs."""
 THROUGH: dict[str, tuple[Program, str]] = {
     "--vllm-": (VLLM, "inference.vllm_extra"),
     "--router-": (ROUTER, "inference.router.extra"),
@@ -47,10 +51,62 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
             problems.append(str(error))
     if problems:
         raise ConfigError(listed(problems))
+    extra = _take_files(values, given, problems)
+    if problems:
+        raise ConfigError(listed(problems))
     every = {flag.attribute: values.get(flag.attribute, flag.default) for flag in BY_NAME.values()}
     flags = Values(every, given)
-    flags.is_async = is_async
+    flags.is_async, flags.extra = is_async, extra
     return flags, passed
+
+
+def _take_files(values: dict[str, Any], given: dict[str, str], problems: list[str]) -> dict[str, Any]:
+    """Take flags out of the YAML files, as if they were typed; what is in --custom-config-path and is no flag."""
+    extra: dict[str, Any] = {}
+    for name, reader in (("--custom-config-path", read_own), ("--megatron-config-path", read_roles)):
+        path = values.get(name.removeprefix("--").replace("-", "_"))
+        if path is None:
+            continue
+        try:
+            found = reader(path, given[name])
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        for key, value in found.items():
+            flag = BY_NAME.get("--" + key.replace("_", "-"))
+            try:
+                if flag is not None:
+                    _take_value(flag, value, f"{key}: {value} of {path}", values, given)
+                elif reader is read_own:
+                    extra[key] = value
+                else:
+                    raise ConfigError(f"{given[name]}: {_unknown('--' + key)}")
+            except ConfigError as error:
+                problems.append(str(error))
+    return extra
+
+
+def _take_value(flag: Flag, value: Any, source: str, values: dict[str, Any], given: dict[str, str]) -> None:
+    """Take a flag's value out of a file.
+
+    Raises: ConfigError as for a word of the command line.
+    """
+    try:
+        if flag.kind == "switch":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{flag.name} {value}: true or false is needed")
+            parsed: Any = value
+        elif flag.kind == "object" and isinstance(value, dict):
+            parsed = value
+        else:
+            parsed = parse(flag, [str(each) for each in value] if isinstance(value, list) else [str(value)])
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if values.setdefault(flag.attribute, parsed) != parsed:
+        raise ConfigError(f"{given[flag.name]} and {source}: different values; leave one of them out")
+    given.setdefault(flag.name, source)
+    if flag.state == "refused" and parsed not in flag.allowed and parsed is not False:
+        raise ConfigError(f"{source}: {flag.note}")
 
 
 def _take_values(queue: list[str]) -> list[str]:
@@ -79,7 +135,7 @@ def _take(flag: Flag, word: str, queue: list[str], values: dict[str, Any], given
         )
     given[flag.name] = typed
     if flag.state == "refused" and parsed not in flag.allowed:
-        raise ConfigError(f"{typed}: {flag.note}")
+        raise ConfigError(f"{flag.name if flag.name in SECRET else typed}: {flag.note}")
 
 
 def _add(passed: list[Setting], new: Setting) -> None:

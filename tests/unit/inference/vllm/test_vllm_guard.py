@@ -34,11 +34,20 @@ class App:
 
 
 async def ask(
-    app: App, path: str, body: Any = None, *, method: str = "POST", key: str | None = KEY, **settings: Any
+    app: App,
+    path: str,
+    body: Any = None,
+    *,
+    method: str = "POST",
+    key: str | None = KEY,
+    can_sleep: bool = False,
+    **settings: Any,
 ) -> int:
     """The status that the guard answers with."""
     guard = Guard(app, key=KEY, **settings)
-    guard._sizes = EngineSizes(vocab_size=100, max_model_len=64, max_num_seqs=4, token_bytes=8)
+    guard._sizes = EngineSizes(
+        vocab_size=100, max_model_len=64, max_num_seqs=4, token_bytes=8, can_sleep=can_sleep
+    )
     headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": app}
     data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
@@ -69,6 +78,12 @@ async def test_nothing_passes_without_the_key(path):
 async def test_what_is_not_on_the_list_is_not_there(path):
     app = App()
     assert await ask(app, path) == 404 and app.bodies == []
+
+
+async def test_an_engine_that_cannot_sleep_is_not_told_to():
+    for path in (api.SLEEP, api.WAKE_UP):
+        assert await ask(app := App(), path) == 404 and app.bodies == []
+        assert await ask(app, path, can_sleep=True) == 200 and len(app.bodies) == 1
 
 
 async def test_a_body_that_passes_arrives_as_it_was():

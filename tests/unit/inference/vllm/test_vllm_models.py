@@ -62,15 +62,27 @@ def test_updates_that_vllm_would_lose_are_refused_on_every_device(tmp_path):
         check_served(InferenceSection(engine="embedded"), name, is_cpu=is_cpu, is_updated=True)
 
 
-def test_an_engine_without_an_index_is_refused_for_a_model_that_chooses_its_keys(tmp_path):
+def test_a_model_that_chooses_its_keys_is_served_by_the_embedded_engine_or_on_gpus(tmp_path):
     name = save(tmp_path, model_type="glm_moe_dsa")
-    for engine, is_cpu in (("embedded", True), ("embedded", False), ("auto", True)):
-        with pytest.raises(
-            ConfigError, match=r'keeps no index of the keys that glm_moe_dsa chooses .*engine = "vllm"'
-        ):
-            check_served(InferenceSection(engine=engine), name, is_cpu=is_cpu)
-    for engine in ("auto", "vllm"):
-        check_served(InferenceSection(engine=engine), name, is_cpu=False, is_updated=True)
+    for engine, is_cpu in (("embedded", True), ("embedded", False), ("auto", True), ("vllm", False)):
+        check_served(InferenceSection(engine=engine), name, is_cpu=is_cpu, is_updated=True)
+    with pytest.raises(ConfigError, match=r"does not let glm_moe_dsa choose .*embedded"):
+        check_served(InferenceSection(engine="vllm"), name, is_cpu=True)
+
+
+def test_patches_are_normalised_once_and_positions_of_images_are_the_models(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    text = {"model_type": "qwen3_vl_text", "rope_parameters": rope | {"mrope_interleaved": True}}
+    save(tmp_path, model_type="qwen3_vl", vision_config={}, text_config=text)
+    for is_cpu in (True, False):
+        assert "--no-mm-device-do-normalize" in words_of(InferenceSection(), tmp_path, is_cpu=is_cpu)
+    with pytest.raises(ConfigError, match="mm_device_do_normalize is not yours to set"):
+        words_of(InferenceSection(vllm_extra={"mm_device_do_normalize": True}), tmp_path, is_cpu=True)
+    name = save(
+        tmp_path, model_type="qwen3_vl", vision_config={}, text_config=text | {"rope_parameters": rope}
+    )
+    with pytest.raises(ConfigError, match=r"no mrope_interleaved = true.*embedded"):
+        check_served(InferenceSection(engine="vllm"), name, is_cpu=False)
 
 
 def test_states_are_not_shared_between_prompts_on_a_cpu(tmp_path):

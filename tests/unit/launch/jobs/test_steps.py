@@ -13,7 +13,7 @@ import pytest
 from stretto.base.paths import RunDir
 from stretto.launch.plan.nodes import FIRST_NODE_VAR, find_node_rank
 from stretto.launch.slurm import commands, steps
-from stretto.launch.slurm.steps import Job, run_steps
+from stretto.launch.slurm.steps import Job, StandIn, run_steps
 
 SCRIPT = """\
 #!/bin/bash
@@ -43,10 +43,43 @@ def job(tmp_path: Path) -> Job:
 
 def test_a_replica_is_there_as_long_as_none_of_its_nodes_is_lost(job: Job) -> None:
     assert job.has_replica
-    job.waited_for = {"c"}
+    job.stand_ins["c"] = StandIn("8", 0.0)
     assert job.has_replica, "d and e"
-    job.waited_for = {"c", "d"}
+    job.stand_ins["d"] = StandIn("9", 0.0)
     assert not job.has_replica
+    job.stand_ins["d"].is_running = True
+    assert job.has_replica, "d is back"
+
+
+def test_a_node_that_is_lost_again_gets_another_job(
+    job: Job, say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(steps, "SUBMIT_PAUSE_S", 0.0)
+    say("sbatch", f"n=$(grep -c ^sbatch {tmp_path}/called); if ((n == 2)); then exit 1; fi; echo $((7 + n))")
+
+    def look(state: str) -> str | None:
+        """The job of the lost node, now that the last one has this state; after it the number of jobs so far."""
+        jobs = f'case "$*" in *--jobs=7*) {SQUEUE.replace(",b,", ",")};; *) {state};; esac'
+        say("squeue", jobs)
+        job.look_for_lost()
+        return job.stand_ins["b"].number
+
+    def of(state: str) -> str:
+        return f'echo "{state}|None|b|1:00|2:00"'
+
+    assert look(of("PENDING")) == "8" and look(of("PENDING")) == "8", "it waits"
+    assert look(of("RUNNING")) == "8" and job.stand_ins["b"].is_running
+    assert look(of("NODE_FAIL")) is None and not job.stand_ins["b"].is_running
+    assert (
+        "b is lost again: job 8 is NODE_FAIL" in caplog.text and "b stays away: sbatch refuses" in caplog.text
+    )
+    assert look("") == "10", "the second was refused"
+    assert look("echo slurm_load_jobs error: Invalid job id >&2; exit 1") == "11"
+    assert look("echo no answer >&2; exit 1") == "11", "Slurm does not answer"
+    monkeypatch.setattr(steps, "SUBMIT_PAUSE_S", 600.0)
+    assert look(of("FAILED")) == "11", "not at once"
+    monkeypatch.setattr(steps, "SUBMIT_PAUSE_S", 0.0)
+    assert look(of("CANCELLED")) == look(of("NODE_FAIL")) == "11", "somebody wants it so"
 
 
 def test_the_job_that_waits_for_a_node_has_the_options_of_the_first_but_one_node(job: Job) -> None:

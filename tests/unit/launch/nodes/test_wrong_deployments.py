@@ -57,7 +57,8 @@ CONFIGS = {
     ),
     "GPUs of one machine": ("nodes", "", "--trainer-gpu-ids 0,1", "names what is on one machine"),
     "nodes of inference that do not agree": (
-        "nodes", "", "--deployment.num-infer-nodes 5", "num_infer_nodes = 5 but inference.deployment takes 1 node",
+        "nodes", "", "--deployment.num-infer-nodes 5 --inference.deployment.type single_node",
+        "num_infer_nodes = 5 but inference.deployment takes 1 node",
     ),
     "more GPUs than a node has": (
         "nodes", "", "--inference.parallel.tp 16", "tp 16 = 16 GPUs, and a node has deployment.gpus_per_node = 8",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import sqlite3
+import threading
 from contextlib import AsyncExitStack
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 from fakes import FakeTrainer, run_virtual
 from image_envs import PROCESSOR, Looks, SeeingEngine, build
+from PIL.Image import Image as Picture
 
+from stretto.chat.images import ImageProcessor
 from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.orchestrator import SamplingSection
@@ -24,7 +29,7 @@ from stretto.orchestrator.main import Wires, build_loop
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.state.resume import starting_point
-from stretto.records.images import image_hash, placeholder_spans
+from stretto.records.images import Image, image_hash, placeholder_spans
 from stretto.records.rollout import RolloutStatus
 
 STEPS = 3
@@ -209,6 +214,31 @@ def test_the_processor_keeps_one_array_per_picture():
     messages = shapes.prompt(shapes.tasks("train").task(0))
     part = messages[0]["content"][0]
     assert PROCESSOR.image(part, "a").patches is PROCESSOR.image(dict(part), "b").patches
+
+
+class Noting(ImageProcessor):
+    """Notes which threads read pictures."""
+
+    threads: ClassVar[list[int]] = []
+
+    def process(self, picture: Picture, where: str = "the image") -> Image:
+        self.threads.append(threading.get_ident())
+        return super().process(picture, where)
+
+
+@pytest.mark.parametrize("env", [CountShapes(), Looks()], ids=["one turn", "two turns"])
+def test_pictures_are_read_in_another_thread_and_once(renderer, env):
+    noting = Noting(
+        patch_size=PROCESSOR.patch_size, min_pixels=PROCESSOR.min_pixels, max_pixels=PROCESSOR.max_pixels
+    )
+    Noting.threads.clear()
+    seeing = copy.copy(renderer)
+    seeing.images = noting
+    group = play(env, SeeingEngine(seeing), seeing, members=2)
+    assert all(rollout.status is RolloutStatus.FINISHED for rollout in group.rollouts)
+    pictures = {image.hash for rollout in group.rollouts for image in rollout.branches[0].images}
+    assert threading.get_ident() not in Noting.threads
+    assert len(pictures) <= len(Noting.threads) <= 2 * len(pictures), "members may read one at the same time"
 
 
 def test_images_of_examples_are_logged(tmp_path, renderer):

@@ -5,16 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases.vision import IMAGE, build_vision_policy, image, image_batches, image_group, pack_images
+from cases.vision import (
+    IMAGE,
+    build_vision_policy,
+    image,
+    image_batches,
+    image_group,
+    logprobs_alone,
+    pack_images,
+)
 from msgspec.structs import replace
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection, VisionSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models import hub
-from stretto.models.attention import PackedLayout
-from stretto.models.parts.image_positions import image_positions
-from stretto.models.parts.vision import ImageBatch
 from stretto.trainer.batch.pass_inputs import build_pass_inputs
 from stretto.trainer.learner import Learner, load_policy
 
@@ -28,22 +33,6 @@ def learner_of(case="qwen3_vl", *, is_frozen=True, **model):
         scheduler=ConstantScheduler(),
         max_steps=None,
     )
-
-
-@torch.no_grad()
-def logprobs_alone(policy, ids: np.ndarray, images) -> np.ndarray:
-    """Of every token but the first, by the model without learner, packing and sharing."""
-    tokens = torch.from_numpy(ids).long()
-    layout = PackedLayout((0, len(ids)), tokens.device)
-    batch = None
-    if images:
-        grids = np.array([each.grid for each in images])
-        positions = image_positions(ids, np.array([0, len(ids)]), grids, image_token_id=IMAGE, merge_size=2)
-        layout = PackedLayout((0, len(ids)), tokens.device, image_positions=torch.from_numpy(positions))
-        patches = torch.from_numpy(np.concatenate([each.patches for each in images]))
-        batch = ImageBatch(patches, grids, (tokens == IMAGE).nonzero().squeeze(1))
-    logits = policy.hidden(tokens, layout, images=batch) @ policy.output_weight.T
-    return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1).numpy()
 
 
 @pytest.mark.parametrize("case", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])

@@ -7,11 +7,11 @@ const COLORINGS = {
 const MOST_LINES = 400; // spans of tokens that are drawn at once; the rest when asked for
 let coloring = "none";
 
-export function conversation(found, open) {
+export function conversation(found, open, run) {
   const body = h("div", { class: "turns" });
   const has = new Set(["none", "logprob", "version", "mask", ...found.branches.flatMap((branch) => Object.keys(branch.tokens))]);
   if (!has.has(coloring)) coloring = "none";
-  const draw = () => fill(body, found.branches.map(branch));
+  const draw = () => fill(body, found.branches.map((each) => branch(each, run)));
   const name = `g${found.group_id}.${found.member}`;
   draw();
   return [
@@ -40,17 +40,19 @@ function reported(title, values) {
   return h("details", {}, h("summary", {}, title), h("pre", {}, JSON.stringify(values, null, 1)));
 }
 
-function branch(found) {
+function branch(found, run) {
   const { tokens, turns } = found;
   const agent = found.agent === "policy" ? null : h("h3", {}, `${found.agent}${found.is_trained ? "" : ", not trained"}`);
   const rest = found.num_more ? message(`${found.num_more} more tokens are not shown`) : null;
-  return [agent, turns.map((turn) => h("article", { class: `turn ${turn.role}` }, h("h4", {}, turn.role), text(tokens, turn))), rest];
+  const images = found.images.map((hash, number) =>
+    h("img", { src: `/api/run/${encodeURIComponent(run)}/image/${hash}`, alt: `image ${number + 1}`, title: `image ${number + 1}`, loading: "lazy" }));
+  return [agent, images.length ? h("p", { class: "images" }, images) : null, turns.map((turn) => h("article", { class: `turn ${turn.role}` }, h("h4", {}, turn.role), text(tokens, turn))), rest];
 }
 
 function text(tokens, turn) {
   const place = h("div", { class: "text" });
   if (coloring === "none") {
-    fill(place, tokens.text.slice(turn.body, turn.end).join(""));
+    fill(place, tokens.text.slice(turn.body, turn.end).join("").replace(/(<\|image_pad\|>)+/g, "<|image_pad|>"));
     return place;
   }
   let at = turn.body;

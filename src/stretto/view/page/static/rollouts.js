@@ -69,7 +69,7 @@ export async function render(root, context) {
     const [group, member] = name.split(".");
     try {
       const found = await ofRun(run, "rollout", { group, member }, context.signal);
-      if (opened === name) fill(panel, conversation(found, openNamed));
+      if (opened === name) fill(panel, conversation(found, openNamed, run));
     } catch (error) {
       if (error.name !== "AbortError") fill(panel, message(error.message, "error"));
     }

@@ -15,7 +15,7 @@ from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import random_model
 from stretto.orchestrator.versions import VersionLoader, default_tolerance, describe_suspects
-from stretto.records.weights import Canary, TensorEntry, WeightManifest
+from stretto.records.weights import Canary, CanaryImage, TensorEntry, WeightManifest
 from stretto.trainer.learner import Learner
 from stretto.trainer.state.canary import fixed_tokens, is_canary_due, score_canary
 
@@ -30,8 +30,10 @@ class Engines:
     async def update_weights(self, manifest: WeightManifest) -> None:
         pass
 
-    async def prompt_logprobs(self, token_ids: np.ndarray, name: str) -> dict[str, np.ndarray]:
-        assert name.startswith("canary-")
+    async def prompt_logprobs(
+        self, token_ids: np.ndarray, name: str, image: CanaryImage | None
+    ) -> dict[str, np.ndarray]:
+        assert name.startswith("canary-") and image is None
         return {f"http://engine-{i}": self.logprobs + error for i, error in enumerate(self.errors)}
 
 

@@ -1,0 +1,56 @@
+"""The flags of `--bench`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.base.errors import ConfigError
+
+VERBS = ("rl", "sft", "inference")
+NUM_STEPS, NUM_REQUESTS = 5, 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The flags of `--bench`: how many steps, and the shape of the data; None: by the config."""
+
+    verb: str
+    steps: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    requests: int
+    json: bool
+    out: Path | None
+
+    @classmethod
+    def parse(cls, verb: str, words: Sequence[str]) -> tuple[Shape, list[str]]:
+        """The flags, and the words of the config.
+
+        Raises: ConfigError for a verb that cannot be benched.
+        """
+        if verb not in VERBS:
+            raise ConfigError(f"--bench: `{verb}` has none; {', '.join(VERBS)} have")
+        parser = argparse.ArgumentParser(prog=f"{verb} --bench", allow_abbrev=False, add_help=False)
+        parser.add_argument("--bench", action="store_true")
+        parser.add_argument("--bench.steps", dest="steps", type=_count, default=NUM_STEPS)
+        parser.add_argument("--bench.prompt-tokens", dest="prompt_tokens", type=_count)
+        parser.add_argument("--bench.completion-tokens", dest="completion_tokens", type=_count)
+        parser.add_argument("--bench.requests", dest="requests", type=_count, default=NUM_REQUESTS)
+        parser.add_argument("--bench.json", dest="json", action="store_true")
+        parser.add_argument("--bench.out", dest="out", type=Path)
+        given, rest = parser.parse_known_args(list(words))
+        if unknown := [word for word in rest if word.startswith("--bench")]:
+            raise ConfigError(f"{unknown[0]}: no flag of --bench; see docs/debugging.md")
+        if given.steps < 2:
+            raise ConfigError("--bench.steps: give 2 or more, the first is dropped")
+        values = {key: value for key, value in vars(given).items() if key != "bench"}
+        return cls(verb, **values), rest
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return int(text)

@@ -1,0 +1,168 @@
+"""prime-rl's keys at the root of `rl`: the run, its machines, its wires, its logs."""
+
+from __future__ import annotations
+
+from stretto.config.spellings.row import (
+    NO_DEFAULT,
+    Instead,
+    Nothing,
+    Table,
+    idle,
+    moved,
+    old,
+    refused,
+    same,
+)
+
+RUN_KEYS = (
+    "model", "tokenizer", "max_steps", "seq_len", "seed", "rollout_transport", "weight_broadcast", "control",
+    "monitors", "log",
+)  # fmt: skip
+"""Keys of the run that a process's table may have too."""
+BROADCAST_TYPES = {
+    "nccl": "collective",
+    "nixl": Instead('weights do not travel by NIXL; write type = "nccl", which is the collective transport'),
+}
+
+NO_EXPERIMENTS = refused("experimental", {}, "there are no experimental keys; leave it out", unless=({},))
+
+ROOT = Table("", "RLConfig", (
+    same("trainer"),
+    same("orchestrator"),
+    same("inference", None, "without the table `rl` starts an engine; `inference = \"None\"` starts none"),
+    same("output_dir", "outputs"),
+    same("clean", False),
+    same("dry_run", False),
+    same("env_vars", {}),
+    same("max_steps", None),
+    same("seq_len", None, "the longest sample and the length of a packed row: one number for trainer and orchestrator"),
+    *old(
+        moved("clean_output_dir", False, "clean"),
+        refused("bench", False, "give it on the command line: rl @ FILE --bench", unless=(False,)),
+        idle("env_server_base_port", 5000, "environments have no ports"),
+        NO_EXPERIMENTS,
+    ),
+))  # fmt: skip
+RUN = Table("run", "RunSection", (
+    same("name", None, "theirs ends with eight random characters; ours is the same every time, so `--resume` finds it"),
+    moved("dir", None, "name", "a run's directory has its name"),
+))  # fmt: skip
+RESUME = Table("resume", "ResumeSection", (same("step", None), same("dir", None)))
+CKPT = Table("ckpt", "CkptSection", (
+    same("interval", None, "without it checkpoints are written every ten minutes (`minutes`), theirs only at the end"),
+    same("keep_last", None, "without `interval` the two newest are kept"),
+    same("keep_interval", None),
+    refused("output_dir", None, "checkpoints are in the run's directory; set output_dir at the root", unless=("None",)),
+    *old(
+        moved("resume_step", None, "/resume.step", "-1, the latest, is `[resume]`", values={-1: "None"}),
+        same("weights.save_adapter_separately", False),
+        same("weights.interval", None),
+    ),
+))  # fmt: skip
+CKPT_OWN = Table("trainer.ckpt", "CkptSection", (
+    refused("skip_progress", False, "a run that begins anew from weights: give model.name that directory",
+            unless=(False,)),
+    refused("skip_scheduler", False, "a run that begins anew from weights: give model.name that directory",
+            unless=(False,)),
+    refused("skip_dataloader", False, "a run that begins anew from weights: give model.name that directory",
+            unless=(False,)),
+    refused("skip_optimizer", False, "a run that begins anew from weights: give model.name that directory",
+            unless=(False,)),
+    *old(
+        moved("skip_gather_master_weights", False, "weights", "true is `weights = \"None\"`",
+              values={True: "None", False: Nothing}),
+        refused("weights_only", False, "checkpoints have all that a resumed run needs; leave it out", unless=(False,)),
+        idle("weights.save_sharded", True, "weights are sharded by size"),
+        refused("weights.save_format", "safetensors", "weights are safetensors files; leave it out",
+                unless=("safetensors",)),
+    ),
+))  # fmt: skip
+MODEL = Table("model", "ModelSection", (
+    same("name", "Qwen/Qwen3-0.6B"),
+    same("vlm.vision_encoder_attr"),
+    same("vlm.language_model_attr"),
+    same("vlm.freeze_vision_encoder", True),
+))  # fmt: skip
+TOKENIZER = Table("tokenizer", "TokenizerSection", (
+    same("name", None),
+    idle("trust_remote_code", None, "tokenizer.json is read, and no code of the model's is run for it"),
+    refused("chat_template", None, "templates are code here: name the family as orchestrator.renderer.name",
+            unless=("None",)),
+))  # fmt: skip
+WEIGHTS = Table("weight_broadcast", "RunKeys", (
+    same("type", "nccl", "`nccl` is the collective transport; the default on one machine is shared memory, and over "
+         "several `collective`", values=BROADCAST_TYPES),
+    same("host", "localhost"),
+    same("port", 29501),
+    moved("timeout", 1200, "weight_broadcast.timeout_s"),
+    same("quantize_in_weight_transfer", False),
+    refused("session_id", NO_DEFAULT, "it belongs to NIXL, which is not here; leave it out"),
+    *old(
+        idle("inference_world_size", 1, "the engines are asked"),
+        idle("save_sharded", True, "files are sharded by size"),
+        refused("save_format", "safetensors", "weights are safetensors files; leave it out", unless=("safetensors",)),
+    ),
+), below="weight_broadcast")  # fmt: skip
+ROLLOUTS = Table("rollout_transport", "RunKeys", (
+    same("type", "zmq"),
+    same("host", "localhost"),
+    same("port", 5555),
+    idle("hwm", 10, "every batch is acknowledged, and none is dropped"),
+), below="rollout_transport")  # fmt: skip
+DEPLOYMENT = Table("deployment", "RLConfig", (
+    same("type", "single_node"),
+    same("num_train_gpus", 1),
+    same("num_infer_gpus", 1, "as many as tp x dp: write dp, which theirs fills up"),
+    same("gpus_per_node", 8),
+    same("num_train_nodes"),
+    same("num_infer_nodes", NO_DEFAULT, "of one replica; without `[inference.deployment]` it shapes inference"),
+    same("num_infer_replicas", 1),
+    same("nodes_per_fsdp_group", None, "sets `model.dp_replicate`"),
+    refused("orchestrator_on_inference", False, "the orchestrator runs on the trainer's first node; leave it out",
+            unless=(False,)),
+), below="deployment")  # fmt: skip
+SLURM = Table("slurm", "SlurmSection", (
+    same("job_name", "prime-rl"),
+    refused("project_dir", ".", 'write pre_run_command = "cd DIR"', unless=(".",)),
+    same("template_path", None, "a template of ours: a `--dry-run` shows the built-in one"),
+    same("partition", "cluster"),
+    same("nodelist", None),
+    same("exclude", None),
+    same("account", None),
+    same("time", None),
+    same("pre_run_command", None),
+    idle("cleanup_grace_period", 3600, "a crash ends the job's processes at once"),
+    refused("shared_fs", True, "the run's directory must be on a file system that all nodes share; leave it out",
+            unless=(True,)),
+))  # fmt: skip
+LOG = Table("log", "LogSection", (
+    same("level", None),
+    same("json_logging", False),
+    idle("vf_level", "info", "verifiers logs warnings"),
+    idle("log_data", False, "`stretto rollouts RUN` prints what a run trains on"),
+    idle("interval", 10.0, "the console has one line per step"),
+    idle("ranks_filter", [0], "every rank has a file; the console shows the first one's"),
+))  # fmt: skip
+MONITORS = Table("monitors", "MonitorsSection", (
+    same("wandb.project", "prime-rl"),
+    same("wandb.entity", None),
+    same("wandb.name", None),
+    same("wandb.group", None),
+    same("wandb.tags", None),
+    same("wandb.offline", False, "true works with `rl` too"),
+    idle("file", {}, "RUN/metrics is always written"),
+    refused("file.path", None, "metrics are files in RUN/metrics; leave it out", unless=("None",)),
+    refused("prime", None, "there is no monitor of that platform; `[monitors.wandb]`, `[monitors.trackio]` and "
+            "`[monitors.tensorboard]` are there"),
+    refused("prime.name", None, "there is no monitor of that platform; leave it out"),
+    *old(idle("wandb.log_extras", None, "samples are logged as tables")),
+))  # fmt: skip
+
+SHARED = Table("", "RLConfig", (
+    moved("wandb", None, "monitors.wandb"),
+), is_listed=False)  # fmt: skip
+SHARED_SFT = Table("", "SFTConfig", (moved("wandb", None, "monitors.wandb"),), verb="sft", is_listed=False)
+TABLES = (
+    ROOT, RUN, RESUME, CKPT, CKPT_OWN, MODEL, TOKENIZER, WEIGHTS, ROLLOUTS, DEPLOYMENT, SLURM, LOG, MONITORS, SHARED,
+    SHARED_SFT,
+)  # fmt: skip

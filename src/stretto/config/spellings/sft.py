@@ -1,0 +1,123 @@
+"""prime-rl's keys of `sft`, `evals` and `env-server`."""
+
+from __future__ import annotations
+
+from stretto.config.spellings.row import NO_DEFAULT, Instead, Table, idle, moved, old, refused, same
+from stretto.config.spellings.run import NO_EXPERIMENTS
+
+HUB = 'parts of a data set are in its name: name = "ORG/NAME:CONFIG[SPLIT]"'
+SFT_DATA = {
+    "sft": "file",
+    "fake": Instead("made-up data are what --bench on the command line trains on"),
+}
+
+SFT = Table("", "SFTConfig", (
+    same("model"),
+    same("tokenizer"),
+    same("optim"),
+    same("scheduler"),
+    same("ckpt", None),
+    same("resume", None),
+    same("log"),
+    same("monitors"),
+    same("max_steps", None),
+    same("output_dir", "outputs"),
+    same("clean", False),
+    same("dry_run", False),
+    same("env_vars", {}),
+    same("slurm", None),
+    idle("gc.interval", 50, "objects are collected when the process has grown, not by steps"),
+    refused("trace_path", None, "run the process under a profiler (docs/troubleshooting.md); leave it out",
+            unless=("None",)),
+    refused("memory_profiler_path", None, "run the process under a profiler (docs/troubleshooting.md); leave it out",
+            unless=("None",)),
+    same("matmul_precision", "high"),
+    moved("dist_timeout_seconds", 3600, "", "ranks wait for each other as long as it takes to read the data"),
+    moved("heartbeat.url", None, "monitors.heartbeat.url"),
+    moved("inference", None, "eval.inference", "the engine of `[eval]`"),
+    idle("weight_broadcast", NO_DEFAULT, "the evals' engine reads the weights that are published"),
+    *old(
+        moved("clean_output_dir", False, "clean"),
+        moved("ckpt.resume_step", None, "resume.step", values={-1: "None"}),
+        NO_EXPERIMENTS,
+        refused("bench", None, "made-up data are what --bench on the command line trains on",
+                unless=("None", False)),
+    ),
+), verb="sft")  # fmt: skip
+DATA = Table("data", "SFTConfig", (
+    same("type", "sft", "`sft` is \"file\"", values=SFT_DATA),
+    same("name", "PrimeIntellect/Reverse-Text-SFT", "here it is required"),
+    refused("subsets", None, HUB, unless=("None",)),
+    refused("splits", None, HUB, unless=("None",)),
+    refused("probabilities", None, "one data set is read; put rows of several into one file", unless=("None",)),
+    refused("stopping_strategy", "all_exhausted", "one data set is read; leave it out", unless=("all_exhausted",)),
+    refused("shuffle", True, "rows are always in a new order every epoch; leave it out", unless=(True,)),
+    moved("seed", 0, "seed"),
+    moved("batch_size", 128, "batch_size", "examples; theirs are packed rows", beware="examples are counted here, and "
+          "packed rows of seq_len tokens there: multiply it by the examples that a row holds"),
+    moved("seq_len", 128, "seq_len"),
+    refused("micro_batch_size", 1, "a micro batch is one packed row; leave it out", unless=(1,)),
+    idle("num_workers", 1, "rows are tokenized before training"),
+    moved("loss_mask.system", False, "loss_mask.system"),
+    moved("loss_mask.user", False, "loss_mask.user"),
+    moved("loss_mask.assistant", True, "loss_mask.assistant"),
+    moved("loss_mask.tool", False, "loss_mask.tool"),
+    refused("length", "fixed", "fake data is not here", unless=("fixed",)),
+    refused("input_ids", "increasing", "fake data is not here", unless=("increasing",)),
+    *old(moved("source.0.dataset", NO_DEFAULT, "data.name")),
+), verb="sft", below="data")  # fmt: skip
+MODEL = Table("model", "SFTConfig", (
+    moved("seq_len", 2048, "seq_len"),
+), verb="sft", below="model", is_listed=False)  # fmt: skip
+VAL = Table("val", "SFTConfig", (
+    same("interval", 50),
+    same("eval_on_start", False),
+    same("data", NO_DEFAULT),
+), verb="sft", below="val")  # fmt: skip
+EVAL = Table("eval", "OnlineEvalSection", (
+    same("env", [], "`source` too, as in `[orchestrator.eval]`"),
+    refused("client", NO_DEFAULT, "the evals have an engine of their own: `[eval.inference]`"),
+    idle("env_server_base_port", 5000, "environments have no ports"),
+    moved("concurrency.max_inflight", 1024, "max_inflight_rollouts"),
+    idle("concurrency.min_inflight", 1, "as many as max_inflight_rollouts run at once"),
+    idle("concurrency.initial_inflight", None, "as many as max_inflight_rollouts run at once"),
+), verb="sft")  # fmt: skip
+DEPLOYMENT = Table("deployment", "SFTConfig", (
+    same("type", "single_node"),
+    same("num_train_gpus", 1),
+    idle("num_infer_gpus", 1, "the evals' engine takes the first GPU that is free"),
+    idle("num_eval_gpus", 1, "the evals' engine takes the first GPU that is free"),
+    same("num_train_nodes", 2),
+    refused("num_infer_nodes", 0, "evals run beside the trainer; leave it out", unless=(0,)),
+    refused("num_eval_nodes", 0, "evals run beside the trainer; leave it out", unless=(0,)),
+    same("nodes_per_fsdp_group", None),
+    same("gpus_per_node", 8),
+    *old(moved("num_nodes", NO_DEFAULT, "deployment.num_train_nodes")),
+), verb="sft", below="deployment")  # fmt: skip
+EVALS = Table("", "EvalConfig", (
+    moved("model.name", "Qwen/Qwen3-0.6B", "model"),
+    same("eval", NO_DEFAULT),
+    moved("eval.client", NO_DEFAULT, "client"),
+    idle("eval.env_server_base_port", 5000, "environments have no ports"),
+    moved("eval.concurrency.max_inflight", 1024, "max_inflight_rollouts"),
+    idle("eval.concurrency.min_inflight", 1, "as many as max_inflight_rollouts run at once"),
+    idle("eval.concurrency.initial_inflight", None, "as many as max_inflight_rollouts run at once"),
+    refused("online", None, "`sft` with [eval] and `rl` evaluate their versions themselves", unless=("None",)),
+    refused("online.broadcasts_dir", NO_DEFAULT, "`sft` with [eval] and `rl` evaluate their versions themselves"),
+    refused("online.max_steps", None, "`sft` with [eval] and `rl` evaluate their versions themselves"),
+    refused("online.resume_step", None, "`sft` with [eval] and `rl` evaluate their versions themselves"),
+    refused("weight_broadcast", NO_DEFAULT, "an eval is of weights that are there; leave it out"),
+    same("output_dir", "outputs"),
+    same("log"),
+    same("monitors"),
+    *old(moved("env", [], "eval.env")),
+), verb="eval")  # fmt: skip
+SERVER = "environments run in worker processes of the run: `num_workers = N` in [[orchestrator.env]]"
+ENV_SERVER = Table("", "", (
+    refused("env", NO_DEFAULT, SERVER),
+    refused("serve.address", NO_DEFAULT, SERVER),
+    refused("serve.pool", NO_DEFAULT, SERVER),
+    refused("log", NO_DEFAULT, SERVER),
+    refused("output_dir", NO_DEFAULT, SERVER),
+), verb="env-server")  # fmt: skip
+TABLES = (SFT, DATA, MODEL, VAL, EVAL, DEPLOYMENT, EVALS, ENV_SERVER)

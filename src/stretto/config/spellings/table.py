@@ -1,0 +1,59 @@
+"""All rows, and the one that a path begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+from stretto.config.spellings import inference, orchestrator, others, run, sft, trainer
+from stretto.config.spellings.row import Path, Row, Table
+
+PARTS = (run, trainer, orchestrator, inference, sft)
+"""Modules with prime-rl's keys, in the order of the page."""
+TABLES: tuple[Table, ...] = tuple(table for part in (*PARTS, others) for table in part.TABLES)
+
+
+@cache
+def rows_of(section: str) -> tuple[Row, ...]:
+    """Rows of a section of ours that say more than that a key is the same, paths relative to the section."""
+    rows = [_anchored(row, table.below) for table in TABLES if table.section == section for row in table.rows]
+    return tuple(row for row in rows if row.ours is not None or row.is_refused or row.values or row.sets)
+
+
+def _anchored(row: Row, below: str) -> Row:
+    path = ".".join(filter(None, (below, row.theirs)))
+    return row if path == row.theirs else Row(**{**vars(row), "theirs": path})
+
+
+@cache
+def _by_first(sections: tuple[str, ...]) -> Mapping[str, tuple[tuple[Path, Row], ...]]:
+    """Rows of some sections by the first part of their paths, the longest first; later sections win."""
+    found: dict[str, dict[Path, Row]] = {}
+    for section in sections:
+        for row in rows_of(section):
+            path = tuple(row.theirs.split("."))
+            found.setdefault(path[0], {})[path] = row
+    # Of two that are equally long, the one with fewer wildcards.
+    order = lambda item: (-len(item[0]), item[0].count("*"))
+    return {first: tuple(sorted(rows.items(), key=order)) for first, rows in found.items()}
+
+
+def match(sections: Iterable[str], path: Path) -> tuple[int, Row] | None:
+    """The row that a path below one of these sections begins with, and how many of its parts it covers."""
+    for theirs, row in _by_first(tuple(sections)).get(str(path[0]), ()):
+        if len(theirs) <= len(path) and all(a in ("*", str(b)) for a, b in zip(theirs, path)):
+            return len(theirs), row
+    return None
+
+
+def renamed(row: Row, path: Path) -> Path:
+    """Where a row leads, for a path that it covers: its wildcards are filled in from the path."""
+    assert row.ours
+    filled = iter([part for theirs, part in zip(row.theirs.split("."), path) if theirs == "*"])
+    return tuple(next(filled) if part == "*" else part for part in row.ours.removeprefix("/").split("."))
+
+
+def aliases_of(sections: Iterable[str]) -> dict[str, str]:
+    """Other names of a section's keys, for help and pages."""
+    rows = [row for section in sections for row in rows_of(section)]
+    return {row.theirs: row.ours.removeprefix("/") for row in rows if row.ours and row.ours != row.theirs}

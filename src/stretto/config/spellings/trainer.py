@@ -1,0 +1,137 @@
+"""prime-rl's keys of the trainer: [trainer] of `rl`, and the file of `trainer`."""
+
+from __future__ import annotations
+
+from stretto.config.spellings.row import NO_DEFAULT, Instead, Table, idle, moved, old, refused, same
+from stretto.config.spellings.run import NO_EXPERIMENTS, RUN_KEYS
+
+NO_PROFILER = "run the process under a profiler (docs/troubleshooting.md); leave it out"
+DEBUG = "[model.scratch] builds a small random model of any family; leave it out"
+
+MODEL = Table("trainer.model", "ModelSection", (
+    same("name", "Qwen/Qwen3-0.6B"),
+    same("trust_remote_code", False),
+    same("impl", "auto", values={"liger_kernel": "auto"}),
+    moved("seq_len", 2048, "/seq_len"),
+    idle("attn", "auto", "the kernel of attention follows from device and dtype; on a CPU there is one too"),
+    same("compile", {}),
+    same("compile.fullgraph", False),
+    same("ac", {}),
+    same("ac.mode", "full"),
+    same("ac.freq", 1),
+    same("ac.targets", ["norm"]),
+    same("ac_offloading", {}),
+    same("ac_offloading.pin_memory", True),
+    same("ac_offloading.max_inflight_activations", 5),
+    same("fsdp_cpu_offload", False),
+    same("optim_cpu_offload", True),
+    refused("full_offload", None, "write optim_cpu_offload = true, or fsdp_cpu_offload = true for weights and "
+            "gradients too", unless=("None",)),
+    refused("full_offload.cpu_optimizer_backend", "native", "there is no optimizer on the CPU in the backward pass; "
+            "write optim_cpu_offload = true"),
+    refused("full_offload.numa_bind", True, "write optim_cpu_offload = true"),
+    same("reshard_after_forward", True),
+    same("dp_replicate", 1),
+    same("ep", "auto"),
+    same("ep_comm_backend", "torch", "gradients are clipped with `deepep` too"),
+    same("deepep_num_sms", 20),
+    same("deepep_token_chunk_size", None),
+    same("cp", 1),
+    same("cp_style", "ring"),
+    same("optimization_dtype", "float32"),
+    same("reduce_dtype", "float32"),
+    refused("moe_router_dtype", "float32", "routers compute in float32; leave it out", unless=("float32",)),
+    same("moe_use_grouped_mm", True),
+    refused("moe_fused_kernel", False, "the fused kernel is not here; leave it out", unless=(False,)),
+    moved("quantization.type", None, "fp8", 'type = "fp8" is `fp8 = true`',
+          values={"fp8": True, "mxfp8": Instead('only 128-block floats are here; write fp8 = true')}),
+    refused("quantization", None, "numbers of 8 bits are the only kind: write fp8 = true", unless=("None", {})),
+    refused("quantization.enable_grouped_gemm", True, "experts are multiplied in 8 bits too; leave it out",
+            unless=(True,)),
+    refused("quantization.ignore_patterns", [], "all linear layers and experts are in 8 bits; leave it out",
+            unless=([],)),
+    refused("quantization.recipe", None, "it belongs to mxfp8, which is not here; write fp8 = true"),
+    refused("quantization.enable_a2a", None, "it belongs to mxfp8, which is not here; write fp8 = true"),
+    refused("index_cache.topk_freq", 1, "which layers choose keys anew stands in the model's config.json: "
+            "index_topk_freq, which trainer and engines read", unless=(1,)),
+    refused("index_cache.topk_pattern", None, "which layers choose keys anew stands in the model's config.json: "
+            "index_topk_pattern, which trainer and engines read", unless=("None",)),
+    refused("index_cache", None, "it stands in the model's config.json, which trainer and engines read",
+            unless=("None", {})),
+    same("freeze_moe_router", False),
+    same("lora", None),
+    same("lora.rank", 16),
+    same("lora.alpha", 32.0),
+    same("lora.dropout", 0.0),
+    same("lora.target_modules"),
+    refused("lora.modules_to_save", [], "an adapter is all that is trained; leave it out, or do without [model.lora]",
+            unless=([],)),
+    refused("debug.num_layers", None, DEBUG, unless=("None",)),
+    refused("debug.random_init", False, DEBUG, unless=(False,)),
+    refused("debug.force_balanced_routing", False, DEBUG, unless=(False,)),
+    same("fused_lm_head_token_chunk_size", 8192, values={
+        "auto": 8192, "disabled": Instead("the output head is always computed in chunks; leave it out")}),
+    idle("conversion_dir", None, "no converted copy of the weights is written"),
+    *old(
+        same("fp8", False),
+        moved("experimental.lora", None, "lora"),
+        refused("lora.name", None, "engines serve the adapter under the run's name; leave it out", unless=("None",)),
+    ),
+))  # fmt: skip
+DATA = Table("trainer.data", "TrainerKeys", (
+    refused("fake.batch_size", 2, "made-up data are what --bench on the command line trains on"),
+    refused("fake.generate_samples", False, "made-up data are what --bench on the command line trains on"),
+    refused("fake", None, "made-up data are what --bench on the command line trains on", unless=("None",)),
+    refused("", None, "a trainer gets batches from the orchestrator; leave it out", unless=("None", {})),
+), below="data")  # fmt: skip
+LOSS = Table("trainer.loss", "TrainerKeys", (
+    same("type", "default"),
+    same("dppo_mask_low", 0.2),
+    same("dppo_mask_high", 0.2),
+    same("adv_tau", 1.0),
+    same("kl_tau", 1e-3),
+    same("ipo_threshold", 0.1),
+    same("import_path", note="`module:function`; what the function is given and returns differs (docs/algorithms.md)"),
+    same("kwargs", {}),
+), below="loss")  # fmt: skip
+OPTIM = Table("trainer.optim", "TrainerKeys", (
+    same("type", "adamw"),
+    same("lr", 1e-6),
+    same("weight_decay", 0.01),
+    same("max_norm", 1.0),
+    same("betas1", 0.9),
+    same("betas2", 0.999),
+    same("mu", 0.95),
+    same("momentum", 0.9),
+    same("nesterov", True),
+), below="optim")  # fmt: skip
+SCHEDULER = Table("trainer.scheduler", "TrainerKeys", (
+    same("type", "constant"),
+    same("warmup_steps", 10, "a number below 1 is a share of max_steps"),
+    same("decay_steps", 10),
+    same("min_lr", 0.0),
+), below="scheduler")  # fmt: skip
+TRAINER = Table("trainer", "TrainerKeys", (
+    *(moved(key, NO_DEFAULT, f"/{key}") for key in (*RUN_KEYS, "ckpt", "output_dir")),
+    same("matmul_precision", "high"),
+    same("enable_router_replay", False),
+    refused("memory_profiler_path", None, NO_PROFILER, unless=("None",)),
+    refused("trace_path", None, NO_PROFILER, unless=("None",)),
+    idle("gc.interval", 50, "objects are collected when the process has grown, not by steps"),
+    idle("gc", {}, "objects are collected when the process has grown, not by steps"),
+    moved("dist_timeout_seconds", 3600, "batch_timeout_s", "ranks wait for each other as long as for a batch"),
+    moved("heartbeat.url", None, "/monitors.heartbeat.url"),
+    moved("metrics_server.port", 8000, "/monitors.prometheus.port"),
+    moved("metrics_server.host", "0.0.0.0", "/monitors.prometheus.host"),
+    moved("metrics_server", None, "/monitors.prometheus", "the table alone turns it on"),
+    same("enable_token_export", False),
+    same("env_vars", {}),
+    *old(
+        moved("wandb", None, "/monitors.wandb"),
+        refused("max_concurrent_runs", 1, "a trainer trains one run; leave it out, and start another `rl`",
+                unless=(1,)),
+        refused("bench", None, "made-up data are what --bench on the command line trains on", unless=("None",)),
+        NO_EXPERIMENTS,
+    ),
+))  # fmt: skip
+TABLES = (TRAINER, MODEL, DATA, LOSS, OPTIM, SCHEDULER)

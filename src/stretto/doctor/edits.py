@@ -1,0 +1,144 @@
+"""The smallest edits that make a config fit: other values of the keys that its error names, each tried by planning.
+
+An edit is a flag and its value, as it would be typed. What is offered has been tried: with it the config loads, and
+this machine could start the run. One edit is preferred to two, and a value near the given one to one far away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+
+from stretto.config.section import Section, all_paths
+
+TRY_S = 6.0
+MOST_OFFERED = 3
+NEAR = 8
+_NUMBER = re.compile(r"([a-z_][\w.]*)\]?\s*=\s*(\d+)\b")
+_TEXT = re.compile(r"([a-z_][\w.]*)\s*=\s*\"([\w-]+)\"")
+TEXTS = {
+    "device": ("auto", "cpu"),
+    "engine": ("embedded",),
+    "attn": ("sdpa",),
+    "impl": ("auto", "hf"),
+}
+"""By the last word of a key: values that need less of a machine."""
+GPU_KEYS = (
+    ("deployment.num_infer_gpus", ("1", "None")), ("deployment.num_train_gpus", ("1", "None")),
+    ("trainer_gpu_ids", ("None",)), ("inference_gpu_ids", ("None",)),
+    ("inference.deployment.num_replicas", ("1",)), ("inference.parallel.tp", ("1",)), ("inference.parallel.dp", ("1",)),
+    ("deployment.num_replicas", ("1",)), ("parallel.tp", ("1",)), ("parallel.dp", ("1",)),
+    ("deployment.gpus_per_node", ("4", "2", "1", "0")), ("inference.device", ("auto", "cpu")),
+    ("device", ("auto", "cpu")),
+)  # fmt: skip
+
+Edit = tuple[str, str]
+"""Flag and value."""
+
+
+def smallest_edits(
+    words: Sequence[str], error: str, root: type[Section], why_not: Callable[[Sequence[str]], str | None]
+) -> list[list[Edit]]:
+    """Sets of edits with which a config fits, the smallest first; [] if none was found in TRY_S.
+
+    words: the command line that does not fit; error: why. why_not: the same of another command line, None if it fits.
+    """
+    deadline = time.monotonic() + TRY_S
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # doubts about what is only tried
+    try:
+        first = list(_candidates(error, root))
+        found: list[list[Edit]] = []
+        next_errors: list[tuple[Edit, str]] = []
+        for edit in first:
+            if time.monotonic() > deadline or len(found) == MOST_OFFERED:
+                break
+            left = why_not([*words, *edit])
+            if left is None:
+                found.append([edit])
+            elif left != error:
+                next_errors.append((edit, left))
+        if found:
+            return found
+        for edit, left in next_errors:  # it solved one fault, and another is left
+            for other in _candidates(left, root):
+                if time.monotonic() > deadline:
+                    return []
+                if other[0] != edit[0] and why_not([*words, *edit, *other]) is None:
+                    return [[edit, other]]
+        return []
+    finally:
+        logging.disable(level)
+
+
+def _candidates(error: str, root: type[Section]) -> Iterator[Edit]:
+    """Edits that may help against an error, the smaller changes first."""
+    numbers = [
+        (abs(math.log(value / max(given, 1))), key, str(value))
+        for key, given in _numbers(error, root)
+        for value in _values_near(given, key)
+    ]
+    yield from ((flag(key), value) for _, key, value in sorted(numbers))
+    for name, written in _TEXT.findall(error):  # the given value, or what the message advises
+        for key in _keys(name, root):
+            yield from ((flag(key), value) for value in (written, *TEXTS.get(key.rpartition(".")[2], ())))
+    if "GPU" in error:
+        yield from ((flag(key), value) for key, values in GPU_KEYS for value in values if key in _paths(root))
+
+
+def _numbers(error: str, root: type[Section]) -> Iterator[tuple[str, int]]:
+    seen = set()
+    for name, text in _NUMBER.findall(error):
+        for key in _keys(name, root):
+            if key not in seen:
+                seen.add(key)
+                yield key, int(text)
+
+
+def _keys(name: str, root: type[Section]) -> Iterable[str]:
+    """Paths of the root that a message may mean by this name."""
+    tables = (
+        "",
+        "deployment.",
+        "orchestrator.",
+        "trainer.",
+        "inference.",
+        "model.",
+        "inference.parallel.",
+        "ckpt.",
+    )
+    return dict.fromkeys(table + name for table in tables if table + name in _paths(root))
+
+
+@cache
+def _paths(root: type[Section]) -> frozenset[str]:
+    return frozenset(path for path, _, _ in all_paths(root))
+
+
+def _values_near(given: int, key: str) -> Iterable[int]:
+    """Other values: halves and doubles, divisors and multiples, neighbours; of a port the next ones."""
+    if key.endswith("port"):
+        return range(given + 1, given + 1 + NEAR)
+    near = itertools.chain(
+        (given + step for step in range(-NEAR, NEAR + 1)),
+        (given // by for by in (2, 3, 4, 8, 16) if given % by == 0),
+        (given * by for by in (2, 3, 4)),
+        (1, 2, 4, 8),
+    )
+    return sorted({value for value in near if value > 0})  # the given one may be what the message advises
+
+
+def flag(key: str) -> str:
+    """`--inference.parallel.tp`."""
+    return "--" + key.replace("_", "-")
+
+
+def as_text(found: Sequence[Sequence[Edit]]) -> str:
+    """What to type, one line per choice."""
+    lines = [" ".join(itertools.chain.from_iterable(edits)) for edits in found]
+    return "\n".join(f"    {line}" for line in lines)

@@ -1,0 +1,189 @@
+"""The hosts of a deployment: the same command is started on each, and the first one hears the others.
+
+Nobody logs in anywhere. By hand one starts `stretto doctor CONFIG` on every host, as one starts the run; inside a job
+of Slurm `srun stretto doctor CONFIG` does so. Every other host connects to the first, at the port of control, which the
+run will need too: it sends what it has found, measures the way, and looks for a file that the first has written into
+the directory of runs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from stretto.base.errors import ConfigError, WireError
+from stretto.config.root import EvalConfig, InferenceConfig, RLConfig
+from stretto.doctor.configs import Config
+from stretto.doctor.finding import Finding, State
+from stretto.doctor.network import PORT, Peer, findings_of, listen, new_token
+from stretto.launch.plan.nodes import find_node_rank
+from stretto.launch.run.node_checks import check_others
+from stretto.launch.slurm.commands import nodes_of
+
+JOB_VAR = "SLURM_JOB_ID"
+_SHARED = "shared directory"
+
+
+def in_job(cfg: Config) -> Config:
+    """Inside a job of Slurm: the config with the hosts of that job, as its nodes will get it; else as it is."""
+    if isinstance(cfg, EvalConfig) or JOB_VAR not in os.environ or cfg.slurm is None:
+        return cfg
+    hosts = nodes_of(os.environ[JOB_VAR])[: cfg.num_nodes]
+    if cfg.num_nodes == 1 or len(hosts) < cfg.num_nodes:
+        return cfg.model_copy(update={"slurm": None})
+    if isinstance(cfg, InferenceConfig):
+        return cfg.model_copy(update={"hosts": hosts, "slurm": None})
+    shape = cfg.deployment.model_copy(update={"hosts": hosts})
+    return cfg.model_copy(update={"deployment": shape, "slurm": None})
+
+
+def hosts_of(cfg: Config) -> list[str]:
+    """Addresses of the hosts of a deployment over several; [] if there is one, or they are not known yet."""
+    if isinstance(cfg, EvalConfig) or cfg.num_nodes == 1:
+        return []
+    return (cfg.hosts if isinstance(cfg, InferenceConfig) else cfg.deployment.hosts) or []
+
+
+def elsewhere(cfg: Config, command: str) -> Iterator[Finding]:
+    """What was not looked at, because other machines will run it, and how to look there."""
+    if isinstance(cfg, EvalConfig):
+        return
+    if cfg.slurm is not None:
+        fix = f"salloc -N {cfg.num_nodes} (with your partition), then: srun --ntasks-per-node=1 {command}"
+        yield Finding("Slurm", State.NOTE, "the job's machines were not looked at, only this one", fix)
+    elif cfg.ray is not None:
+        fix = f"on each machine of the cluster: {command} --no-ray"
+        yield Finding("Ray", State.NOTE, "the cluster's machines were not looked at, only this one", fix)
+    elif cfg.num_nodes > 1 and not hosts_of(cfg):
+        key = "--hosts" if isinstance(cfg, InferenceConfig) else "--deployment.hosts"
+        fix = f'on each host: {command} {key} \'["host-0", "host-1"]\''
+        yield Finding(
+            "hosts",
+            State.NOTE,
+            f"{cfg.num_nodes} machines, and none is named: only this one was looked at",
+            fix,
+        )
+
+
+class Gathering:
+    """This host among those of a deployment: the first listens, the others report to it."""
+
+    def __init__(self, cfg: Config, hosts: Sequence[str]) -> None:
+        """Raises: ConfigError if this machine is none of the hosts."""
+        self.hosts = list(hosts)
+        is_serving = isinstance(cfg, InferenceConfig)
+        rank = cfg.node_rank if is_serving else cfg.deployment.node_rank  # type: ignore[union-attr]
+        self.key = "hosts" if is_serving else "deployment.hosts"
+        self.node = find_node_rank(rank, self.hosts, "node_rank" if is_serving else "deployment.node_rank")
+        self.port = cfg.control.port if isinstance(cfg, RLConfig) else PORT
+        self.directory = cfg.output_dir.expanduser().absolute()  # type: ignore[union-attr]
+
+    def reach(self) -> Iterator[Finding]:
+        """Whether the network has a way to the others."""
+        check_others(self.hosts, self.node, self.key)
+        yield Finding("hosts", State.GOOD, f"node {self.node} of {len(self.hosts)} has a way to the others")
+
+    def hear(self, wait_s: float) -> list[Finding]:
+        """On the first host: what the others have found, and the ways to them."""
+        token = new_token()
+        missing = set(range(1, len(self.hosts)))
+        found: list[Finding] = []
+        try:
+            listener = socket.create_server((self.hosts[0], self.port))
+        except OSError as error:
+            raise ConfigError(
+                f"node 0 cannot listen at {self.hosts[0]}:{self.port} ({error.strerror}), where the others report"
+            ) from error
+        with listener, _marker(self.directory, token):
+            for meeting in listen(listener, token, wait_s=wait_s, is_renewed=True) if missing else ():
+                node = meeting.node
+                name = f"node {node}" if node in missing else f"node {node}?"
+                missing.discard(node or 0)
+                found += [_renamed(each, f"{name}, {meeting.host}") for each in meeting.findings]
+                if not missing:
+                    break
+        for node in sorted(missing):
+            fix = (
+                f"start the same command on {self.hosts[node]}, and open port {self.port} on {self.hosts[0]}"
+            )
+            text = f"nothing was heard of it in {wait_s:.0f} s"
+            found.append(Finding("report", State.BAD, text, fix, f"node {node}, {self.hosts[node]}"))
+        return found
+
+    def tell(self, findings: Sequence[Finding], wait_s: float) -> list[Finding]:
+        """On another host: report to the first, and measure the way to it; what that showed.
+
+        Raises: WireError if the first host does not answer.
+        """
+        peer = Peer(self.hosts[0], self.port, wait_s=wait_s)
+        link = peer.measure(findings, self.node)
+        seen = [*findings_of(link, f"to {self.hosts[0]}"), self._look_for(peer.token)]
+        peer.close(link, seen)
+        return seen
+
+    def _look_for(self, token: str) -> Finding:
+        if token and _marker_file(self.directory, token).exists():
+            return Finding(_SHARED, State.GOOD, f"{self.directory} is that of the first host")
+        text = f"{self.directory} is not that of the first host, which checkpoints and weights as files need"
+        return Finding(_SHARED, State.WARN, text, "put --output-dir on a file system that all hosts mount")
+
+
+def _renamed(finding: Finding, host: str) -> Finding:
+    return Finding(finding.name, finding.state, finding.text, finding.fix, host)
+
+
+def _marker_file(directory: Path, token: str) -> Path:
+    return directory / f".stretto-doctor-{token}"
+
+
+@contextmanager
+def _marker(directory: Path, token: str) -> Iterator[None]:
+    """A file that other hosts look for while this lasts; where it cannot be written, they do not find it."""
+    file, was_there = _marker_file(directory, token), directory.is_dir()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        if not was_there and directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
+
+
+def pair(address: str, wait_s: float) -> list[Finding]:
+    """Measure the way to a host that runs `stretto doctor --listen`.
+
+    Raises: WireError if it does not answer; ConfigError for something that is no address.
+    """
+    host, _, port = address.rpartition(":") if address.count(":") == 1 else (address, "", "")
+    if port and not port.isdecimal():
+        raise ConfigError(f"--peer {address}: give HOST or HOST:PORT")
+    peer = Peer(host, int(port or PORT), wait_s=wait_s)
+    link = peer.measure()
+    found = list(findings_of(link, f"to {host}"))
+    peer.close(link, found)
+    return found
+
+
+def listen_for(host: str, port: int, wait_s: float) -> Iterator[list[Finding]]:
+    """What peers measure, one after another, for wait_s seconds.
+
+    Raises: WireError if this machine cannot listen there.
+    """
+    try:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except (OSError, OverflowError) as error:
+        raise WireError(
+            f"cannot listen at {host}:{port}: {error}; give an address of this machine"
+        ) from error
+    with listener:
+        for meeting in listen(listener, new_token(), wait_s=wait_s):
+            yield meeting.findings

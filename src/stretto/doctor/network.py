@@ -1,0 +1,258 @@
+"""Two hosts measure the way between them: `stretto doctor --listen` on one, `--peer HOST:PORT` on the other.
+
+    peer                                    listener
+    hello: who it is, what it has found  ->
+                                         <- hello: a token, which may be the name of a file that both should see
+    ping, 20 times                       -> the time here
+    pieces for a second, then an end     -> how many bytes came
+    go                                   -> pieces for a second, then an end
+    what it has measured                 ->
+
+Control lines are JSON of bounded size. Both ends are here. Nothing of a run is sent, and what comes is only shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO
+
+from stretto.base.errors import WireError
+from stretto.base.status import printable
+from stretto.doctor.finding import Finding, State, finding_of
+
+PORT = 8766
+MAX_LINE = 1 << 20
+PIECE = bytes(1 << 18)
+MEASURE_S, TIMEOUT_S, CONNECT_TIMEOUT_S = 1.0, 15.0, 5.0
+RETRY_S = 0.5
+QUEUE_FACTOR = 10
+NUM_PINGS = 20
+SLOW_GBIT_PER_S, MAX_OFFSET_S = 1.0, 0.1
+MAX_FINDINGS = 200
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from a peer to a listener, as the peer has measured it."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    round_trip_s: float
+    clock_offset_s: float  # the listener's clock less the peer's
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a listener has learned from one peer."""
+
+    host: str
+    node: int | None
+    link: Link
+    findings: list[Finding] = field(default_factory=list)
+
+
+def findings_of(link: Link, way: str) -> Iterator[Finding]:
+    """Bandwidth and clocks of a way; way: `a to b`."""
+    up, down = (8 * speed / 1e9 for speed in (link.up_bytes_per_s, link.down_bytes_per_s))
+    text = f"{up:.2f} Gbit/s there, {down:.2f} Gbit/s back, round trip {1e3 * link.round_trip_s:.2f} ms"
+    if min(up, down) < SLOW_GBIT_PER_S:
+        fix = "give addresses of the fast network in deployment.hosts (ip -br addr), or NCCL_SOCKET_IFNAME"
+        yield Finding(f"TCP {way}", State.WARN, f"{text}: one stream carries weights slowly", fix)
+    else:
+        yield Finding(f"TCP {way}", State.GOOD, text)
+    offset = f"{1e3 * link.clock_offset_s:+.1f} ms (half a round trip is the error)"
+    if abs(link.clock_offset_s) > MAX_OFFSET_S + link.round_trip_s:
+        text = f"{offset}: merged logs and the timeline are out of order"
+        yield Finding(f"clocks {way}", State.WARN, text, "timedatectl set-ntp true on both")
+    else:
+        yield Finding(f"clocks {way}", State.GOOD, offset)
+
+
+# -- the listener --
+
+
+def listen(
+    listener: socket.socket, token: str, *, wait_s: float, is_renewed: bool = False
+) -> Iterator[Meeting]:
+    """Meet peers, one after another, until the caller has enough or wait_s has passed.
+
+    is_renewed: wait_s counts from the last peer, because many are met one after another; QUEUE_FACTOR times at most.
+    """
+    start = time.monotonic()
+    deadline = start + wait_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        listener.settimeout(left_s)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            return
+        with contextlib.suppress(OSError, WireError), connection:  # a stranger, or a peer that has ended
+            yield _meet(connection, token)
+            if is_renewed:
+                deadline = min(time.monotonic(), start + QUEUE_FACTOR * wait_s) + wait_s
+
+
+def _meet(connection: socket.socket, token: str) -> Meeting:
+    connection.settimeout(TIMEOUT_S)
+    with connection.makefile("rwb") as file:
+        hello = _receive(file)
+        if hello.get("stretto") != "doctor":
+            raise WireError("not a doctor")
+        _send(file, {"stretto": "doctor", "token": token})
+        for _ in range(NUM_PINGS):
+            _receive(file)
+            _send(file, {"time": time.time()})
+        _send(file, {"bytes": _take(file)})
+        _receive(file)
+        _give(file)
+        measured = _receive(file)
+    host = printable(str(hello.get("host", "?")))[:100]
+    listed = [*_listed(hello.get("findings")), *_listed(measured.get("findings"))][:MAX_FINDINGS]
+    node = hello.get("node")
+    return Meeting(
+        host,
+        node if isinstance(node, int) else None,
+        _link(measured.get("link")),
+        [finding_of(each, host) for each in listed],
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _link(data: Any) -> Link:
+    try:
+        return Link(**{name: float(data[name]) for name in Link.__dataclass_fields__})
+    except (TypeError, KeyError, ValueError) as error:
+        raise WireError(f"a peer that measures otherwise: {error}") from error
+
+
+# -- the peer --
+
+
+class Peer:
+    """The connecting end; `measure` is called once, then `close` hands over what was found."""
+
+    def __init__(self, host: str, port: int, *, wait_s: float = 0.0) -> None:
+        """Connect; for wait_s seconds again and again, because the other host may be started later.
+
+        Raises: WireError if nobody answers.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                self._connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+                break
+            except OSError as error:
+                if time.monotonic() + RETRY_S > deadline:
+                    raise WireError(
+                        f"{host}:{port} does not answer ({error.strerror or error}); start `stretto doctor --listen` "
+                        "there, and open the port in the firewall"
+                    ) from error
+                time.sleep(RETRY_S)
+        self._wait_s = wait_s
+        self._file: BinaryIO = self._connection.makefile("rwb")  # type: ignore[assignment]
+        self.token = ""
+
+    def measure(self, findings: Sequence[Finding] = (), node: int | None = None) -> Link:
+        """Say hello with what was found here, and measure the way.
+
+        Raises: WireError if the other end is no doctor, or goes away.
+        """
+        with _wire_errors():
+            hello = {"stretto": "doctor", "host": socket.gethostname(), "node": node}
+            # Peers are met one after another: until its turn comes, this one waits.
+            self._connection.settimeout(max(TIMEOUT_S, QUEUE_FACTOR * self._wait_s))
+            _send(self._file, hello | {"findings": [finding.as_json() for finding in findings]})
+            answer = _receive(self._file)
+            self._connection.settimeout(TIMEOUT_S)
+            if answer.get("stretto") != "doctor":
+                raise WireError("what listens there is no `stretto doctor --listen`")
+            token = str(answer.get("token"))
+            self.token = token if len(token) == 2 * _TOKEN_BYTES and token.isalnum() else ""
+            trips, offsets = zip(*(self._ping() for _ in range(NUM_PINGS)))
+            start = time.perf_counter()
+            _give(self._file)
+            num_sent = float(_receive(self._file)["bytes"])
+            up = num_sent / (time.perf_counter() - start)
+            _send(self._file, {"go": True})
+            start = time.perf_counter()
+            down = _take(self._file) / (time.perf_counter() - start)
+        return Link(up, down, min(trips), statistics.median(offsets))
+
+    def _ping(self) -> tuple[float, float]:
+        start = time.time()
+        _send(self._file, {"ping": True})
+        there = float(_receive(self._file)["time"])
+        end = time.time()
+        return end - start, there - (start + end) / 2
+
+    def close(self, link: Link, findings: Sequence[Finding] = ()) -> None:
+        """Tell the listener what was measured, and hang up."""
+        with _wire_errors(), self._connection:
+            listed = [finding.as_json() for finding in findings]
+            _send(self._file, {"link": asdict(link), "findings": listed})
+            self._file.close()
+
+
+def new_token() -> str:
+    """A name that nobody guesses."""
+    return secrets.token_hex(_TOKEN_BYTES)
+
+
+@contextlib.contextmanager
+def _wire_errors() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise WireError(
+            f"the other end is no doctor, or has gone: {type(error).__name__}: {error}"
+        ) from error
+
+
+# -- the wire --
+
+
+def _send(file: BinaryIO, message: dict[str, Any]) -> None:
+    file.write(json.dumps(message).encode() + b"\n")
+    file.flush()
+
+
+def _receive(file: BinaryIO) -> dict[str, Any]:
+    line = file.readline(MAX_LINE)
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise WireError("not a doctor's message") from error
+    if not isinstance(found, dict):
+        raise WireError("not a doctor's message")
+    return found
+
+
+def _give(file: BinaryIO) -> None:
+    """Send pieces for MEASURE_S, each with a byte before it that says whether there is one."""
+    end = time.perf_counter() + MEASURE_S
+    while time.perf_counter() < end:
+        file.write(b"\1")
+        file.write(PIECE)
+    file.write(b"\0")
+    file.flush()
+
+
+def _take(file: BinaryIO) -> int:
+    """Receive pieces until the end; how many bytes they were."""
+    num_bytes, end = 0, time.monotonic() + TIMEOUT_S
+    while file.read(1) == b"\1":
+        num_bytes += len(file.read(len(PIECE)))
+        if time.monotonic() > end:
+            raise WireError("pieces without end")
+    return num_bytes

@@ -1,0 +1,104 @@
+"""One rollout of each environment against an engine that answers without a model: code that fails only in a run.
+
+The reply is a sentence that no model would give, so a reward says nothing; what is looked at is that the environment
+is made, that its prompt is rendered, and that the reply is parsed and scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+
+from stretto.base.errors import ConfigError, DataError, StrettoError
+from stretto.chat.render import Renderer
+from stretto.config.root import OrchestratorConfig
+from stretto.doctor.finding import Finding, State
+from stretto.envs.base import RunInfo, tasks_of
+from stretto.orchestrator.build import build_policy_renderer, open_env, run_info
+from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.player import Player
+from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.rollout import Group, RolloutStatus
+
+REPLY = "I am the doctor's stub."
+TIMEOUT_S, SLOW_S = 60.0, 10.0
+
+
+class StubEngine:
+    """Answers every request with REPLY; each of its tokens is as good as certain."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        ids = [*renderer.encode(REPLY), *list(renderer.stop_ids)[:1]]
+        self._ids = np.array(ids, dtype=np.int32)
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """The same completion for each sample, cut at max_tokens."""
+        ids = self._ids[: request.sampling.max_tokens]
+        reason = "stop" if len(ids) == len(self._ids) else "length"
+        logprobs = np.zeros(len(ids), dtype=np.float32)
+        completion = Completion(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+        return [completion] * request.n
+
+
+def check_rollouts(cfg: OrchestratorConfig) -> Iterator[Finding]:
+    """One line about the tokenizer, and one per environment that a rollout was played in."""
+    if cfg.hooks.rollout_function is not None:
+        yield Finding("rollouts", State.NOTE, "are the user's own (hooks.rollout_function): none was played")
+        return
+    try:
+        renderer = build_policy_renderer(cfg)
+    except (ConfigError, DataError) as error:
+        yield Finding("tokenizer", State.BAD, str(error))
+        return
+    yield Finding("tokenizer", State.GOOD, "read; the first prompts are rendered with its template")
+    info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name)
+    for index, section in enumerate(cfg.env):
+        name = f"environment {section.name or section.id}"
+        start = time.perf_counter()
+        try:
+            group = asyncio.run(_play(cfg, index, renderer, info))
+        except TimeoutError:
+            yield Finding(
+                name, State.BAD, f"no rollout within {TIMEOUT_S:.0f} s", "py-spy dump shows where it waits"
+            )
+            continue
+        except StrettoError as error:
+            yield Finding(name, State.BAD, str(error))
+            continue
+        yield _finding(name, group, time.perf_counter() - start)
+
+
+def _finding(name: str, group: Group, time_s: float) -> Finding:
+    rollout = group.rollouts[0]
+    if rollout.status is RolloutStatus.FAILED:
+        return Finding(name, State.BAD, f"a rollout of its first task failed: {rollout.error}")
+    text = f"played one rollout in {time_s:.1f} s: {rollout.num_turns} turns, reward {rollout.reward:g} for nonsense"
+    if time_s > SLOW_S:
+        return Finding(
+            name, State.WARN, f"{text}; that is slow", "num_workers in its section lets others go on"
+        )
+    return Finding(name, State.GOOD, text)
+
+
+async def _play(cfg: OrchestratorConfig, index: int, renderer: Renderer, info: RunInfo) -> Group:
+    async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-doctor-")))
+        env = open_env(cfg.env[index], logs, stack, info)
+        player = Player(
+            engine=StubEngine(renderer),
+            renderer=renderer,
+            sampling=cfg.train.sampling.model_copy(update={"top_p": 1.0, "top_k": None, "min_p": 0.0}),
+            seq_len=cfg.seq_len,
+            seed=cfg.seed,
+            run_id="doctor",
+            timeout_s=TIMEOUT_S,
+            max_retries=0,
+        )
+        task = tasks_of(env, "train").task(0)
+        return await player.play(env, Draw(group_id=0, task=task, num_members=1, version=0))

@@ -1,0 +1,355 @@
+"""The records of the environment `dataset`: its arguments, and files read and checked against them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import msgspec
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.data.image_columns import column_of, with_images
+from stretto.data.messages import parse_messages, parse_tools, short_repr
+from stretto.data.records import read_records
+from stretto.envs.base import Message, RunInfo, Split
+from stretto.envs.pictures import Pictures
+from stretto.envs.rewards.hub import BOXED, LABELLED, RM_TYPES, is_rm_type
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int32
+
+logger = logging.getLogger(__name__)
+
+BY_RECORD = "by_record"
+"""The reward that the metadata of each record names as `rm_type`."""
+GIVEN = "given"
+"""No reward of the environment's: the function that makes a sample rewards it."""
+TYPE_NAMES = {
+    "str | list[str] | None": "a file, or a list of files",
+    "list[str] | str | None": "a key, or a list of keys",
+    "str": "text",
+    "str | None": "text",
+    "bool": "true or false",
+    "int | None": "a whole number > 0",
+    "dict[str, Any]": "a table",
+    "list[str]": "a list of texts",
+}
+"""What an error message calls the types of arguments."""
+
+
+@dataclass(frozen=True)
+class DatasetSettings:
+    """The arguments of the environment `dataset`."""
+
+    path: str | list[str] | None
+    """File, `file@[a:b]`, directory, data set of the Hub `ORG/NAME:CONFIG[SPLIT]`, or a list of these; None if the
+    environment is for evals only."""
+    eval_path: str | list[str] | None = None
+    """Held-out records, written like `path`."""
+    streaming: bool = False
+    """Data sets of the Hub are read without a copy on disk."""
+    convert: str | None = None
+    """`module:function`: makes each record another, before its keys are read."""
+    input_key: str = "prompt"
+    label_key: str | None = "label"
+    metadata_key: list[str] | str | None = "metadata"
+    """Key of an object, or a list of keys that become one."""
+    tool_key: str | None = "tools"
+    prompt_template: str | None = None
+    """The prompt's text, in which `{prompt}` stands for that of the record."""
+    label_pattern: str | None = None
+    """Regular expression with one group: the label is what the group matches in that of the record."""
+    apply_chat_template: bool = True
+    """False: a prompt is text, and the policy gets its tokens and nothing else."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are skipped."""
+    shuffle: bool = True
+    """True: a new order in every epoch. False: the order of the files."""
+    reward: str = "exact"
+    """`exact` (the reply equals the label), `math` (the content of its last box equals the label as mathematics, see
+    docs/data.md), another of rewards/hub.py (`dapo`, `deepscaler`, `f1`, `gpqa`, `ifbench`, `remote_rm`, `random`;
+    `boxed_` before it: the last box is the reply), `by_record` (the one that `metadata.rm_type` names), `given`
+    (`generate`, or a rollout function, sets sample.reward), or `module:function`: `rm(args, sample)`."""
+    group_reward: bool = False
+    """The function gets all samples of a group at once, `rm(args, samples)`, and returns one reward for each."""
+    reward_key: str | None = None
+    """Entry to use if the reward is a dictionary."""
+    generate: str | None = None
+    """`module:function`: `generate(args, sample, sampling_params)` generates the reply."""
+    sample_hooks: list[str] = field(default_factory=list)
+    """`module:function` each: `hook(args, sample, *, rollout_id, evaluation)` sees every finished sample, and may
+    return another."""
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    """Laid over the metadata of every record."""
+    hook_args: dict[str, Any] = field(default_factory=dict)
+    """Additional attributes of `args`."""
+
+    def check(self) -> None:
+        """Check the types of all arguments.
+
+        Raises: ConfigError for the first that is wrong.
+        """
+        hints = get_type_hints(type(self))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            try:
+                msgspec.convert(value, hints[each.name])
+            except msgspec.ValidationError:
+                is_wrong = True
+            else:
+                is_wrong = each.name == "max_prompt_tokens" and value is not None and value < 1
+            if is_wrong:
+                raise ConfigError(
+                    f"dataset: {each.name} = {value!r} must be {TYPE_NAMES[str(each.type)]}; change `args`"
+                )
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+            raise ConfigError(
+                "dataset: prompt_template has no {prompt}, in the place of the record's prompt; add it"
+            )
+        self.check_label_pattern()
+
+    def check_label_pattern(self) -> None:
+        """Raises: ConfigError if it is no regular expression with one group."""
+        if self.label_pattern is None:
+            return
+        try:
+            num_groups = re.compile(self.label_pattern).groups
+        except re.error as cause:
+            raise ConfigError(f"dataset: label_pattern = {self.label_pattern!r}: {cause}") from None
+        if num_groups != 1:
+            rule = "must have one group, (...), around the label"
+            raise ConfigError(f"dataset: label_pattern = {self.label_pattern!r} {rule}; it has {num_groups}")
+
+
+class Records:
+    """The records of both splits, read and checked, and the tokenizer of the run."""
+
+    def __init__(self, settings: DatasetSettings, run: RunInfo) -> None:
+        self.settings, self.run = settings, run
+        needs = {
+            "max_prompt_tokens": settings.max_prompt_tokens is not None,
+            "apply_chat_template = false": not settings.apply_chat_template,
+            "generate": settings.generate is not None,
+        }
+        if run.encode is None and (wanted := [name for name, is_set in needs.items() if is_set]):
+            raise ConfigError(
+                f"dataset: {' and '.join(wanted)} needs the policy's tokenizer, which neither worker processes nor "
+                'engines with the chat API have; remove num_workers, or client.api = "chat"'
+            )
+        if settings.group_reward and not run.engine_urls:
+            raise ConfigError(
+                "dataset: group_reward needs all samples of a group, but a worker process has only one; remove "
+                "num_workers"
+            )
+        if not settings.path and not settings.eval_path:
+            raise ConfigError("dataset: name a file as path, or for evals as eval_path, in `args`")
+        self.pictures = Pictures()  # those that are not files
+        self.fingerprints: dict[Split, int] = {"train": 0, "eval": 0}
+        self._rows: dict[Split, list[dict[str, Any]] | None] = {
+            "train": self._read(settings.path, "train"),
+            "eval": self._read(settings.eval_path, "eval"),
+        }
+        self.has_tools = any(row["tools"] for rows in self._rows.values() for row in rows or ())
+
+    def rows(self, split: Split) -> list[dict[str, Any]]:
+        """The records of a split.
+
+        Raises: ConfigError if no path was given for it.
+        """
+        records = self._rows[split]
+        if records is None:
+            what = {
+                "train": "training needs records; name them as path",
+                "eval": "evaluation needs held-out records; name them as eval_path",
+            }[split]
+            raise ConfigError(f"dataset: {what} in `args`")
+        return records
+
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """int32 tokens of a text, without special tokens or a template."""
+        assert self.run.encode is not None, "checked when the environment was built"
+        return self.run.encode(text)
+
+    def _is_too_long(self, row: dict[str, Any]) -> bool:
+        limit, prompt = self.settings.max_prompt_tokens, row["prompt"]
+        if limit is None:
+            return False
+        tokens = self.prompt_ids(prompt, row["tools"])
+        assert tokens is not None, "checked when the environment was built"
+        return len(tokens) > limit
+
+    def prompt_ids(
+        self, prompt: str | list[Message], tools: list[dict] | None
+    ) -> Int32[np.ndarray, " tokens"] | None:
+        """int32 tokens of a prompt as the policy gets it; None if its tokenizer is not available here."""
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        if self.run.prompt_ids is None:
+            return None
+        return self.run.prompt_ids(self.pictures.filled_in(prompt), tools)
+
+    def _read(self, sources: str | list[str] | None, split: Split) -> list[dict[str, Any]] | None:
+        if not sources:
+            return None
+        setting = "dataset: " + {"train": "path", "eval": "eval_path"}[split]
+        found, num_long, limit = [], 0, self.settings.max_prompt_tokens
+        for source in [sources] if isinstance(sources, str) else sources:
+            records = read_records(
+                source, setting, is_streamed=self.settings.streaming, convert=self.settings.convert
+            )
+            for where, record in records:
+                row = self._row(record, where)
+                if self._is_too_long(row):
+                    num_long += 1
+                    continue
+                found.append(row)
+                self.fingerprints[split] = zlib.crc32(_as_json(row, where), self.fingerprints[split])
+        if not found:
+            raise DataError(
+                f"{setting}: all {num_long} prompts are longer than max_prompt_tokens = {limit}; raise it"
+            )
+        if num_long:
+            logger.info(
+                "%s: skipped %d of %d prompts that are longer than max_prompt_tokens = %d",
+                setting,
+                num_long,
+                num_long + len(found),
+                limit,
+            )
+        return found
+
+    def _row(self, record: dict[str, Any], where: str) -> dict[str, Any]:
+        settings = self.settings
+        if settings.input_key not in record:
+            raise DataError(
+                f"{where}: no {settings.input_key!r} (input_key); {_keys_of(record, settings.input_key)}"
+            )
+        label = None if settings.label_key is None else record.get(settings.label_key)
+        if settings.label_pattern is not None and label is not None:
+            label = self._label_within(label, where)
+        metadata = self._metadata(record, where) | self.settings.metadata_overrides
+        reward = self._reward_name(metadata, where)
+        if reward.removeprefix(BOXED) in ("exact", *LABELLED):
+            rule = f'reward = "{reward}" compares replies with it'
+            if label is None:
+                raise DataError(f"{where}: no {settings.label_key!r} (label_key); {rule}")
+            if not is_comparable(label):
+                raise DataError(
+                    f"{where}: {settings.label_key!r} must be text or a number, got {short_repr(label)}; {rule}"
+                )
+        tools = None
+        if settings.tool_key is not None:
+            tools = parse_tools(record.get(settings.tool_key), settings.tool_key, where)
+        prompt = self._prompt(record[settings.input_key], where)
+        if isinstance(prompt, str) and column_of(record):
+            raise DataError(f"{where}: with apply_chat_template = false prompts are text, without images")
+        if not isinstance(prompt, str):
+            prompt = self.pictures.taken_out(with_images(prompt, record, where), where)
+        return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
+
+    def _reward_name(self, metadata: Mapping[str, Any], where: str) -> str:
+        """The reward of a record, by its metadata or by the settings.
+
+        Raises: DataError if its metadata names none that there is, or should name one.
+        """
+        reward, own = self.settings.reward, metadata.get("rm_type")
+        if reward != BY_RECORD and (own is None or not is_rm_type(reward)):
+            return reward
+        if isinstance(own, str) and is_rm_type(own):
+            return own
+        known = ", ".join(RM_TYPES)
+        raise DataError(
+            f"{where}: metadata.rm_type is {short_repr(own)}, and it says how the reply is rewarded; use {known}"
+        )
+
+    def _label_within(self, label: Any, where: str) -> str:
+        pattern = self.settings.label_pattern
+        assert pattern is not None
+        match = re.search(pattern, str(label))
+        if match is None or match[1] is None:
+            raise DataError(
+                f"{where}: {self.settings.label_key!r} has nothing that label_pattern = {pattern!r} matches: "
+                f"{short_repr(label)}"
+            )
+        return match[1].strip()
+
+    def _metadata(self, record: dict[str, Any], where: str) -> dict[str, Any]:
+        key = self.settings.metadata_key
+        if isinstance(key, list):
+            if missing := [each for each in key if each not in record]:
+                keys = _keys_of(record, missing[0])
+                raise DataError(f"{where}: no {missing[0]!r} (metadata_key); {keys}")
+            return {each: record[each] for each in key}
+        metadata = {} if key is None else record.get(key) or {}
+        if not isinstance(metadata, dict):
+            raise DataError(f"{where}: {key!r} must be an object, got {type(metadata).__name__}")
+        return metadata
+
+    def _prompt(self, prompt: Any, where: str) -> str | list[Message]:
+        settings = self.settings
+        if settings.prompt_template is not None and isinstance(prompt, str) and prompt:
+            prompt = settings.prompt_template.replace("{prompt}", prompt)
+        elif settings.prompt_template is not None:
+            raise DataError(
+                f"{where}: prompt_template needs text under {settings.input_key!r}, got {short_repr(prompt)}"
+            )
+        if isinstance(prompt, str) and prompt:
+            return [{"role": "user", "content": prompt}] if settings.apply_chat_template else prompt
+        if not settings.apply_chat_template:
+            raise DataError(
+                f"{where}: with apply_chat_template = false {settings.input_key!r} must be text, got "
+                f"{type(prompt).__name__}"
+            )
+        if not isinstance(prompt, list) or not prompt:
+            raise DataError(f"{where}: {settings.input_key!r} must be text or a list of messages")
+        messages = parse_messages(prompt, settings.input_key, where)
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: {settings.input_key}[{len(messages) - 1}] is an assistant message; a prompt ends where the "
+                "policy replies, so remove it (it may be the label)"
+            )
+        # step_loss_mask is for SFT and has no meaning in prompts.
+        return [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
+
+
+def is_built_in(reward: str) -> bool:
+    """Is it the name of a reward, and not a function or what a function gives?"""
+    return reward in ("exact", BY_RECORD) or is_rm_type(reward)
+
+
+def has_entries(reward: str) -> bool:
+    """May a built-in reward be a dictionary?"""
+    return reward == BY_RECORD or reward.removeprefix(BOXED) in ("dapo", "remote_rm")
+
+
+def _keys_of(record: Mapping[str, Any], wanted: str) -> str:
+    """What a record has, and which of it may have been meant."""
+    near = difflib.get_close_matches(wanted, record, n=1)
+    meant = f"did you mean {near[0]!r}?" if near else "name one of them"
+    return f"the record has {', '.join(sorted(record))}; {meant}" if record else "the record has nothing"
+
+
+def is_comparable(label: Any) -> bool:
+    """Can a reply equal this label? True for text and finite numbers; parquet columns with gaps hold NaN."""
+    return isinstance(label, str | int) or (isinstance(label, float) and math.isfinite(label))
+
+
+def _as_json(row: dict[str, Any], where: str) -> bytes:
+    """A record as JSON, which is the form in which the ledger stores it.
+
+    Raises: DataError for values that JSON cannot hold, such as dates and bytes of parquet files.
+    """
+    try:
+        return json.dumps(row).encode()
+    except (TypeError, ValueError) as cause:
+        raise DataError(
+            f"{where}: {cause}; prompt, label, metadata and tools hold text, numbers, lists and objects only"
+        ) from None

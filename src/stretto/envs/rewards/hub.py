@@ -1,0 +1,114 @@
+"""Rewards by name, as vime's --rm-type has them: what a reply gets for its text, its label and its metadata.
+
+    math        the content of the last box equals the label as mathematics: 1 or 0
+    deepscaler  the same for what follows the model's thinking; 0 if its thinking did not end
+    dapo        the line `Answer: ...` near the end equals the label: {"score": 1 or -1, "acc", "pred"}
+    f1          share of common words of reply and label
+    gpqa        the letter (or the text) of the choice
+    ifbench     all instructions of the metadata are followed: 1 or 0
+    remote_rm   what the server at `args.rm_url` answers
+    random      0 or 1
+
+`boxed_` before a name: the content of the reply's last box is the reply. `metadata["rm_type"]` of a record comes before
+the name of the environment. The reply of `sample.custom_rm_path` comes before all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from stretto.base.errors import EnvError
+from stretto.envs.rewards.answers import dapo, f1, gpqa, solution_after_thinking
+from stretto.envs.rewards.instructions import follows_all
+from stretto.envs.rewards.math_reward import MathVerifier, boxed, number
+from stretto.vime.calls import Hook
+from stretto.vime.engine import post
+from stretto.vime.sample import Sample
+
+BOXED = "boxed_"
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
+COMPARED = ("math", "deepscaler")
+LABELLED = ("math", "dapo", "deepscaler", "f1")
+"""Types that compare a reply with its record's label."""
+
+
+def is_rm_type(name: str) -> bool:
+    """Is there a reward of this name?"""
+    return name.removeprefix(BOXED) in RM_TYPES
+
+
+async def async_rm(
+    args: Any, sample: Sample, *, verifier: MathVerifier | None = None
+) -> float | dict[str, Any]:
+    """The reward of a sample by its own function, its metadata's `rm_type`, or `args.rm_type`.
+
+    Raises: EnvError if there is no such type, or it lacks what it compares with.
+    """
+    if (path := getattr(sample, "custom_rm_path", None)) is not None:
+        return await _function(path).call(args, sample)
+    name = str(sample.metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
+    if not is_rm_type(name):
+        known = ", ".join(RM_TYPES)
+        raise EnvError(f"rm_type = {name!r}: there is no such reward; use {known}, or boxed_ and one of them")
+    kind, reply = name.removeprefix(BOXED), sample.response
+    if name.startswith(BOXED) and kind not in COMPARED:  # these compare the content of the box anyway
+        reply = boxed(reply) or ""
+    if kind == "remote_rm":
+        return await _ask_server(args, sample)
+    if kind == "random":
+        return float(random.randint(0, 1))
+    if kind == "gpqa":
+        return gpqa(reply, sample.label, sample.metadata)
+    if kind == "ifbench":
+        return float(follows_all(reply, sample.metadata, prompt=sample.prompt))
+    if sample.label is None:
+        raise EnvError(
+            f"rm_type = {name!r} compares replies with a label, and the record has none; set label_key"
+        )
+    label = str(sample.label)
+    if kind == "dapo":
+        return dapo(reply, label)
+    if kind == "f1":
+        return f1(reply, label)
+    if kind == "deepscaler":
+        found = solution_after_thinking(reply)
+        if found is None:
+            return 0.0
+        reply = found
+    return await _compare(reply, label, verifier or _verifier())
+
+
+async def batched_async_rm(args: Any, samples: Sequence[Sample]) -> list[float | dict[str, Any]]:
+    """The rewards of several samples; by `args.custom_rm_path` all at once, if there is one."""
+    if (path := getattr(args, "custom_rm_path", None)) is not None:
+        return list(await _function(path).call(args, list(samples)))
+    return list(await asyncio.gather(*(async_rm(args, sample) for sample in samples)))
+
+
+async def _compare(reply: str, label: str, verifier: MathVerifier) -> float:
+    if number(reply) is not None:  # the whole reply is the answer
+        reply = f"\\boxed{{{reply}}}"
+    return float(await verifier.verify(reply, boxed(label) or label))
+
+
+async def _ask_server(args: Any, sample: Sample) -> float | dict[str, Any]:
+    url = getattr(args, "rm_url", None)
+    if url is None:
+        raise EnvError(
+            "rm_type = 'remote_rm' needs the address of the reward's server: --rm-url, or hook_args.rm_url"
+        )
+    return await post(url, {"prompt": sample.prompt, "response": sample.response, "label": sample.label})
+
+
+@cache
+def _verifier() -> MathVerifier:
+    return MathVerifier()
+
+
+@cache
+def _function(path: str) -> Hook:
+    return Hook.load(path, "custom_rm_path", 2)

@@ -1,0 +1,158 @@
+"""What a forward pass keeps for the backward pass, in numbers per token of a block; and what a backward pass adds.
+
+The counts follow the operations of our modules (models/decoder.py, moe.py, parts/): the inputs of products, of norms
+and of gates, and what attention saves. With kernels in C (float32 on a CPU) nothing else is saved; without them a few
+results are kept twice. Tested against torch's allocator on dense models and mixtures; recurrent and latent mixers are
+counted in the same way and were not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.config.sections.model import ActivationCheckpointSection
+from stretto.models.shape import ModelConfig
+
+INDEX_BYTES = 4.0
+"""Of one chosen key of one query (parts/key_choice.py)."""
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Numbers per token that a block keeps, by the part that can be computed again; and what its backward pass adds."""
+
+    residual: float
+    """The block's input, and the residual stream between its halves."""
+    norm: float
+    """Results of the norms, the inputs of the products after them."""
+    attn_proj: float
+    """Between the normalised input and queries, keys and values."""
+    attention: float
+    mlp: float
+    experts: float
+    router: float
+    """Scores, gates, copies of tokens for their experts and back."""
+    choice_bytes: float
+    """Bytes per token that are kept whatever is computed again: the keys that an indexer chose."""
+    transient: float
+    """Gradients of activations at the widest place of its backward pass."""
+    width: float
+    """Of the residual stream: what is kept of a block that is computed again."""
+
+    @property
+    def all(self) -> float:
+        return (
+            self.residual
+            + self.norm
+            + self.attn_proj
+            + self.attention
+            + self.mlp
+            + self.experts
+            + self.router
+        )
+
+    def kept(self, ac: ActivationCheckpointSection | None, layer: int) -> float:
+        """Numbers per token after the forward pass of a block."""
+        if ac is None or layer % ac.freq:
+            return self.all
+        if ac.mode == "full":
+            return self.width
+        parts = {"attn_proj": self.attn_proj, "mlp": self.mlp, "routed_experts": self.experts}
+        return self.all - sum(parts.get(target, 0.0) for target in ac.targets)
+
+
+def block_activations(
+    cfg: ModelConfig, layer: int, *, tp: int = 1, is_cpu: bool, is_half: bool
+) -> BlockActivations:
+    """The activations of a block on one rank.
+
+    is_half: 16-bit numbers; on a CPU these are computed without kernels in C.
+    """
+    width = float(cfg.hidden_size)
+    has_kernels = is_cpu and not is_half
+    kind = cfg.mixer_of(layer)
+    has_mlp = layer not in cfg.layers_without_mlp
+    mixed, attention, projected = _mixer(cfg, layer, kind, tp, is_cpu=is_cpu, has_kernels=has_kernels)
+    halves = (kind != "none") + has_mlp
+    mlp, experts, router, inner = 0.0, 0.0, 0.0, 0.0
+    if has_mlp and cfg.is_sparse(layer):
+        moe = cfg.moe
+        assert moe is not None
+        size = moe.latent_size or width
+        inner = moe.top_k * moe.intermediate_size
+        # Products of gate and up, silu of one half, their product: grouped products have no kernel in C.
+        experts = inner * (2.0 if moe.is_plain else 4.0)
+        router = moe.top_k * 2 * size + moe.num_experts + 6.0 * moe.top_k
+        if moe.shared_size is not None:
+            mlp = _mlp(moe.shared_size / tp, is_plain=moe.is_plain, has_kernels=has_kernels)
+    elif has_mlp:
+        inner = cfg.intermediate_size / tp
+        mlp = _mlp(inner, is_plain=cfg.has_plain_mlp, has_kernels=has_kernels)
+    # A norm in 16 bits keeps its input in 32 bits, and its result before the weight is applied.
+    norm = width * halves * (1.0 if not is_half else 4.0 if is_cpu else 1.0)
+    indexer = None if cfg.latent is None else cfg.latent.indexer
+    chooses = kind == "sparse_latent" and indexer is not None and indexer.sources[layer] == layer
+    return BlockActivations(
+        residual=width * halves + 2.0 * halves,
+        norm=norm,
+        attn_proj=projected,
+        attention=mixed,
+        mlp=mlp,
+        experts=experts,
+        router=router,
+        choice_bytes=INDEX_BYTES * indexer.top_k if chooses and indexer is not None else 0.0,
+        transient=max(2.0 * inner + width, attention),
+        width=width,
+    )
+
+
+def _mlp(inner: float, *, is_plain: bool, has_kernels: bool) -> float:
+    """relu(up) and its square; or gate, up and their product, and silu(gate) without the kernel."""
+    return inner * (2.0 if is_plain else 3.0 if has_kernels else 4.0)
+
+
+def _mixer(
+    cfg: ModelConfig, layer: int, kind: str, tp: int, *, is_cpu: bool, has_kernels: bool
+) -> tuple[float, float, float]:
+    """What attention keeps, the gradients at its widest place, and what its projections keep before it."""
+    if kind == "none":
+        return 0.0, 0.0, 0.0
+    if kind == "gated_delta":
+        delta = cfg.gated_delta
+        assert delta is not None
+        keys, values = delta.num_key_heads * delta.key_head_dim, delta.num_value_heads * delta.value_head_dim
+        channels = 2 * keys + values
+        return 3.0 * channels + 4.0 * values, 2.0 * channels, 0.0
+    if kind == "mamba":
+        mamba = cfg.mamba
+        assert mamba is not None
+        size, state = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
+        return 6.0 * size + 6.0 * state, 3.0 * size, 0.0
+    if kind in ("latent", "sparse_latent"):
+        return _latent(cfg, kind)
+    heads = cfg.attention(layer).num_heads / tp
+    q, kv = heads * cfg.head_dim, cfg.num_kv_heads / tp * cfg.head_dim
+    projected = q + kv + heads + cfg.num_kv_heads / tp if cfg.has_qk_norm else 0.0
+    if not has_kernels:
+        projected *= 3.0 if is_cpu else 1.0
+    # Queries, keys, values, results, the norm of every softmax; GPUs repeat keys and values for their heads.
+    seen = 2 * kv if has_kernels else 2 * q
+    mixed = 2 * q + seen + heads + (0.0 if has_kernels else q * is_cpu)
+    if cfg.attention_gate is not None or kind == "paired":
+        mixed += 3 * q
+    return mixed, 2 * (q + kv), projected
+
+
+def _latent(cfg: ModelConfig, kind: str) -> tuple[float, float, float]:
+    latent, heads = cfg.latent, cfg.num_heads
+    assert latent is not None
+    key = latent.plain_dim + latent.rotated_dim
+    rank = latent.query_rank or 0
+    small = 2.0 * rank + 2.0 * (latent.rank + latent.rotated_dim)
+    if kind == "latent":
+        expanded = heads * (latent.plain_dim + latent.value_dim)
+        return heads * key * 4.0 + heads * latent.value_dim, 3.0 * heads * key, small + heads * key + expanded
+    wide = heads * (latent.rank + latent.rotated_dim)
+    index = 0.0 if latent.indexer is None else latent.indexer.num_heads * latent.indexer.head_dim
+    mixed = wide + heads * latent.rank + heads * latent.value_dim
+    return mixed, wide + heads * latent.rank, small + heads * key + wide + index

@@ -1,0 +1,89 @@
+"""`stretto plan --compare RUN`: the prediction for a run's own config beside what its ledger and metrics say."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.foresee.simulation import Times, read_ledger
+
+FIRST = 5
+"""Steps that do not count, while the pipeline fills and files are read for the first time."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure, predicted and measured."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float | None:
+        """Relative to what was measured; None where that is 0."""
+        return None if not self.measured else self.predicted / self.measured - 1
+
+
+def compare(times: Times, run: Path, *, first: int = FIRST) -> list[Line]:
+    """Predicted figures beside a run's.
+
+    Raises: ConfigError for a directory that is no run, or a run without enough steps; DataError for a damaged ledger.
+    """
+    rows = measured_rows(run)[first:]
+    if not rows:
+        raise ConfigError(
+            f"--compare {run}: fewer than {first + 1} trained steps; there is nothing to compare with yet"
+        )
+    steps = [int(row["step"]) for row in rows]
+    found = read_ledger(RunDir(run), steps[0], steps[-1])
+    mean = lambda key: statistics.mean(row[key] for row in rows if key in row)
+    lines = [
+        Line("step, s", times.step_s, mean("time/step")),
+        Line("trainer works, s", times.train_s, mean("trainer/step_s") - mean("trainer/wait_s")),
+        Line("trainer waits, s", times.trainer_wait_s, mean("trainer/wait_s")),
+        Line("update of the engines, s", times.load_s, mean("time/update_weights")),
+        Line("staleness, mean", times.staleness_mean, found.staleness_mean),
+        Line("staleness, 95 %", times.staleness_p95, found.staleness_p95),
+        Line("sampled tokens per step", times.sampled_tokens, found.sampled_tokens),
+        Line("tokens per second", times.tokens_per_s, found.sampled_tokens / mean("time/step")),
+    ]
+    return lines
+
+
+def measured_rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics of a run's steps.
+
+    Raises: ConfigError for a directory that is no run.
+    """
+    path = RunDir(run).path / "metrics" / "orchestrator.jsonl"
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        raise ConfigError(
+            f"{run}: no run of `rl`; a run directory has configs/run.json and metrics/"
+        ) from None
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that was killed
+        if "time/step" in row and "step" in row:
+            rows.append(row)
+    return rows
+
+
+def as_rows(lines: Sequence[Line]) -> list[list[str]]:
+    """Rows for a table."""
+    rows = [["", "predicted", "measured", "error"]]
+    for line in lines:
+        error = "" if line.error is None else f"{line.error:+.0%}"
+        rows.append([line.name, f"{line.predicted:.4g}", f"{line.measured:.4g}", error])
+    return rows

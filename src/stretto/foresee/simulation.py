@@ -1,0 +1,252 @@
+"""Runs the orchestrator for some steps under a virtual clock, against simulated engines and trainer.
+
+Draws, the buffer, the pipeline of groups, filters, packing, shipping, loading of versions and the ledger are the real
+code, unchanged (orchestrator/). Staleness is read from the ledger that it writes, as it is from a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import statistics
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from stretto.base.errors import StrettoError
+from stretto.base.paths import RunDir
+from stretto.config.root import OrchestratorConfig
+from stretto.config.sections.algorithm import GrpoAlgo
+from stretto.config.sections.curriculum import CurriculumSection
+from stretto.config.sections.deployment import RunSection
+from stretto.config.sections.hooks import HooksSection
+from stretto.config.sections.monitors import MonitorsSection
+from stretto.envs.base import RunInfo
+from stretto.foresee.clock import Cores, run_virtual
+from stretto.foresee.costs import Costs
+from stretto.foresee.hardware import num_cores
+from stretto.foresee.simulated import (
+    Orchestrator,
+    SimulatedEngine,
+    SimulatedStep,
+    SimulatedTrainer,
+    UnitRenderer,
+    build_env,
+)
+from stretto.foresee.workload import Workload
+from stretto.ledger.reader import LedgerReader
+from stretto.orchestrator.main import UserCode, Wires, build_loop, starting_point
+
+STEPS, UNITS = 12, 512
+"""Steps that are simulated by default; units that the longest rollout has."""
+MOST_TURNS = 8
+"""Turns of a simulated rollout on average: those of longer ones are merged."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a run's steps take. Seconds are means per step; shares are of the time of a step."""
+
+    step_s: float
+    train_s: float
+    publish_s: float
+    trainer_wait_s: float
+    load_s: float
+    read_s: float
+    """Engines that only read prompts are busy."""
+    write_s: float
+    """Engines that write are busy."""
+    engine_idle: float
+    trainer_idle: float
+    staleness_mean: float
+    staleness_p95: float
+    rollouts: int
+    sampled_tokens: float
+    """Per step."""
+    trained_tokens: float
+    """Per step, prompts included."""
+    dropped_groups: int
+    rollout_s_mean: float
+    rollout_s_p95: float
+    late_share: float
+    """Of the rollouts, those that take longer than rollout_timeout_s; the simulation lets them end."""
+    num_steps: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.sampled_tokens / self.step_s
+
+
+def simulate(costs: Costs, workload: Workload, *, steps: int = STEPS, seed: int = 0) -> Times:
+    """The times of a run with these costs and rollouts; the first steps, while the pipeline fills, do not count.
+
+    Raises: StrettoError as the orchestrator would, such as EngineError if every rollout takes too long.
+    """
+    level = costs.setup.cfg.orchestrator.max_async_level
+    first = min(level + 2, 6)
+    scale = max(1.0, costs.setup.cfg.seq_len / UNITS) if costs.setup.cfg.seq_len > 16_384 else 1.0
+    workload = workload.merged(MOST_TURNS)
+    loggers = logging.getLogger("stretto")
+    before = loggers.level
+    loggers.setLevel(logging.CRITICAL)
+    try:
+        with TemporaryDirectory(prefix="stretto-plan-") as directory:
+            cfg = _simulated_config(costs, Path(directory), steps + first, scale)
+            return run_virtual(_run(cfg, costs, workload, scale, first, seed))
+    finally:
+        loggers.setLevel(before)
+
+
+def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: float) -> OrchestratorConfig:
+    """The orchestrator's own config, in units, without what only a real run has."""
+    cfg = costs.setup.cfg.orchestrator_config()
+    sampling = cfg.train.sampling
+    limit = sampling.max_completion_tokens
+    units = None if limit is None else max(1, math.ceil(limit / scale))
+    plain = {"max_completion_tokens": units, "top_p": 1.0, "top_k": None, "min_p": 0.0}
+    train = cfg.train.model_copy(update={"sampling": sampling.model_copy(update=plain), "replay": None})
+    envs = [
+        env.model_copy(
+            update={
+                "algo": None, "curriculum": CurriculumSection(), "num_workers": None,
+                "sampling": type(env.sampling)(), "rollout_timeout_s": None,
+            }
+        )
+        for env in cfg.env
+    ]  # fmt: skip
+    return cfg.model_copy(
+        update={
+            "output_dir": directory, "run": RunSection(name="plan"), "resume": None, "max_steps": max_steps,
+            "seq_len": max(2, int(cfg.seq_len / scale)), "train": train, "env": envs, "eval": None, "filters": [],
+            "hooks": HooksSection(), "algo": GrpoAlgo(), "teacher": None, "monitors": MonitorsSection(),
+            "stall_timeout_s": 3600.0, "rollout_timeout_s": None,
+        }
+    )  # fmt: skip
+
+
+async def _run(
+    cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale: float, first: int, seed: int
+) -> Times:
+    cores = Cores(num_cores() if costs.setup.is_cpu else 1 if costs.setup.is_colocated else math.inf)
+    thread = Orchestrator(cores if costs.setup.is_cpu else Cores(1))
+    engine = SimulatedEngine(costs, workload, cores, thread, scale, seed)
+    assert cfg.max_steps is not None
+    trainer = SimulatedTrainer(
+        costs, cores, thread, max_steps=cfg.max_steps, ranks=cfg.num_train_workers, scale=scale
+    )
+    marks: list[tuple[float, float, float, float]] = []
+    async with AsyncExitStack() as stack:
+        stack.callback(engine.close)
+        wires = Wires(engine, trainer, trainer)  # type: ignore[arg-type]
+        envs: Any = [build_env(env.name or env.id, workload, scale, seed) for env in cfg.env]
+        code = UserCode(RunInfo(), envs, None, None, None)
+        loop = build_loop(cfg, wires, UnitRenderer(), starting_point(cfg), stack, code)  # type: ignore[arg-type]
+        watching = asyncio.create_task(_mark(trainer, engine, marks))
+        stack.callback(watching.cancel)
+        await loop.run()
+    limits = [
+        env.rollout_timeout_s or costs.setup.cfg.orchestrator.rollout_timeout_s
+        for env in costs.setup.cfg.orchestrator.env
+    ]
+    limit = min((each for each in limits if each is not None), default=math.inf)
+    return _times(
+        cfg, trainer.steps, marks, first, scale, sorted(d for env in envs for d in env.durations), limit
+    )
+
+
+async def _mark(
+    trainer: SimulatedTrainer, engine: SimulatedEngine, marks: list[tuple[float, float, float, float]]
+) -> None:
+    """Note how long engines were busy at the end of each step."""
+    while True:
+        await trainer.ended.wait()
+        trainer.ended.clear()
+        marks.append((engine.busy_s, engine.reading_s, engine.idle_now_s, engine.loading_s))
+
+
+def _times(
+    cfg: OrchestratorConfig,
+    steps: Sequence[SimulatedStep],
+    marks: Sequence[tuple[float, float, float, float]],
+    first: int,
+    scale: float,
+    durations: Sequence[float],
+    limit_s: float,
+) -> Times:
+    counted = steps[first:]
+    if not counted:
+        raise StrettoError("the simulated run ended before its first steps")
+    num = len(counted)
+    span = counted[-1].ended_at - steps[first - 1].ended_at
+    step_s = span / num
+    busy, reading, idle, loading = (
+        (after - before) / num for before, after in zip(marks[first - 1], marks[first - 1 + num])
+    )
+    found = read_ledger(cfg.run_dir, first + 1, first + num)
+    return Times(
+        step_s=step_s,
+        train_s=statistics.mean(step.train_s for step in counted),
+        publish_s=statistics.mean(step.publish_s for step in counted),
+        trainer_wait_s=statistics.mean(step.wait_s for step in counted),
+        load_s=loading,
+        read_s=reading,
+        write_s=busy,
+        engine_idle=min(max(idle / step_s, 0.0), 1.0),
+        trainer_idle=min(statistics.mean(step.wait_s for step in counted) / step_s, 1.0),
+        staleness_mean=found.staleness_mean,
+        staleness_p95=found.staleness_p95,
+        rollouts=found.rollouts,
+        sampled_tokens=found.sampled_tokens * scale,
+        trained_tokens=statistics.mean(step.tokens for step in counted),
+        dropped_groups=found.dropped_groups,
+        rollout_s_mean=statistics.mean(durations) if durations else 0.0,
+        rollout_s_p95=durations[int(0.95 * (len(durations) - 1))] if durations else 0.0,
+        late_share=sum(duration > limit_s for duration in durations) / max(len(durations), 1),
+        num_steps=num,
+    )
+
+
+# -- what a ledger says, of a simulated run and of a real one --
+
+
+@dataclass(frozen=True)
+class LedgerFigures:
+    """Figures of some steps of a run."""
+
+    staleness_mean: float
+    staleness_p95: float
+    rollouts: int
+    """Per step."""
+    sampled_tokens: float
+    """Per step."""
+    dropped_groups: int
+    failed_rollouts: int
+
+
+def read_ledger(run_dir: RunDir, first: int, last: int) -> LedgerFigures:
+    """Staleness, rollouts and tokens of the steps from first to last.
+
+    Raises: DataError if there is no ledger.
+    """
+    query = (
+        "SELECT step, group_id, min(first_version) AS version, count(*) AS rollouts, sum(num_sampled_tokens) AS tokens "
+        "FROM live_rollouts WHERE step BETWEEN ? AND ? GROUP BY step, group_id"
+    )
+    with LedgerReader(run_dir) as reader:
+        rows = reader.rows(query, first, last)
+        dropped = reader.drops_by_reason().get("stale", 0)
+        failed = reader.rollouts_by_status().get("failed", 0)
+    stale = sorted(row["step"] - 1 - row["version"] for row in rows if row["version"] is not None)
+    num = max(last - first + 1, 1)
+    return LedgerFigures(
+        staleness_mean=statistics.mean(stale) if stale else 0.0,
+        staleness_p95=float(stale[min(int(0.95 * len(stale)), len(stale) - 1)]) if stale else 0.0,
+        rollouts=round(sum(row["rollouts"] for row in rows) / num),
+        sampled_tokens=sum(row["tokens"] or 0 for row in rows) / num,
+        dropped_groups=dropped,
+        failed_rollouts=failed,
+    )

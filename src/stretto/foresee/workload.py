@@ -1,0 +1,190 @@
+"""What rollouts are like: lengths, turns, waits, and how many groups have signal. Given, or from an earlier run's
+ledger.
+
+A distribution is written as one number (always that), `MEDIAN:SIGMA` (log-normal), or comes as the values of a run.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.config.root import RLConfig
+from stretto.ledger.reader import LedgerReader
+
+MOST_VALUES = 4096
+"""Of a run's rollouts, so many are drawn from: the newest."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A distribution: log-normal around a median, or values that were seen."""
+
+    median: float = 0.0
+    sigma: float = 0.0
+    values: tuple[float, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str, name: str) -> Numbers:
+        """From `NUMBER` or `MEDIAN:SIGMA`.
+
+        Raises: ConfigError.
+        """
+        median, _, sigma = text.partition(":")
+        try:
+            found = cls(float(median), float(sigma or 0.0))
+        except ValueError:
+            found = cls(-1.0)
+        if not (found.median >= 0 and found.sigma >= 0 and math.isfinite(found.median + found.sigma)):
+            raise ConfigError(f"{name} {text!r}: give a number, or MEDIAN:SIGMA of a log-normal distribution")
+        return found
+
+    def draw(self, rng: random.Random) -> float:
+        """One value."""
+        if self.values:
+            return rng.choice(self.values)
+        return self.median * math.exp(rng.gauss(0.0, self.sigma)) if self.sigma else self.median
+
+    def times(self, factor: float) -> Numbers:
+        """The distribution of factor times its values."""
+        return Numbers(self.median * factor, self.sigma, tuple(value * factor for value in self.values))
+
+    @property
+    def mean(self) -> float:
+        if self.values:
+            return sum(self.values) / len(self.values)
+        return self.median * math.exp(self.sigma**2 / 2)
+
+    def __str__(self) -> str:
+        if self.values:
+            return f"{len(self.values)} values of a run, mean {self.mean:.4g}"
+        return f"{self.median:g}" + (f" (median), log-normal, sigma {self.sigma:g}" if self.sigma else "")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The rollouts of a run. Lengths are in tokens, waits in seconds."""
+
+    prompt_tokens: Numbers
+    """Of the first turn."""
+    reply_tokens: Numbers
+    """Of one turn."""
+    turns: Numbers = Numbers(1.0)
+    observation_tokens: Numbers = Numbers(0.0)
+    """What the environment adds between two turns."""
+    turn_wait_s: Numbers = Numbers(0.0)
+    """Of the environment between two turns."""
+    score_s: Numbers = Numbers(0.0)
+    """Of the environment before the reward is known."""
+    signal: float = 1.0
+    """Share of the groups whose rewards differ."""
+    source: str = "given"
+
+    @property
+    def is_single_turn(self) -> bool:
+        return self.turns == Numbers(1.0)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a whole rollout, about."""
+        replies = self.turns.mean * self.reply_tokens.mean
+        return self.prompt_tokens.mean + replies + (self.turns.mean - 1) * self.observation_tokens.mean
+
+    def merged(self, most_turns: int) -> Workload:
+        """The same with fewer, longer turns, where there are more than so many on average."""
+        factor = self.turns.mean / most_turns
+        if factor <= 1:
+            return self
+        longer = {
+            name: getattr(self, name).times(factor)
+            for name in ("reply_tokens", "observation_tokens", "turn_wait_s")
+        }
+        return replace(self, turns=self.turns.times(1 / factor), **longer)
+
+    def describe(self) -> list[str]:
+        """One line per distribution."""
+        lines = [
+            f"prompt tokens: {self.prompt_tokens}; reply tokens per turn: {self.reply_tokens} ({self.source})",
+            f"share of groups whose rewards differ: {self.signal:.2g}",
+        ]
+        if not self.is_single_turn:
+            lines.append(
+                f"turns: {self.turns}; tokens of the environment between turns: {self.observation_tokens}; its wait: "
+                f"{self.turn_wait_s} s"
+            )
+        if self.score_s.mean:
+            lines.append(f"seconds until a reward: {self.score_s}")
+        return lines
+
+
+def default_workload(cfg: RLConfig) -> Workload:
+    """What is assumed of a config alone: replies of half of what they may have, prompts of a quarter of the rest."""
+    limit = cfg.orchestrator.train.sampling.max_completion_tokens or cfg.seq_len // 2
+    limit = min(limit, cfg.seq_len - 1)
+    is_fixed = cfg.orchestrator.train.sampling.ignore_eos
+    reply = Numbers(float(limit)) if is_fixed else Numbers(limit / 2, 0.5)
+    prompt = max(16.0, min((cfg.seq_len - limit) / 4, 1024.0))
+    return Workload(Numbers(prompt), reply, source="assumed from the config; give it, or --from RUN")
+
+
+def with_given(workload: Workload, given: dict[str, str | None]) -> Workload:
+    """The workload with what the command line gives, by field.
+
+    Raises: ConfigError.
+    """
+    changes: dict[str, Any] = {}
+    for field, text in given.items():
+        if text is None:
+            continue
+        flag = "--" + field.replace("_", "-")
+        numbers = Numbers.parse(text, flag)
+        if field == "signal":
+            if not 0 < numbers.median <= 1:
+                raise ConfigError(f"{flag} {text}: a share above 0 and at most 1")
+            changes[field] = numbers.median
+        else:
+            changes[field] = numbers
+    return replace(workload, **changes, source="given") if changes else workload
+
+
+def workload_of_run(path: Path) -> Workload:
+    """The workload of a run, from its ledger.
+
+    Raises: DataError if there is no ledger; ConfigError if nothing was trained.
+    """
+    query = (
+        "SELECT num_turns, num_tokens, num_sampled_tokens, started_at, finished_at FROM rollouts WHERE status IN "
+        f"('finished', 'truncated') AND num_sampled_tokens > 0 ORDER BY row DESC LIMIT {MOST_VALUES}"
+    )
+    groups = (
+        "SELECT max(reward) - min(reward) AS spread FROM rollouts WHERE status IN ('finished', 'truncated') "
+        f"GROUP BY group_id ORDER BY group_id DESC LIMIT {MOST_VALUES}"
+    )
+    with LedgerReader(RunDir(path)) as reader:
+        rows = reader.rows(query)
+        spreads = [row["spread"] for row in reader.rows(groups) if row["spread"] is not None]
+    if not rows:
+        raise ConfigError(
+            f"{path}: its ledger has no finished rollout, so it says nothing about their lengths"
+        )
+    turns = tuple(float(row["num_turns"] or 1) for row in rows)
+    replies = tuple(row["num_sampled_tokens"] / (row["num_turns"] or 1) for row in rows)
+    others = [row["num_tokens"] - row["num_sampled_tokens"] for row in rows]
+    mean_turns = sum(turns) / len(turns)
+    # A ledger has no lengths by turn: the rest of a rollout's tokens is spread evenly over its turns.
+    parts = tuple(other / turn for other, turn in zip(others, turns))
+    is_single = all(turn == 1.0 for turn in turns)
+    signal = sum(spread > 0 for spread in spreads) / max(len(spreads), 1)
+    return Workload(
+        prompt_tokens=Numbers(values=parts),
+        reply_tokens=Numbers(values=replies),
+        turns=Numbers(1.0) if is_single else Numbers(values=turns),
+        observation_tokens=Numbers(0.0 if mean_turns == 1 else sum(parts) / len(parts)),
+        signal=max(signal, 0.02),
+        source=f"from {path}",
+    )

@@ -1,0 +1,79 @@
+"""The latest value of every metric, as text that Prometheus reads: `stretto_loss_mean{role="trainer"} 0.1`."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from stretto.base.paths import RunDir
+from stretto.config.sections.monitors import PrometheusSection
+
+ROLES = ("trainer", "sft", "orchestrator")
+"""Processes with metrics of a run; the orchestrator, which has the trainer beside it, takes the next port."""
+
+
+class PrometheusMonitor:
+    """A server in a thread; a process of another role has none."""
+
+    def __init__(self, section: PrometheusSection, role: str, run_name: str) -> None:
+        self._labels = f'role="{role}",run="{run_name}"'
+        self._values: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._server: ThreadingHTTPServer | None = None
+        if role in ROLES:
+            port = section.port + (role == "orchestrator")
+            self._server = ThreadingHTTPServer((section.host, port), self._handler())
+            self._server.daemon_threads = True
+            threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self._values |= {"step": step, **metrics}
+
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prometheus has numbers only."""
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def text(self) -> str:
+        """All values in Prometheus' text format."""
+        with self._lock:
+            values = dict(self._values)
+        return "".join(
+            f"{_metric_name(name)}{{{self._labels}}} {float(value)!r}\n" for name, value in values.items()
+        )
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        monitor = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                is_known = self.path in ("/metrics", "/health")
+                body = (monitor.text() if self.path == "/metrics" else "ok\n" if is_known else "").encode()
+                self.send_response(200 if is_known else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Requests are not logged: one comes every few seconds."""
+
+        return Handler
+
+
+def _metric_name(name: str) -> str:
+    return "stretto_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def build(
+    section: PrometheusSection, run_dir: RunDir, role: str, run_name: str, resumed_step: int | None
+) -> PrometheusMonitor:
+    """Build the monitor. Raises: OSError if the port is taken."""
+    return PrometheusMonitor(section, role, run_name)

@@ -1,0 +1,89 @@
+"""Stand-ins for the process that is missing when one half of a run is looked at alone (`orchestrator.debug`).
+
+rollouts    AbsentTrainer is the trainer: it does every step as soon as its batch is shipped, and changes nothing
+training    AbsentEngines are the engines: batches come from saved rollouts, and versions are loaded by nobody
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from stretto.records.control import Bye, Message, Register, StepDone, Stop, VersionReady
+from stretto.records.sample import TrainBatch
+from stretto.records.weights import WeightManifest
+from stretto.transports.control import Event
+
+
+class AbsentTrainer:
+    """Both wires to a trainer that trains nothing: a ControlServer and a Sender."""
+
+    def __init__(self, world_size: int, start: int, max_steps: int | None) -> None:
+        """start: the step after which the run continues; None of max_steps: until it is stopped."""
+        self._world_size, self._start, self._max_steps = world_size, start, max_steps
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._publish(start)
+
+    async def wait_registered(self) -> list[Register]:
+        """All ranks, which continue where the orchestrator does."""
+        resumed = self._start or None
+        return [
+            Register(rank=rank, world_size=self._world_size, resumed_step=resumed, version=self._start)
+            for rank in range(self._world_size)
+        ]
+
+    async def next_event(self) -> Event:
+        """The next message of a rank."""
+        return await self._events.get()
+
+    async def send(self, message: Message | Sequence[TrainBatch], **_: object) -> None:
+        """Take a message or a batch: a batch is a step that is done, and Stop the end."""
+        if isinstance(message, Stop):
+            self._end()
+        elif isinstance(message, Sequence):
+            step = message[0].step
+            self._emit(StepDone(step=step))
+            self._publish(step)
+            if step == self._max_steps:
+                self._end()
+
+    def _publish(self, version: int) -> None:
+        manifest = WeightManifest(
+            version=version, transport="none", location="", shards=(), tensors=(), checksum=0
+        )
+        self._emit(VersionReady(manifest=manifest))
+
+    def _end(self) -> None:
+        for rank in range(self._world_size):
+            self._events.put_nowait(Event(rank, Bye()))
+
+    def _emit(self, message: Message) -> None:
+        self._events.put_nowait(Event(0, message))
+
+
+class AbsentEngines:
+    """An engine client without engines."""
+
+    generation = 0
+    num_ready = 0
+
+    async def wait_ready(self, _: float) -> None:
+        """There is nothing to wait for."""
+
+    async def watch(self) -> None:
+        """Never ends, as the watch of engines."""
+        await asyncio.Event().wait()
+
+    async def update_weights(self, _: WeightManifest) -> None:
+        """Nobody loads a version."""
+
+    async def prompt_logprobs(self, *_: object) -> dict[str, object]:
+        """Nobody scores a canary."""
+        return {}
+
+    async def abort(self, _: Iterable[str] | None = None) -> None:
+        """Nothing runs."""
+
+    async def metrics(self) -> dict[str, float]:
+        """There are none."""
+        return {}

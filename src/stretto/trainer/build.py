@@ -1,0 +1,151 @@
+"""What a trainer process trains, as configured: policy, reference and critic, with the learners around them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from stretto.base.errors import ConfigError
+from stretto.chat.placeholders import PLACEHOLDER
+from stretto.chat.tokenizer import END_OF_TEXT, load_tokenizer
+from stretto.config.root import TrainerConfig
+from stretto.config.rules.checkpoints import check_quantize
+from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import CriticSection
+from stretto.models import hub
+from stretto.models.decoder import Decoder
+from stretto.models.fp8.checkpoint import BlockLayout
+from stretto.trainer.batch.token_export import TokenExport
+from stretto.trainer.critic import Critic, load_critic, with_value_head
+from stretto.trainer.learner import Learner, find_tokenizer, load_policy
+from stretto.trainer.parallel.mesh import Mesh, build_mesh, run_on_lead, training_device
+
+logger = logging.getLogger(__name__)
+
+
+def build_learner(cfg: TrainerConfig, tokenizer_dir: Path) -> Learner:
+    """The policy and its learner, as configured."""
+    tokens = find_tokens(tokenizer_dir)
+    policy, reference = load_policy(cfg.model, may_be_meta=True, **tokens), None
+    if (named := find_reference_model(cfg)) is not None:
+        path, name = named
+        other = {} if name is None else {"name": name, "scratch": None}
+        section = cfg.model.model_copy(update=other)
+        reference = load_policy(section, may_be_meta=True, **tokens).requires_grad_(False)
+        if reference.output_weight.shape[0] != policy.output_weight.shape[0]:
+            raise ConfigError(
+                f"{path} knows {reference.output_weight.shape[0]} tokens and the "
+                f"policy {policy.output_weight.shape[0]}; give a reference of the same family"
+            )
+    logger.info("%d parameters on %s", sum(p.numel() for p in policy.parameters()), training_device())
+    mesh = build_mesh(cfg.model, policy.config)
+    critic = None
+    if cfg.critic is not None and cfg.critic.placement is None:
+        critic = build_critic(cfg, cfg.critic, policy, tokens, mesh)
+    return Learner(
+        policy,
+        model=cfg.model,
+        optim=cfg.optim,
+        scheduler=cfg.scheduler,
+        max_steps=cfg.max_steps,
+        loss=cfg.loss,
+        reference=reference,
+        observe=_token_export(cfg, mesh) if cfg.enable_token_export else None,
+        enable_router_replay=cfg.enable_router_replay,
+        mesh=mesh,
+        critic=critic,
+        has_critic_elsewhere=cfg.critic is not None and critic is None,
+        frozen_steps=0 if cfg.critic is None else cfg.critic.num_critic_only_steps,
+    )
+
+
+def find_engine_layout(cfg: TrainerConfig) -> BlockLayout | None:
+    """Which weights the engines have in 8 bits; None if none.
+
+    Raises: ConfigError if weight_broadcast.quantize_in_weight_transfer says otherwise.
+    """
+    section = cfg.weight_broadcast
+    layout = None
+    if section.engine_model is not None:
+        layout = hub.load_layout(hub.find_model(section.engine_model, has_weights=False))
+    check_quantize(section.quantize_in_weight_transfer, section.engine_model, is_quantized=layout is not None)
+    if layout is not None:
+        logger.info("publishing %d weights in 8 bits, as %s", len(layout.names), section.engine_model)
+    return layout
+
+
+def find_reference_model(cfg: TrainerConfig) -> tuple[str, str | None] | None:
+    """The key that asks for a frozen reference and the model that it names; None if no key does."""
+    if (kl := cfg.loss.reference_kl) is not None:
+        return "trainer.loss.reference_kl.model", kl.model
+    if cfg.advantages is not None and cfg.advantages.kl_coef:
+        return "trainer.advantages.kl_model", cfg.advantages.kl_model
+    return None
+
+
+def build_critic(
+    cfg: TrainerConfig, section: CriticSection, policy: nn.Module, tokens: dict[str, Any], mesh: Mesh
+) -> Critic:
+    """The critic, from trainer.critic.load or from the model that the policy starts from.
+
+    Raises: ConfigError when the policy has impl = "hf", or the critic has another vocabulary.
+    """
+    if not isinstance(policy, Decoder):
+        raise ConfigError('[trainer.critic] needs impl = "custom"; model.impl = "hf" has no value output')
+    network = load_critic_network(cfg, section, tokens)
+    _check_vocabulary(*(m.model.embed_tokens.weight.shape[0] for m in (network, policy)))
+    return Critic(network, section=section, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh)
+
+
+def _unadapted(cfg: TrainerConfig) -> ModelSection:
+    return cfg.model.model_copy(update={"lora": None})
+
+
+def load_critic_network(cfg: TrainerConfig, section: CriticSection, tokens: dict[str, Any]) -> Decoder:
+    """The critic's network, from trainer.critic.load or from the model that the policy starts from."""
+    model = _unadapted(cfg)
+    if section.load is None and model.scratch is not None:
+        return with_value_head(load_policy(model, **tokens))
+    dtype = hub.dtype_of(model.dtype, training_device())
+    return load_critic(section.load or model.name, dtype=dtype, may_be_meta=True)
+
+
+def build_critic_alone(cfg: TrainerConfig) -> tuple[Critic, Path]:
+    """The critic on ranks of its own, and the tokenizer of its exports."""
+    assert cfg.critic is not None, "checked by the caller"
+    directory = Path(run_on_lead(lambda: str(find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)), str))
+    tokens = find_tokens(directory)
+    network = load_critic_network(cfg, cfg.critic, tokens)
+    own, policy = network.config.vocab_size, None
+    if cfg.model.scratch is None:
+        policy = hub.load_config(hub.find_model(cfg.model.name, has_weights=False)).vocab_size
+    _check_vocabulary(own, policy or own)
+    mesh = build_mesh(cfg.model, network.config)
+    return Critic(network, section=cfg.critic, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh), directory
+
+
+def _check_vocabulary(critic: int, policy: int) -> None:
+    if critic != policy:
+        raise ConfigError(
+            f"trainer.critic.load knows {critic} tokens and the policy {policy}; give a critic of its family"
+        )
+
+
+def find_tokens(tokenizer_dir: Path) -> dict[str, Any]:
+    """What a model made from scratch takes from the tokenizer."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "eos_token_id": list(tokenizer.eos_ids),
+        "pad_token_id": tokenizer.token_id(END_OF_TEXT),
+        "image_token_id": tokenizer.token_id(PLACEHOLDER),
+    }
+
+
+def _token_export(cfg: TrainerConfig, mesh: Mesh) -> TokenExport:
+    """An export of tokens, with one folder per data-parallel rank if there are several."""
+    folder = cfg.run_dir.trained_tokens
+    return TokenExport(folder if mesh.degrees.dp == 1 else folder / f"rank_{mesh.dp_rank}")

@@ -1,0 +1,66 @@
+"""The trainer's memory in a run with [colocate]: here while it trains and saves, away while engines sample.
+
+States: HERE <-> AWAY. AWAY before a published version is announced, HERE when a batch or a Stop has come; the
+orchestrator (orchestrator/turns.py) has put the engines to sleep by then. Put away are weights, optimizer state, the
+frozen reference and a critic on the same ranks; gradients are freed. Communicators of NCCL stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from stretto.models.native.put_away import PutAway
+from stretto.trainer.learner import Learner
+from stretto.trainer.network import Network
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerMemory:
+    """What a learner holds on its device; `is_moved` is False for one that keeps it at all times."""
+
+    def __init__(self, learner: Learner, *, is_moved: bool) -> None:
+        self._learner, self._is_moved = learner, is_moved
+        self._away = PutAway()
+
+    def put_away(self) -> None:
+        """Free the device for the engines."""
+        if not self._is_moved or self._away.is_away:
+            return
+        started = time.perf_counter()
+        for network in self._networks():
+            network.weights.zero_grad()
+        freed = self._away.put_away(self._tensors(), keeps=True)
+        logger.debug("put %d bytes away in %.3f s", freed, time.perf_counter() - started)
+
+    def bring_back(self) -> None:
+        """Take the memory again."""
+        if self._away.is_away:
+            started = time.perf_counter()
+            self._away.bring_back()
+            logger.debug("memory is back after %.3f s", time.perf_counter() - started)
+
+    def _networks(self) -> list[Network]:
+        critic = self._learner.critic
+        return [self._learner.network, *([] if critic is None else [critic.network])]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        modules: list[nn.Module | None] = [self._learner.reference, *(n.module for n in self._networks())]
+        for module in modules:
+            if module is not None:
+                yield from map(_local, (*module.parameters(), *module.buffers()))
+        for network in self._networks():
+            yield from map(_local, network.weights.parameters)
+            for state in network.optimizer.state.values():
+                yield from (_local(each) for each in state.values() if isinstance(each, Tensor))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that several have."""
+    part = getattr(tensor, "_local_tensor", tensor)
+    return part.detach() if isinstance(part, torch.Tensor) else tensor

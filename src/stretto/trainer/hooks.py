@@ -1,0 +1,240 @@
+"""[trainer.hooks]: a user's functions at three points of a training step, and two about its data, in vime's terms.
+
+    init(args)                                              once, when model and optimizer are built
+    before_log_prob(args, model, store_prefix)              before a pass that only computes log-probabilities
+    advantages(args, rollout_data)                          instead of what the config computes
+    data_postprocess(args, rollout_id, rollout_data)        when log-probabilities and advantages are known
+    before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)     before every update
+    tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, ...)              in every pass
+
+`rollout_data` has a list with one entry per sample of this rank for each name in `batch_as_lists`. What a function
+writes into advantages, returns, loss_masks, log_probs and rollout_log_probs is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.algorithms.losses import TokenStreams, UserCorrection
+from stretto.base.errors import ConfigError, EnvError
+from stretto.config.sections.trainer import TrainerHooksSection
+from stretto.records.sample import MicroBatch
+from stretto.vime.arguments import Arguments
+from stretto.vime.calls import TRAINER_HOOKS, Hook
+from stretto.vime.resolved import resolved
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from stretto.base.paths import RunDir
+
+SETTING = "trainer.hooks"
+ABOUT_DATA = ("advantages", "data_postprocess")
+"""Functions that get `rollout_data`."""
+WRITTEN = ("advantages", "returns", "log_probs", "rollout_log_probs")
+FIELDS = {
+    "advantages": "advantages",
+    "returns": "returns",
+    "log_probs": "old_logprobs",
+    "rollout_log_probs": "logprobs",
+    "values": "values",
+}
+"""Columns of rollout_data, and the field of a micro batch that they are."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What `before_train_step` gets as `opt_param_scheduler`."""
+
+    lr: float
+
+
+class TrainerHooks:
+    """The loaded functions of a section; one that is not named does nothing."""
+
+    def __init__(self, section: TrainerHooksSection, run_dir: RunDir | None = None) -> None:
+        """Import the functions.
+
+        Raises: ConfigError for one that does not exist or takes other arguments.
+        """
+        self._hooks = {
+            name: Hook.load(path, f"{SETTING}.{name}", count)
+            for name, count in TRAINER_HOOKS.items()
+            if (path := getattr(section, name)) is not None
+        }
+        self.args = Arguments(**_table(run_dir) | section.args) if self._hooks else None
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Does a function want the log-probabilities of the policy before the step?"""
+        return bool(self._hooks.keys() & {"before_log_prob", *ABOUT_DATA})
+
+    @property
+    def makes_advantages(self) -> bool:
+        return "advantages" in self._hooks
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function with `args` and these arguments, if it is named.
+
+        Raises: ConfigError with file and line for whatever it raises.
+        """
+        if (hook := self._hooks.get(name)) is None:
+            return
+        try:
+            hook.call_sync(self.args, *arguments)
+        except EnvError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def correction(self) -> UserCorrection | None:
+        """The off-policy correction, if one is named."""
+        return self._correct if "tis" in self._hooks else None
+
+    def _correct(
+        self, losses: Tensor, logprobs: Tensor, streams: TokenStreams
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Losses, weights and sums of the user's correction, which is given the trained tokens sample by sample.
+
+        Raises: ConfigError for whatever it raises, and for results that do not fit.
+        """
+        hook = self._hooks["tis"]
+        lengths = [count for count in streams.samples.lengths.tolist() if count]
+        split = lambda values: list(torch.split(values, lengths))
+        masks = split(torch.ones_like(logprobs))
+        try:
+            returned = hook.call_sync(
+                self.args,
+                pg_loss=losses,
+                train_log_probs=split(logprobs),
+                rollout_log_probs=split(streams.behavior_logprobs),
+                loss_masks=masks,
+                total_lengths=lengths,
+                response_lengths=lengths,
+            )
+        except EnvError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            corrected, new_masks, metrics = returned
+            factor = torch.cat([torch.as_tensor(each) for each in new_masks]).to(losses)
+            sums = {str(name): torch.as_tensor(value).detach().sum() for name, value in metrics.items()}
+        except (TypeError, ValueError, AttributeError, RuntimeError) as cause:
+            raise ConfigError(
+                f"{hook.where}: {cause}; return the losses, a list of masks per sample, and a dictionary of metrics"
+            ) from None
+        if corrected.shape != losses.shape or factor.shape != losses.shape or not corrected.requires_grad:
+            raise ConfigError(
+                f"{hook.where}: losses of shape {tuple(corrected.shape)} and masks of {tuple(factor.shape)} for "
+                f"{len(losses)} tokens; give one of each per token, with the losses' gradient"
+            )
+        return corrected, factor, sums
+
+    def process(self, rollout_id: int, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro batches after the functions about data.
+
+        Raises: ConfigError as `call`, and for columns that do not fit.
+        """
+        if not self._hooks.keys() & set(ABOUT_DATA):
+            return list(micro_batches)
+        data = batch_as_lists(micro_batches)
+        if self.makes_advantages:
+            data.pop("advantages", None)
+            self.call("advantages", data)
+            if "advantages" not in data:
+                raise ConfigError(f"{self._hooks['advantages'].where} set no rollout_data['advantages']")
+        self.call("data_postprocess", rollout_id, data)
+        where = " and ".join(self._hooks[name].where for name in ABOUT_DATA if name in self._hooks)
+        return batch_of_lists(micro_batches, data, where)
+
+
+def _table(run_dir: RunDir | None) -> dict[str, Any]:
+    path = None if run_dir is None else run_dir.config("run")
+    return resolved(json.loads(path.read_text()) if path is not None and path.exists() else {})
+
+
+def batch_as_lists(micro_batches: Sequence[MicroBatch]) -> dict[str, list[Any]]:
+    """Columns with one entry per sample: tokens, total_lengths, response_lengths, loss_masks, and log-probabilities,
+    advantages, returns and values of the response, as far as they are known. A response begins with its first trained
+    token."""
+    data: dict[str, list[Any]] = {
+        name: [] for name in ("tokens", "total_lengths", "response_lengths", "loss_masks")
+    }
+    data["sample_ids"] = []
+    for mb, document, start, stop, first in _samples(micro_batches):
+        data["sample_ids"].append(mb.sample_ids[document])
+        data["tokens"].append(torch.from_numpy(mb.token_ids[start:stop].astype(np.int64)))
+        data["total_lengths"].append(stop - start)
+        data["response_lengths"].append(stop - first)
+        data["loss_masks"].append(torch.from_numpy(mb.loss_mask[first:stop].astype(np.int32)))
+        for name, field in FIELDS.items():
+            if (stream := getattr(mb, field)) is not None:
+                values = np.nan_to_num(stream[first:stop]).astype(np.float32)
+                data.setdefault(name, []).append(torch.from_numpy(values.copy()))
+    return data
+
+
+def batch_of_lists(
+    micro_batches: Sequence[MicroBatch], data: dict[str, list[Any]], where: str
+) -> list[MicroBatch]:
+    """The micro batches with the columns that functions may write.
+
+    Raises: ConfigError for a column of another length, or one that is not finite.
+    """
+    samples = list(_samples(micro_batches))
+    columns = {name: data[name] for name in (*WRITTEN, "loss_masks") if name in data}
+    for name, column in columns.items():
+        if not isinstance(column, list | tuple):
+            raise ConfigError(
+                f"{where}: {name} is {type(column).__name__}, not a list with one entry per sample"
+            )
+        if len(column) != len(samples):
+            raise ConfigError(f"{where}: {name} has {len(column)} entries for {len(samples)} samples")
+    streams: dict[int, dict[str, np.ndarray]] = {id(mb): {} for mb in micro_batches}
+    for index, (mb, _, _, stop, first) in enumerate(samples):
+        for name, column in columns.items():
+            values = _numbers(column[index], stop - first, f"{where}: {name} of sample {index}")
+            field = "loss_mask" if name == "loss_masks" else FIELDS[name]
+            known = getattr(mb, field)
+            empty = np.zeros(len(mb.token_ids), np.float32) if known is None else known.copy()
+            target = streams[id(mb)].setdefault(field, empty)
+            if name == "loss_masks":
+                target[first:stop] &= values != 0
+            else:
+                target[first:stop] = np.where(mb.loss_mask[first:stop], values, 0.0)
+    return [msgspec.structs.replace(mb, **streams[id(mb)]) for mb in micro_batches]
+
+
+def _numbers(given: Any, count: int, what: str) -> Float[np.ndarray, " count"]:
+    """A function's numbers of one sample, float32.
+
+    Raises: ConfigError for anything but so many finite numbers.
+    """
+    rule = f"{what} must be {count} finite numbers, one per token of the response"
+    try:
+        values = torch.as_tensor(given).detach().cpu().numpy().astype(np.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{rule}, got {type(given).__name__}") from None
+    if values.shape != (count,):
+        raise ConfigError(f"{rule}, got shape {values.shape}")
+    if not np.isfinite(values).all():
+        raise ConfigError(f"{rule}, got {values[~np.isfinite(values)][0]}")
+    return values
+
+
+def _samples(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, int, int, int, int]]:
+    """Of every sample: micro batch, index in it, first token, the one after the last, and first of the response."""
+    for mb in micro_batches:
+        for document in range(mb.num_samples):
+            start, stop = int(mb.cu_seqlens[document]), int(mb.cu_seqlens[document + 1])
+            trained = np.flatnonzero(mb.loss_mask[start:stop])
+            yield mb, document, start, stop, start + int(trained[0]) if len(trained) else stop

@@ -1,0 +1,27 @@
+"""Sign SGD: every weight moves by lr in the direction of its gradient's sign.
+
+Source: signSGD, arXiv:1802.04434, algorithm 1. Differs: decoupled weight decay, as in AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+class SignSgd(torch.optim.Optimizer):
+    """No state: a resumed run needs none."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move every weight that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.sub_(parameter.grad.sign().mul_(group["lr"]))

@@ -1,0 +1,93 @@
+"""Predicted memory against what torch's allocator hands out for the same step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from foresee_rows import rows_of
+
+from stretto.config.load import build
+from stretto.config.root import RLConfig
+from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
+from stretto.foresee.memory import trainer_memory
+from stretto.foresee.setup import build_setup
+from stretto.models import hub
+from stretto.models.config import scratch_config
+from stretto.trainer.learner import Learner
+
+DENSE = ScratchSection(
+    hidden_size=128,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=4,
+    head_dim=32,
+    max_position_embeddings=4096,
+)
+MIXTURE = DENSE.model_copy(update={"family": "qwen3_moe", "num_layers": 3, "moe_intermediate_size": 128})
+VOCAB, TOKENS = 2048, 512
+
+
+def config_of(shape: ScratchSection, directory, settings) -> RLConfig:
+    (directory / "config.json").write_text(json.dumps(scratch_config(shape, VOCAB).hf))
+    values = {"model": {"name": str(directory), **settings}, "seq_len": TOKENS}
+    return build(RLConfig, values | {"orchestrator": {"env": [{"id": "sort-letters"}]}})
+
+
+def measured_peak(shape: ScratchSection, settings) -> float:
+    """Bytes over weights and optimizer state that a forward and a backward pass of one row take at most."""
+    section = ModelSection(**settings)
+    policy = hub.random_model(shape, VOCAB).to(hub.dtype_of(section.dtype, "cpu"))
+    learner = Learner(
+        policy, model=section, optim=AdamWOptim(lr=1e-4), scheduler=ConstantScheduler(), max_steps=None
+    )
+    rows = rows_of(TOKENS, TOKENS // 4, VOCAB)
+    learner.forward_backward(rows)
+    learner.optim_step()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        learner.forward_backward(rows)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize(
+    "shape, settings",
+    [
+        (DENSE, {}),
+        (DENSE, {"ac": {}}),
+        (DENSE, {"ac": {"mode": "selective", "targets": ["mlp"]}}),
+        (DENSE, {"fused_lm_head_token_chunk_size": 1024}),
+        (MIXTURE, {}),
+        (MIXTURE, {"ac": {}}),
+    ],
+)
+def test_peak_of_a_pass_is_the_allocators(shape, settings, tmp_path) -> None:
+    setup = build_setup(config_of(shape, tmp_path, settings))
+    memory = trainer_memory(setup, TOKENS, num_rows=1)
+    steady = ("before the first tensor", "weights", "float32 masters", "optimizer")
+    passes = [phase for phase in memory.phases if phase.name != "update"]
+    predicted = max(phase.total - sum(phase.parts.get(name, 0) for name in steady) for phase in passes)
+    assert predicted == pytest.approx(measured_peak(shape, settings), rel=0.1)
+
+
+def test_sharding_divides_what_a_rank_holds(tmp_path) -> None:
+    one = trainer_memory(build_setup(config_of(DENSE, tmp_path, {}), gpu="H100"), TOKENS)
+    config = config_of(DENSE, tmp_path, {})
+    four = config.model_copy(
+        update={"orchestrator": config.orchestrator.model_copy(update={"num_train_workers": 4})}
+    )
+    sharded = trainer_memory(build_setup(four, gpu="H100"), TOKENS)
+    held = ("optimizer", "gradients")
+    before, after = (
+        {name: phase.parts[name] for phase in memory.phases for name in held if name in phase.parts}
+        for memory in (one, sharded)
+    )
+    assert after["optimizer"] == pytest.approx(before["optimizer"] / 4)
+    assert after["gradients"] == pytest.approx(before["gradients"] / 4)

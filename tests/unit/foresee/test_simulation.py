@@ -1,0 +1,88 @@
+"""The simulated run: what it must say whatever the figures, and what follows from them by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from stretto.config.load import build
+from stretto.config.root import RLConfig
+from stretto.config.sections.model import ScratchSection
+from stretto.foresee.clock import Cores, run_virtual
+from stretto.foresee.compare import compare
+from stretto.foresee.costs import Costs, Measured, lookup
+from stretto.foresee.setup import build_setup
+from stretto.foresee.simulation import simulate
+from stretto.foresee.workload import Numbers, Workload
+from stretto.models.config import scratch_config
+
+MEASURED = Measured(
+    decode=((1, 0.001), (64, 0.001)), prefill_token_s=0.0, request_s=0.0, train=((1, 0.05), (1 << 20, 0.05)),
+    update_s=0.0, publish_s=0.0, load_s=0.0, rollout_s=0.0, turn_s=0.0, step_s=0.0,
+)  # fmt: skip
+"""A token takes a millisecond whatever the batch, a row 50 ms, and nothing else takes time."""
+
+
+def costs(tmp_path, **orchestrator) -> Costs:
+    (tmp_path / "config.json").write_text(json.dumps(scratch_config(ScratchSection(), 64).hf))
+    base = {"env": [{"id": "sort-letters"}], "batch_size": 16, "group_size": 4}
+    values = {"model": {"name": str(tmp_path)}, "seq_len": 512, "orchestrator": base | orchestrator}
+    return Costs(build_setup(build(RLConfig, values), gpu="H100"), measured=MEASURED)
+
+
+def test_a_synchronous_step_is_generation_then_training(tmp_path) -> None:
+    times = simulate(costs(tmp_path, max_async_level=0), Workload(Numbers(10), Numbers(20)), steps=6)
+    rows = 1
+    assert times.step_s == pytest.approx(0.02 + rows * 0.05, rel=0.02)
+    assert times.staleness_p95 == 0 and times.trainer_idle == pytest.approx(0.02 / 0.07, rel=0.05)
+    assert times.sampled_tokens == 16 * 20
+
+
+def test_an_asynchronous_step_is_the_longer_of_both(tmp_path) -> None:
+    times = simulate(costs(tmp_path, max_async_level=1), Workload(Numbers(10), Numbers(20)), steps=6)
+    assert times.step_s == pytest.approx(0.05, rel=0.02)
+    assert times.staleness_p95 == 1 and times.trainer_idle < 0.02 and times.engine_idle > 0.3
+
+
+def test_groups_without_signal_are_drawn_again(tmp_path) -> None:
+    workload = Workload(Numbers(10), Numbers(20), score_s=Numbers(0.2))
+    all_count = simulate(costs(tmp_path, max_async_level=0), workload, steps=6)
+    some = Workload(Numbers(10), Numbers(20), score_s=Numbers(0.2), signal=0.4)
+    assert simulate(costs(tmp_path, max_async_level=0), some, steps=6).step_s > 1.5 * all_count.step_s
+
+
+def test_turns_and_waits_add_up(tmp_path) -> None:
+    workload = Workload(
+        Numbers(10), Numbers(20), Numbers(3), Numbers(5), turn_wait_s=Numbers(0.1), score_s=Numbers(0.05)
+    )
+    times = simulate(costs(tmp_path, max_async_level=0), workload, steps=4)
+    assert times.rollout_s_mean == pytest.approx(3 * 0.02 + 2 * 0.1 + 0.05, rel=0.02)
+
+
+def test_processes_that_share_a_core_take_twice_as_long() -> None:
+    async def run() -> float:
+        cores = Cores(1)
+        await asyncio.gather(cores.work(1.0), cores.work(1.0))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(run()) == pytest.approx(2.0)
+
+
+def test_work_that_is_cut_short_says_how_much_was_done() -> None:
+    async def run() -> float:
+        job = Cores(1).start(4.0)
+        asyncio.get_running_loop().call_later(1.0, job.cut)
+        return await job.done
+
+    assert run_virtual(run()) == pytest.approx(0.25)
+
+
+def test_tables_are_linear_between_their_sizes() -> None:
+    assert [lookup(((1, 1.0), (3, 2.0), (5, 6.0)), size) for size in (0, 2, 4, 7)] == [1.0, 1.5, 4.0, 10.0]
+
+
+def test_a_directory_that_is_no_run_cannot_be_compared_with(tmp_path) -> None:
+    with pytest.raises(Exception, match="no run of `rl`"):
+        compare(None, tmp_path)

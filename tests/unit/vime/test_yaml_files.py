@@ -1,0 +1,187 @@
+"""The YAML files of vime's command line: what they set, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+from cases.vime import put_files, words_of
+
+from stretto.base.errors import ConfigError
+from stretto.launch.plan.plan import plan
+from stretto.vime.flags.command import read_command
+
+TWO = """
+vllm:
+  - name: policy
+    server_groups: [{worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2, overrides: {max_model_len: 1100}}]
+  - name: ref
+    model_path: /models/ref
+    update_weights: false
+    server_groups: [{num_gpus: 2, num_gpus_per_engine: 2, overrides: {enforce-eager: true}}]
+"""
+FLAGS = "--actor-num-gpus-per-node 2 --rollout-num-gpus {gpus}"
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    put_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+
+    def command(flag, text, *more, gpus=4):
+        (tmp_path / "file.yaml").write_text(textwrap.dedent(text))
+        file = "" if " " in flag else "file.yaml"
+        flags = f"{FLAGS.format(gpus=gpus)} {flag} {file} {' '.join(more)}"
+        return read_command(words_of(tmp_path, flags))[0]
+
+    return command
+
+
+def test_models_become_engines_of_the_policy_and_frozen_ones(read):
+    cfg = read("--vllm-config", TWO, gpus=6)
+    assert cfg.inference.parallel.tp == 2 and cfg.inference.deployment.num_replicas == 2
+    assert cfg.inference.max_model_len == 1100 and cfg.orchestrator.client.name == "policy"
+    ref = cfg.models["ref"]
+    assert (ref.model, ref.parallel.tp, ref.enforce_eager) == ("/models/ref", 2, True)
+    cfg = cfg.model_copy(update={"dry_run": True})
+    made = plan(cfg, cfg.run_dir)
+    devices = {spec.name: spec.devices for spec in made.processes}
+    assert devices["model_ref"] == ("6", "7") and devices["trainer_0"] == ("4",)
+    urls = made.config.orchestrator.frozen_models
+    assert list(urls) == ["ref"] and urls["ref"].base_url.startswith("http://127.0.0.1:")
+
+
+def test_placeholders_keep_gpus_free_and_prefill_has_decode_beside_it(read):
+    cfg = read("--vllm-config", """
+        vllm:
+          - name: actor
+            server_groups:
+              - {worker_type: prefill, num_gpus: 1}
+              - {worker_type: placeholder, num_gpus: 2}
+              - {worker_type: decode, num_gpus: 3}
+    """, gpus=6)  # fmt: skip
+    shape = cfg.inference.deployment
+    assert (shape.type, shape.num_prefill_replicas, shape.num_decode_replicas) == ("disaggregated", 1, 3)
+    assert cfg.inference_gpu_ids == [0, 3, 4, 5] and cfg.trainer_gpu_ids == [6, 7]
+
+
+def test_data_sets_have_what_differs_for_them(read):
+    cfg = read("--eval-config", """
+        eval:
+          defaults: {max_response_len: 99, top_p: 0.9}
+          datasets:
+            - {name: a, path: rows.jsonl, rm_type: f1, n_samples_per_eval_prompt: 2, temperature: 0.5}
+            - {name: b, path: rows.jsonl, max_response_len: 50, input_key: question, stop: null}
+    """, "--eval-interval 2")  # fmt: skip
+    first, second = cfg.orchestrator.eval.env
+    assert (first.name, first.group_size, first.sampling.temperature, first.args["reward"]) == (
+        "a",
+        2,
+        0.5,
+        "f1",
+    )
+    assert (first.sampling.max_completion_tokens, second.sampling.max_completion_tokens) == (99, 50)
+    assert (
+        second.args["input_key"] == "question"
+        and second.args["reward"] == "math"
+        and second.group_size is None
+    )
+
+
+def test_values_of_a_file_are_flags_or_reach_functions(read):
+    cfg = read("--custom-config-path", "lr: 1e-3\nuse-kl-loss: false\nmine: {a: 1}\n")
+    assert cfg.trainer.optim.lr == 1e-3 and cfg.orchestrator.env[0].args["hook_args"] == {"mine": {"a": 1}}
+    cfg = read("--megatron-config-path", """
+        megatron:
+          - {name: default, role: actor, overrides: {lr: 1e-6, weight-decay: 0.2}}
+          - {name: default, role: critic, args: {lr: "1e-5"}}
+    """, "--advantage-estimator ppo")  # fmt: skip
+    assert (cfg.trainer.optim.lr, cfg.trainer.optim.weight_decay, cfg.trainer.critic.lr) == (1e-6, 0.2, 1e-5)
+
+
+GROUP = "server_groups: [{num_gpus: 4}]"
+MISTAKES = {
+    "no such file": ("--vllm-config nowhere.yaml", None, "No such file or directory; give the path of a YAML file"),
+    "no YAML": ("--vllm-config", "vllm: [", "line 1: not YAML"),
+    "a list": ("--eval-config", "- a", "a table is needed, and the file holds list"),
+    "another key": ("--vllm-config", "sglang: []", "sglang: unknown key; known are vllm"),
+    "nothing in it": ("--vllm-config", "vllm: []", "`vllm:` must be a list with one table each"),
+    "no name": ("--vllm-config", f"vllm: [{{{GROUP}}}]", r"vllm[0]: name is missing"),
+    "two of a name": ("--vllm-config", f"vllm: [{{name: a, {GROUP}}}, {{name: a, {GROUP}}}]", "there are two of this"),
+    "a misspelt key": ("--vllm-config", "vllm: [{name: a, server_group: []}]", "did you mean server_groups?"),
+    "no groups": ("--vllm-config", "vllm: [{name: a}]", "server_groups must be a list of groups"),
+    "an unknown worker": ("--vllm-config", "vllm: [{name: a, server_groups: [{worker_type: x, num_gpus: 4}]}]",
+        "worker_type x: must be regular or prefill"),
+    "an encoder": ("--vllm-config", "vllm: [{name: a, server_groups: [{worker_type: encoder, num_gpus: 4}]}]",
+        "pictures are read by the engines themselves"),
+    "GPUs in words": ("--vllm-config", "vllm: [{name: a, server_groups: [{num_gpus: four}]}]", "must be an integer"),
+    "no whole engines": ("--vllm-config", "vllm: [{name: a, server_groups: [{num_gpus: 4, num_gpus_per_engine: 3}]}]",
+        "4 GPUs are no whole number of engines of 3"),
+    "prefill alone": ("--vllm-config", "vllm: [{name: a, server_groups: [{worker_type: prefill, num_gpus: 4}]}]",
+        "prefill engines need decode engines"),
+    "both ways": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{num_gpus: 2}, {worker_type: decode, num_gpus: 2}]}]",
+        "regular engines beside prefill or decode"),
+    "groups that differ": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{num_gpus: 2}, {num_gpus: 2, num_gpus_per_engine: 2}]}]",
+        "its groups differ in num_gpus_per_engine, 1 and 2"),
+    "what a group sets": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{num_gpus: 4, overrides: {tensor-parallel-size: 2}}]}]",
+        "overrides.tensor_parallel_size is not yours to set: it is num_gpus_per_engine"),
+    "an option that vLLM has not": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{num_gpus: 4, overrides: {enforce_eagre: true}}]}]", "enforce_eagre"),
+    "two that are updated": ("--vllm-config",
+        f"vllm: [{{name: a, {GROUP}}}, {{name: b, {GROUP}}}]", "a and b are updated, and one is trained"),
+    "none that is updated": ("--vllm-config",
+        f"vllm: [{{name: a, update_weights: false, {GROUP}}}]", "no model is updated, and one is trained"),
+    "another path that is updated": ("--vllm-config",
+        f"vllm: [{{name: a, model_path: /x, update_weights: true, {GROUP}}}]", "the updated model is --hf-checkpoint"),
+    "other GPUs than the flag": ("--vllm-config", "vllm: [{name: a, server_groups: [{num_gpus: 6}]}]",
+        "its groups take 6 GPUs, and --rollout-num-gpus 4"),
+    "placeholders only": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{worker_type: placeholder, num_gpus: 4}]}]", "has placeholders only"),
+    "both name prefill": ("--vllm-config", f"vllm: [{{name: a, {GROUP}}}]",
+        "both say which engines read prompts", "--prefill-num-servers 1"),
+    "a role of nobody": ("--megatron-config-path", "megatron: [{name: a, role: judge}]", "role (actor or critic)"),
+    "a role twice": ("--megatron-config-path",
+        "megatron: [{name: a, role: actor}, {name: b, role: actor}]", "there are two entries for the actor"),
+    "nodes in the file": ("--megatron-config-path",
+        "megatron: [{name: a, role: critic, overrides: {num_nodes: 2}}]", "num_nodes is a flag: --critic-num-nodes"),
+    "a flag of nobody": ("--megatron-config-path",
+        "megatron: [{name: a, role: actor, overrides: {lrr: 1}}]", "--lrr: unknown flag; did you mean --lr?"),
+    "only the actor's": ("--megatron-config-path",
+        "megatron: [{name: a, role: critic, overrides: {clip_grad: 2}}]", "the critic has settings of its own for lr"),
+    "typed and in the file": ("--megatron-config-path",
+        "megatron: [{name: a, role: actor, overrides: {lr: 1e-5}}]",
+        "--lr 1e-6 and lr: 1e-5 of file.yaml: different values", "--lr 1e-6"),
+    "no number": ("--custom-config-path", "lr: fast", "lr: fast of file.yaml: --lr fast: a number is needed"),
+    "no switch": ("--custom-config-path", "use_tis: 3", "--use-tis 3: true or false is needed"),
+    "a flag that is refused": ("--custom-config-path", "fp16: true", "fp16: True of file.yaml: float16 overflows"),
+    "no data sets": ("--eval-config", "eval: {defaults: {}}", "eval.datasets must be a list", "--eval-interval 2"),
+    "a data set without a path": ("--eval-config", "eval: {datasets: [{name: a}]}", "path is missing",
+        "--eval-interval 2"),
+    "an unknown default": ("--eval-config", "eval: {defaults: {max_len: 3}, datasets: [{name: a, path: b}]}",
+        "max_len: unknown key", "--eval-interval 2"),
+    "two data sets of a name": ("--eval-config",
+        "eval: {datasets: [{name: a, path: b}, {name: a, path: c}]}", "two data sets a", "--eval-interval 2"),
+    "what nothing honours": ("--eval-config", "eval: {datasets: [{name: a, path: b, min_new_tokens: 4}]}",
+        "min_new_tokens: replies end", "--eval-interval 2"),
+    "both rewards": ("--eval-config", "eval: {datasets: [{name: a, path: b, rm_type: f1, custom_rm_path: c.d}]}",
+        "rm_type and custom_rm_path both reward", "--eval-interval 2"),
+    "evals that never come": ("--eval-config", "eval: {datasets: [{name: a, path: b}]}", "--eval-prompt-data",
+        "--eval-interval 2 --eval-prompt-data a rows.jsonl"),
+}  # fmt: skip
+"""By name: flag, file, what is said, further flags."""
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_file_is_told_with_flag_and_place(read, name):
+    flag, text, message, *more = MISTAKES[name]
+    with pytest.raises(ConfigError) as caught:
+        read(flag, text or "", *more)
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) < 4
+
+
+def test_there_are_forty_mistakes():
+    assert len(MISTAKES) >= 40
