@@ -53,6 +53,16 @@ if hypothesis is not None:
 
 
 @pytest.fixture(autouse=True)
+def the_environment_is_each_tests_own():
+    """A verb that runs within a test sets variables for its processes, which would change what the next test does."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def log_handlers_end_with_their_test():
     """A handler that writes to the captured output of a test would fail in the next one."""
     root = logging.getLogger()
