@@ -12,7 +12,7 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
@@ -71,7 +71,7 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
 
     Raises: ConfigError listing every problem, each with its file and line or its flag.
     """
-    if cls in PARTS and _names_whole_run(arguments):
+    if cls in PARTS and names_whole_run(arguments):
         process = RUN_TABLES[list(PARTS).index(cls)]
         return PARTS[cls](
             _load(Draft(RLConfig, is_resolved=is_supervised(), process=process), arguments, verb)
@@ -101,8 +101,9 @@ def _load(draft: Draft, arguments: list[str], verb: str) -> Any:
     return root
 
 
-def _names_whole_run(arguments: list[str]) -> bool:
-    files = [each for each in parse_arguments(RLConfig, arguments) if isinstance(each, FileArgument)]
+def names_whole_run(arguments: Sequence[str]) -> bool:
+    """Whether a file among the words after a verb is that of a whole run."""
+    files = [each for each in parse_arguments(RLConfig, list(arguments)) if isinstance(each, FileArgument)]
     found = [read_file(file.path) for file in files if not file.prefix]
     return any(table in each[0] for each in found if not isinstance(each, str) for table in RUN_TABLES)
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from stretto.base import rundir
 from stretto.base.errors import ConfigError, StrettoError
-from stretto.config.load import load
+from stretto.config.load import load, names_whole_run
 from stretto.config.model_file import read_model_file
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import ModelSection
@@ -54,6 +54,8 @@ def load_config(words: Sequence[str]) -> tuple[str, Config]:
         try:
             return verb, load(root, list(words), verb=verb)
         except ConfigError as error:
+            if verb == "rl" and names_whole_run(words):
+                raise  # `inference` would take its part of the file, and judge that alone
             errors[verb] = error
     raise errors[_likeliest(errors)]
 

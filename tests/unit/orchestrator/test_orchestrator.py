@@ -7,7 +7,6 @@ import random
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from fakes import EchoEnv, FakeEngine, FakeTrainer, parrot
@@ -322,9 +321,15 @@ def test_a_task_that_cannot_be_made_ends_the_run_with_one_message(tmp_path):
 
 
 def test_tasks_are_begun_at_even_distances(tmp_path):
-    """Sleep is never shorter than it is told, so that a lower bound holds on any machine."""
     cfg = config(tmp_path, batch_size=8, group_size=2, max_steps=1, tasks_per_minute=1200)
-    began = time.monotonic()
-    train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=1))
-    num_waits = 3  # four groups make the batch, and the first waits for nothing
-    assert time.monotonic() - began >= num_waits * 60 / 1200
+    asked_at = []
+
+    def delay(request):
+        asked_at.append(asyncio.get_running_loop().time())
+        return 0.0
+
+    train(cfg, FakeEngine(parrot(0.5), delay=delay), FakeTrainer(max_steps=1))
+    turns = sorted({round(at, 6) for at in asked_at})
+    assert len(turns) >= 4  # the groups of the batch
+    distances = [after - before for before, after in itertools.pairwise(turns)]
+    assert distances == pytest.approx([60 / 1200] * len(distances), abs=1e-4)
