@@ -1,4 +1,4 @@
-"""LoRA adapters in the embedded engine: what they cost a batch, and how large an update of one is.
+"""LoRA adapters in the embedded engine: what they cost per batch, and how large an update of one is.
 
     python benchmarks/adapters.py [--quick]
 

@@ -6,7 +6,7 @@ from stretto.envs.bundled.sort_letters import SortLetters
 
 
 class ShownLetters(SortLetters):
-    """Of `shown` in ten solved rows a system message tells the answer, so that a model learns to copy it."""
+    """Tells the answer in a system message, in `shown` of ten solved rows, so that a model learns to copy it."""
 
     def __init__(self, num_letters: int = 4, shown: int = 8) -> None:
         super().__init__(num_letters=num_letters)

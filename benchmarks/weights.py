@@ -100,7 +100,7 @@ class Work:
         self._answer.register(engine.stdout, selectors.EVENT_READ)
 
     def until_answer(self) -> float:
-        """Products a second until the engine answers."""
+        """Products per second until the engine answers."""
         started, count = time.perf_counter(), 0
         while not self._answer.select(0):
             torch.mm(self._a, self._a, out=self._out)
@@ -108,7 +108,7 @@ class Work:
         return count / (time.perf_counter() - started)
 
     def alone(self, duration_s: float) -> float:
-        """Products a second for so long, while nothing is sent."""
+        """Products per second for so long, while nothing is sent."""
         started, count = time.perf_counter(), 0
         while time.perf_counter() - started < duration_s:
             self._answer.select(0)

@@ -108,7 +108,7 @@ def build_vision_policy(case: str, seed: int = 0) -> Decoder:
 def logprobs_alone(
     policy: Decoder, ids: np.ndarray, images: Sequence[Image], image_token_id: int = IMAGE
 ) -> np.ndarray:
-    """Of every token but the first, by the model without learner, engine, packing and sharing."""
+    """Logprob of every token but the first, by the model without learner, engine, packing and sharing."""
     tokens = torch.from_numpy(ids).long()
     layout = PackedLayout((0, len(ids)), tokens.device)
     batch = None

@@ -42,7 +42,7 @@ PROGRAMS = ("ip", "nsenter", "unshare", "mount", "hostname")
 DEADLINE_S = 840.0
 STEPS = 3
 BYTES_PER_TOKEN = 2 * 2 * 32 * 4
-"""Of the cache: layers, keys and values, dimensions of the one head, float32."""
+"""In the cache: layers, keys and values, dimensions of the one head, float32."""
 KEY = "a-key-that-was-made-up"
 PROMPT = np.random.default_rng(0).integers(10, 110, 300).astype(np.int32)
 

@@ -22,7 +22,7 @@ NUM_STEPS = 60
 ATTACKED = range(15, 45)
 """Steps in which strangers are there."""
 MAX_GROWTH_BYTES = 96 << 20
-"""Of one process during the attack; the same run alone grows by less than half of that."""
+"""Most that one process grows during the attack; the same run alone grows by less than half of that."""
 
 
 def processes_of(nodes: list[subprocess.Popen[str]]) -> list[psutil.Process]:

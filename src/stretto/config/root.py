@@ -185,7 +185,7 @@ class RLConfig(RunKeys, RunRoot):
 
     @property
     def critic_placement(self) -> CriticPlacement | None:
-        """Of a critic on ranks of its own; None if the trainer's ranks have it, or there is none."""
+        """Where a critic on ranks of its own runs; None if the trainer's ranks have it, or there is none."""
         return None if self.trainer.critic is None else self.trainer.critic.placement
 
     @property

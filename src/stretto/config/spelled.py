@@ -95,8 +95,8 @@ def markdown() -> str:
     found = list(entries())
     count = {state: sum(entry.state is state for _, entry in found) for state in State}
     counts = (
-        f"Of {len(found)} keys {count[State.SAME]} are the same, {count[State.MOVED]} have another name or place, "
-        f"{count[State.IDLE]} are accepted and decide nothing here, and {count[State.REFUSED]} are refused."
+        f"There are {len(found)} keys: {count[State.SAME]} are the same, {count[State.MOVED]} have another name or "
+        f"place, {count[State.IDLE]} are accepted and decide nothing here, and {count[State.REFUSED]} are refused."
     )
     parts = {
         "@COUNTS@": counts,

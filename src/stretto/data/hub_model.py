@@ -261,7 +261,7 @@ def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
     """
     from huggingface_hub import errors
 
-    # Of the HTTP library, which differs between versions; it is the base of errors of a connection.
+    # The HTTP library differs between versions; its error is the base of errors of a connection.
     http_errors: tuple[type[Exception], ...] = (*errors.HfHubHTTPError.__bases__, OSError, RuntimeError)
     try:
         yield

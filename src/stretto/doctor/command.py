@@ -44,7 +44,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         usage="stretto doctor [CONFIG.toml | @ CONFIG.toml ...] [--KEY VALUE ...] [--json] [--wait S]\n"
         "       stretto doctor --listen [HOST:PORT]      on one host\n"
         "       stretto doctor --peer HOST[:PORT]        on another",
-        description="Look at this machine, and at what a config needs of it. Of a config over several hosts: start "
+        description="Look at this machine, and at what a config needs of it. If a config names several hosts, start "
         "the same command on each; the first one prints what all have found.",
         allow_abbrev=False,
     )

@@ -37,7 +37,7 @@ ROOTS: dict[str, type[Config]] = {
     "eval": EvalConfig,
 }
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint of full training: weights and both moments of AdamW in float32."""
+"""A checkpoint of full training has weights and both moments of AdamW in float32."""
 BYTES_PER_EXPORTED = 2
 CONNECT_TIMEOUT_S = 3.0
 

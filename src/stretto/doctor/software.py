@@ -1,7 +1,7 @@
 """Packages: torch with its CUDA and NCCL, vLLM and our plugins of it, trackers, a C compiler.
 
 torch is imported in a process of its own, because a broken installation may crash there, and because it takes seconds.
-Of all others only the metadata is read.
+All others are known by their metadata only.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.models.shape import ModelConfig
 
 INDEX_BYTES = 4.0
-"""Of one chosen key of one query (parts/key_choice.py)."""
+"""Size of the index of one chosen key of one query (parts/key_choice.py)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BlockActivations:
     transient: float
     """Gradients of activations at the widest place of its backward pass."""
     width: float
-    """Of the residual stream: what is kept of a block that is computed again."""
+    """Width of the residual stream: what is kept of a block that is computed again."""
 
     @property
     def all(self) -> float:

@@ -38,21 +38,21 @@ class Measured:
     """Seconds measured on one machine for one model; None: computed."""
 
     decode: Table | None = None
-    """Of one step of the engine, by sequences."""
+    """One step of the engine, by sequences."""
     prefill_token_s: float | None = None
     request_s: float | None = None
-    """Of the engine, per request: its HTTP server, its prompt, its reply."""
+    """The engine's time per request: its HTTP server, its prompt, its reply."""
     train: Table | None = None
     """Forward and backward pass of one row, by tokens."""
     update_s: float | None = None
     publish_s: float | None = None
     load_s: float | None = None
     rollout_s: float | None = None
-    """Of the orchestrator, per rollout, from draw to batch."""
+    """The orchestrator's time per rollout, from draw to batch."""
     turn_s: float | None = None
-    """Of the orchestrator, per turn of a rollout of several."""
+    """The orchestrator's time per turn of a rollout of several."""
     step_s: float | None = None
-    """Of orchestrator and trainer per step, whatever its size: messages, ledger, metrics."""
+    """Orchestrator's and trainer's time per step, whatever its size: messages, ledger, metrics."""
 
     @classmethod
     def read(cls, path: Path) -> Measured:
@@ -267,7 +267,7 @@ class Costs:
 
     @property
     def rollout_s(self) -> float:
-        """Of the orchestrator's one thread."""
+        """Time of the orchestrator's one thread."""
         return 1.5e-4 if self.measured.rollout_s is None else self.measured.rollout_s
 
     @property

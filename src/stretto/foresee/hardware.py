@@ -27,7 +27,7 @@ class Hardware:
     name: str
     memory_bytes: float
     bandwidth: float
-    """Of its memory, bytes per second."""
+    """To its own memory, bytes per second."""
     flops: dict[str, float]
     """Peak of matrix products, operations per second, by type: float32, bfloat16, float8."""
     link_bandwidth: float
@@ -58,19 +58,19 @@ class Reached:
     """Shares of the peaks that programs reach; assumptions, which `describe` lists."""
 
     training: float = 0.40
-    """Of the peak of products, in forward and backward passes."""
+    """Share of the peak of products, in forward and backward passes."""
     training_fp8: float = 0.25
-    """The same of the 8-bit peak: rounding, and what stays in 16 bits, take more of the time."""
+    """Share of the 8-bit peak there: rounding, and what stays in 16 bits, take more of the time."""
     prefill: float = 0.45
-    """Of the peak, while prompts are read."""
+    """Share of the peak of products, while prompts are read."""
     attention: float = 0.35
-    """Of the 16-bit peak, in attention over long rows."""
+    """Share of the 16-bit peak, in attention over long rows."""
     bandwidth: float = 0.65
-    """Of the memory's bandwidth, while tokens are written."""
+    """Share of the memory's bandwidth, while tokens are written."""
     links: float = 0.70
-    """Of links and networks."""
+    """Share of the bandwidth of links and networks."""
     experts: float = 0.60
-    """Of the rate of training, where tokens travel to experts on other devices."""
+    """Share of the rate of training, where tokens travel to experts on other devices."""
 
     def describe(self) -> list[str]:
         """One line per assumption."""

@@ -20,7 +20,7 @@ from stretto.models.shape import ModelConfig
 MAX_SAVED_LOGITS = 1 << 21
 """As models/lm_head.py: up to this many logits are kept for the backward pass."""
 OFFLOAD_BUCKET_BYTES = 256 * 2.0**20
-"""Of optimizer state on its way through the GPU (trainer/optim/offload.py)."""
+"""Optimizer state on its way through the GPU at once (trainer/optim/offload.py)."""
 CPU_CACHE_TOKENS = 65_536
 """As inference/embedded/core.py: the most that a cache on a CPU holds by default."""
 
@@ -159,7 +159,7 @@ def _trained(setup: Setup) -> tuple[float, float]:
 
 
 def _adapter_weights(cfg: ModelConfig, rank: int) -> float:
-    """Of low-rank matrices beside all projections of all blocks, experts included."""
+    """Number of weights of low-rank matrices beside all projections of all blocks, experts included."""
     q, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     attention = 4 * cfg.hidden_size + 2 * q + 2 * kv
     found = 0.0

@@ -31,9 +31,9 @@ class Proposal:
     step_s: float
     staleness_p95: float
     gain: float
-    """Of the step's time, as a share."""
+    """Share of the step's time that it saves."""
     peak_bytes: float
-    """Of a trainer's rank."""
+    """Peak memory of a trainer's rank."""
 
     @property
     def text(self) -> str:

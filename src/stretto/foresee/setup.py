@@ -33,13 +33,13 @@ class EngineSetup:
     role: Role
     count: int
     devices: int
-    """Of each engine."""
+    """Devices per engine."""
     tp: int
     experts_over: int
     """Devices that share the experts of an engine."""
     kind: Literal["embedded", "vllm"]
     dtype: str
-    """Of its products: float32, bfloat16 or float8."""
+    """Type of its products: float32, bfloat16 or float8."""
     cache_dtype: str
     section: InferenceSection
 
@@ -63,7 +63,7 @@ class Setup:
     degrees: Degrees
     engines: tuple[EngineSetup, ...]
     train_dtype: str
-    """Of forward and backward passes."""
+    """Type of forward and backward passes: float32, bfloat16 or float8."""
     is_colocated: bool
     """Trainer and engines share their devices."""
     notes: tuple[str, ...]

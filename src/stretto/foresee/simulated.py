@@ -426,7 +426,7 @@ class Tasks:
     seed: int = 0
     rng: random.Random = field(default_factory=random.Random)
     durations: list[float] = field(default_factory=list)
-    """Of finished rollouts, seconds."""
+    """How long each finished rollout took, seconds."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(f"{self.seed}/{self.name}")

@@ -73,7 +73,7 @@ class Times:
     rollout_s_mean: float
     rollout_s_p95: float
     late_share: float
-    """Of the rollouts, those that take longer than rollout_timeout_s; the simulation lets them end."""
+    """Share of the rollouts that take longer than rollout_timeout_s; the simulation lets them end."""
     num_steps: int
 
     @property

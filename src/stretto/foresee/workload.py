@@ -18,7 +18,7 @@ from stretto.config.root import RLConfig
 from stretto.ledger.reader import LedgerReader
 
 MOST_VALUES = 4096
-"""Of a run's rollouts, so many are drawn from: the newest."""
+"""Lengths are drawn from so many rollouts of a run: the newest."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class Workload:
     """The rollouts of a run. Lengths are in tokens, waits in seconds."""
 
     prompt_tokens: Numbers
-    """Of the first turn."""
+    """Prompt of the first turn."""
     reply_tokens: Numbers
-    """Of one turn."""
+    """Reply of one turn."""
     turns: Numbers = Numbers(1.0)
     observation_tokens: Numbers = Numbers(0.0)
     """What the environment adds between two turns."""
     turn_wait_s: Numbers = Numbers(0.0)
-    """Of the environment between two turns."""
+    """How long the environment takes between two turns."""
     score_s: Numbers = Numbers(0.0)
-    """Of the environment before the reward is known."""
+    """How long the environment takes to score a rollout."""
     signal: float = 1.0
     """Share of the groups whose rewards differ."""
     source: str = "given"

@@ -1,7 +1,7 @@
 """`stretto stacks RUN`: what every process of a run is doing now, also when it hangs.
 
 Our own processes answer SIGUSR1 with the stacks of all threads in their log (base/log.py): the handler is in C and
-needs no interpreter that moves. Of others, such as those of vLLM or of an environment, py-spy reads the stacks from
+does not need a running interpreter. py-spy reads the stacks of others, such as those of vLLM or of an environment, from
 outside if it is installed and allowed to; else the kernel says what they wait for. A process that does not handle
 the signal never gets it: it would end.
 """

@@ -75,7 +75,7 @@ class PackedLayout:
     device: torch.device
     parents: tuple[int, ...] | None = None
     image_positions: Int[Tensor, "3 tokens"] | None = None
-    """Of a row with images (parts/image_positions.py); None: tokens are rotated by `position_ids`."""
+    """Positions in a row with images (parts/image_positions.py); None: tokens are rotated by `position_ids`."""
 
     @property
     def rotations(self) -> Int[Tensor, "*axes tokens"]:

@@ -28,13 +28,13 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     is_truncated: bool = True
-    """Of yarn: the bounds of its ramp are whole dims."""
+    """The bounds of yarn's ramp are whole dims."""
     fraction: float = 1.0
     """Share of the dims of a head that is rotated; the others are left as they are."""
     is_interleaved: bool = False
     """True: pairs of neighbours are rotated, False: dim i with dim i + half."""
     sections: tuple[int, ...] = ()
-    """Of models with images: how many of the pairs turn by time, by height and by width. Every third pair, beginning
+    """How many of the pairs turn by time, by height and by width, in models with images. Every third pair, beginning
     with the second and third, is one of height and width until there are as many; all others turn by time."""
 
 

@@ -131,8 +131,8 @@ mismatch_kl/max | nats | The largest value of one token. | Single large values a
 mismatch_kl/<env>/mean | nats per token | The same per environment, if there are several.
 is_masked/mean | 0 to 1 | Tokens whose gradient the loss's bounds removed. | Above 0.2 steps are too large or
     data too old.
-is_masked_low/mean | 0 to 1 | Of these, the tokens that became too unlikely.
-is_masked_high/mean | 0 to 1 | Of these, the tokens that became too likely.
+is_masked_low/mean | 0 to 1 | The part of them that became too unlikely.
+is_masked_high/mean | 0 to 1 | The part of them that became too likely.
 reference_kl/mean | nats per token | Distance to the reference model, if there is one. | Grows as the policy
     leaves where it began.
 teacher_kl/mean | nats per token | Distance to the teacher on sampled tokens (`opd`, `opsd`). | Should fall.
@@ -239,7 +239,7 @@ prefix_cache_hits_total | tokens | Prompt tokens found there. | Near the queries
     a prompt.
 num_preemptions_total | requests | Requests put aside for lack of cache.
 prompt_tokens_total | tokens | Tokens of prompts.
-prompt_tokens_cached_total | tokens | Of these, tokens that were not computed again.
+prompt_tokens_cached_total | tokens | The part of them that was not computed again.
 generation_tokens_total | tokens | Sampled tokens.
 weight_updates_total | updates | Versions loaded.
 weight_update_seconds_total | s | Time spent loading them.

@@ -232,7 +232,7 @@ def _numbers(given: Any, count: int, what: str) -> Float[np.ndarray, " count"]:
 
 
 def _samples(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, int, int, int, int]]:
-    """Of every sample: micro batch, index in it, first token, the one after the last, and first of the response."""
+    """Per sample: micro batch, index in it, first token, the one after the last, and first of the response."""
     for mb in micro_batches:
         for document in range(mb.num_samples):
             start, stop = int(mb.cu_seqlens[document]), int(mb.cu_seqlens[document + 1])

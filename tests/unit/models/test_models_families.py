@@ -178,7 +178,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(pair):
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, expected[name], atol=2e-6, rtol=2e-4, msg=name)
-        # Of the decays of the delta rule, terms of opposite sign almost cancel.
+        # In gradients of the delta rule's decays, terms of opposite sign almost cancel.
         allowed = 3e-4 if ours.config.gated_delta else 1e-5
         assert (gradient - expected[name]).norm() <= allowed * expected[name].norm(), name
 

@@ -261,4 +261,4 @@ class RendererSection(Section):
     enable_thinking: bool = False
     """Leave room for a thinking block where the family has one."""
     clear_thinking: bool | None = None
-    """Leave the thinking of earlier turns out of prompts; None: as the family does. Of the GLM-5 families alone."""
+    """Leave the thinking of earlier turns out of prompts; None: as the family does. Only the GLM-5 families have it."""

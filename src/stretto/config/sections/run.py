@@ -28,8 +28,8 @@ class ColocateSection(Section):
     offload_rollout: bool = True
     """Engines sleep while the trainer trains."""
     sleep_level: Literal[1, 2] = 2
-    """Of sleeping engines: 1 keeps their weights in the memory of the host; 2 drops them, for the next version brings
-    all. An adapter's or a delta's does not."""
+    """How sleeping engines treat their weights: 1 keeps them in the memory of the host; 2 drops them, because the next
+    version brings all. A version that is an adapter or a delta does not bring all."""
 
 
 class RunKeys(Section):

@@ -30,7 +30,7 @@ class Nothing:
 
 
 NO_DEFAULT = object()
-"""Of a key whose default is not stated, or that is required."""
+"""The default of a key whose default is not stated, or that is required."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Table:
     """The class of ours that the rows are relative to."""
     rows: tuple[Row, ...]
     verb: str = "rl"
-    """Of whose file it is."""
+    """The verb whose file it is."""
     below: str = ""
     """Where the table stands below that section."""
     is_listed: bool = True

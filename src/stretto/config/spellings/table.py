@@ -33,7 +33,7 @@ def _by_first(sections: tuple[str, ...]) -> Mapping[str, tuple[tuple[Path, Row],
         for row in rows_of(section):
             path = tuple(row.theirs.split("."))
             found.setdefault(path[0], {})[path] = row
-    # Of two that are equally long, the one with fewer wildcards.
+    # The longest first; among equally long ones, the one with fewer wildcards.
     order = lambda item: (-len(item[0]), item[0].count("*"))
     return {first: tuple(sorted(rows.items(), key=order)) for first, rows in found.items()}
 

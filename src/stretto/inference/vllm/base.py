@@ -34,7 +34,7 @@ EXPERTS = ".experts."
 SHARED_MEMORY = Path("/dev/shm")
 _ALIGN = 64
 _VERSION = 0
-"""Of the copy; the weights with which an engine was started never change."""
+"""Version of the copy: always the same, because the weights with which an engine was started never change."""
 
 
 def adaptable_weights(directory: Path) -> TensorMap:

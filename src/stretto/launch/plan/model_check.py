@@ -1,7 +1,7 @@
 """Checks the config against the model's config.json before anything starts: mesh degrees, and unused keys.
 
-Of a model of the Hub that is not here, config.json alone is downloaded. Nothing is checked if there is none: a warm-up
-may still make the model, or the Hub is not reached.
+If a model of the Hub is not here, only its config.json is downloaded. Nothing is checked if there is none: a warm-up
+may still make the model, or the Hub cannot be reached.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from stretto.launch.slurm.commands import find_job, is_live, submit
 from stretto.launch.slurm.script import Job, plan_job, surplus
 
 WIDTH = 116
-"""Of the lines that a dry run shows."""
+"""Width of the lines that a dry run shows, characters."""
 
 
 def main(cfg: JobConfig) -> int:

@@ -55,7 +55,7 @@ def _cache_dir() -> Path:
 
 
 def _fingerprint(compiler: list[str]) -> str:
-    """Of what the library depends on; the processor, because machines may share the directory."""
+    """Hash of what the library depends on; the processor too, because machines may share the directory."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     features = [line for line in lines if line.startswith(("flags", "Features"))][:1]

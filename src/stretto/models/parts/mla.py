@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stretto.models.shape import ModelConfig
 
 _NORM_EPS = 1e-6
-"""Of the norms of the small vectors, whatever the other norms have."""
+"""Epsilon in the norms of the small vectors, whatever the other norms have."""
 
 
 class LatentAttention(nn.Module):

@@ -56,7 +56,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Shared:
-    """What a function says, computed in a thread once a second for all who ask, however many tabs there are."""
+    """What a function says, computed in a thread once per second for all who ask, however many tabs there are."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
         self._compute, self._lock = compute, asyncio.Lock()

@@ -18,7 +18,7 @@ from stretto.records.rollout import Branch
 from stretto.view.page.library import OpenRun
 
 MOST_TOKENS = 20_000
-"""Of a branch; the page says how many more there are."""
+"""Most tokens of a branch that are shown; the page says how many more there are."""
 _BROKEN = "\ufffd"  # a token ends inside a character
 _LONGEST_CHARACTER = 4  # bytes, so tokens that one character may need
 _MEMBER = """

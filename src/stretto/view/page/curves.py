@@ -14,7 +14,7 @@ from stretto.monitors.catalog import find_metric
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 MOST_POINTS = 1000
-"""Of a curve, unless another number is asked for."""
+"""Most points per curve, unless another number is asked for."""
 AXES = ("step", "time", "tokens")
 FIRST = (
     "reward/mean",
@@ -49,9 +49,8 @@ def curve(
     """One metric: x, y and smoothed y as lists of equal lengths, at most about `points` long.
 
     axis: "step", "time" (hours since the run's first row) or "tokens" (trained since the run began: sampled ones of rl,
-    all of sft). smooth: share of the
-    rows over which the moving mean goes, 0 for none. Of rows that are left out the largest and smallest stay. Values
-    that are not finite are None.
+    all of sft). smooth: share of the rows over which the moving mean goes, 0 for none. Where rows are left out, the
+    largest and the smallest stay. Values that are not finite are None.
     """
     x, y = _columns(rows, key, axis)
     smoothed = _moving_mean(y, smooth) if smooth > 0 and len(y) > 2 else y

@@ -95,7 +95,7 @@ _WAITS = (
 
 
 def _left(steps: Sequence[Mapping[str, Any]], max_steps: int | None) -> float | None:
-    # Of this incarnation alone: between two the run stood still.
+    # This incarnation alone: between two the run stood still.
     recent = [row for row in steps[-_RECENT:] if row.get("incarnation") == steps[-1].get("incarnation")]
     if not max_steps or len(recent) < 2:
         return None
