@@ -13,6 +13,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,8 @@ from stretto.records.codec import BytesLike, decode, encode
 from stretto.records.control import Bye, Failed, Message, Register, Registered
 from stretto.transports.link import LinkClient, LinkServer, Peer
 from stretto.transports.stream import Wire
+
+T = TypeVar("T")
 
 WIRE = "control"
 MAX_BYTES = 1 << 28
@@ -41,14 +44,15 @@ class Event:
     message: Message
 
 
-class ControlServer(LinkServer[Event]):
-    """The orchestrator's end of the control wire.
+class RankServer(LinkServer[T]):
+    """The end of a wire to which a fixed number of ranks register.
 
     Every coroutine raises the first error of the wire, so that a dead rank ends all waits.
     """
 
     def __init__(
         self,
+        wire: Wire,
         cfg: ControlSection,
         run_id: str,
         secret: Secret,
@@ -56,7 +60,7 @@ class ControlServer(LinkServer[Event]):
         world_size: int = 1,
         resume_step: int | None = None,
     ) -> None:
-        super().__init__(_wire(cfg), run_id, secret, resume_step)
+        super().__init__(wire, run_id, secret, resume_step)
         self._cfg = cfg
         self._world_size = world_size
 
@@ -83,6 +87,41 @@ class ControlServer(LinkServer[Event]):
             raise EngineError(f"{self._missing()} at {where}; see its log.") from None
         return list(self.ranks.values())
 
+    # -- inside --
+
+    def _missing(self) -> str:
+        """Text that names the ranks that did not register."""
+        if not self._peers:
+            return "no trainer rank registered"
+        missing = [rank for rank in range(self._world_size) if rank not in self._peers]
+        more = len(missing) - MAX_NAMED
+        return f"trainer ranks {missing[:MAX_NAMED]}{f' and {more} more' * (more > 0)} did not register"
+
+    def _refusal(self, info: Register, known: Peer | None) -> str | None:
+        if known:
+            return f"rank {info.rank} is taken by {known}; is an older trainer still running?"
+        if info.world_size != self._world_size:
+            packs = f"the orchestrator packs for {self._world_size} ranks (num_train_workers)"
+            return f"it says world_size {info.world_size}, {packs}; make them equal."
+        if not 0 <= info.rank < info.world_size:
+            return f"its rank {info.rank} is not below its world_size {info.world_size}."
+        return None
+
+
+class ControlServer(RankServer[Event]):
+    """The orchestrator's end of the control wire."""
+
+    def __init__(
+        self,
+        cfg: ControlSection,
+        run_id: str,
+        secret: Secret,
+        *,
+        world_size: int = 1,
+        resume_step: int | None = None,
+    ) -> None:
+        super().__init__(_wire(cfg), cfg, run_id, secret, world_size=world_size, resume_step=resume_step)
+
     async def events(self) -> AsyncIterator[Event]:
         """All messages, until every rank has sent Bye or Failed, which is then the last event."""
         while True:
@@ -107,24 +146,6 @@ class ControlServer(LinkServer[Event]):
             raise EngineError(f"{late[0]} did not acknowledge {what} within {timeout_s:g} s.")
 
     # -- inside --
-
-    def _missing(self) -> str:
-        """Text that names the ranks that did not register."""
-        if not self._peers:
-            return "no trainer rank registered"
-        missing = [rank for rank in range(self._world_size) if rank not in self._peers]
-        more = len(missing) - MAX_NAMED
-        return f"trainer ranks {missing[:MAX_NAMED]}{f' and {more} more' * (more > 0)} did not register"
-
-    def _refusal(self, info: Register, known: Peer | None) -> str | None:
-        if known:
-            return f"rank {info.rank} is taken by {known}; is an older trainer still running?"
-        if info.world_size != self._world_size:
-            packs = f"the orchestrator packs for {self._world_size} ranks (num_train_workers)"
-            return f"it says world_size {info.world_size}, {packs}; make them equal."
-        if not 0 <= info.rank < info.world_size:
-            return f"its rank {info.rank} is not below its world_size {info.world_size}."
-        return None
 
     def _decode_event(self, peer: Peer, body: list[bytes]) -> Event:
         message = decode(body, Message)

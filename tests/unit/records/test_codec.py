@@ -68,6 +68,8 @@ def values_of(hint: typing.Any) -> st.SearchStrategy:
         return simple[hint]
     if origin in (typing.Union, types.UnionType):
         return st.one_of([values_of(arg) for arg in args])
+    if origin is typing.Literal:
+        return st.sampled_from(args)
     if origin is tuple and args[1] is not ...:
         return st.tuples(*map(values_of, args))
     if origin is tuple:
