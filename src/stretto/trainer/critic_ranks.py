@@ -8,20 +8,16 @@ are those of a critic on the policy's ranks: the same samples, values and return
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from collections import deque
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 
-from stretto.base import log, rundir
+from stretto.base import rundir
 from stretto.base.errors import ConfigError, WireError
-from stretto.base.runtime import freeze_objects, keep_freed_memory
-from stretto.base.status import is_supervised, stop_signals
+from stretto.base.runtime import freeze_objects
 from stretto.config.root import TrainerConfig
 from stretto.records.sample import MicroBatch
 from stretto.trainer.build import build_critic_alone
@@ -42,9 +38,7 @@ from stretto.trainer.critic_wire import (
     find_placement,
     open_wire,
 )
-from stretto.trainer.interrupt import stop_on_signal
-from stretto.trainer.parallel.mesh import choose_threads, process_group, rank_name
-from stretto.trainer.rl import exit_cleanly, find_group_timeout_s
+from stretto.trainer.process import find_group_timeout_s, rank_process
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.export import export_critic
 from stretto.trainer.state.learner_state import LearnerState, StateSource, add_prefix, select_prefix
@@ -61,26 +55,11 @@ def main(cfg: TrainerConfig) -> int:
         raise ConfigError(
             "trainer.critic.placement is missing: without it the critic is on the trainer's ranks, and has no process"
         )
-    with ExitStack() as stack:
-        if not is_supervised() and os.environ.get("RANK", "0") == "0":
-            is_new = cfg.resume is None or cfg.resume.dir is not None
-            stack.enter_context(rundir.claim_part(cfg.run_dir, ROLE, is_new=is_new, clean=cfg.clean))
-        return _train(cfg)
-
-
-def _train(cfg: TrainerConfig) -> int:
-    log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-    torch.set_num_threads(choose_threads(cfg.num_threads))
-    torch.manual_seed(cfg.seed)
-    keep_freed_memory()
-    signal.signal(signal.SIGTERM, exit_cleanly)
-    timeout_s = find_group_timeout_s(cfg)
-    # A signal to finish is the policy's to follow: it says End.
-    with stop_on_signal(*stop_signals()), process_group(timeout_s, title=f"the {ROLE}'s ranks"):
+    with rank_process(cfg, ROLE):  # a signal to finish is the policy's to follow: it says End
         critic, tokenizer_dir = build_critic_alone(cfg)
         process = CriticProcess(cfg, critic, tokenizer_dir)
         process.resume()
-        process.run(open_wire(cfg, critic.mesh, is_critic=True, timeout_s=timeout_s))
+        process.run(open_wire(cfg, critic.mesh, is_critic=True, timeout_s=find_group_timeout_s(cfg)))
     return 0
 
 

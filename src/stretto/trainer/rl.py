@@ -11,25 +11,21 @@ dies (transports/control.py). Training itself is learner.py.
 from __future__ import annotations
 
 import logging
-import os
 import runpy
-import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 import msgspec
-import torch
 
-from stretto.base import log, rundir
+from stretto.base import rundir
 from stretto.base.errors import ConfigError, EngineError, WireError
-from stretto.base.runtime import freeze_objects, keep_freed_memory
+from stretto.base.runtime import freeze_objects
 from stretto.base.secret import load_secret
-from stretto.base.status import is_supervised, report, stop_signals
+from stretto.base.status import report
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.trainer import num_kept
 from stretto.models.fp8.checkpoint import to_8_bits
@@ -54,14 +50,12 @@ from stretto.trainer.build import build_learner, find_engine_layout
 from stretto.trainer.colocated import TrainerMemory
 from stretto.trainer.critic_wire import RemoteCritic, open_wire
 from stretto.trainer.hooks import TrainerHooks
-from stretto.trainer.interrupt import StopFlag, stop_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer
 from stretto.trainer.parallel.mesh import (
-    choose_threads,
-    process_group,
     rank_name,
     run_on_lead,
 )
+from stretto.trainer.process import StopFlag, find_group_timeout_s, rank_process
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.canary import is_canary_due, score_canary
 from stretto.trainer.state.export import export_critic, export_weights
@@ -77,38 +71,14 @@ ROLE = "trainer"
 POLL_S = 0.1  # how often Stop is checked while waiting for a batch
 MONITOR_CLOSE_S = 10.0
 LOGGED = ("loss/mean", "mismatch_kl/mean", "entropy/mean", "optim/grad_norm", "optim/lr")
-GROUP_MARGIN_S = 600.0  # added to how long ranks wait for the lead while it waits for a batch or engines
 
 
 def main(cfg: TrainerConfig) -> int:
     """Train until max_steps, a Stop from the orchestrator, or the first Ctrl-C; the exit status."""
-    with ExitStack() as stack:
-        if not is_supervised() and os.environ.get("RANK", "0") == "0":
-            is_new = cfg.resume is None or cfg.resume.dir is not None
-            stack.enter_context(rundir.claim_part(cfg.run_dir, ROLE, is_new=is_new, clean=cfg.clean))
-        return _train(cfg)
-
-
-def _train(cfg: TrainerConfig) -> int:
-    log.setup(rank_name(ROLE), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-    torch.set_num_threads(choose_threads(cfg.num_threads))
-    torch.set_float32_matmul_precision(cfg.matmul_precision)
-    torch.manual_seed(cfg.seed)
-    keep_freed_memory()
-    signal.signal(signal.SIGTERM, exit_cleanly)
-    timeout_s = find_group_timeout_s(cfg)
-    with (
-        stop_on_signal(*stop_signals()) as interrupt,
-        process_group(timeout_s, reaches=meeting_host(cfg.weight_broadcast)),
-        ExitStack() as stack,
-    ):
+    reaches = meeting_host(cfg.weight_broadcast)
+    with rank_process(cfg, ROLE, reaches=reaches) as interrupt, ExitStack() as stack:
         Trainer(cfg, interrupt, stack).run()
     return 0
-
-
-def find_group_timeout_s(cfg: TrainerConfig) -> float:
-    """Longest wait of ranks for each other, while the lead waits for a batch or engines."""
-    return max(cfg.batch_timeout_s, 2 * cfg.weight_broadcast.timeout_s) + GROUP_MARGIN_S
 
 
 class Trainer:
@@ -503,11 +473,6 @@ def check_batch(batch: TrainBatch, step: int, rank: int, world_size: int) -> Non
             f"got the batch of step {batch.step} for rank {batch.rank} of {batch.world_size}; "
             f"expected step {step} for rank {rank} of {world_size}"
         )
-
-
-def exit_cleanly(number: int, frame: FrameType | None) -> None:
-    """On SIGTERM, exit through every `finally`, so that shared memory and sockets are freed."""
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":  # torchrun src/stretto/trainer/rl.py @ train.toml

@@ -44,7 +44,6 @@ from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
-from stretto.trainer.interrupt import StopFlag, stop_on_signal
 from stretto.trainer.learner import Learner, find_tokenizer, load_policy
 from stretto.trainer.online_evals import OnlineEvals
 from stretto.trainer.parallel.mesh import (
@@ -56,6 +55,7 @@ from stretto.trainer.parallel.mesh import (
     run_on_lead,
     training_device,
 )
+from stretto.trainer.process import StopFlag, stop_on_signal
 from stretto.trainer.state import checkpoint
 from stretto.trainer.state.export import export_weights
 from stretto.trainer.throughput import Throughput

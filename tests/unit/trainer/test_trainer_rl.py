@@ -29,7 +29,7 @@ from stretto.records.control import (
 )
 from stretto.records.sample import TrainBatch
 from stretto.trainer.batch.token_export import delete_after
-from stretto.trainer.interrupt import StopFlag
+from stretto.trainer.process import StopFlag
 from stretto.trainer.rl import Trainer
 from stretto.transports.control import ControlClient, ControlServer
 from stretto.transports.rollouts import build_sender

@@ -1,0 +1,88 @@
+"""The process of a rank: how it begins, and the signals that end it.
+
+The first Ctrl-C ends training after the current step, the second one stops it at once. SIGUSR2, which a job sends to
+all of its processes, always means the first, however often it comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+import torch
+
+from stretto.base import log, rundir
+from stretto.base.runtime import keep_freed_memory
+from stretto.base.status import is_supervised, stop_signals
+from stretto.config.root import TrainerConfig
+from stretto.trainer.parallel.mesh import choose_threads, process_group, rank_name
+
+logger = logging.getLogger(__name__)
+
+GROUP_MARGIN_S = 600.0  # added to how long ranks wait for the lead while it waits for a batch or engines
+
+
+class StopFlag:
+    """Set by the first signal; a second one raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set and number == signal.SIGUSR2:
+            return
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+        logger.warning("%s: finishing this step; send it again to stop now", signal.Signals(number).name)
+
+
+@contextmanager
+def stop_on_signal(*signals: signal.Signals) -> Iterator[StopFlag]:
+    """A context in which signals (default: SIGINT, SIGTERM) set a StopFlag."""
+    stop = StopFlag()
+    numbers = signals or (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, stop.on_signal) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def rank_process(cfg: TrainerConfig, role: str, *, reaches: str | None = None) -> Iterator[StopFlag]:
+    """A rank of the trainer or of a critic: log, threads, seed and signals, and its group; yields the stop flag.
+
+    The first rank claims its part of the run directory if no launcher has claimed the whole.
+    reaches: an address whose network ranks listen on; None: that of MASTER_ADDR.
+    """
+    with ExitStack() as stack:
+        if not is_supervised() and os.environ.get("RANK", "0") == "0":
+            is_new = cfg.resume is None or cfg.resume.dir is not None
+            stack.enter_context(rundir.claim_part(cfg.run_dir, role, is_new=is_new, clean=cfg.clean))
+        log.setup(rank_name(role), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+        torch.set_num_threads(choose_threads(cfg.num_threads))
+        torch.set_float32_matmul_precision(cfg.matmul_precision)
+        torch.manual_seed(cfg.seed)
+        keep_freed_memory()
+        signal.signal(signal.SIGTERM, _exit_cleanly)
+        stop = stack.enter_context(stop_on_signal(*stop_signals()))
+        group = process_group(find_group_timeout_s(cfg), reaches=reaches, title=f"the {role}'s ranks")
+        stack.enter_context(group)
+        yield stop
+
+
+def find_group_timeout_s(cfg: TrainerConfig) -> float:
+    """Longest wait of ranks for each other, while the lead waits for a batch or engines."""
+    return max(cfg.batch_timeout_s, 2 * cfg.weight_broadcast.timeout_s) + GROUP_MARGIN_S
+
+
+def _exit_cleanly(number: int, frame: FrameType | None) -> None:
+    """On SIGTERM, exit through every `finally`, so that shared memory and sockets are freed."""
+    sys.exit(128 + number)
