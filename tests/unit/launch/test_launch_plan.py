@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cases.plans import TOML
 
 from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError
@@ -22,18 +23,6 @@ from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig,
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.plan import ProcessSpec
 from stretto.launch.plan.table import process_table, table
-
-TOML = """
-max_steps = 30
-seq_len = 64
-[model]
-name = "models/tiny"
-[orchestrator]
-batch_size = 32
-group_size = 8
-[[orchestrator.env]]
-id = "sort-letters"
-"""
 
 
 @pytest.fixture(autouse=True)

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from cases import plans
 
-from stretto.base import ports
 from stretto.base.errors import ConfigError
-from stretto.config.load import load
-from stretto.config.root import RLConfig
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.table import gpu_sum
-
-TOML = """
-max_steps = 30
-seq_len = 64
-[model]
-name = "models/tiny"
-[orchestrator]
-batch_size = 32
-group_size = 8
-[[orchestrator.env]]
-id = "sort-letters"
-[colocate]
-"""
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    (tmp_path / "rl.toml").write_text(TOML)
-    at = ["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path), "--dry-run"]
-    return lambda words: load(RLConfig, [*at, *words.split()])
+    return plans.loader(tmp_path, monkeypatch, plans.TOML + "[colocate]\n", num_gpus=4)
 
 
 def test_both_have_the_same_gpus_in_synchronous_steps_and_engines_can_sleep(config):

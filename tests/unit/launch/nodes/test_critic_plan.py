@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from cases import plans
 
-from stretto.base import ports
 from stretto.base.errors import ConfigError
-from stretto.config.load import load
-from stretto.config.root import RLConfig
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.table import gpu_sum, table
 
-TOML = """
-max_steps = 30
-seq_len = 64
-[model]
-name = "models/tiny"
-[orchestrator]
-batch_size = 32
-group_size = 1
-algo = { type = "ppo" }
-[[orchestrator.env]]
-id = "sort-letters"
+PPO = """
 [trainer.loss]
 type = "ppo"
 [trainer.advantages]
@@ -32,16 +18,13 @@ type = "gae"
 [trainer.critic]
 lr = 1e-5
 """
+TOML = plans.TOML.replace("group_size = 8", 'group_size = 1\nalgo = { type = "ppo" }') + PPO
 WIDE = "--deployment.type multi_node --deployment.gpus_per_node 4 --inference.deployment.num_replicas 4"
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(16))))
-    (tmp_path / "rl.toml").write_text(TOML)
-    at = ["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path), "--dry-run"]
-    return lambda words: load(RLConfig, [*at, *words.split()])
+    return plans.loader(tmp_path, monkeypatch, TOML, num_gpus=16)
 
 
 def places(plan):

@@ -1,0 +1,36 @@
+"""The smallest config of a run that can be planned, and how tests of plans load it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stretto.base import ports
+from stretto.config.load import load
+from stretto.config.root import RLConfig
+
+TOML = """
+max_steps = 30
+seq_len = 64
+[model]
+name = "models/tiny"
+[orchestrator]
+batch_size = 32
+group_size = 8
+[[orchestrator.env]]
+id = "sort-letters"
+"""
+
+
+def loader(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, toml: str, *, num_gpus: int
+) -> Callable[[str], RLConfig]:
+    """Loads the config with further flags, in one text, on a machine with so many GPUs and no other runs."""
+    monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
+    (folder / "rl.toml").write_text(toml)
+    at = ["@", str(folder / "rl.toml"), "--output-dir", str(folder), "--dry-run"]
+    return lambda words: load(RLConfig, [*at, *words.split()])
