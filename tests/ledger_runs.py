@@ -6,6 +6,7 @@ import numpy as np
 
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger
+from stretto.ledger.reader import LedgerReader
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.partial import Turn
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
@@ -110,3 +111,9 @@ def turn(index, *, agent="policy", attempt=0, spans=((0, 0, 4),), reason="stop")
             versions=tuple(VersionSpan(*span) for span in spans),
         ),
     )  # fmt: skip
+
+
+def num_reused(reader: LedgerReader) -> int:
+    """Rollouts trained in a later incarnation than the one that sampled them."""
+    condition = "batch_state = 'trained' AND incarnation < shipped_in"
+    return len(reader.rows(f"SELECT row FROM live_rollouts WHERE {condition}"))

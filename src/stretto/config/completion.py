@@ -12,8 +12,6 @@ from pathlib import Path
 from stretto.config.section import Key, Section, all_paths, tag_of
 
 SHELLS = ("bash", "zsh", "fish")
-OWN_COMMANDS = ("rl", "sft", "trainer", "orchestrator", "inference")
-"""Verbs that are commands too. `eval` is the shell's own."""
 
 
 def completion_script(shell: str, roots: Mapping[str, type[Section]], verbs: Sequence[str]) -> str:

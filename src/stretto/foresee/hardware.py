@@ -8,7 +8,7 @@ for: half a second of numpy.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -204,11 +204,6 @@ def find_hardware(name: str | None, num_gpus: int) -> Hardware:
             f"--gpu {name}: not in the table; one of {', '.join(GPUS)}, or CPU for this machine"
         )
     return known[name.lower()] or this_cpu()
-
-
-def with_memory(hardware: Hardware, memory_bytes: float) -> Hardware:
-    """The same device with another size of memory."""
-    return replace(hardware, memory_bytes=memory_bytes)
 
 
 def num_cores() -> int:

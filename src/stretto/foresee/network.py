@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from stretto.models.shape import RECURRENT_MIXERS, ModelConfig
+from stretto.models.shape import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -122,21 +122,6 @@ class NetworkSize:
             values += latent.rank + latent.rotated_dim
             if latent.indexer is not None and latent.indexer.sources[layer] == layer:
                 values += latent.indexer.head_dim
-        return values
-
-    def state_values(self) -> float:
-        """Numbers that recurrent layers hold per sequence."""
-        cfg, values = self.shape, 0.0
-        for layer in range(cfg.num_layers):
-            kind = cfg.mixer_of(layer)
-            if kind == "gated_delta":
-                delta = cfg.gated_delta
-                assert delta is not None
-                values += delta.num_value_heads * delta.key_head_dim * delta.value_head_dim
-            elif kind == "mamba":
-                mamba = cfg.mamba
-                assert mamba is not None
-                values += mamba.num_heads * mamba.head_dim * mamba.state_dim
         return values
 
 
@@ -251,8 +236,3 @@ def _vision(cfg: ModelConfig) -> int:
     mergers = merger + 2 * width + len(shape.deepstack_blocks) * (merger + 2 * merged)
     patches = shape.patch_values * width + width
     return patches + shape.grid_side**2 * width + shape.depth * block + mergers
-
-
-def recurrent_layers(cfg: ModelConfig) -> int:
-    """Blocks whose mixer passes a state from token to token."""
-    return sum(cfg.mixer_of(layer) in RECURRENT_MIXERS for layer in range(cfg.num_layers))

@@ -89,12 +89,6 @@ class Workload:
     def is_single_turn(self) -> bool:
         return self.turns == Numbers(1.0)
 
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens of a whole rollout, about."""
-        replies = self.turns.mean * self.reply_tokens.mean
-        return self.prompt_tokens.mean + replies + (self.turns.mean - 1) * self.observation_tokens.mean
-
     def merged(self, most_turns: int) -> Workload:
         """The same with fewer, longer turns, where there are more than so many on average."""
         factor = self.turns.mean / most_turns

@@ -41,10 +41,6 @@ class LedgerReader:
         """The incarnations of the run, in order."""
         return self.rows("SELECT * FROM incarnations ORDER BY incarnation")
 
-    def draws_by_state(self) -> dict[str, int]:
-        """Number of draws in each state."""
-        return dict(map(tuple, self._all("SELECT state, count(*) FROM draws GROUP BY state")))
-
     def drops_by_reason(self) -> dict[str, int]:
         """Number of dropped groups for each reason."""
         query = "SELECT reason, count(*) FROM draws WHERE state = 'dropped' GROUP BY reason"
@@ -62,13 +58,6 @@ class LedgerReader:
         """The rollout rows of the batch of `step`, in the surviving lineage."""
         query = "SELECT * FROM live_rollouts WHERE step = ? ORDER BY group_id, member"
         return self.rows(query, step)
-
-    def num_reused(self) -> int:
-        """Number of rollouts trained in a later incarnation than the one that sampled them."""
-        query = (
-            "SELECT count(*) FROM live_rollouts WHERE batch_state = 'trained' AND incarnation < shipped_in"
-        )
-        return self._all(query)[0][0]
 
     def group(self, group_id: int) -> Group:
         """A finished group with its tokens.

@@ -60,11 +60,6 @@ class Row:
     def is_refused(self) -> bool:
         return bool(self.instead)
 
-    @property
-    def is_spelling(self) -> bool:
-        """Is it a key of ours by another name?"""
-        return bool(self.ours)
-
 
 @dataclass(frozen=True)
 class Table:

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.parts.image_positions import count_features
 from stretto.models.parts.rope import Angles, rotate
 from stretto.models.shape import VisionShape
 
@@ -245,13 +244,3 @@ def _merge_order(lines: int, columns: int, merge_size: int) -> Int[np.ndarray, "
     places = np.indices((lines, columns))
     blocks = (2, lines // merge_size, merge_size, columns // merge_size, merge_size)
     return places.reshape(blocks).swapaxes(2, 3).reshape(2, -1)
-
-
-def find_feature_index(
-    order: Int[np.ndarray, " appearances"], grids: Int[np.ndarray, "images 3"], merge_size: int
-) -> Int[np.ndarray, " image_tokens"]:
-    """Merged patches for the tokens of a row in which image order[n] appears n-th; grids are of distinct images."""
-    sizes = count_features(grids, merge_size)
-    firsts = np.cumsum(sizes) - sizes
-    parts = [np.arange(firsts[image], firsts[image] + sizes[image]) for image in order.tolist()]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

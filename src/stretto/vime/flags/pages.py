@@ -18,11 +18,6 @@ VALUES = {
     "switch": "", "integer": " N", "number": " X", "text": " TEXT", "list": " TEXT ...", "integers": " N ...",
     "object": " JSON",
 }  # fmt: skip
-STATES = {
-    "acts": "acts",
-    "equal": "nothing to set",
-    "refused": "refused",
-}
 WIDTH = 110
 
 

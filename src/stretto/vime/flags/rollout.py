@@ -23,9 +23,6 @@ NO_STOPS = (
 )
 NO_STORE = "batches travel by rollout_transport, zmq or filesystem; leave it out"
 NO_BUFFER = "the plugin of an external buffer has no place here; write an environment (docs/environments.md)"
-IN_GENERATE = (
-    "do it at the end of --custom-generate-function-path or --custom-rm-path, which has the finished sample"
-)
 METRICS = "numbers go to every monitor: return them as `metrics` of a rollout function's output"
 
 BATCH_HOOKS = (
