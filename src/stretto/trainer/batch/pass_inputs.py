@@ -183,44 +183,55 @@ def build_pass_inputs(
         images = ImageBatch.unused(vision, device)
     rows, predictors = np.unique(segments.row_before(tokens, documents), return_inverse=True)
 
-    def pick(stream: np.ndarray | None, dtype: type = np.float32) -> Tensor | None:
-        return None if stream is None else torch.from_numpy(stream[tokens].astype(dtype)).to(device)
-
-    def to_device(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device)
-
     return PassInputs(
-        token_ids=to_device(mb.token_ids[segments.inputs]),
+        token_ids=_to_device(mb.token_ids[segments.inputs], device),
         layout=PackedLayout(segments.cu_seqlens, device, segments.parents, positions),
         images=images,
-        rows=to_device(rows),
-        predictors=to_device(predictors),
-        targets=to_device(mb.token_ids[tokens]),
-        temperatures=pick(mb.temperatures),
-        streams=TokenStreams(
-            is_sampled=pick(mb.loss_mask, np.bool_),
-            behavior_logprobs=pick(mb.logprobs),
-            advantages=pick(mb.advantages),
-            rl_weights=pick(weights.rl),
-            ce_weights=pick(weights.ce),
-            ref_kl_weights=pick(weights.ref_kl),
-            ref_logprobs=pick(mb.ref_logprobs),
-            old_logprobs=pick(mb.old_logprobs),
-            sample_index=(
-                SampleIndex(
-                    to_device(np.bincount(documents, minlength=len(bounds) - 1)), to_device(documents)
-                )
-                if with_samples
-                else None
-            ),
-        ),
+        rows=_to_device(rows, device),
+        predictors=_to_device(predictors, device),
+        targets=_to_device(mb.token_ids[tokens], device),
+        temperatures=_to_device(mb.temperatures[tokens], device, np.float32),
+        streams=_build_streams(mb, weights, tokens, documents, device, with_samples=with_samples),
         sources=tokens,
         documents=documents,
         support=None if mb.support is None else mb.support.at(tokens),
-        routes=None
-        if routes is None
-        else torch.from_numpy(routes[segments.inputs].astype(np.int32)).to(device),
+        routes=None if routes is None else _to_device(routes[segments.inputs], device, np.int32),
     )
+
+
+def _build_streams(
+    mb: MicroBatch,
+    weights: ComponentWeights,
+    tokens: np.ndarray,
+    documents: np.ndarray,
+    device: torch.device,
+    *,
+    with_samples: bool,
+) -> TokenStreams:
+    """What the loss needs of these tokens, each of which is in one of `documents`."""
+
+    def pick(stream: np.ndarray | None, dtype: type = np.float32) -> Tensor | None:
+        return None if stream is None else _to_device(stream[tokens], device, dtype)
+
+    samples = None
+    if with_samples:
+        counts = np.bincount(documents, minlength=len(mb.cu_seqlens) - 1)
+        samples = SampleIndex(_to_device(counts, device), _to_device(documents, device))
+    return TokenStreams(
+        is_sampled=pick(mb.loss_mask, np.bool_),
+        behavior_logprobs=pick(mb.logprobs),
+        advantages=pick(mb.advantages),
+        rl_weights=pick(weights.rl),
+        ce_weights=pick(weights.ce),
+        ref_kl_weights=pick(weights.ref_kl),
+        ref_logprobs=pick(mb.ref_logprobs),
+        old_logprobs=pick(mb.old_logprobs),
+        sample_index=samples,
+    )
+
+
+def _to_device(values: np.ndarray, device: torch.device, dtype: type = np.int64) -> Tensor:
+    return torch.from_numpy(values.astype(dtype)).to(device)
 
 
 @dataclass(frozen=True)
