@@ -2,8 +2,8 @@
 
 The verb itself runs, in a process of its own, for a few steps, without checkpoints, evals and trackers, in
 <output_dir>/bench-<verb>, whose metrics are read when it has ended. The first step is dropped: it compiles, allocates
-and fills the pipeline. Made up are the tasks (`rl`), rows (`sft`) or requests (`inference`); all replies have the same
-length, because the end of a text is not looked for.
+and fills the pipeline. The tasks (`rl`), rows (`sft`) or requests (`inference`) are made up; all replies have the
+same length, because end tokens are ignored.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _make_tasks(cfg: RLConfig, data: dict[str, Any], given: Shape) -> dict[str, 
 
 
 def only_given(section: Section, data: dict[str, Any]) -> dict[str, Any]:
-    """The values of a dumped section that somebody gave: what is left out is chosen anew, such as a free port."""
+    """The values of a dumped section that somebody gave. What is left out is chosen anew, such as a free port."""
     found = {}
     for key, value in data.items():
         inner = getattr(section, key, None)

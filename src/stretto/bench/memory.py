@@ -13,7 +13,7 @@ ROLES = ("orchestrator", "trainer", "inference", "sft", "view")
 
 
 class MemorySampler:
-    """Samples the descendants of a process until `stop`; what was largest is in `peaks`, MiB by role or GPU."""
+    """Samples the descendants of a process until `stop`; `peaks` has the largest values, MiB by role or GPU."""
 
     def __init__(self, pid: int) -> None:
         self.peaks: dict[str, float] = {}

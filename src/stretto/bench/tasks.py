@@ -40,7 +40,7 @@ class BenchTasks(SingleTurnEnv):
 
 
 def text_of(num_words: int, index: int) -> str:
-    """Words, other ones for another index from the first on."""
+    """Words; another index gives other words, from the first one on."""
     digits = [WORDS[index >> (3 * place) & 7] for place in range(min(num_words, 6))]
     return " ".join([*digits, *(WORDS[(index + place) % 8] for place in range(6, num_words))])
 

@@ -27,7 +27,7 @@ TEXTS = {
     "attn": ("sdpa",),
     "impl": ("auto", "hf"),
 }
-"""By the last word of a key: values that need less of a machine."""
+"""By the last part of a key: values with which a run needs less of a machine."""
 GPU_KEYS = (
     ("deployment.num_infer_gpus", ("1", "None")), ("deployment.num_train_gpus", ("1", "None")),
     ("trainer_gpu_ids", ("None",)), ("inference_gpu_ids", ("None",)),
@@ -101,7 +101,7 @@ def _numbers(error: str, root: type[Section]) -> Iterator[tuple[str, int]]:
 
 
 def _keys(name: str, root: type[Section]) -> Iterable[str]:
-    """Paths of the root that a message may mean by this name."""
+    """Paths of the root that a message may mean with this name."""
     tables = (
         "",
         "deployment.",

@@ -52,7 +52,7 @@ def python() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    """Cores and main memory that a container's limits leave."""
+    """Cores and main memory, as far as a container's limits allow them."""
     yield Finding("cores, memory", State.GOOD, f"{num_cores()} cores, {gib(machine_bytes())}")
 
 

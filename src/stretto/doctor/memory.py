@@ -22,11 +22,11 @@ SAVERS = (
     ("--trainer.optim.type", "sgd"),
     ("--model.lora.rank", "16"),
 )
-"""What needs less memory, the smallest change to what is learned first; a shorter seq_len comes after the first."""
+"""Edits that save memory; those that change least what is learned come first, and a shorter seq_len second."""
 
 
 def check_memory(cfg: RLConfig, words: Sequence[str]) -> Iterator[Finding]:
-    """One line per kind of process; of one that does not fit the smallest edit that helps."""
+    """One line per kind of process; for one that does not fit, the smallest edit that helps."""
     gpu = _gpu()
     if gpu == "":
         yield Finding(

@@ -31,7 +31,7 @@ TIMEOUT_S, SLOW_S = 60.0, 10.0
 
 
 class StubEngine:
-    """Answers every request with REPLY; each of its tokens is as good as certain."""
+    """Answers every request with REPLY; each of its tokens has a probability of almost 1."""
 
     def __init__(self, renderer: Renderer) -> None:
         ids = [*renderer.encode(REPLY), *list(renderer.stop_ids)[:1]]

@@ -60,7 +60,7 @@ def run_virtual(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Job:
-    """Work that is being done; `done` becomes the share of it that was done."""
+    """A piece of work; when it has ended, `done` is the share of it that was done."""
 
     def __init__(self, cores: Cores, seconds: float) -> None:
         self.seconds = self.left = seconds
@@ -68,12 +68,12 @@ class Job:
         self._cores = cores
 
     def cut(self) -> None:
-        """End it now; what is left is not done."""
+        """End it now, whatever is left."""
         self._cores.end(self)
 
 
 class Cores:
-    """Runs jobs at full speed if there are as many cores, else each at its share."""
+    """Runs jobs at full speed while there is a core for each; more jobs share the cores evenly."""
 
     def __init__(self, num: float) -> None:
         """num: cores; infinity where every process has a device of its own."""
@@ -102,7 +102,7 @@ class Cores:
         return job
 
     def end(self, job: Job) -> None:
-        """End a job with what of it is done."""
+        """End a job, finished or not."""
         self._advance()
         if job in self._jobs:
             self._finish(job)

@@ -26,7 +26,7 @@ from stretto.foresee.memory import (
 from stretto.foresee.setup import BYTES, EngineSetup, Setup
 
 Table = tuple[tuple[float, float], ...]
-"""(size, seconds), by size; between them it is linear, beyond them as the last two."""
+"""(size, seconds), by size; linear between two entries, and beyond the last one as between the last two."""
 CPU_OPS_PER_LAYER, GPU_LAYER_S = 14, 2e-5
 """Operations of a block in a decoding step on a CPU; least time of a block on a GPU, with CUDA graphs."""
 EXCHANGE_S = 4e-5
@@ -113,7 +113,7 @@ class Costs:
     # -- engines --
 
     def decode_s(self, engine: EngineSetup, sequences: float, cached_tokens: float) -> float:
-        """One step of a data-parallel group with so many sequences and cached tokens in all."""
+        """One decoding step of a data-parallel group that has this many sequences and, in all, cached tokens."""
         if self.measured.decode is not None:
             return lookup(self.measured.decode, sequences)
         setup, hardware, size = self.setup, self.setup.hardware, self.setup.size
@@ -148,7 +148,7 @@ class Costs:
         return sequences * per_token * mean
 
     def _exchange_s(self, engine: EngineSetup, tokens: float) -> float:
-        """Sums over tp and exchanges over experts, of all layers."""
+        """Sums over tp and exchanges between experts, in all layers."""
         setup, hardware = self.setup, self.setup.hardware
         width, layers, seconds = setup.shape.hidden_size, setup.shape.num_layers, 0.0
         if engine.tp > 1:
@@ -162,7 +162,7 @@ class Costs:
         return seconds
 
     def prefill_s(self, engine: EngineSetup, tokens: float, keys: float) -> float:
-        """Reading so many tokens in one data-parallel group, each of which sees `keys` tokens on average."""
+        """Prefill of this many tokens in one data-parallel group; each sees `keys` tokens on average."""
         if self.measured.prefill_token_s is not None:
             return tokens * self.measured.prefill_token_s
         size, hardware = self.setup.size, self.setup.hardware
@@ -180,12 +180,12 @@ class Costs:
         return default if self.measured.request_s is None else self.measured.request_s
 
     def transfer_s(self, engine: EngineSetup, tokens: float) -> float:
-        """A prompt's cache from an engine that reads to one that writes."""
+        """Sending a prompt's cache from a prefill engine to a decode engine."""
         moved = tokens * bytes_per_token(self.setup, engine)
         return moved / (self.setup.hardware.network_bandwidth * self.reached.links)
 
     def room(self, engine: EngineSetup) -> float:
-        """Tokens that the caches of all groups of all such engines hold."""
+        """Tokens that fit into the caches of all these engines, all groups together."""
         return cache_tokens(self.setup, engine) * engine.count * engine.groups
 
     # -- the trainer --

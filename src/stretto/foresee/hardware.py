@@ -1,4 +1,4 @@
-"""What devices can do: peaks, memory, bandwidths and links, each with its source; and what of it is reached.
+"""What devices can do: peaks, memory, bandwidths and links, each with its source; and the share of it that is reached.
 
 Figures of GPUs are the makers' data sheets, dense (without sparsity), per device, links per direction. Shares of a
 peak that real kernels reach are assumptions, and each names where it comes from. The CPU is measured when it is asked
@@ -143,7 +143,7 @@ GPUS: dict[str, Hardware] = {
 
 @cache
 def this_cpu() -> Hardware:
-    """One core of this machine, by products and copies of numpy (half a second)."""
+    """One core of this machine, measured with numpy's products and copies (half a second)."""
     flops, bandwidth = _products(), _copies()
     measured = "measured now, one core: numpy"
     return Hardware(
@@ -181,7 +181,7 @@ def _products(size: int = 512, seconds: float = 0.2) -> float:
 
 
 def _copies(num_bytes: int = 1 << 26, times: int = 4) -> float:
-    """Bytes per second, read and written, of the best of some copies that no cache holds."""
+    """Bytes per second, read and written: the best of several copies that are larger than any cache."""
     source, target = np.ones(num_bytes // 8), np.empty(num_bytes // 8)
     best = float("inf")
     for _ in range(times):

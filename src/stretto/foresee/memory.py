@@ -64,7 +64,7 @@ class Held:
     """What a rank holds all the time, in bytes."""
 
     weights: float
-    """Those of the forward pass, or the shards that are gathered from."""
+    """Weights of the forward pass, or the shards that they are gathered from."""
     masters: float
     optimizer: float
     grads: float

@@ -42,7 +42,7 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """Numbers of weights, and what of a token is kept or computed."""
+    """Numbers of weights, and what is kept and computed per token."""
 
     shape: ModelConfig
     layers: tuple[LayerSize, ...]

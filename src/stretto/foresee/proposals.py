@@ -87,7 +87,7 @@ def _changed(cfg: RLConfig, changes: dict[str, Any]) -> RLConfig:
 
 
 def _candidates(setup: Setup, now: Times) -> Iterator[dict[str, Any]]:
-    """What might help, by who waits for whom."""
+    """Changes that might help, depending on who waits for whom."""
     cfg = setup.cfg
     level = cfg.orchestrator.max_async_level
     for other in sorted({1, 2, 4, 8, 16}):
@@ -100,7 +100,7 @@ def _candidates(setup: Setup, now: Times) -> Iterator[dict[str, Any]]:
 
 
 def _splits(setup: Setup, now: Times) -> Iterator[dict[str, Any]]:
-    """Nodes or GPUs moved between trainer and engines, and between readers and writers."""
+    """Nodes or GPUs moved between trainer and engines, and between prefill and decode engines."""
     cfg, inference = setup.cfg, setup.cfg.inference
     if inference is None:
         return

@@ -17,7 +17,7 @@ _UNITS = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people."""
+    """Bytes as people read them."""
     for unit, name in _UNITS:
         if num_bytes >= unit:
             value = num_bytes / unit
@@ -26,7 +26,7 @@ def size(num_bytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time for people."""
+    """Seconds as people read them."""
     if value >= 3600:
         return f"{value / 3600:.1f} h"
     if value >= 120:

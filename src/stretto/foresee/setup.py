@@ -127,7 +127,7 @@ def build_setup(
 
 
 def mesh_shape(shape: ModelConfig) -> Shape:
-    """What of a model its layers are cut by."""
+    """The sizes of a model by which its layers are cut."""
     return Shape(
         shape.num_heads, shape.num_kv_heads, shape.intermediate_size, shape.num_experts, shape.family
     )

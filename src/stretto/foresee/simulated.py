@@ -300,7 +300,7 @@ class SimulatedStep:
     publish_s: float
     ended_at: float
     tokens: float
-    """Trained on, of all ranks."""
+    """Trained tokens of all ranks."""
 
 
 class SimulatedTrainer:

@@ -49,7 +49,7 @@ MOST_TURNS = 8
 
 @dataclass(frozen=True)
 class Times:
-    """What a run's steps take. Seconds are means per step; shares are of the time of a step."""
+    """How long a run's steps take. Seconds are means per step; shares are of a step's time."""
 
     step_s: float
     train_s: float
@@ -57,9 +57,9 @@ class Times:
     trainer_wait_s: float
     load_s: float
     read_s: float
-    """Engines that only read prompts are busy."""
+    """How long prefill engines are busy."""
     write_s: float
-    """Engines that write are busy."""
+    """How long engines that decode are busy."""
     engine_idle: float
     trainer_idle: float
     staleness_mean: float

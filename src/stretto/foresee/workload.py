@@ -90,7 +90,7 @@ class Workload:
         return self.turns == Numbers(1.0)
 
     def merged(self, most_turns: int) -> Workload:
-        """The same with fewer, longer turns, where there are more than so many on average."""
+        """The same with fewer and longer turns, if there are more than most_turns on average."""
         factor = self.turns.mean / most_turns
         if factor <= 1:
             return self
@@ -117,7 +117,7 @@ class Workload:
 
 
 def default_workload(cfg: RLConfig) -> Workload:
-    """What is assumed of a config alone: replies of half of what they may have, prompts of a quarter of the rest."""
+    """The workload that is assumed without a run: replies of half their limit, prompts of a quarter of the rest."""
     limit = cfg.orchestrator.train.sampling.max_completion_tokens or cfg.seq_len // 2
     limit = min(limit, cfg.seq_len - 1)
     is_fixed = cfg.orchestrator.train.sampling.ignore_eos

@@ -68,7 +68,7 @@ def _summary(run: Run) -> str:
 
 
 def _results(run: Run) -> str:
-    """Held-out rewards of the first and the last evaluation, and the reward of training."""
+    """Held-out rewards of the first and the last evaluation, and the reward in training."""
     rows = run.evals()
     lines = []
     for env, mode in dict.fromkeys((row["env"], row["mode"]) for row in rows):

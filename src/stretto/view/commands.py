@@ -69,7 +69,7 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(words: Sequence[str]) -> int:
-    """Print a run's summary: its state, its latest metrics, its evals, what became of its rollouts."""
+    """Print a run's summary: its state, its latest metrics, its evals, how its rollouts ended."""
     parser = argparse.ArgumentParser(
         prog="stretto show",
         description="Print how a run went: state, latest metrics, evals, rollouts.",

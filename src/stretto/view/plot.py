@@ -18,7 +18,7 @@ KEYS = {
     "mismatch_kl/mean": "mismatch KL (nats per token)",
 }
 SFT_KEYS = {"nll/mean": "loss (nats per token)", "optim/grad_norm": "gradient norm"}
-"""What is drawn of an `rl` run or an `sft` run where no key is named, and what its axis says."""
+"""Keys that are drawn for an `rl` run or an `sft` run if none is named, each with the label of its axis."""
 _COLORS = ("#1f5fa8", "#d1495b", "#2a9d6f", "#c98a1b", "#7b4fa3", "#4f7c8a", "#8a5a44", "#666666")
 _DASHES = ("-", "--", ":", "-.")  # after eight runs the colours come again, with other lines
 
@@ -26,7 +26,7 @@ _DASHES = ("-", "--", ":", "-.")  # after eight runs the colours come again, wit
 def plot(
     runs: Mapping[str, Sequence[dict[str, Any]]], keys: Sequence[str] = (), path: Path | str | None = None
 ) -> Any:
-    """A panel per key with a line per run: light what was logged, dark its moving mean.
+    """A panel per key with a line per run: logged values are light, their moving mean is dark.
 
     runs: by name, the rows of `Run.metrics`. The band around a reward is the standard error of its batch's mean.
     path: where the picture is written too.
@@ -78,7 +78,7 @@ def plot(
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure of so many inches that a notebook shows, without a window system."""
+    """A figure of this size in inches, which a notebook shows without a window system."""
     from matplotlib.figure import Figure
 
     class Shown(Figure):

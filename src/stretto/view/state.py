@@ -15,7 +15,7 @@ from stretto.base.paths import RunDir
 from stretto.monitors.file import newest_values
 
 ROLES = ("orchestrator", "sft")
-"""Whose metrics say how far a run is, the first that there is."""
+"""Roles whose metrics say how far a run is; the first one that has some counts."""
 _RESULT = {"orchestrator": "reward/mean", "sft": "nll/mean"}
 _DEPTH = 3  # directories below a given one in which runs are looked for
 _KEPT = ("logs", "tokens", "weights", "checkpoints", "broadcasts", "rollouts", "evals", "configs", "metrics")

@@ -93,7 +93,7 @@ _TOKENS = "progress/tokens"
 
 
 def _moving_mean(y: np.ndarray, share: float) -> np.ndarray:
-    """Centred, over what is finite, shorter at the ends."""
+    """The centred moving mean of finite values; its window is shorter at both ends."""
     reach = max(1, int(len(y) * share / 2))
     finite = np.isfinite(y)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, y, 0.0))])

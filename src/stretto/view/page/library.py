@@ -1,4 +1,4 @@
-"""The runs that a page shows: each by an id that stays while the page is served, with what is kept of it in memory."""
+"""The runs that a page shows: each has an id that stays while the page is served, and metrics kept in memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from stretto.view.run import Run
 
 _RESCAN_S = 5.0
 ROLES = ("orchestrator", "trainer", "sft", "evals", "eval")
-"""The metrics files of a run; of two that have a metric the earlier counts."""
+"""The metrics files of a run; if two have the same metric, the earlier one in this list counts."""
 
 
 class OpenRun(Run):
-    """A run with its metrics in memory, read on as they grow."""
+    """A run with its metrics in memory; new rows are added as its files grow."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -38,7 +38,7 @@ class OpenRun(Run):
             return {role: rows for role, tail in self.tails.items() if (rows := tail.rows())}
 
     def stamp(self) -> dict[str, str]:
-        """By subject, a text that changes when its files do."""
+        """Per subject, a text that changes when its files do."""
         metrics = [self.dir.metrics(role) for role in ROLES]
         ledger = [self.dir.ledger, self.dir.ledger.with_name(self.dir.ledger.name + "-wal")]
         return {
@@ -61,7 +61,7 @@ class Library:
         self._lock = threading.Lock()
 
     def runs(self) -> dict[str, OpenRun]:
-        """By id; directories are looked through again every few seconds."""
+        """The runs by id; directories are searched again every few seconds."""
         with self._lock:
             if time.monotonic() - self._scanned_at > _RESCAN_S:
                 self._scan()
@@ -84,7 +84,7 @@ class Library:
         self._scanned_at = time.monotonic()
 
     def _new_id(self, run: RunDir) -> str:
-        """Its name, with a number where another run has the same."""
+        """The run's name, with a number if another run has the same name."""
         name = run.path.resolve().name
         taken = set(self._ids.values())
         return next(

@@ -23,7 +23,7 @@ from stretto.base.paths import RunDir
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 TAIL_BYTES = 4 << 20
-"""Read of each file, from its end; of very many files less."""
+"""Bytes that are read of each file, from its end; fewer if there are very many files."""
 _ALL_BYTES = 64 << 20
 _LEAST_BYTES = 64 << 10
 _WARNINGS_BYTES = 1 << 20
@@ -61,7 +61,7 @@ def merged(
 ) -> dict[str, Any]:
     """The newest entries that are wanted, oldest first; `next` is the time to ask before for older ones.
 
-    processes: of these alone, () of all. level: this one or worse. text: which they contain, whatever the case.
+    processes: only theirs; () means all. level: this one or worse. text: what they must contain, in any case.
     """
     own = {name: path for name, path in files(run).items() if not processes or name in processes}
     num_bytes = max(_LEAST_BYTES, min(TAIL_BYTES, _ALL_BYTES // max(1, len(own))))
@@ -157,7 +157,7 @@ def _dated(process: str, entries: list[str], changed: float) -> Iterator[Line]:
 
 
 def _at_time(day: datetime, match: re.Match[str]) -> datetime | None:
-    """That time of this day; None if it is none, in a line that only looks like ours."""
+    """This time of this day; None if the text is no time, in a line that only looks like ours."""
     hour, minute, second, milli = map(int, match.groups()[:4])
     try:
         return day.replace(hour=hour, minute=minute, second=second, microsecond=milli * 1000)

@@ -32,12 +32,12 @@ SORTS = {
     "worst": "r.reward, r.row",
     "longest": "r.num_sampled_tokens DESC, r.row",
 }
-"""Orders of one step's rollouts; of all steps only the first."""
+"""Orders in which one step's rollouts can be listed; those of all steps only in the first."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rollouts; None wants all."""
+    """Which rollouts are wanted; None: all."""
 
     step: int | None = None
     env: str | None = None
@@ -98,7 +98,7 @@ def page(
 
 
 def _of_step(ledger: LedgerReader, wanted: Wanted, skipped: int, limit: int) -> dict[str, Any]:
-    """The same of one step's batch, in any order; `next` is a number of rows."""
+    """As `page`, for one step's batch, in any order; `next` is a number of rows."""
     clauses, values = wanted.clauses()
     where = " AND ".join(["b.step = ?", "b.state != 'undone'", *clauses])
     query = f"""
@@ -111,7 +111,7 @@ def _of_step(ledger: LedgerReader, wanted: Wanted, skipped: int, limit: int) -> 
 
 
 def choices(ledger: LedgerReader) -> dict[str, Any]:
-    """What can be asked for: environments, statuses, the first and the last step."""
+    """The values to filter by: environments, statuses, the first and the last step."""
     envs = [row["env"] for row in ledger.rows("SELECT env FROM draws GROUP BY env ORDER BY env LIMIT 200")]
     [steps] = ledger.rows("SELECT min(step) AS first, max(step) AS last FROM batches WHERE state != 'undone'")
     return {"envs": envs, "statuses": ["finished", "truncated", "failed", "dropped"], **steps}

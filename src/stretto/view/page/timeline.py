@@ -31,7 +31,7 @@ Lane = dict[str, Any]
 def timeline(run: OpenRun, *, start: float | None = None, end: float | None = None) -> dict[str, Any]:
     """Lanes of spans between two times (unix seconds), by default of the last minute; first and last of the run.
 
-    one_of: of so many rollouts one is shown.
+    one_of: one of this many rollouts is shown.
     """
     rows = run.rows()
     own = rows.get("trainer") or rows.get("sft") or rows.get("orchestrator") or []
@@ -93,7 +93,7 @@ def _lane(name: str, spans: Sequence[Span]) -> Lane:
 
 
 def _rollout_lanes(ledger: LedgerReader, start: float, end: float) -> tuple[list[Lane], int]:
-    """Rollouts one above the other, those that do not overlap in one lane; of too many one of every so many."""
+    """Rollouts in lanes, in each those that do not overlap; if there are too many, one of every one_of is shown."""
     low, high = max(0, _row_at(ledger, start) - _SPREAD), _row_at(ledger, end)
     one_of = max(1, math.ceil((high - low) / MOST_SPANS))
     rows = ledger.rows(
