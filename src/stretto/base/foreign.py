@@ -240,7 +240,7 @@ def warn_when_blocked(after_s: float = BLOCKED_S) -> Iterator[None]:
         if not is_done.is_set():
             loop.call_later(tick_s, turn)
 
-    def look() -> None:
+    def watch() -> None:
         named: dict[str, float] = {}  # seconds, by place
         looked_at = time.monotonic()
         while not is_done.wait(tick_s):
@@ -259,7 +259,7 @@ def warn_when_blocked(after_s: float = BLOCKED_S) -> Iterator[None]:
                 )
 
     turn()
-    threading.Thread(target=look, name="warn_when_blocked", daemon=True).start()
+    threading.Thread(target=watch, name="warn_when_blocked", daemon=True).start()
     try:
         yield
     finally:

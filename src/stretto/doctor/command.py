@@ -34,7 +34,7 @@ def doctor(words: Sequence[str]) -> int:
     words = _as_words(rest)
     if not words:
         return _print(run_checks(machine_checks(Path("outputs"))), [], is_json=given.json)
-    findings, edits = _look_at_config(words, given.wait)
+    findings, edits = _check_config(words, given.wait)
     return _print(findings, edits, is_json=given.json)
 
 
@@ -93,7 +93,7 @@ def machine_checks(directory: Path) -> list[tuple[str, Check]]:
     ]
 
 
-def _look_at_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[list[tuple[str, str]]]]:
+def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[list[tuple[str, str]]]]:
     """What was found for a config, and edits that make it fit if it does not."""
     from stretto.config.root import RLConfig
     from stretto.doctor import configs, hosts
@@ -109,7 +109,7 @@ def _look_at_config(words: list[str], wait_s: float) -> tuple[list[Finding], lis
         return found, smallest_edits(words, str(error), root, configs.why_not)
     cfg = hosts.in_job(cfg)
     addresses = hosts.hosts_of(cfg)
-    gathering = hosts.Gathering(cfg, addresses) if addresses else None
+    reports = hosts.HostReports(cfg, addresses) if addresses else None
     findings, edits = run_checks(machine_checks(cfg.output_dir.expanduser())), []
     try:
         fit = configs.check_fit(cfg)
@@ -121,9 +121,9 @@ def _look_at_config(words: list[str], wait_s: float) -> tuple[list[Finding], lis
     if isinstance(cfg, RLConfig) and not edits:
         findings += guarded("memory", lambda: check_memory(cfg, words))
     findings += hosts.elsewhere(cfg, command)
-    if gathering is not None:
-        findings += guarded("hosts", gathering.reach)
-        exchange = gathering.hear if gathering.node == 0 else lambda wait_s: gathering.tell(findings, wait_s)
+    if reports is not None:
+        findings += guarded("hosts", reports.reach)
+        exchange = reports.receive if reports.node == 0 else lambda wait_s: reports.send(findings, wait_s)
         findings += guarded("hosts", lambda: iter(exchange(wait_s)))
     return findings, edits
 

@@ -68,7 +68,7 @@ def elsewhere(cfg: Config, command: str) -> Iterator[Finding]:
         )
 
 
-class Gathering:
+class HostReports:
     """This host among those of a deployment: the first listens, the others report to it."""
 
     def __init__(self, cfg: Config, hosts: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class Gathering:
         check_others(self.hosts, self.node, self.key)
         yield Finding("hosts", State.GOOD, f"node {self.node} of {len(self.hosts)} has a way to the others")
 
-    def hear(self, wait_s: float) -> list[Finding]:
+    def receive(self, wait_s: float) -> list[Finding]:
         """On the first host: what the others have found, and the ways to them."""
         token = new_token()
         missing = set(range(1, len(self.hosts)))
@@ -109,22 +109,22 @@ class Gathering:
             fix = (
                 f"start the same command on {self.hosts[node]}, and open port {self.port} on {self.hosts[0]}"
             )
-            text = f"nothing was heard of it in {wait_s:.0f} s"
+            text = f"no report came from it within {wait_s:.0f} s"
             found.append(Finding("report", State.BAD, text, fix, f"node {node}, {self.hosts[node]}"))
         return found
 
-    def tell(self, findings: Sequence[Finding], wait_s: float) -> list[Finding]:
+    def send(self, findings: Sequence[Finding], wait_s: float) -> list[Finding]:
         """On another host: report to the first, and measure the way to it; what that showed.
 
         Raises: WireError if the first host does not answer.
         """
         peer = Peer(self.hosts[0], self.port, wait_s=wait_s)
         link = peer.measure(findings, self.node)
-        seen = [*findings_of(link, f"to {self.hosts[0]}"), self._look_for(peer.token)]
+        seen = [*findings_of(link, f"to {self.hosts[0]}"), self._find_marker(peer.token)]
         peer.close(link, seen)
         return seen
 
-    def _look_for(self, token: str) -> Finding:
+    def _find_marker(self, token: str) -> Finding:
         if token and _marker_file(self.directory, token).exists():
             return Finding(_SHARED, State.GOOD, f"{self.directory} is that of the first host")
         text = f"{self.directory} is not that of the first host, which checkpoints and weights as files need"

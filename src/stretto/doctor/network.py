@@ -110,9 +110,9 @@ def _meet(connection: socket.socket, token: str) -> Meeting:
         for _ in range(NUM_PINGS):
             _receive(file)
             _send(file, {"time": time.time()})
-        _send(file, {"bytes": _take(file)})
+        _send(file, {"bytes": _receive_pieces(file)})
         _receive(file)
-        _give(file)
+        _send_pieces(file)
         measured = _receive(file)
     host = printable(str(hello.get("host", "?")))[:100]
     listed = [*_listed(hello.get("findings")), *_listed(measured.get("findings"))][:MAX_FINDINGS]
@@ -181,12 +181,12 @@ class Peer:
             self.token = token if len(token) == 2 * _TOKEN_BYTES and token.isalnum() else ""
             trips, offsets = zip(*(self._ping() for _ in range(NUM_PINGS)))
             start = time.perf_counter()
-            _give(self._file)
+            _send_pieces(self._file)
             num_sent = float(_receive(self._file)["bytes"])
             up = num_sent / (time.perf_counter() - start)
             _send(self._file, {"go": True})
             start = time.perf_counter()
-            down = _take(self._file) / (time.perf_counter() - start)
+            down = _receive_pieces(self._file) / (time.perf_counter() - start)
         return Link(up, down, min(trips), statistics.median(offsets))
 
     def _ping(self) -> tuple[float, float]:
@@ -238,7 +238,7 @@ def _receive(file: BinaryIO) -> dict[str, Any]:
     return found
 
 
-def _give(file: BinaryIO) -> None:
+def _send_pieces(file: BinaryIO) -> None:
     """Send pieces for MEASURE_S, each with a byte before it that says whether there is one."""
     end = time.perf_counter() + MEASURE_S
     while time.perf_counter() < end:
@@ -248,7 +248,7 @@ def _give(file: BinaryIO) -> None:
     file.flush()
 
 
-def _take(file: BinaryIO) -> int:
+def _receive_pieces(file: BinaryIO) -> int:
     """Receive pieces until the end; how many bytes they were."""
     num_bytes, end = 0, time.monotonic() + TIMEOUT_S
     while file.read(1) == b"\1":

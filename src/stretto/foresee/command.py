@@ -79,13 +79,13 @@ def _time(args: argparse.Namespace, setup: Setup, found: dict[str, Any], assumpt
         found["compare"] = [asdict(line) | {"error": line.error} for line in lines]
         texts.append("prediction beside measurement\n" + report.columns(as_rows(lines)))
     if not args.no_propose and args.compare is None:
-        proposals = propose(costs, workload, times, steps=min(steps, 6), say=_say)
+        proposals = propose(costs, workload, times, steps=min(steps, 6), say=_show_trial)
         found["proposals"] = [asdict(proposal) for proposal in proposals]
         texts.append(report.proposals_text(proposals))
     return texts
 
 
-def _say(text: str) -> None:
+def _show_trial(text: str) -> None:
     """Show on a terminal what is being tried: a proposal takes seconds."""
     if sys.stderr.isatty():
         sys.stderr.write(f"trying {text}\n")

@@ -266,7 +266,7 @@ def test_hosts_of_a_deployment_report_to_the_first(words: list[str], tmp_path: P
 
 
 def test_a_host_that_reports_twice_is_one_host(words: list[str]) -> None:
-    from stretto.doctor.hosts import Gathering
+    from stretto.doctor.hosts import HostReports
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -287,7 +287,7 @@ def test_a_host_that_reports_twice_is_one_host(words: list[str]) -> None:
 
     thread = threading.Thread(target=report_all)
     thread.start()
-    found = Gathering(cfg, hosts).hear(10.0)
+    found = HostReports(cfg, hosts).receive(10.0)
     thread.join(20)
     assert reports == [1, 1, 2] and not [each for each in found if each.state is State.BAD]
 
@@ -324,7 +324,7 @@ def test_rows_that_several_rollouts_share_may_be_longer_than_the_model(words: li
 
 
 def test_a_host_that_says_nothing_is_named(words: list[str]) -> None:
-    from stretto.doctor.hosts import Gathering
+    from stretto.doctor.hosts import HostReports
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -332,7 +332,7 @@ def test_a_host_that_says_nothing_is_named(words: list[str]) -> None:
     words += ["--deployment.hosts", '["127.0.0.1", "127.0.0.2"]', "--deployment.node-rank", "0"]
     _, cfg = configs.load_config([*words, "--control.port", str(port)])
     start = time.monotonic()
-    (found,) = Gathering(cfg, ["127.0.0.1", "127.0.0.2"]).hear(0.2)
+    (found,) = HostReports(cfg, ["127.0.0.1", "127.0.0.2"]).receive(0.2)
     assert found.state is State.BAD and "127.0.0.2" in found.host and time.monotonic() - start < 5
 
 

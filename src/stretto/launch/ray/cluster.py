@@ -128,7 +128,7 @@ class Group:
                 "enable_task_events": False,  # each look at its console would be one
             }
             self._actors.append(remote.options(**options).remote())
-        asked = [actor.look.remote() for actor in self._actors]
+        asked = [actor.describe.remote() for actor in self._actors]
         where = [
             known[ids[index]].address if ids[index] in known else ids[index] for index in range(len(ids))
         ]

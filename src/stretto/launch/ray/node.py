@@ -43,7 +43,7 @@ class Node:
         self._log = Path()
         self._read = 0
 
-    def look(self) -> Seen:
+    def describe(self) -> Seen:
         """Who and where this is."""
         try:
             user = getpass.getuser()
@@ -61,20 +61,21 @@ class Node:
             return f"has no {python}: stretto must be installed at the same path on all machines"
         if not os.access(config, os.R_OK):
             return (
-                f"cannot read {config} as user {self.look().user}: output_dir must be on a file system that all "
+                f"cannot read {config} as user {self.describe().user}: output_dir must be on a file system that all "
                 "machines share"
             )
         self._log = Path(log)
         try:
             self._log.open("ab").close()
         except OSError as cause:
-            return f"cannot write {log} as user {self.look().user}: {cause.strerror}; make output_dir writable there"
+            user = self.describe().user
+            return f"cannot write {log} as user {user}: {cause.strerror}; make output_dir writable there"
         for name in [name for name in os.environ if name.startswith(NOT_OURS)]:
             del os.environ[name]
         own = {"CUDA_VISIBLE_DEVICES": ",".join(_sorted_gpus()), JOB_VAR: "ray"}
         place = Path(cwd) if Path(cwd).is_dir() else None
         self._read = self._log.stat().st_size if self._log.exists() else 0
-        with self._log.open("ab") as output, _hearing_ctrl_c():
+        with self._log.open("ab") as output, _ctrl_c_unblocked():
             self._child = subprocess.Popen(
                 bound(argv),
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **env, **own},
@@ -117,7 +118,7 @@ class Node:
 
 
 @contextmanager
-def _hearing_ctrl_c() -> Iterator[None]:
+def _ctrl_c_unblocked() -> Iterator[None]:
     """A worker of Ray blocks SIGINT, and so would what it starts."""
     before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:

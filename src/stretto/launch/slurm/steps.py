@@ -111,7 +111,7 @@ class Job:
 
     # -- lost nodes --
 
-    def look(self) -> None:
+    def restart_ended(self) -> None:
         """Start the step of a node again some time after it has ended.
 
         Raises: _Refused if the node cannot do its part from the start.
@@ -134,12 +134,12 @@ class Job:
             logger.warning("%s", error)
             return []
 
-    def look_for_lost(self) -> None:
+    def find_lost_nodes(self) -> None:
         """Ask Slurm which nodes the job still has, and let a job wait for each that it has lost."""
         nodes = self.nodes()
         for host in self.hosts[self.num_lead :]:
             if host in self.stand_ins:
-                self.look_at_stand_in(host, self.stand_ins[host])
+                self.check_stand_in(host, self.stand_ins[host])
             elif nodes and host not in nodes:
                 logger.warning("%s is lost: the run goes on without it, and lets it in again", host)
                 self.due.pop(host, None)
@@ -153,7 +153,7 @@ class Job:
             logger.warning("%s stays away: %s", host, error)
         self.stand_ins[host] = StandIn(number, time.monotonic())
 
-    def look_at_stand_in(self, host: str, stand_in: StandIn) -> None:
+    def check_stand_in(self, host: str, stand_in: StandIn) -> None:
         """Submit another job for a lost node if the last one was lost with it, or was refused."""
         if stand_in.is_cancelled:
             return
@@ -308,10 +308,10 @@ def run_steps(job: Job) -> int:
     try:
         while (status := lead.poll()) is None:
             time.sleep(1.0)
-            job.look()
+            job.restart_ended()
             if time.monotonic() - asked_at > POLL_S:
                 asked_at = time.monotonic()
-                job.look_for_lost()
+                job.find_lost_nodes()
             if not job.has_replica:
                 if not job.requeue("no replica of inference has all its nodes"):
                     lead.terminate()

@@ -302,11 +302,11 @@ async def _changes(request: web.Request) -> web.StreamResponse:
     answer = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
     await answer.prepare(request)
     with suppress(ConnectionError):  # the browser has gone
-        await _tell(answer, request.app[STAMPS])
+        await _send_changes(answer, request.app[STAMPS])
     return answer
 
 
-async def _tell(answer: web.StreamResponse, seen: _Shared) -> None:
+async def _send_changes(answer: web.StreamResponse, seen: _Shared) -> None:
     known: dict[str, dict[str, str]] = {}
     silent_s = 0.0
     while True:

@@ -61,7 +61,7 @@ def test_a_node_that_is_lost_again_gets_another_job(
         """The job of the lost node, now that the last one has this state; after it the number of jobs so far."""
         jobs = f'case "$*" in *--jobs=7*) {SQUEUE.replace(",b,", ",")};; *) {state};; esac'
         say("squeue", jobs)
-        job.look_for_lost()
+        job.find_lost_nodes()
         return job.stand_ins["b"].number
 
     def of(state: str) -> str:
