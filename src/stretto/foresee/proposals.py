@@ -12,6 +12,7 @@ from typing import Any
 
 from stretto.base.errors import StrettoError
 from stretto.config.root import RLConfig
+from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.foresee.costs import Costs
 from stretto.foresee.memory import engine_memory, trainer_memory
 from stretto.foresee.setup import Setup, with_config
@@ -90,7 +91,7 @@ def _candidates(setup: Setup, now: Times) -> Iterator[dict[str, Any]]:
     """Changes that might help, depending on who waits for whom."""
     cfg = setup.cfg
     level = cfg.orchestrator.max_async_level
-    for other in sorted({1, 2, 4, 8, 16}):
+    for other in (1, 2, 4, 8, 16):
         if level < other <= max(cfg.orchestrator.max_off_policy_steps, 1) and now.trainer_idle > 0.05:
             yield {"orchestrator.max_async_level": other}
     if cfg.orchestrator.batch_order == "dispatch" and level and now.trainer_idle > 0.1:
@@ -107,7 +108,7 @@ def _splits(setup: Setup, now: Times) -> Iterator[dict[str, Any]]:
     shape = inference.deployment
     if shape.type == "disaggregated":
         num = shape.num_prefill_replicas
-        if num > 1 and shape.num_prefill_nodes * num >= 2:
+        if num > 1:
             fewer = {"inference.deployment.num_prefill_replicas": num - 1}
             yield fewer | {
                 "inference.deployment.num_decode_nodes": shape.num_decode_nodes + shape.num_prefill_nodes
@@ -146,6 +147,4 @@ def _meshes(setup: Setup, now: Times) -> Iterator[dict[str, Any]]:
     if model.ac is not None and model.ac_offloading is None:
         yield {"model.ac": None}
     elif model.ac is None and not _fits(setup):
-        from stretto.config.sections.model import ActivationCheckpointSection
-
         yield {"model.ac": ActivationCheckpointSection()}

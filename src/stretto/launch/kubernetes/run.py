@@ -3,8 +3,8 @@
     wait for names in DNS -> resume from the newest checkpoint, if there is one -> start this pod's processes
     -> one ends, or SIGTERM: the others are asked to finish, too -> exit; the kubelet starts the container anew
 
-Kubernetes restarts whatever ends, so nothing is waited for that a restart settles: a trainer that meets an orchestrator
-of another step, or a lock that is still held, ends with a message and comes again. At SIGTERM orchestrator and trainer
+Kubernetes restarts whatever ends, so a process does not wait for what a restart solves: a trainer that meets an
+orchestrator of another step, or a lock that is still held, ends with a message and is started again. At SIGTERM orchestrator and trainer
 finish their step and save, if they have begun. After the run's last step they would begin anew, so the pod stays, idle.
 
 Probes, at PROBE_PORT: /live while this process runs; /ready if the pod's processes do their work: engines are healthy,
