@@ -4,8 +4,9 @@
     -> one ends, or SIGTERM: the others are asked to finish, too -> exit; the kubelet starts the container anew
 
 Kubernetes restarts whatever ends, so a process does not wait for what a restart solves: a trainer that meets an
-orchestrator of another step, or a lock that is still held, ends with a message and is started again. At SIGTERM orchestrator and trainer
-finish their step and save, if they have begun. After the run's last step they would begin anew, so the pod stays, idle.
+orchestrator of another step, or a lock that is still held, ends with a message and is started again. At SIGTERM
+orchestrator and trainer finish their step and save, if they have begun. After the run's last step they would begin
+anew, so the pod stays, idle.
 
 Probes, at PROBE_PORT: /live while this process runs; /ready if the pod's processes do their work: engines are healthy,
 the router has a healthy engine, a trainer's first version is published, the orchestrator plays rollouts.
