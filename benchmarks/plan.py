@@ -1,6 +1,6 @@
 """`stretto plan` against real runs: time and staleness of a step, and memory of the trainer, predicted and measured.
 
-    python benchmarks/plan.py [--quick] [--parts memory time] [--measure FILE]
+    python benchmarks/plan.py [--quick] [--parts memory time] [--runs slow-0 slow-1 slow-4 turns sort] [--measure FILE]
 
 memory: five settings of the trainer, the most that torch's allocator has handed out during a step, and the prediction.
 time: three kinds of runs as `rl` starts them (short replies of a warmed-up model; a slow reward at max_async_level 0, 1
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "smaller chunk of logits": {"fused_lm_head_token_chunk_size": 256},
 }
 LATENCY_S = 0.1
+RUNS = ("slow-0", "slow-1", "slow-4", "turns", "sort")
 
 
 # -- pieces of work on this machine --
@@ -150,24 +152,29 @@ def compared(name: str, run: Path, measured: Path, *flags: str) -> dict[str, Any
     return found
 
 
-def time_part(work: Path, steps: int, *, is_quick: bool) -> list[dict[str, Any]]:
+def time_part(work: Path, names: Sequence[str], steps: int) -> list[dict[str, Any]]:
     model, found = work / "model", []
     model.mkdir(parents=True, exist_ok=True)
     loop.build_model(model)
     measured = work / "measured.json"
-    measured.write_text(json.dumps(measure(model, 32, 29)))
-    print(measured.read_text(), flush=True)
+    if set(names) != {"sort"}:
+        measured.write_text(json.dumps(measure(model, 32, 29)))
+        print(measured.read_text(), flush=True)
     given = ("--prompt-tokens", "29", "--reply-tokens", "32", "--score-s", f"{LATENCY_S}:1")
     slow = json.dumps([{"id": "loop_env:SlowLetters", "args": {"latency_s": LATENCY_S}}])
     for level in (0, 1, 4):
-        overrides = ("--orchestrator.env", slow, "--orchestrator.max-async-level", str(level))
-        loop.run_ours(model, work, loop.MAIN, steps, f"slow-{level}", *overrides)
-        found.append(compared(f"slow reward, level {level}", work / f"slow-{level}", measured, *given))
-    talk = json.dumps([{"id": "loop_env:TalkingLetters", "args": {"num_turns": 3, "latency_s": LATENCY_S}}])
-    loop.run_ours(model, work, loop.MAIN, steps, "turns", "--orchestrator.env", talk)
-    turns = ("--turns", "3", "--observation-tokens", "29", "--turn-wait-s", f"{LATENCY_S}:1")
-    found.append(compared("three turns, level 1", work / "turns", measured, *given, *turns))
-    if not is_quick:
+        if f"slow-{level}" in names:
+            overrides = ("--orchestrator.env", slow, "--orchestrator.max-async-level", str(level))
+            loop.run_ours(model, work, loop.MAIN, steps, f"slow-{level}", *overrides)
+            found.append(compared(f"slow reward, level {level}", work / f"slow-{level}", measured, *given))
+    if "turns" in names:
+        talk = json.dumps(
+            [{"id": "loop_env:TalkingLetters", "args": {"num_turns": 3, "latency_s": LATENCY_S}}]
+        )
+        loop.run_ours(model, work, loop.MAIN, steps, "turns", "--orchestrator.env", talk)
+        turns = ("--turns", "3", "--observation-tokens", "29", "--turn-wait-s", f"{LATENCY_S}:1")
+        found.append(compared("three turns, level 1", work / "turns", measured, *given, *turns))
+    if "sort" in names:
         found.append(sort_letters(work, steps))
     return found
 
@@ -251,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="15 steps, and no warm-up of sort-letters")
     parser.add_argument("--parts", nargs="+", choices=("memory", "time"), default=["memory", "time"])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="of the part `time`")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="measure pieces of work only, into FILE")
     parser.add_argument("--model", type=Path, help="with --measure: the model's directory")
     args = parser.parse_args()
@@ -262,7 +270,8 @@ def main() -> None:
     if "memory" in args.parts:
         result["memory"] = memory_part()
     if "time" in args.parts:
-        result["time"] = time_part(work, 15 if args.quick else 40, is_quick=args.quick)
+        names = [name for name in args.runs if name != "sort" or not args.quick]
+        result["time"] = time_part(work, names, 15 if args.quick else 40)
     print(json.dumps(result))
 
 

@@ -9,12 +9,24 @@ counted in the same way and were not measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.models.shape import ModelConfig
 
 INDEX_BYTES = 4.0
 """Size of the index of one chosen key of one query (parts/key_choice.py)."""
+
+
+class Moment(NamedTuple):
+    """A moment of a block's backward pass. Shares are of the weights of its MLP and experts."""
+
+    values: float
+    """Gradients of activations, less the activations that are not needed any more; numbers per token."""
+    grads: float
+    """Gradients of weights there are."""
+    fresh: float
+    """Those of the product that is being computed, among `grads`: with several rows they are added to older ones."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,10 @@ class BlockActivations:
     """Scores, gates, copies of tokens for their experts and back."""
     choice_bytes: float
     """Bytes per token that are kept whatever is computed again: the keys that an indexer chose."""
-    transient: float
-    """Gradients of activations at the widest place of its backward pass."""
+    forward: float
+    """What its forward pass holds at its end besides, and drops."""
+    backward: tuple[Moment, ...]
+    """The moments of its backward pass at which most is held."""
     width: float
     """Width of the residual stream: what is kept of a block that is computed again."""
 
@@ -74,7 +88,8 @@ def block_activations(
     has_mlp = layer not in cfg.layers_without_mlp
     mixed, attention, projected = _mixer(cfg, layer, kind, tp, is_cpu=is_cpu, has_kernels=has_kernels)
     halves = (kind != "none") + has_mlp
-    mlp, experts, router, inner = 0.0, 0.0, 0.0, 0.0
+    mlp, experts, router = 0.0, 0.0, 0.0
+    forward, moments = 2 * width, [Moment(width + attention, 0.0, 0.0)]
     if has_mlp and cfg.is_sparse(layer):
         moe = cfg.moe
         assert moe is not None
@@ -85,9 +100,15 @@ def block_activations(
         router = moe.top_k * 2 * size + moe.num_experts + 6.0 * moe.top_k
         if moe.shared_size is not None:
             mlp = _mlp(moe.shared_size / tp, is_plain=moe.is_plain, has_kernels=has_kernels)
+        forward += moe.top_k * size
+        moments = _mixture_moments(width, moe.top_k * size, inner, 0.5 if moe.is_plain else 1 / 3)
     elif has_mlp:
         inner = cfg.intermediate_size / tp
         mlp = _mlp(inner, is_plain=cfg.has_plain_mlp, has_kernels=has_kernels)
+        share = 0.5 if cfg.has_plain_mlp else 1 / 3
+        moments = [Moment(width + 2 * inner, share, share)]
+    if has_mlp:  # all of the MLP is done when attention's turn comes
+        moments.append(Moment(width + attention - mlp - experts - router, 1.0, 0.0))
     # A norm in 16 bits keeps its input in 32 bits, and its result before the weight is applied.
     norm = width * halves * (1.0 if not is_half else 4.0 if is_cpu else 1.0)
     indexer = None if cfg.latent is None else cfg.latent.indexer
@@ -101,9 +122,23 @@ def block_activations(
         experts=experts,
         router=router,
         choice_bytes=INDEX_BYTES * indexer.top_k if chooses and indexer is not None else 0.0,
-        transient=max(2.0 * inner + width, attention),
+        forward=forward,
+        backward=tuple(moments),
         width=width,
     )
+
+
+def _mixture_moments(width: float, copies: float, inner: float, down: float) -> list[Moment]:
+    """The sum over a token's experts; the down products; the gates; the products with gate and up.
+
+    copies: numbers per token in the rows of all its experts. down: share of the weights in the down products.
+    """
+    return [
+        Moment(width + 2 * copies, 0.0, 0.0),
+        Moment(width + inner, down, down),
+        Moment(width - copies + 2 * inner, down, 0.0),
+        Moment(width - 2 * inner, 1.0, 1 - down),
+    ]
 
 
 def _mlp(inner: float, *, is_plain: bool, has_kernels: bool) -> float:

@@ -100,7 +100,9 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2) -> Memor
     reached = {"activations": kept, "gathered weights": gathered}
     forward = steady | carried | reached
     phases = [
-        Phase("forward pass", forward | {"logits": 0.0, "one block": _widest(blocks) * tokens * value}),
+        Phase(
+            "forward pass", forward | {"logits": 0.0, "one block": _forward_values(blocks) * tokens * value}
+        ),
         Phase("output head", forward | {"logits": head}),
         _backward(setup, steady, held, blocks, tokens, value, gathered, is_first=num_rows == 1),
         Phase("update", steady | {"gradients": held.grads, "optimizer's work": _update_bytes(setup, held)}),
@@ -232,8 +234,8 @@ def _inputs_bytes(blocks: Sequence[BlockActivations], tokens: float, value: floa
     return sum(block.width for block in blocks) * tokens * value
 
 
-def _widest(blocks: Sequence[BlockActivations]) -> float:
-    return max(block.transient for block in blocks)
+def _forward_values(blocks: Sequence[BlockActivations]) -> float:
+    return max(block.forward for block in blocks)
 
 
 def _head_bytes(setup: Setup, tokens: float) -> float:
@@ -266,7 +268,7 @@ def _backward(
             before = (
                 min(index, setup.model.ac_offloading.max_inflight_activations) * block.width * value * tokens
             )
-        own = (block.all + block.transient) * value * tokens
+        own = _block_backward(setup, index, block, value * tokens, is_first=is_first)
         choices = sum(each.choice_bytes for each in blocks) * tokens
         later = 1 - sum(per_block[: index + 1]) / all_weights
         grads = held.grads * (later if is_first else 1.0)
@@ -279,6 +281,23 @@ def _backward(
         unit = _largest_unit(setup) * (value + reduce)
     return Phase(
         "backward pass", steady | parts | {"gathered weights": gathered, "gradients to be summed": unit}
+    )
+
+
+def _block_backward(
+    setup: Setup, index: int, block: BlockActivations, bytes_per_value: float, *, is_first: bool
+) -> float:
+    """The most that one block holds in its backward pass: activations, their gradients, and those of its weights.
+
+    The gradients of a rank among several are counted as those to be summed.
+    """
+    layer = setup.size.layers[index]
+    weights = (layer.experts or layer.dense) * BYTES[setup.model.optimization_dtype]
+    if setup.num_ranks > 1 or setup.model.lora is not None:
+        weights = 0.0
+    return max(
+        (block.all + moment.values) * bytes_per_value + weights * (moment.grads if is_first else moment.fresh)
+        for moment in block.backward
     )
 
 
