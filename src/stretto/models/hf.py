@@ -167,8 +167,19 @@ def _build_on_meta(
         with _weights_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as cause:
-        raise DataError(f"{directory}: transformers cannot load it: {cause}") from cause
+        raise _unloadable(directory, cause) from cause
     return HFDecoder(model.train())
+
+
+def _unloadable(directory: str | Path, cause: Exception) -> DataError:
+    """What transformers says of a model that it does not load, in fewer words if it does not know the family."""
+    if "does not recognize this architecture" not in str(cause):
+        return DataError(f"{directory}: transformers cannot load it: {cause}")
+    name = hub.read_json(Path(directory) / "config.json").get("model_type")
+    return DataError(
+        f"{directory}: model_type = {name!r} is a family neither of stretto (docs/add_a_model.md) nor of the installed "
+        "transformers; check config.json, or install a transformers that has it"
+    )
 
 
 @contextmanager
@@ -280,7 +291,7 @@ def load_hf_model(
             directory, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as cause:
-        raise DataError(f"{directory}: transformers cannot load it: {cause}") from cause
+        raise _unloadable(directory, cause) from cause
     if getattr(model, "is_quantized", False):
         raise refusal
     decoder = HFDecoder(model.to(device).train())
