@@ -71,9 +71,16 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def open_site(directory: Path, *, max_waiting: int = 8, **settings) -> AsyncIterator[Site]:
+async def open_site(
+    directory: Path, *, max_waiting: int = 8, max_open_bytes: int | None = None, **settings
+) -> AsyncIterator[Site]:
     """The model of a directory behind the routes, with the key `secret`."""
-    cfg = InferenceConfig(model=str(directory), served_model_name="tiny", api_key="secret")
+    cfg = InferenceConfig(
+        model=str(directory),
+        served_model_name="tiny",
+        api_key="secret",
+        server={"max_open_bytes": max_open_bytes},
+    )
     server = Server(cfg)
     tokenizer = load_tokenizer(directory)
     core = build_core(load_model(directory, dtype=torch.float32), eos_ids=tokenizer.eos_ids, **settings)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from uuid import uuid4
 
 from aiohttp import web
@@ -17,6 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from stretto.base.errors import StrettoError
 from stretto.config.sections.engines import ADMITTED
+from stretto.records.images import Image
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.images import VisionSizes
@@ -27,10 +30,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_ROUTES = frozenset({api.HEALTH, api.LIVENESS, ADMITTED})
 """Routes that need no key: supervisors and routers call them."""
+GENERATING = frozenset({api.GENERATE, api.COMPLETIONS, api.CHAT_COMPLETIONS})
+"""Routes whose requests may have to wait."""
 NO_KEY = "the API key is missing or wrong; send `Authorization: Bearer <key>`"
 MAX_ADMIN_BYTES = 64 << 20  # a manifest of 400,000 tensors
 MAX_SETTINGS_BYTES = 1 << 20
 """Size of a body without its prompts."""
+_HOLD = "hold"  # of a request for tokens: OpenBytes counts it
 _ID_BYTES = 12  # a token id in JSON, with its separator
 _MAX_ESCAPED_BYTES = 6  # JSON for one byte of text
 _MAX_ID_CHARACTERS = 128
@@ -56,18 +62,67 @@ def max_body_bytes(
     return 4 * MAX_SETTINGS_BYTES + per_token * max_model_len
 
 
+class OpenBytes:
+    """Bytes of the open requests of a server, and their bound: images must not fill the memory while they wait."""
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+        self.num_bytes = 0
+
+    @contextmanager
+    def request(self, declared: int | None) -> Iterator[Callable[[int], None]]:
+        """Count a request until its end; what it yields says again how many bytes it has.
+
+        declared: its Content-Length. Raises: Refusal 429 if there is no room beside others.
+        """
+        held = 0
+
+        def hold(num_bytes: int) -> None:
+            nonlocal held
+            others = self.num_bytes - held
+            if num_bytes > held and others and others + num_bytes > self.max_bytes:
+                raise Refusal(
+                    f"open requests have {others} bytes and this one {num_bytes}, and {self.max_bytes} may be open "
+                    "(server.max_open_bytes); try again later",
+                    429,
+                )
+            self.num_bytes, held = others + num_bytes, num_bytes
+
+        try:
+            hold(declared or 0)
+            yield hold
+        finally:
+            self.num_bytes -= held
+
+    @web.middleware
+    async def middleware(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        """Count requests for tokens."""
+        if http.path not in GENERATING:
+            return await handler(http)
+        with self.request(http.content_length) as http[_HOLD]:
+            return await handler(http)
+
+
+def hold_pixels(http: web.Request, images: Iterable[Image], *, body_bytes: int = 0) -> None:
+    """Count the pixels of a request instead of its body, which was read. Raises: Refusal 429 if they have no room."""
+    if pixels := sum(image.patches.nbytes for image in images if image.patches is not None):
+        http[_HOLD](body_bytes + pixels)
+
+
 async def read_body(http: web.Request, limit: int) -> bytes:
     """Read the request's body.
 
-    Raises: Refusal 413 if it is larger than `limit` bytes, 400 or 415 if it cannot be read.
+    Raises: Refusal 413 if it is larger than `limit` bytes, 400 or 415 if it cannot be read, 429 if too many are open.
     """
-    data = bytearray()
+    data, hold = bytearray(), http.get(_HOLD, lambda _: None)
     too_large = Refusal(f"the body has more than {limit} bytes, the limit of this route", 413)
     try:
         async for chunk in http.content.iter_any():
             data += chunk
             if len(data) > limit:
                 raise too_large
+            if http.content_length is None:
+                hold(len(data))
     except web.RequestPayloadError as error:
         raise Refusal(f"the body cannot be read: {error.__cause__ or error}") from error
     encoding = http.headers.get("Content-Encoding", "identity").lower()
@@ -84,6 +139,7 @@ async def read_body(http: web.Request, limit: int) -> bytes:
         ) from error
     if len(body) > limit:
         raise too_large
+    hold(len(data) + len(body))
     if not decompressor.eof:
         raise Refusal("the body cannot be read: its compressed data is cut off")
     return body
@@ -102,10 +158,12 @@ RUNNER_SETTINGS = {"handler_cancellation": True, "auto_decompress": False}
 _CLIENT_ERROR_FILTER = _ClientErrorFilter()
 
 
-def build_app(key: str | None) -> web.Application:
+def build_app(key: str | None, max_open_bytes: int | None = None) -> web.Application:
     """Build an app whose routes are all behind this boundary."""
     logging.getLogger("aiohttp.server").addFilter(_CLIENT_ERROR_FILTER)
-    return web.Application(client_max_size=0, middlewares=[middleware(key)])
+    return web.Application(
+        client_max_size=0, middlewares=[middleware(key), OpenBytes(max_open_bytes).middleware]
+    )
 
 
 def middleware(key: str | None) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:

@@ -37,7 +37,7 @@ from stretto.inference.bodies import (
     check_messages,
     decode_text_body,
 )
-from stretto.inference.boundary import max_body_bytes, read_body
+from stretto.inference.boundary import hold_pixels, max_body_bytes, read_body
 from stretto.inference.embedded.engine import Engine, Ticket
 from stretto.inference.embedded.scheduler import EngineRequest
 from stretto.inference.text import Decode, Detokenizer, cut_at_stop
@@ -126,9 +126,11 @@ class OpenAIRoutes:
         return await _offload(_num_tokens(done), build_response)
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
-        body = self._decode(await self._read(http), ChatBody)
+        data = await self._read(http)
+        body = self._decode(data, ChatBody)
         renderer = await self._renderer(body.chat_template_kwargs)
         prompt_ids, images = await self._render(renderer, body.messages, body.tools)
+        hold_pixels(http, images, body_bytes=len(data))
         params = body.sampling(renderer.stop_ids)
         if body.max_completion_tokens is not None:
             params = msgspec.structs.replace(params, max_tokens=body.max_completion_tokens)

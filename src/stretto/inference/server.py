@@ -26,7 +26,14 @@ from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR
-from stretto.inference.boundary import MAX_ADMIN_BYTES, RUNNER_SETTINGS, build_app, max_body_bytes, read_body
+from stretto.inference.boundary import (
+    MAX_ADMIN_BYTES,
+    RUNNER_SETTINGS,
+    build_app,
+    hold_pixels,
+    max_body_bytes,
+    read_body,
+)
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import Engine, EngineState
 from stretto.inference.openai import OpenAIRoutes
@@ -62,7 +69,7 @@ class Server:
         self.openai = OpenAIRoutes(self.directory, self.model_name, self.ready_engine)
 
     def app(self) -> web.Application:
-        app = build_app(self.cfg.key)
+        app = build_app(self.cfg.key, self.cfg.server.max_open_bytes)
         get = {
             api.HEALTH: self.health,
             api.LIVENESS: self.liveness,
@@ -175,6 +182,7 @@ class Server:
         else:  # pixels of images, which are hashed as well
             request, model = await asyncio.to_thread(api.decode_generate, body)
         images = request.images if core.images is None else core.images.shared(request.images)
+        hold_pixels(http, images)
         return msgspec.structs.replace(request, adapter=self.openai.adapter_of(model), images=images)
 
     async def pause(self, http: web.Request) -> web.Response:

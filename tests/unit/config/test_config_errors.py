@@ -726,7 +726,8 @@ WRONG_RL = {
         ["model.scratch.vision.hidden_size = 32 must be a multiple of 4 x", "num_heads = 5"],
     ),
     "experts that are square, which may be stored either way round": (
-        'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl_moe"\n[model.scratch.vision]\n[model.vlm]\n' + ENV,
+        'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl_moe"\nmoe_intermediate_size = 64\n'
+        "[model.scratch.vision]\n[model.vlm]\n" + ENV,
         "",
         [
             "model.scratch.moe_intermediate_size = 64",

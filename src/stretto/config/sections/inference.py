@@ -29,6 +29,9 @@ class ServerSection(Section):
     """TCP port."""
     max_waiting_requests: int = Field(4096, gt=0)
     """Requests that may wait; one more is answered with 429."""
+    max_open_bytes: int | None = Field(None, gt=0)
+    """Bytes of all requests that wait or run, which pixels of images make large; one beyond them is answered with 429,
+    unless it is the only one. None: an eighth of the machine's memory."""
 
 
 class ParallelSection(Section):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -77,7 +78,8 @@ class ScratchSection(Section):
     num_experts_per_tok: int = Field(2, gt=0)
     """Experts that compute one token."""
     moe_intermediate_size: int = Field(64, gt=0)
-    """Width of one expert."""
+    """Width of one expert; of `qwen3_vl_moe` three quarters of hidden_size if it is not given, because its files do not
+    say which way round a square matrix is."""
     has_expert_bias: bool = False
     """Give routers a bias on the choice of experts, which `trainer.moe_bias_update_rate` moves. Only the embedded
     engine and the trainer know it."""
@@ -94,6 +96,13 @@ class ScratchSection(Section):
     tokenizer then has the Qwen-VL families' tokens for images too."""
     seed: int = 0
     """Seed of the initial weights."""
+
+    @classmethod
+    def _derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        if values.get("family") != "qwen3_vl_moe":
+            return {}
+        width = values.get("hidden_size", 64)
+        return {"moe_intermediate_size": 3 * width // 4} if isinstance(width, int) and width > 1 else {}
 
 
 LORA_TARGETS = (

@@ -42,6 +42,7 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_nu
 SUPPORTS_VARIABLE = "STRETTO_SAMPLING_MASK"
 """If set (to cpu or gpu), patches/supports.py returns the tokens that each token was sampled from."""
 WAITING_VARIABLE = "STRETTO_MAX_WAITING"
+BYTES_VARIABLE = "STRETTO_MAX_OPEN_BYTES"
 """Requests that may wait in one server process; see guard.py."""
 WORKER = "stretto.inference.vllm.worker.WorkerExtension"
 
@@ -210,6 +211,8 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         WAITING_VARIABLE: str(section.server.max_waiting_requests),
     }
+    if section.server.max_open_bytes is not None:
+        env[BYTES_VARIABLE] = str(section.server.max_open_bytes)
     if "Nixl" in str(section.vllm_extra.get("kv_transfer_config")):
         env[LEASES_VARIABLE] = "1"
     if section.use_deep_gemm:

@@ -9,10 +9,10 @@ because vLLM notices a number that does not fit int64, or an invalid token id, o
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
-from stretto.inference.boundary import NO_KEY, OPEN_ROUTES, is_allowed
+from stretto.inference.boundary import GENERATING, NO_KEY, OPEN_ROUTES, OpenBytes, is_allowed
 from stretto.inference.update_order import UpdateOrder
 from stretto.inference.vllm.bodies import CheckedBody, EngineSizes, check
 from stretto.transports.engine import api
@@ -50,8 +50,6 @@ SERVED = OPEN_ROUTES | {
 """Other routes that are served; vLLM's /collective_rpc, /server_info and others are not."""
 
 
-GENERATING = frozenset({api.GENERATE, api.COMPLETIONS, api.CHAT_COMPLETIONS})
-"""Routes whose requests may have to wait."""
 COMMANDS = frozenset(
     {api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.LOAD_ADAPTER, api.UNLOAD_ADAPTER}
 )
@@ -66,12 +64,16 @@ class Guard:
     """ASGI middleware around vLLM's app.
 
     max_waiting: requests that may be open in this process beyond those that the engine runs at a time.
+    max_open_bytes: bytes of the bodies of open requests.
     """
 
-    def __init__(self, app: App, *, key: str | None, max_waiting: int | None = None) -> None:
+    def __init__(
+        self, app: App, *, key: str | None, max_waiting: int | None = None, max_open_bytes: int | None = None
+    ) -> None:
         self._app, self._key, self._max_waiting = app, key, max_waiting
         self._sizes: EngineSizes | None = None
         self._order = UpdateOrder()
+        self._open_bytes = OpenBytes(max_open_bytes)
         self._num_open = 0
         self._num_commands = 0
 
@@ -84,10 +86,14 @@ class Guard:
             return
         scope.setdefault("state", {})["num_commands"] = self._num_commands
         try:
-            body = await self._check_request(scope, receive)
-            if body is not None:
-                receive = _replay(body.data, receive)
-            with suppress(_CallFailed), self._order.call(scope["path"] if scope["method"] == "POST" else ""):
+            with ExitStack() as open_request:
+                body = await self._check_request(scope, receive, open_request)
+                if body is not None:
+                    receive = _replay(body.data, receive)
+                open_request.enter_context(suppress(_CallFailed))
+                open_request.enter_context(
+                    self._order.call(scope["path"] if scope["method"] == "POST" else "")
+                )
                 await self._forward(scope, receive, _Answer(scope, body, send))
         except Refusal as refusal:
             await _send_refusal(send, refusal)
@@ -108,7 +114,9 @@ class Guard:
         if answer.status != 200:
             raise _CallFailed
 
-    async def _check_request(self, scope: Message, receive: Receive) -> CheckedBody | None:
+    async def _check_request(
+        self, scope: Message, receive: Receive, open_request: ExitStack
+    ) -> CheckedBody | None:
         """Check a request and return its body, None if it has none. Raises: Refusal."""
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
@@ -125,7 +133,12 @@ class Guard:
             waiting = self._num_open - sizes.max_num_seqs
             if waiting >= self._max_waiting:
                 raise Refusal(f"{waiting} requests wait already (max_waiting_requests); try again later", 429)
-        return check(path, await _read(receive, sizes.max_body_bytes(path)), sizes)
+        if path not in GENERATING:
+            return check(path, await _read(receive, sizes.max_body_bytes(path)), sizes)
+        hold = open_request.enter_context(self._open_bytes.request(int(headers.get(b"content-length") or 0)))
+        data = await _read(receive, sizes.max_body_bytes(path))
+        hold(len(data))
+        return check(path, data, sizes)
 
 
 async def _read(receive: Receive, limit: int) -> bytes:

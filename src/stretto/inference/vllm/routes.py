@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR, PEERS_VAR
 from stretto.config.sections.inference import KEY_VAR
-from stretto.inference.vllm.command import WAITING_VARIABLE
+from stretto.inference.vllm.command import BYTES_VARIABLE, WAITING_VARIABLE
 from stretto.inference.vllm.guard import Guard
 from stretto.inference.vllm.patches.adapters import AdapterLimits, enforce_limits
 from stretto.inference.vllm.peers import Peers
@@ -115,9 +115,12 @@ class Routes:
 
     def attach_router(self, app: Any) -> None:
         app.include_router(router)
-        waiting = os.environ.get(WAITING_VARIABLE)
+        waiting, num_bytes = (
+            int(text) if (text := os.environ.get(name)) else None
+            for name in (WAITING_VARIABLE, BYTES_VARIABLE)
+        )
         key = os.environ.get(KEY_VAR) or None
-        app.add_middleware(Guard, key=key, max_waiting=None if waiting is None else int(waiting))
+        app.add_middleware(Guard, key=key, max_waiting=waiting, max_open_bytes=num_bytes)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Called when the engine is ready: hooks into shutdown and updates, watches peers, limits adapters."""

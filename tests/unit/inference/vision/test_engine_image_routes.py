@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 
 import msgspec
@@ -16,6 +17,7 @@ from stretto.config.sections.model import ScratchVisionSection
 from stretto.data.pictures import data_url
 from stretto.envs.bundled.count_shapes import draw_shapes
 from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.records.images import image_of
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 
@@ -81,6 +83,53 @@ async def test_requests_that_show_the_same_image_keep_its_pixels_once(site, requ
     seen.clear()
     gc.collect()
     assert not site.engine.core.images._in_use
+
+
+def noise(request: GenerateRequest, count: int) -> list[GenerateRequest]:
+    """The request with so many other images in turn."""
+    rng, [shown] = np.random.default_rng(0), request.images
+    images = [image_of(rng.random(shown.patches.shape, np.float32), shown.grid) for _ in range(count)]
+    return [msgspec.structs.replace(request, request_id=f"r{i}", images=(x,)) for i, x in enumerate(images)]
+
+
+async def test_a_flood_of_images_is_refused_beyond_a_bound_in_bytes_and_served_later(directory, request_of):
+    bodies = [api.encode_generate(request, "tiny") for request in noise(request_of, 40)]
+    size = len(bodies[0])
+    async with open_site(directory, max_waiting=100, max_open_bytes=10 * size) as site:
+        await site.post(f"{api.PAUSE}?mode=keep")
+        waiting = [asyncio.ensure_future(site.post(api.GENERATE, body)) for body in bodies]
+        while sum(each.done() for each in waiting) + site.engine.num_waiting < len(bodies):
+            await asyncio.sleep(0.01)
+        pixels = sum(image.patches.nbytes for image in site.engine.core.images._in_use.values())
+        assert 5 * size < pixels <= 10 * size
+        refused = [n for n, each in enumerate(waiting) if each.done()]
+        for n in refused:
+            status, answer = waiting[n].result()
+            assert status == 429 and "server.max_open_bytes" in answer["error"]["message"], answer
+        picture = {"messages": show(), "max_tokens": 2}
+        assert len(refused) > 20 and (await site.post(api.CHAT_COMPLETIONS, picture))[0] == 429
+        await site.post(api.RESUME)
+        served = [(await each)[0] for n, each in enumerate(waiting) if n not in refused]
+        served += [(await site.post(api.GENERATE, bodies[n]))[0] for n in refused]
+        assert served == [200] * len(bodies)
+
+
+async def test_the_client_waits_while_images_fill_an_engine(directory, request_of):
+    requests = noise(request_of, 12)
+    size = len(api.encode_generate(requests[0], "tiny"))
+    async with (
+        open_site(directory, max_open_bytes=2 * size) as site,
+        EngineClient([site.url], api_key="secret", model="tiny") as client,
+    ):
+        got = await asyncio.gather(*map(client.generate, requests))
+    assert all(len(completions) == 2 for completions in got)
+
+
+async def test_an_image_that_is_alone_is_served_however_large_it_is(directory, request_of):
+    async with open_site(directory, max_open_bytes=1) as site:
+        for _ in range(2):
+            status, answer = await site.post(api.GENERATE, api.encode_generate(request_of, "tiny"))
+            assert status == 200, answer
 
 
 async def test_a_conversation_with_a_picture_is_answered_as_its_tokens_are(site, request_of):

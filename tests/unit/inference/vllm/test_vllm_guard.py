@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,43 @@ async def test_calls_of_an_update_out_of_order_do_not_reach_vllm():
     app = App()
     assert await ask(app, api.START_UPDATE) == 409
     assert app.bodies == []
+
+
+async def test_bytes_beyond_those_that_may_be_open_are_429_until_others_end():
+    """A request counts from the head of its body until its answer has ended."""
+    entered, answered, app = asyncio.Event(), asyncio.Event(), App()
+
+    async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        entered.set()
+        await answered.wait()
+        await app(scope, receive, send)
+
+    guard = Guard(slow, key=None, max_open_bytes=len(json.dumps(PLAIN)) + 1)
+    guard._sizes = EngineSizes(vocab_size=100, max_model_len=64, max_num_seqs=4, token_bytes=8)
+    data = json.dumps(PLAIN).encode()
+
+    async def call(headers: list[tuple[bytes, bytes]]) -> int:
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": data}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await guard(
+            {"type": "http", "method": "POST", "path": api.GENERATE, "headers": headers, "app": app},
+            receive,
+            send,
+        )
+        return sent[0]["status"]
+
+    first = asyncio.ensure_future(call([]))
+    await entered.wait()
+    assert await call([]) == 429
+    assert await call([(b"content-length", str(len(data)).encode())]) == 429
+    answered.set()
+    assert await first == 200 and await call([]) == 200 and len(app.bodies) == 2
 
 
 async def test_more_requests_than_may_wait_are_429():
