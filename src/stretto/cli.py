@@ -181,7 +181,21 @@ def _unexpected(error: Exception) -> str:
 def _rl(cfg: RLConfig, words: list[str]) -> int:
     from stretto.launch.run.rl import main as run
 
+    if cfg.slurm is None and cfg.ray is None:  # else other machines have the functions
+        _check_trainer_hooks(cfg)
     return run(cfg)
+
+
+def _check_trainer_hooks(cfg: RLConfig) -> None:
+    """Load the functions of [trainer.hooks], which the trainer will call.
+
+    Raises: ConfigError for one that does not exist, or takes other arguments than it is called with.
+    """
+    from stretto.vime.calls import TRAINER_HOOKS, check_in_process
+
+    named = {key: path for key in TRAINER_HOOKS if (path := getattr(cfg.trainer.hooks, key)) is not None}
+    if named:
+        check_in_process(named, os.environ | cfg.env_vars | cfg.trainer.env_vars)
 
 
 def _sft(cfg: SFTConfig, words: list[str]) -> int:
@@ -214,11 +228,12 @@ def _check_first_rows(cfg: SFTConfig) -> None:
     Raises: ConfigError or DataError with file and line for a file or row that cannot be read.
     """
     from stretto.config.sections.sft import FileData
-    from stretto.trainer.batch.sft_data import read_rows
+    from stretto.trainer.batch.sft_data import read_sources
 
     for data in [cfg.data] + ([cfg.val.data] if cfg.val is not None else []):
         if isinstance(data, FileData):
-            next(read_rows(data, cfg.seed), None)
+            for rows in read_sources(data, cfg.seed):
+                next(rows, None)
 
 
 def _trainer(cfg: TrainerConfig, words: list[str]) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
+from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.images import ImageProcessor, require_processor
@@ -346,6 +347,27 @@ def build_renderer(
     return Renderer(tokenizer, _build_backend(tokenizer, family, section), family, images)
 
 
+def _with_settings(config: Any, settings: dict[str, Any], family: str) -> Any:
+    """The config of a family's template with these settings.
+
+    Raises: ConfigError for a name or a value that the template does not know.
+    """
+    known = [name for name in type(config).model_fields if name != "name"]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise ConfigError(
+            f"[renderer] settings.{unknown[0]}: the template of {family!r} has no such choice; it has "
+            f"{', '.join(known)}"
+        )
+    try:
+        return type(config)(**settings)
+    except ValueError as cause:
+        first = cause.errors()[0] if isinstance(cause, ValidationError) else {"loc": ("",), "msg": str(cause)}
+        name = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"[renderer] settings.{name} = {settings.get(name)!r}: {first['msg']}, says the template of {family!r}"
+        ) from cause
+
+
 def _build_backend(tokenizer: Tokenizer, family: str, section: RendererSection) -> Any:
     import renderers
 
@@ -367,8 +389,9 @@ def _build_backend(tokenizer: Tokenizer, family: str, section: RendererSection) 
                 "such choice; leave it out"
             )
         settings["clear_thinking"] = section.clear_thinking
+    settings |= section.settings
     if settings:
-        config = type(config)(**settings)
+        config = _with_settings(config, settings, family)
     try:
         return renderers.create_renderer(tokenizer, config)
     except AssertionError as cause:

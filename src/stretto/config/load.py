@@ -42,7 +42,7 @@ from stretto.config.section import (
     tag_of,
 )
 from stretto.config.spellings.inference import nodes_of_one
-from stretto.config.spellings.orchestrator import joined_filters
+from stretto.config.spellings.orchestrator import joined_filters, pools_of_buffer
 from stretto.config.toml import chosen_at_start, is_secret, toml_text
 from stretto.config.words import ArgumentProblem, Assignment, FileArgument, parse_arguments
 
@@ -57,7 +57,12 @@ PARTS: dict[type[Section], Callable[[RLConfig], Any]] = {
     InferenceConfig: RLConfig.inference_config,
 }
 OUTPUT_DIR = "{output_dir}/"
-MODEL_NAME, ENGINE_MODEL = ("model", "name"), ("inference", "model")
+MODEL_NAME = ("model", "name")
+SECOND: dict[Path, tuple[str, Path]] = {
+    MODEL_NAME: ("orchestrator", ("inference", "model")),
+    ("seq_len",): ("trainer", ("orchestrator", "row_tokens")),
+}
+"""Where a second value of a key goes, if it is that process's and the first is the other's."""
 UNKNOWN, MISSING = "extra_forbidden", ("missing", "union_tag_not_found")
 TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
 """Errors of pydantic where a value stands in the place of a table."""
@@ -278,25 +283,28 @@ class Draft:
 
     def _put_values(self, values: list[tuple[Given, Path, Any]], file: str) -> None:
         for each, path, value in values:
-            if path == MODEL_NAME and value != self.values.get(path, value):
-                path = self._model_of(each.spelled)
+            if path in SECOND and value != self.values.get(path, value):
+                path = self._place_of(path, each.spelled)
             if not self._disagrees(each, path, value, file):
                 self._set(path, value, each.source)
                 self.written[path] = (file, each.spelled)
 
-    def _model_of(self, spelled: str) -> Path:
-        """Where a second name of a model goes: the orchestrator's is the engines', where the trainer has its own."""
-        held_in, held = self.written.get(MODEL_NAME, ("", ""))
+    def _place_of(self, path: Path, spelled: str) -> Path:
+        """Where a second name of a model goes: the orchestrator's is the engines', where the trainer has its own. And
+        a second length: the trainer's is that of its rows."""
+        held_in, held = self.written.get(path, ("", ""))
+        process, other = SECOND[path]
         processes = [name.lstrip("-").split(".")[0] for name in (held, spelled)]
-        has_engines = self.cls is RLConfig and self.values.get(("inference",), {}) not in (None, "None")
-        if not has_engines or sorted(processes) != ["orchestrator", "trainer"]:
-            return MODEL_NAME
-        if processes[1] == "orchestrator":
-            return ENGINE_MODEL
-        name, source = self.values.pop(MODEL_NAME), self.sources[MODEL_NAME]
-        del self.written[MODEL_NAME]
-        self._put_values([(Given(MODEL_NAME, name, held, source), ENGINE_MODEL, name)], held_in)
-        return MODEL_NAME
+        has_engines = self.values.get(("inference",), {}) not in (None, "None")
+        is_possible = self.cls is RLConfig and (has_engines or path != MODEL_NAME)
+        if not is_possible or sorted(processes) != ["orchestrator", "trainer"]:
+            return path
+        if processes[1] == process:
+            return other
+        value, source = self.values.pop(path), self.sources[path]
+        del self.written[path]
+        self._put_values([(Given(path, value, held, source), other, value)], held_in)
+        return path
 
     def _set(self, path: Path, value: Any, source: str) -> None:
         """Set one value under its key's own name."""
@@ -378,6 +386,11 @@ class Draft:
             )
             self.values[path] = nodes
 
+    def _make_pools(self) -> None:
+        """Make pools of tasks of the thresholds of a buffer of prime-rl 0.6."""
+        spelled = {path: f".{name}" for path, (_, name) in self.written.items()}
+        self.values |= pools_of_buffer(self.values, spelled)
+
     def build_root(self) -> Section | None:
         """The root that the values make, or None with complaints noted.
 
@@ -385,6 +398,7 @@ class Draft:
         """
         self._fill_in_output_dir()
         self._divide_nodes()
+        self._make_pools()
         for path, value in list(self.values.items()):
             found = find(self.cls, path)
             if isinstance(value, bool) and found.is_known and not found.key.accepts_bool:

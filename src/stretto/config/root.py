@@ -202,6 +202,11 @@ class RLConfig(RunKeys, RunRoot):
         engines = 0 if self.inference is None else self.inference.deployment.num_nodes
         return self.deployment.num_learning_nodes + self.deployment.num_infer_replicas * engines
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest packed row of the trainer."""
+        return self.orchestrator.row_tokens or self.seq_len
+
     def trainer_config(self) -> TrainerConfig:
         """What the trainer process takes."""
         return TrainerConfig.model_validate(self._process_data(self.trainer, *RunKeys.model_fields, "ckpt"))
@@ -415,6 +420,31 @@ def _derive_infer_nodes(values: Values) -> dict[str, Any]:
     return shape
 
 
+def _derive_infer_gpus(values: Values) -> dict[str, Any]:
+    """GPUs of inference on one machine without a number of engines: ranks of one engine, or engines if embedded."""
+    ids, count = comma_list(values.get("inference_gpu_ids")), values.get("deployment.num_infer_gpus")
+    gpus = len(ids) if isinstance(ids, list) and ids else count
+    if (
+        values.get("deployment.type") == "multi_node"
+        or not _starts_engine(values)
+        or not isinstance(gpus, int)
+    ):
+        return {}
+    given = [path for path in values if path.startswith(("inference.deployment", "inference.parallel.dp"))]
+    taken = [values.get(f"inference.parallel.{axis}", 1) for axis in ("tp", "pp")]
+    if (
+        given
+        or values.get("inference.device") == "cpu"
+        or not all(isinstance(n, int) and n > 0 for n in taken)
+    ):
+        return {}
+    ranks, left = divmod(gpus, math.prod(taken))
+    if left or ranks < 2:
+        return {}
+    is_embedded = values.get("inference.engine") == "embedded"
+    return {"inference.deployment.num_replicas" if is_embedded else "inference.parallel.dp": ranks}
+
+
 def _derive_client_url(values: Values) -> dict[str, Any]:
     """The engine this run starts is the one its orchestrator talks to, unless another address is given."""
     host, port = values.get("inference.server.host"), values.get("inference.server.port")
@@ -496,6 +526,7 @@ _DERIVED = (
     _derive_engine,
     _derive_copies,
     _derive_infer_nodes,
+    _derive_infer_gpus,
     _derive_client_url,
     _derive_num_train_workers,
     _derive_critic_workers,

@@ -291,7 +291,8 @@ def find(cls: type[Section], path: Sequence[str | int]) -> Found:
             covered, here = matched
             if here.is_refused or here.ours == "":
                 return Found(done, None, rest, here, done, covered == len(rest))
-            if covered == len(rest) or here.sets:
+            is_settled = row[0] is not None and row[0].sets and row[2]  # its words and what it sets hold
+            if here.sets or (covered == len(rest) and not is_settled):
                 row = (here, done, covered == len(rest))
             if here.ours is not None:
                 renamed = (*table.renamed(here, rest), *rest[covered:])

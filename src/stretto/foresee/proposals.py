@@ -63,13 +63,16 @@ def propose(
             continue  # a degree that does not divide, or a split without engines
         gain = 1 - times.step_s / now.step_s
         if gain >= LEAST_GAIN or not fits_now:
-            peak = trainer_memory(other, other.cfg.seq_len).peak.total
+            peak = trainer_memory(other, other.cfg.row_tokens).peak.total
             found.append(Proposal(changes, times.step_s, times.staleness_p95, gain, peak))
     return sorted(found, key=lambda proposal: -proposal.gain)
 
 
 def _fits(setup: Setup) -> bool:
-    memories = [trainer_memory(setup, setup.cfg.seq_len), *(engine_memory(setup, e) for e in setup.engines)]
+    memories = [
+        trainer_memory(setup, setup.cfg.row_tokens),
+        *(engine_memory(setup, e) for e in setup.engines),
+    ]
     return all(memory.fits for memory in memories)
 
 

@@ -112,7 +112,7 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
     envs = [
         env.model_copy(
             update={
-                "algo": None, "curriculum": CurriculumSection(), "num_workers": None,
+                "algo": None, "curriculum": None, "num_workers": None,
                 "sampling": type(env.sampling)(), "rollout_timeout_s": None,
             }
         )
@@ -123,7 +123,7 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
             "output_dir": directory, "run": RunSection(name="plan"), "resume": None, "max_steps": max_steps,
             "seq_len": max(2, int(cfg.seq_len / scale)), "train": train, "env": envs, "eval": None, "filters": [],
             "hooks": HooksSection(), "algo": GrpoAlgo(), "teacher": None, "monitors": MonitorsSection(),
-            "stall_timeout_s": 3600.0, "rollout_timeout_s": None,
+            "stall_timeout_s": 3600.0, "rollout_timeout_s": None, "curriculum": CurriculumSection(),
         }
     )  # fmt: skip
 

@@ -199,8 +199,9 @@ def check_sft_records(cfg: SFTConfig) -> list[Checked]:
     named = [("data.name", cfg.data)] + ([("val.data.name", cfg.val.data)] if cfg.val is not None else [])
     files = [(setting, data) for setting, data in named if isinstance(data, FileData)]
     for setting, data in files:
-        next(read_records(data.name, setting, is_streamed=data.streaming, convert=data.convert))
-    return [("read", data.name) for _, data in files]
+        for source in data.sources:
+            next(read_records(source, setting, is_streamed=data.streaming, convert=data.convert))
+    return [("read", source) for _, data in files for source in data.sources]
 
 
 def _environments(cfg: OrchestratorKeys) -> Iterator[tuple[str, EnvSection]]:
@@ -221,12 +222,11 @@ def check_trainer_hooks(hooks: TrainerHooksSection) -> list[Checked]:
 
     Raises: ConfigError for one that does not exist, or takes other arguments.
     """
-    from stretto.vime.calls import TRAINER_HOOKS
+    from stretto.vime.calls import TRAINER_HOOKS, load_trainer_hooks
 
-    named = [(key, count, getattr(hooks, key)) for key, count in TRAINER_HOOKS.items()]
-    return [
-        _check_hook(path, f"trainer.hooks.{key}", count) for key, count, path in named if path is not None
-    ]
+    named = {key: path for key in TRAINER_HOOKS if (path := getattr(hooks, key)) is not None}
+    load_trainer_hooks(named)
+    return [("imported", path) for path in named.values()]
 
 
 def _check_saved(hooks: HooksSection) -> Iterator[Checked]:

@@ -301,9 +301,9 @@ def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], prog
     """
     curriculum = Curriculum(
         {
-            env.name: DifficultyPools(env.name, tasks_of(env, "train"), section.curriculum.sampler)
+            env.name: DifficultyPools(env.name, tasks_of(env, "train"), sampler)
             for env, section in zip(envs, cfg.env, strict=True)
-            if isinstance(section.curriculum.sampler, DifficultySampler)
+            if isinstance(sampler := cfg.curriculum_of(section).sampler, DifficultySampler)
         }
     )
     curriculum.restore(progress.curriculum)

@@ -77,14 +77,19 @@ class CriticProcess:
         self.saver: checkpoint.Saver | None = None
         if cfg.ckpt is not None:
             self.saver = checkpoint.Saver(
-                cfg.run_dir, is_async=cfg.ckpt.is_async, on_written=self.written.append, part=ROLE
+                cfg.run_dir,
+                is_async=cfg.ckpt.is_async,
+                on_written=self.written.append,
+                part=ROLE,
+                skip_optimizer=cfg.ckpt.skip_optimizer,
             )
 
     def resume(self) -> None:
         """Load the checkpoint that [resume] names, if it names one."""
         if self.cfg.resume is not None:
             run, step = rundir.find_checkpoint(self.cfg.run_dir, self.cfg.resume.step, self.cfg.resume.dir)
-            checkpoint.load(run, self.learner, step)
+            skip = self.cfg.ckpt is not None and self.cfg.ckpt.skip_optimizer
+            checkpoint.load(run, self.learner, step, skip_optimizer=skip)
             logger.info("resumed after step %d", step)
 
     def run(self, wire: CriticWire | None) -> None:

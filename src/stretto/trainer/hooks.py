@@ -28,7 +28,7 @@ from stretto.base.errors import ConfigError, EnvError
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.records.sample import MicroBatch
 from stretto.vime.arguments import Arguments
-from stretto.vime.calls import TRAINER_HOOKS, Hook
+from stretto.vime.calls import TRAINER_HOOKS, load_trainer_hooks
 from stretto.vime.resolved import resolved
 
 if TYPE_CHECKING:
@@ -65,11 +65,8 @@ class TrainerHooks:
 
         Raises: ConfigError for one that does not exist or takes other arguments.
         """
-        self._hooks = {
-            name: Hook.load(path, f"{SETTING}.{name}", count)
-            for name, count in TRAINER_HOOKS.items()
-            if (path := getattr(section, name)) is not None
-        }
+        named = {name: path for name in TRAINER_HOOKS if (path := getattr(section, name)) is not None}
+        self._hooks = load_trainer_hooks(named)
         self.args = Arguments(**_table(run_dir) | section.args) if self._hooks else None
 
     @property

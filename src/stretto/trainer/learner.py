@@ -132,6 +132,7 @@ class Learner:
         """
         self.policy, self._lora = policy, model.lora
         self.critic, self._frozen_steps = critic, frozen_steps
+        self._schedule_start = 0  # the step after which the schedule began
         self._has_critic_elsewhere = has_critic_elsewhere
         self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
         self._is_replaying = enable_router_replay
@@ -235,9 +236,13 @@ class Learner:
     @property
     def next_lr(self) -> float:
         """Learning rate of the updates of the next step."""
-        done, last = self.step - self._frozen_steps, self._max_steps
-        last = None if last is None else last - self._frozen_steps
-        return learning_rate(done + 1, self._optim.lr, self._scheduler, last)
+        start = max(self._frozen_steps, self._schedule_start)
+        last = None if self._max_steps is None else self._max_steps - start
+        return learning_rate(self.step - start + 1, self._optim.lr, self._scheduler, last)
+
+    def begin_schedule(self) -> None:
+        """Let warm-up and decay of the learning rate count from here on."""
+        self._schedule_start = self.step
 
     @property
     def reference(self) -> nn.Module | None:
@@ -359,7 +364,7 @@ class Learner:
             parts["rng.cpu"] = TensorSlice.whole(torch.get_rng_state())
             if self.mesh.device.type == "cuda":
                 parts["rng.cuda"] = TensorSlice.whole(torch.cuda.get_rng_state(self.mesh.device))
-        values = {"step": self.step, "optim": self._optim.type}
+        values = {"step": self.step, "optim": self._optim.type, "schedule_start": self._schedule_start}
         info = self.adapter_info()
         return LearnerState(parts, values if info is None else values | {"adapter_scaling": info.scaling})
 
@@ -370,7 +375,7 @@ class Learner:
         Raises: DataError when it belongs to another model or optimizer; the learner is then unusable.
         """
         values, saved = source.values, source.tensors
-        if values["optim"] != self._optim.type:
+        if values["optim"] not in (None, self._optim.type):
             raise DataError(
                 f"state of optimizer {values['optim']!r}, but [optim] type = {self._optim.type!r}"
             )
@@ -394,7 +399,7 @@ class Learner:
         torch.set_rng_state(random["rng.cpu"])
         if "rng.cuda" in random:
             torch.cuda.set_rng_state(random["rng.cuda"], self.mesh.device)
-        self.step = values["step"]
+        self.step, self._schedule_start = values["step"], values.get("schedule_start", 0)
         self.network.weights.copy_to_model()
         if self.critic is not None:
             self.critic.network.weights.copy_to_model()

@@ -27,7 +27,7 @@ from stretto.base.runtime import freeze_objects
 from stretto.base.secret import load_secret
 from stretto.base.status import report
 from stretto.config.root import TrainerConfig
-from stretto.config.sections.trainer import num_kept
+from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.models.fp8.checkpoint import to_8_bits
 from stretto.models.tracing.tracer import Tracer
 from stretto.monitors import build_monitors
@@ -141,8 +141,12 @@ class Trainer:
         self.written: deque[int] = deque()
         self.saver: checkpoint.Saver | None = None
         if self.cfg.ckpt is not None:
-            is_async = self.cfg.ckpt.is_async
-            self.saver = checkpoint.Saver(self.run_dir, is_async=is_async, on_written=self.written.append)
+            self.saver = checkpoint.Saver(
+                self.run_dir,
+                is_async=self.cfg.ckpt.is_async,
+                on_written=self.written.append,
+                skip_optimizer=self.cfg.ckpt.skip_optimizer,
+            )
 
     def run(self) -> None:
         """Train every step, then end the run; an error is reported to the orchestrator first."""
@@ -461,7 +465,10 @@ def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
         raise ConfigError(
             f"resume.dir: {cfg.run_dir} has a checkpoint of its own, of step {own[-1]}; continue it with --resume alone"
         )
-    checkpoint.load(run, learner, step)
+    ckpt = cfg.ckpt or CkptSection()
+    checkpoint.load(run, learner, step, skip_optimizer=ckpt.skip_optimizer)
+    if ckpt.skip_scheduler:
+        learner.begin_schedule()
     logger.info("resumed after step %d%s", step, "" if run == cfg.run_dir else f" of {run}")
     return step
 

@@ -140,7 +140,9 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     step = 0
     if start is not None:
         rundir.check_max_steps(cfg.max_steps, start[1])
-        step, order.num_drawn = start[1], find_data_position(start, examples, is_own=start[0] == run)
+        step = start[1]
+        if cfg.ckpt is None or not cfg.ckpt.skip_dataloader:
+            order.num_drawn = find_data_position(start, examples, is_own=start[0] == run)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
     say_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
     validation: list[MicroBatch] = []
@@ -158,7 +160,10 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir)
     if (ckpt := cfg.ckpt) is not None:
         session.saver = checkpoint.Saver(
-            run, is_async=ckpt.is_async, on_written=lambda step: complete_checkpoint(run, ckpt, step)
+            run,
+            is_async=ckpt.is_async,
+            on_written=lambda step: complete_checkpoint(run, ckpt, step),
+            skip_optimizer=ckpt.skip_optimizer,
         )
     if start is not None:
         load_checkpoint(session, start)
@@ -386,7 +391,10 @@ def load_checkpoint(session: Session, start: ResumePoint) -> None:
     Raises: DataError when the checkpoint is damaged, or of another model.
     """
     run, step = start
-    checkpoint.load(run, session.learner, step)
+    ckpt = session.cfg.ckpt or CkptSection()
+    checkpoint.load(run, session.learner, step, skip_optimizer=ckpt.skip_optimizer)
+    if ckpt.skip_scheduler:
+        session.learner.begin_schedule()
     session.resumed_step = session.saved_step = step
     session.is_new = run != session.run
     logger.info("resumed from step %d%s", step, "" if run == session.run else f" of {run}")

@@ -190,7 +190,7 @@ def _sources(run: Run) -> Iterable[str]:
         path = (env.get("args") or {}).get("path")
         yield from [path] if isinstance(path, str) else path or []
     if name := _at(run.config, "data.name"):
-        yield name
+        yield from [name] if isinstance(name, str) else name
 
 
 def _steps(run: Run) -> int:

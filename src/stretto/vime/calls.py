@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,8 @@ TRAINER_HOOKS = {
     "tis": 1,
 }
 """Number of arguments of each function in [trainer.hooks]."""
+_NOT_LOADED = "not loaded: "
+"""What the message begins with for a function that `python -m stretto.vime.calls` cannot load."""
 PLAIN = {*TRAINER_HOOKS, "dynamic_sampling_filter"}
 """Functions that nothing awaits, by the last word of their setting."""
 KEYWORDS: dict[str, tuple[str, ...]] = {
@@ -102,3 +106,36 @@ class Hook:
             f"{f.filename}:{f.lineno}" for f in frames if code is not None and f.filename == code.co_filename
         ]
         return last if not in_user_file or in_user_file[-1] == last else f"{in_user_file[-1]} (in {last})"
+
+
+def load_trainer_hooks(paths: Mapping[str, str]) -> dict[str, Hook]:
+    """The functions of [trainer.hooks], by their keys.
+
+    Raises: ConfigError as Hook.load.
+    """
+    return {key: Hook.load(path, f"trainer.hooks.{key}", TRAINER_HOOKS[key]) for key, path in paths.items()}
+
+
+def check_in_process(paths: Mapping[str, str], env: Mapping[str, str]) -> None:
+    """Load functions of [trainer.hooks] in a process of its own, for they may import torch.
+
+    env: its variables.
+
+    Raises: ConfigError as Hook.load, also if the import ends the process.
+    """
+    words = [sys.executable, "-m", "stretto.vime.calls", *(f"{key}={path}" for key, path in paths.items())]
+    done = subprocess.run(words, env=dict(env), stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode == 0:
+        return
+    *before, last = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if last.startswith(_NOT_LOADED):
+        raise ConfigError(last.removeprefix(_NOT_LOADED))
+    text = "\n".join([*before, last])
+    raise ConfigError(f"trainer.hooks: importing {', '.join(paths.values())} ended its process: {text}")
+
+
+if __name__ == "__main__":  # python -m stretto.vime.calls KEY=PATH ...
+    try:
+        load_trainer_hooks(dict(word.split("=", 1) for word in sys.argv[1:]))
+    except ConfigError as error:
+        sys.exit(f"{_NOT_LOADED}{error}")

@@ -105,6 +105,18 @@ def test_what_a_family_has_no_choice_of_is_refused(directory):
         ConfigError, match="clear_thinking = false: the template of 'qwen3' has no such choice"
     ):
         build_renderer(directory, RendererSection(clear_thinking=False), "qwen3")
+    wrong = {"thinking_retension": "all"}
+    with pytest.raises(
+        ConfigError, match=r"settings.thinking_retension: .*it has thinking_retention, enable_"
+    ):
+        build_renderer(directory, RendererSection(settings=wrong), "qwen3")
+    with pytest.raises(ConfigError, match=r"settings.thinking_retention = 'some': .*'qwen3'"):
+        build_renderer(directory, RendererSection(settings={"thinking_retention": "some"}), "qwen3")
+
+
+def test_thinking_of_earlier_turns_stays_where_the_settings_say_so(directory):
+    kept = build_renderer(directory, RendererSection(settings={"thinking_retention": "all"}), "qwen3")
+    assert kept._backend.config.thinking_retention == "all"
 
 
 def test_template_agrees_on_thinking_and_tool_results(directory, transformers_tokenizer):

@@ -29,7 +29,7 @@ VLLM = ("--inference.engine", "vllm")
     ("words", "expected"),
     [
         (
-            ("--deployment.num-infer-gpus", "4", *VLLM),
+            ("--deployment.num-infer-gpus", "4", "--inference.parallel.dp", "1", *VLLM),
             "deployment.num_infer_gpus gives 4 GPUs and inference takes tp 1 = 1, so 3 would be idle; give 1, set "
             "inference.deployment.num_replicas = 4, or set inference.parallel.dp = 4",
         ),
@@ -53,7 +53,10 @@ VLLM = ("--inference.engine", "vllm")
             "inference takes dp 2 x 2 engines = 4, so 2 would be idle",
         ),
         (
-            ("--inference-gpu-ids", "0,1", "--inference.engine", "embedded"),
+            (
+                *("--inference-gpu-ids", "0,1", "--inference.engine", "embedded"),
+                *("--inference.deployment.num-replicas", "1"),
+            ),
             "inference takes tp 1 = 1, so 1 would be idle; give 1, set inference.deployment.num_replicas = 2",
         ),
         (

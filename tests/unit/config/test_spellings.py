@@ -65,7 +65,7 @@ def test_a_key_leads_to_one_of_ours_or_says_what_to_write():
 def leads_somewhere(entry: Entry) -> bool:
     written = ".".join(filter(None, (entry.table.path, entry.row.theirs.replace("*", "NAME"))))
     found = follow(ROOTS[entry.table.verb], written)
-    return found.is_known or (found.key is not None and found.key.is_free_table)
+    return found.is_known or (found.key is not None and (found.key.is_free_table or found.key.is_list))
 
 
 def test_names_of_ours_are_no_names_of_others():
@@ -210,11 +210,43 @@ def test_the_orchestrators_model_is_that_of_the_engines_where_the_trainer_has_it
         rl(tmp_path, f'inference.model = "k"\n{trainer}{orchestrator}{ENV}')
 
 
+def test_the_trainers_length_beside_the_orchestrators_is_that_of_its_rows(tmp_path, caplog):
+    trainer, orchestrator = "trainer.model.seq_len = 512\n", "orchestrator.seq_len = 128\n"
+    for toml in (trainer + orchestrator, orchestrator + trainer):
+        cfg = rl(tmp_path, toml + ENV)
+        assert (cfg.seq_len, cfg.orchestrator.row_tokens, cfg.row_tokens) == (128, 512, 512)
+    assert rl(tmp_path, trainer + ENV).row_tokens == rl(tmp_path, trainer + ENV).seq_len == 512
+    with pytest.raises(ConfigError, match=r"row_tokens = 64 is less than seq_len = 128"):
+        rl(tmp_path, f"trainer.model.seq_len = 64\n{orchestrator}{ENV}")
+
+
 def test_filters_before_and_after_a_batch_are_one_list(tmp_path):
     pre, post = "[[orchestrator.pre_batch_filters]]\n", "[[orchestrator.post_batch_filters]]\n"
     toml = f'{pre}type = "gibberish"\n{post}type = "repetition"\nwindow = 9\n{post}type = "zero_advantage"\n'
     found = rl(tmp_path, toml + ENV).orchestrator.filters
     assert [each.type for each in found] == ["gibberish", "repetition", "zero_advantage"]
+
+
+def sft_data(tmp_path, lines: str) -> list[str]:
+    path = tmp_path / "sft.toml"
+    path.write_text(f"max_steps = 1\n[data]\n{lines}\n")
+    data = load(SFTConfig, ["@", str(path)]).data
+    return [*data.sources, data.probabilities]
+
+
+def test_subsets_and_sources_of_sft_are_data_sets_of_the_hub(tmp_path):
+    two = ["A/B:x[train]", "A/B:y[test]"]
+    assert sft_data(tmp_path, 'name = "A/B"\nsubsets = ["x", "y"]\nsplits = ["train", "test"]') == [
+        *two,
+        "equal",
+    ]
+    shares = sft_data(tmp_path, 'name = "A/B"\nsubsets = ["x", "y"]\nprobabilities = [0.2, 0.8]')
+    assert shares == ["A/B:x[train]", "A/B:y[train]", [0.2, 0.8]]
+    source = '[[data.source]]\ndataset = "A/B"\nsplit = "math"\n'
+    assert sft_data(tmp_path, source) == ["A/B[math]", "equal"]
+    assert sft_data(tmp_path, source + source.replace("B", "C")) == ["A/B[math]", "A/C[math]", "equal"]
+    with pytest.raises(ConfigError, match=r"sft.toml:5: data.splits has 1 items and there are 2 data sets"):
+        sft_data(tmp_path, 'name = "A/B"\nsubsets = ["x", "y"]\nsplits = ["train"]')
 
 
 def test_experimental_keys_are_not_passed_over(tmp_path):
@@ -326,3 +358,50 @@ def test_headers_come_from_the_file_and_from_the_environment(monkeypatch):
     monkeypatch.delenv("GATEWAY_KEY")
     with pytest.raises(ConfigError, match="GATEWAY_KEY is not set"):
         headers_of(section)
+
+
+def test_gpus_of_inference_are_ranks_or_embedded_engines(tmp_path):
+    def shape(*lines: str) -> tuple[int, int]:
+        found = rl(tmp_path, "\n".join([*lines, ENV]), "--dry-run").inference
+        assert found is not None
+        return found.parallel.dp, found.deployment.num_engines
+
+    assert shape("deployment.num_infer_gpus = 6", 'inference.engine = "vllm"') == (6, 1)
+    assert shape(
+        "deployment.num_infer_gpus = 6", 'inference = { engine = "vllm", parallel = { tp = 2 } }'
+    ) == (3, 1)
+    assert shape("deployment.num_infer_gpus = 6", 'inference.engine = "embedded"') == (1, 6)
+
+
+def test_thresholds_of_a_buffer_are_pools_that_are_not_drawn_again(tmp_path):
+    buffer = "[orchestrator.buffer]\neasy_threshold = 1.0\n"
+    one = rl(tmp_path, f"{buffer}seed = 3\n{ENV}").orchestrator.curriculum.sampler
+    assert one.type == "difficulty_pool" and 0.99999 < one.easy_threshold < 1.0
+    assert (one.easy_weight, one.hard_weight, one.normal_weight) == (0.0, 1.0, 1.0)
+    both = rl(tmp_path, f"{buffer}hard_threshold = 0\n{ENV}").orchestrator.curriculum.sampler
+    assert (both.hard_threshold, both.easy_weight, both.hard_weight) == (0.0, 0.0, 0.0)
+    own = f'{buffer}{ENV}curriculum.sampler.type = "standard"\n'
+    section = rl(tmp_path, own).orchestrator
+    assert section.curriculum_of(section.env[0]).sampler.type == "standard"
+
+
+def test_keys_of_an_algorithm_are_read_in_an_environment_too(tmp_path):
+    weights = "{ num_output_tokens_weight = 0.0, num_input_tokens_weight = 0.3 }"
+    for toml in (
+        f"orchestrator.algo.length_penalty = {weights}\n{ENV}",
+        f'{ENV}algo = {{ type = "grpo", length_penalty = {weights} }}\n',
+    ):
+        section = rl(tmp_path, toml).orchestrator
+        penalty = section.algo_of("sort-letters").length_penalty
+        assert (penalty.output_weight, penalty.input_weight) == (0.0, 0.3)
+
+
+def test_top_k_of_a_request_is_trained_as_it_was_sampled(tmp_path):
+    train = rl(
+        tmp_path, f"orchestrator.train.sampling.extra_body = {{ top_k = 20 }}\n{ENV}"
+    ).orchestrator.train
+    assert train.sampling.top_k == 20 and train.replay is not None
+    assert (
+        rl(tmp_path, f"orchestrator.train.sampling.extra_body.top_k = -1\n{ENV}").orchestrator.train.replay
+        is None
+    )

@@ -161,6 +161,45 @@ def test_resume_with_other_data_is_refused(tmp_path):
         sft.main(config(tmp_path, resume={}, data=other))
 
 
+def test_what_a_resumed_run_is_to_skip_begins_anew(tmp_path):
+    skip = {"skip_optimizer": True, "skip_scheduler": True, "skip_dataloader": True}
+    scheduler = {"type": "linear", "warmup_steps": 3, "decay_steps": 0}
+    sft.main(config(tmp_path, max_steps=3, scheduler=scheduler, ckpt=skip))
+    cfg = config(tmp_path, max_steps=6, scheduler=scheduler, ckpt=skip, resume={})
+    sft.main(cfg)
+    rows = [row for row in read_metrics(cfg.run_dir.metrics("sft")) if "optim/lr" in row]
+    rates = [row["optim/lr"] for row in rows]
+    assert rates[3:] == pytest.approx(rates[:3]) and rates[0] < rates[2]
+    assert (
+        json.loads((cfg.run_dir.checkpoint(6) / "trainer" / "state.json").read_text())["cursor"]["num_drawn"]
+        == 48
+    )
+
+
+def test_several_data_sets_are_mixed_in_the_given_shares(tmp_path):
+    files = []
+    for letter, count in (("a", 4), ("b", 12)):
+        files.append(tmp_path / f"{letter}.jsonl")
+        row = {"prompt": letter, "completion": letter}
+        files[-1].write_text(f"{json.dumps(row)}\n" * count)
+    data = {"type": "file", "name": list(map(str, files))}
+    drawn = {}
+    for name, more in {
+        "once": {},
+        "equal": {"probabilities": "equal"},
+        "shares": {"probabilities": [0.5, 0.5], "stopping_strategy": "first_exhausted"},
+    }.items():
+        cfg = config(tmp_path / name, data=data | more, max_steps=None, max_epochs=1, batch_size=4, val=None)
+        sft.main(cfg)
+        cursor = json.loads(
+            (
+                cfg.run_dir.checkpoint(cfg.run_dir.latest_complete_checkpoint()) / "trainer" / "state.json"
+            ).read_text()
+        )
+        drawn[name] = cursor["cursor"]["num_drawn"]
+    assert drawn == {"once": 16, "equal": 24, "shares": 8}
+
+
 def test_damaged_checkpoint_is_named(tmp_path):
     cfg = config(tmp_path, max_steps=1)
     sft.main(cfg)

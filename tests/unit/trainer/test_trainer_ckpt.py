@@ -16,7 +16,7 @@ from tiny import build_learner, build_policy, documents, pack, save_checkpoint
 from stretto.base import files
 from stretto.base.errors import DataError
 from stretto.base.paths import RunDir
-from stretto.config.sections.trainer import CkptSection, SgdOptim, num_kept
+from stretto.config.sections.trainer import CkptSection, LinearScheduler, SgdOptim, num_kept
 from stretto.models.hub import load_model
 from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.parallel.mesh import Mesh
@@ -75,6 +75,40 @@ def test_without_optimizer_state_the_next_steps_differ(tmp_path):
     other.load_state(LearnerState(kept, state.values))
     continued = weights(train(other, 3))
     assert not all(torch.equal(straight[name], continued[name]) for name in straight)
+
+
+def test_a_checkpoint_without_the_optimizers_state_is_smaller_and_resumes_with_a_new_one(tmp_path):
+    full, lean = RunDir(tmp_path / "full"), RunDir(tmp_path / "lean")
+    learner = train(build_learner(), 3)
+    save_checkpoint(full, learner)
+    saver = checkpoint.Saver(lean, is_async=True, on_written=lambda step: None, skip_optimizer=True)
+    saver.save(learner)
+    saver.wait()
+    sizes = [sum(p.stat().st_size for p in run.checkpoint(3).rglob("*.distcp")) for run in (full, lean)]
+    assert 0 < sizes[1] < 0.4 * sizes[0]
+    with pytest.raises(DataError, match=r"written without the optimizer's state.*ckpt\.skip_optimizer"):
+        checkpoint.load(lean, build_learner(), 3)
+    straight = weights(train(learner, 1))
+    continued = []
+    for run in (full, lean):
+        resumed = build_learner(build_policy(1))
+        checkpoint.load(run, resumed, 3, skip_optimizer=True)
+        assert resumed.step == 3 and not resumed.network.optimizer.state
+        continued.append(weights(train(resumed, 1)))
+    assert all(torch.equal(continued[0][name], continued[1][name]) for name in straight)
+    assert not all(torch.equal(continued[0][name], straight[name]) for name in straight)
+
+
+def test_a_schedule_that_begins_anew_is_kept_by_later_checkpoints(tmp_path):
+    run, scheduler = RunDir(tmp_path), LinearScheduler(warmup_steps=4, decay_steps=0)
+    learner = train(build_learner(scheduler=scheduler, max_steps=20), 3)
+    first = learner.next_lr
+    learner.begin_schedule()
+    assert learner.next_lr == pytest.approx(1e-2 / 4) and first == pytest.approx(1e-2)
+    save_checkpoint(run, train(learner, 1))
+    resumed = build_learner(scheduler=scheduler, max_steps=20)
+    checkpoint.load(run, resumed, 4)
+    assert resumed.next_lr == learner.next_lr == pytest.approx(1e-2 / 2)
 
 
 def test_a_checkpoint_does_not_exist_before_it_is_whole(tmp_path, monkeypatch):

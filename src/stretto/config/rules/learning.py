@@ -159,8 +159,9 @@ def algo_faults(section: OrchestratorKeys) -> Iterator[tuple[str, str]]:
             break
     for index, env in enumerate(section.env):
         kind = (env.algo or section.algo).type
-        for name, gate in env.curriculum.gates.items():
-            where = f"env.{index}.curriculum.gates.{name}.type"
+        table = "curriculum" if env.curriculum is None else f"env.{index}.curriculum"
+        for name, gate in section.curriculum_of(env).gates.items():
+            where = f"{table}.gates.{name}.type"
             if gate.type == "advantage_range" and kind in BATCH_BASELINE:
                 rule = f"the baseline of {kind} is known only when the batch is made"
                 yield where, f'{{0}} sees rewards, for {rule}; use "reward_range"'

@@ -13,6 +13,7 @@ from stretto.config.rules.rule import Each, Idle, Rule, Rules
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
+from stretto.config.sections.sft import FileData
 from stretto.config.sections.trainer import TrainerKeys
 from stretto.config.sections.transport import ControlSection
 
@@ -65,6 +66,22 @@ def protected(section: Any) -> Iterator[tuple[str, str]]:
             yield f"env_vars.{name}", f"{{0.path}} is the launcher's to set; {way}"
 
 
+def other_lengths(data: FileData) -> Iterator[tuple[str, str]]:
+    """Lists about several data sets that are not as long as there are data sets."""
+    names = [data.name] if isinstance(data.name, str) else data.name
+    shares = None if isinstance(data.probabilities, str) else data.probabilities
+    lists: dict[str, Any] = {"subsets": data.subsets, "splits": data.splits, "probabilities": shares}
+    given = {key: value for key, value in lists.items() if value is not None}
+    count = len(names) if len(names) != 1 else max(map(len, given.values()), default=1)
+    for key, value in given.items():
+        if len(value) != count:
+            yield key, f"{{0.path}} has {len(value)} items and there are {count} data sets; give one for each"
+    if shares and (min(shares) <= 0 or not 0.99 < sum(shares) < 1.01):
+        yield "probabilities", "{0} must be above 0, and 1 together"
+    if not names:
+        yield "name", "{0.path} is empty; give a file or a data set"
+
+
 # fmt: off
 ROOM_FOR_EVALS = Rule("eval.sampling.max_completion_tokens seq_len", no_room,
      "{0} is more than {1}; lower it or raise seq_len")
@@ -88,6 +105,11 @@ RULES: Rules = {
              "{0}: letters, digits and . _ + = @ - only, for it names a directory"),
         Rule("resume clean", lambda r: r.clean and r.resume is not None and r.resume.dir is None,
              "resume continues the run and clean deletes it; give one of the two"),
+    ),
+    FileData: (
+        Each(other_lengths),
+        Idle("stopping_strategy", "probabilities",
+             lambda d: d.probabilities is None and "every row comes once", "give them"),
     ),
     ResumeSection: (
         Rule("dir step", other_step, "{0.path} is the checkpoint of step {it}, and {1}; give one"),

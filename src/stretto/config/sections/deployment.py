@@ -17,7 +17,8 @@ class SingleNodeDeployment(Section):
     num_train_gpus: int | None = Field(None, ge=0)
     """GPUs of the trainer; None: 1 where there are GPUs, else the CPU."""
     num_infer_gpus: int | None = Field(None, ge=0)
-    """GPUs of inference; None: 1 where there are GPUs, else the CPU."""
+    """GPUs of inference; None: 1 where there are GPUs, else the CPU. Without inference.deployment and parallel.dp they
+    are ranks of one engine, or as many embedded engines."""
     gpus_per_node: int | None = Field(None, gt=0)
     """GPUs of this machine that the run may use in all; None: all that it shows."""
     num_teacher_gpus: int | None = Field(None, ge=0)

@@ -271,3 +271,6 @@ class RendererSection(Section):
     """Leave room for a thinking block where the family has one."""
     clear_thinking: bool | None = None
     """Leave the thinking of earlier turns out of prompts; None: as the family does. Only the GLM-5 families have it."""
+    settings: dict[str, Any] = Field({})
+    """What else the family's template lets one choose, such as `thinking_retention = "all"`, `preserve_thinking`,
+    `truncate_history_thinking` or `reasoning_effort`; a name that it does not know is refused with those it knows."""

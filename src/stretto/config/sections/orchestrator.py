@@ -136,7 +136,8 @@ class TrainEnvSection(EnvSection):
     the run's), whatever their sizes."""
     rollout_timeout_s: float | None = Field(None, gt=0)
     """Deadline of one of its rollouts; None: the run's."""
-    curriculum: CurriculumSection = CurriculumSection()
+    curriculum: CurriculumSection | None = None
+    """Which of its tasks are drawn, and which of its groups are trained on; None: as [orchestrator.curriculum]."""
 
 
 class ReplaySection(Section):
@@ -228,6 +229,8 @@ class OrchestratorKeys(Section):
     """Training environments, `[[orchestrator.env]]`."""
     eval: EvalSection | None = None
     algo: Algo = GrpoAlgo()
+    curriculum: CurriculumSection = CurriculumSection()
+    """Of environments that have none of their own."""
     debug: Literal["rollouts", "training"] | None = None
     """One half of the run alone. rollouts: there is no trainer, batches are made, counted and dropped, and the engines
     keep the weights they start with. training: there are no engines, and hooks.rollout_function gives saved ones."""
@@ -238,6 +241,9 @@ class OrchestratorKeys(Section):
     """Rollouts in one training step; a multiple of group_size."""
     group_size: int = Field(8, gt=0)
     """Rollouts of one task that are compared."""
+    row_tokens: int | None = Field(None, gt=1)
+    """Tokens in one packed row of the trainer, at least seq_len: several long samples share a longer one's pass. None:
+    seq_len."""
     max_async_level: int = Field(1, ge=0)
     """Steps that generation may be ahead of the trained weights; 0 is synchronous."""
     max_off_policy_steps: int = Field(8, ge=0)
@@ -314,8 +320,11 @@ class OrchestratorKeys(Section):
 
     def gates_of(self, env: str) -> dict[str, Gate]:
         """Gates of an environment's groups."""
-        section = self.env_of(env)
-        return section.curriculum.gates if section else {}
+        return self.curriculum_of(self.env_of(env)).gates
+
+    def curriculum_of(self, section: TrainEnvSection | None) -> CurriculumSection:
+        """What an environment's tasks are drawn by, and which of its groups are trained on."""
+        return (section and section.curriculum) or self.curriculum
 
     def eval_as_trained(self) -> EvalSection | None:
         """[eval] with the reply length of training, unless it sets its own."""

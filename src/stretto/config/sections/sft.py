@@ -28,9 +28,19 @@ class FileData(Section):
     """Rows with `messages`, or `prompt` and `completion`, from .jsonl or parquet files or from the Hub."""
 
     type: Literal["file"] = "file"
-    name: str
+    name: str | list[str]
     """File, or directory whose .jsonl and .parquet files are read in order; `name@[a:b]` takes rows a to b - 1. Or a
-    data set of the Hub, `ORG/NAME:CONFIG[SPLIT]`. A message with `step_loss_mask` = 0 is not trained."""
+    data set of the Hub, `ORG/NAME:CONFIG[SPLIT]`. Or a list of these. A message with `step_loss_mask` = 0 is not
+    trained."""
+    subsets: list[str | None] | None = None
+    """Configs of a data set of the Hub that is named as ORG/NAME, or of each in the list."""
+    splits: list[str | None] | None = None
+    """Splits, one for each of them; None: `train`."""
+    probabilities: list[float] | Literal["equal"] | None = None
+    """Shares of an epoch that come from each of several data sets; rows of small ones come more than once. `equal`: as
+    many of each, which `subsets` and `splits` set where nothing is given; None: every row of each once."""
+    stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"
+    """With probabilities: an epoch has every row of every data set, or ends with the first that has no more."""
     streaming: bool = False
     """Read a data set of the Hub without a copy on disk; the rows that are trained on are in memory in any case."""
     convert: str | None = None
@@ -41,6 +51,20 @@ class FileData(Section):
     """Key of the reply to the prompt; None: the conversation has it."""
     tool_key: str = "tools"
     """Key of the tools that the chat template shows, a list or its JSON text."""
+
+    @property
+    def sources(self) -> list[str]:
+        """Every file or data set, as data.records.read_records reads them."""
+        names = [self.name] if isinstance(self.name, str) else self.name
+        if self.subsets is None and self.splits is None:
+            return names
+        count = max(len(names), len(self.subsets or ()), len(self.splits or ()))
+        subsets, splits = self.subsets or [None] * count, self.splits or [None] * count
+        names = names * count if len(names) == 1 else names
+        return [
+            f"{name}{f':{subset}' if subset else ''}[{split or 'train'}]"
+            for name, subset, split in zip(names, subsets, splits)
+        ]
 
 
 class EnvData(Section):

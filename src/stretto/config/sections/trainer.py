@@ -183,6 +183,13 @@ class CkptSection(Section):
     """Train on while a checkpoint is written; takes a copy of the state in CPU memory."""
     weights: CkptWeightsSection | None = CkptWeightsSection()
     """Present: also write Hugging Face weights."""
+    skip_optimizer: bool = False
+    """Neither write nor read the optimizer's state: checkpoints of AdamW have a third of the size, and a resumed run
+    begins with a new optimizer."""
+    skip_scheduler: bool = False
+    """A resumed run begins its schedule anew: warm-up and decay count from the step of the checkpoint."""
+    skip_dataloader: bool = False
+    """A resumed `sft` run reads its data from the beginning; `rl` has no such position."""
 
 
 def num_kept(ckpt: CkptSection) -> int | None:

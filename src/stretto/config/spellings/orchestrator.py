@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stretto.config.spellings.row import (
     NO_DEFAULT,
     Given,
+    Instead,
     Nothing,
     Path,
     Table,
@@ -21,8 +23,11 @@ from stretto.config.spellings.run import NO_EXPERIMENTS, RUN_KEYS
 ALL = {-1: None}
 ADAPTIVE = (("concurrency.type", "adaptive"),)
 VERIFIERS = (("id", "verifiers"),)
+DISTILLED = (("algo.type", "sft"),)
 WORKERS = "its environments run in worker processes of the run: write num_workers = N"
-POOL = 'write orchestrator.env.curriculum.sampler: type = "difficulty_pool" with easy_threshold, hard_weight and so on'
+POOL = 'write orchestrator.curriculum.sampler: type = "difficulty_pool" with easy_threshold, hard_weight and so on'
+POOLS = (("curriculum.sampler.type", "difficulty_pool"),)
+NO_PLATFORM = "there is no monitor of that platform; `[monitors.wandb]` and others are there"
 
 ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
     moved("model.client", NO_DEFAULT, "client"),
@@ -59,7 +64,13 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
         moved("max_inflight_episodes", None, "max_inflight_rollouts"),
         same("oversampling_factor", 1.0),
         moved("wandb", None, "/monitors.wandb"),
-        refused("prime_monitor", None, "there is no monitor of that platform; leave it out", unless=("None",)),
+        idle("prime_monitor", None, NO_PLATFORM),
+        idle("lora_name", None, "engines serve the adapter under the run's name"),
+        idle("use_token_client", True, "rollouts are tokens, and a teacher gives text"),
+        moved("need_sft_loss", False, "algo.type", values={True: "sft", False: Nothing}),
+        moved("teacher_rollout_model.client", NO_DEFAULT, "algo.teacher", sets=DISTILLED),
+        moved("teacher_rollout_model.model.name", NO_DEFAULT, "algo.teacher.model", sets=DISTILLED),
+        idle("ckpt.skip_buffer", False, "pools are in the checkpoint, and a run that begins at another's draws anew"),
         refused("bench", False, "give it on the command line: rl @ FILE --bench", unless=(False,)),
         refused("optim.lr", 1e-4, "the rate is trainer.optim.lr"),
         idle("env_install_prerelease", False, "environments are installed with pip before the run"),
@@ -74,9 +85,16 @@ ORCHESTRATOR = Table("orchestrator", "OrchestratorKeys", (
         refused("actor", "policy", 'a teacher plays with algo.type = "sft"', unless=("policy",)),
     ),
 ))  # fmt: skip
-ALGO = Table("orchestrator.algo", "OrchestratorKeys", (
-    same("type", "grpo"),
+DATASET_SFT = "replies of a data set are trained by the verb `sft`, with [eval] for evals beside it"
+ALGO_ROWS = (
+    moved("type", "grpo", "algo.type", values={"dataset_sft": Instead(DATASET_SFT)}),
+    refused("dataset", None, DATASET_SFT),
     moved("length_penalty.type", None, "algo.length_penalty", values={"linear": {}}),
+    *old(
+        moved("length_penalty.num_output_tokens_weight", 0.25, "algo.length_penalty.output_weight"),
+        moved("length_penalty.num_input_tokens_weight", 0.1, "algo.length_penalty.input_weight"),
+        moved("length_penalty.num_turns_weight", 0.1, "algo.length_penalty.turns_weight"),
+    ),
     same("length_penalty.output_weight", 0.25),
     same("length_penalty.input_weight", 0.1),
     same("length_penalty.turns_weight", 0.1),
@@ -92,7 +110,11 @@ ALGO = Table("orchestrator.algo", "OrchestratorKeys", (
     moved("roles.user.alpha", None, "algo.user"),
     moved("roles.system.alpha", None, "algo.system"),
     *old(same("tool", 0.1), same("user", None), same("system", None)),
-), below="algo")  # fmt: skip
+)  # fmt: skip
+ALGO = Table("orchestrator.algo", "OrchestratorKeys", ALGO_ROWS, below="algo")
+ENV_ALGO = Table(
+    "orchestrator.train.source.0.algo", "TrainEnvSection", ALGO_ROWS, below="algo", is_listed=False
+)
 CLIENT = Table("orchestrator.model.client", "ClientSection", (
     same("base_url", "http://localhost:8000/v1"),
     same("admin_base_url", None),
@@ -123,6 +145,8 @@ SAMPLING_ROWS = (
 )  # fmt: skip
 TRAIN = Table("orchestrator.train", "OrchestratorKeys", (
     moved("source", [], "env"),
+    moved("sampling.extra_body.top_k", None, "train.sampling.top_k", "sets `train.replay`, without which the trainer's "
+          "log-probabilities would be of other tokens; -1 is all", values={-1: Nothing}, sets=(("train.replay", {}),)),
     moved("sampling.extra_body.chat_template_kwargs.enable_thinking", None, "renderer.enable_thinking"),
     moved("sampling.extra_body.chat_template_kwargs.clear_thinking", None, "renderer.clear_thinking"),
     moved("filter_zero_advantages", True, "filter_zero_advantages",
@@ -213,21 +237,48 @@ EVAL_SAMPLING = Table("orchestrator.eval.sampling", "SamplingOverrides", (
 RENDERER = Table("orchestrator.renderer", "RendererSection", (
     same("name", "auto", "`default` and None are refused: they cannot tell sampled tokens from the template's"),
     *old(
-        refused("tool_parser", None, "the family's renderer reads tool calls; leave it out", unless=("None",)),
-        refused("reasoning_parser", None, "the family's renderer reads thinking; leave it out", unless=("None",)),
+        idle("tool_parser", None, "the family's renderer reads tool calls"),
+        idle("reasoning_parser", None, "the family's renderer reads thinking"),
     ),
     same("clear_thinking", None),
+    same("enable_thinking", None),
+    *(moved(name, None, f"settings.{name}") for name in (
+        "thinking_retention", "preserve_thinking", "truncate_history_thinking", "reasoning_effort",
+    )),
 ))  # fmt: skip
 FILTERS = Table("orchestrator", "OrchestratorKeys", old(
     moved("pre_batch_filters", NO_DEFAULT, "filters", "flagged rollouts are replaced by others"),
-    moved("post_batch_filters", NO_DEFAULT, "filters", "one list for both: flagged rollouts are replaced by others"),
+    moved("post_batch_filters", NO_DEFAULT, "filters", "one list for both: flagged rollouts are replaced"),
     moved("buffer.online_difficulty_filtering", False, "filter_zero_advantages", values={False: Nothing}),
-    refused("buffer.easy_threshold", None, POOL, unless=("None",)),
-    refused("buffer.hard_threshold", None, POOL, unless=("None",)),
+    moved("buffer.easy_threshold", None, "curriculum.sampler.easy_threshold", "tasks from it on are not drawn again",
+          sets=POOLS),
+    moved("buffer.hard_threshold", None, "curriculum.sampler.hard_threshold", "tasks up to it are not drawn again",
+          sets=POOLS),
+    idle("buffer.seed", None, "the run's seed"),
     refused("buffer.easy_fraction", 0.0, POOL, unless=(0, 0.0)),
     refused("buffer.hard_fraction", 0.0, POOL, unless=(0, 0.0)),
     refused("buffer", NO_DEFAULT, POOL, unless=({},)),
 ))  # fmt: skip
+
+
+_BELOW = 1e-6
+"""Pools end at a threshold and those of prime-rl's buffer began at it: a mean reward of 1 is easy with 1."""
+
+
+def pools_of_buffer(values: Mapping[Path, Any], spelled: Mapping[Path, str]) -> dict[Path, Any]:
+    """What the thresholds of a buffer mean for the pools: tasks beyond them are not drawn again, all others alike.
+
+    spelled: how each value was written.
+    """
+    at: Path = ("orchestrator", "curriculum", "sampler")
+    given = {side: (*at, f"{side}_threshold") for side in ("easy", "hard")}
+    if not any(".buffer." in spelled.get(path, "") for path in given.values()):
+        return {}
+    found: dict[Path, Any] = {
+        (*at, f"{side}_weight"): float(path not in values) for side, path in given.items()
+    }
+    easy = values.get(given["easy"])
+    return found | ({given["easy"]: easy - _BELOW} if isinstance(easy, int | float) else {})
 
 
 def joined_filters(paths: Sequence[Path]) -> list[Path]:
@@ -243,18 +294,24 @@ def joined_filters(paths: Sequence[Path]) -> list[Path]:
     ]
 
 
-FILTER = Table("orchestrator.post_batch_filters.0", "OrchestratorKeys", old(
+ACTION = moved("action", "monitor", "enforce", "`drop` is true", values={"drop": True, "monitor": False})
+FILTER = Table("orchestrator.post_batch_filters.0", "GibberishFilter", old(
     same("type"),
     same("enforce", False),
+    ACTION,
     same("token_id_threshold", 100_000),
     same("logprob_offset", 2.0),
     same("window", 3000),
     same("prob_threshold", 0.99),
 ))  # fmt: skip
+OTHER_FILTERS = tuple(
+    Table("orchestrator.post_batch_filters.0", name, (ACTION,), is_listed=False)
+    for name in ("RepetitionFilter", "ZeroAdvantageFilter")
+)
 ALONE = Table("orchestrator", "OrchestratorConfig", (
     idle("ckpt", None, "checkpoints are the trainer's to order"),
 ), is_listed=False)  # fmt: skip
 TABLES = (
-    ORCHESTRATOR, ALONE, ALGO, CLIENT, RENDERER, TRAIN, TRAIN_SAMPLING, SHORTHANDS, SOURCE, EVAL, EVAL_SAMPLING,
-    EVAL_SOURCE, FILTERS, FILTER,
+    ORCHESTRATOR, ALONE, ALGO, ENV_ALGO, CLIENT, RENDERER, TRAIN, TRAIN_SAMPLING, SHORTHANDS, SOURCE, EVAL,
+    EVAL_SAMPLING, EVAL_SOURCE, FILTERS, FILTER, *OTHER_FILTERS,
 )  # fmt: skip

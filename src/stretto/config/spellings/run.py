@@ -62,12 +62,9 @@ CKPT = Table("ckpt", "CkptSection", (
 CKPT_OWN = Table("trainer.ckpt", "CkptSection", (
     refused("skip_progress", False, "a run that begins anew from weights: give model.name that directory",
             unless=(False,)),
-    refused("skip_scheduler", False, "a run that begins anew from weights: give model.name that directory",
-            unless=(False,)),
-    refused("skip_dataloader", False, "a run that begins anew from weights: give model.name that directory",
-            unless=(False,)),
-    refused("skip_optimizer", False, "a run that begins anew from weights: give model.name that directory",
-            unless=(False,)),
+    same("skip_scheduler", False),
+    same("skip_dataloader", False, "of `sft`; nothing that `rl` resumes has a position in data"),
+    same("skip_optimizer", False, "checkpoints have none of it either"),
     *old(
         moved("skip_gather_master_weights", False, "weights", "true is `weights = \"None\"`",
               values={True: "None", False: Nothing}),
@@ -99,6 +96,7 @@ WEIGHTS = Table("weight_broadcast", "RunKeys", (
     refused("session_id", NO_DEFAULT, "it belongs to NIXL, which is not here; leave it out"),
     *old(
         idle("inference_world_size", 1, "the engines are asked"),
+        idle("adapter_only", False, "with [model.lora] the adapter alone is sent"),
         idle("save_sharded", True, "files are sharded by size"),
         refused("save_format", "safetensors", "weights are safetensors files; leave it out", unless=("safetensors",)),
     ),
@@ -112,7 +110,7 @@ ROLLOUTS = Table("rollout_transport", "RunKeys", (
 DEPLOYMENT = Table("deployment", "RLConfig", (
     same("type", "single_node"),
     same("num_train_gpus", 1),
-    same("num_infer_gpus", 1, "as many as tp x dp: write dp, which theirs fills up"),
+    same("num_infer_gpus", 1, "fills up dp, or the number of engines if they are embedded ones"),
     same("gpus_per_node", 8),
     same("num_train_nodes"),
     same("num_infer_nodes", NO_DEFAULT, "of one replica; without `[inference.deployment]` it shapes inference"),
@@ -152,9 +150,9 @@ MONITORS = Table("monitors", "MonitorsSection", (
     same("wandb.offline", False, "true works with `rl` too"),
     idle("file", {}, "RUN/metrics is always written"),
     refused("file.path", None, "metrics are files in RUN/metrics; leave it out", unless=("None",)),
-    refused("prime", None, "there is no monitor of that platform; `[monitors.wandb]`, `[monitors.trackio]` and "
-            "`[monitors.tensorboard]` are there"),
-    refused("prime.name", None, "there is no monitor of that platform; leave it out"),
+    idle("prime", None, "there is no monitor of that platform; `[monitors.wandb]`, `[monitors.trackio]` and "
+         "`[monitors.tensorboard]` are"),
+    idle("prime.name", None, "there is no monitor of that platform"),
     *old(idle("wandb.log_extras", None, "samples are logged as tables")),
 ))  # fmt: skip
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from stretto.config.spellings.row import NO_DEFAULT, Instead, Table, idle, moved, old, refused, same
 from stretto.config.spellings.run import NO_EXPERIMENTS
+from stretto.config.spellings.trainer import NOT_OPTIM
 
-HUB = 'parts of a data set are in its name: name = "ORG/NAME:CONFIG[SPLIT]"'
+EQUAL = (("data.probabilities", "equal"),)
 SFT_DATA = {
     "sft": "file",
     "fake": Instead("made-up data are what --bench on the command line trains on"),
@@ -47,10 +48,10 @@ SFT = Table("", "SFTConfig", (
 DATA = Table("data", "SFTConfig", (
     same("type", "sft", "`sft` is \"file\"", values=SFT_DATA),
     same("name", "PrimeIntellect/Reverse-Text-SFT", "here it is required"),
-    refused("subsets", None, HUB, unless=("None",)),
-    refused("splits", None, HUB, unless=("None",)),
-    refused("probabilities", None, "one data set is read; put rows of several into one file", unless=("None",)),
-    refused("stopping_strategy", "all_exhausted", "one data set is read; leave it out", unless=("all_exhausted",)),
+    same("subsets", None, sets=EQUAL),
+    same("splits", None, sets=EQUAL),
+    same("probabilities", None, "`equal`, which `subsets` and `splits` set, is their None"),
+    same("stopping_strategy", "all_exhausted"),
     refused("shuffle", True, "rows are always in a new order every epoch; leave it out", unless=(True,)),
     moved("seed", 0, "seed"),
     moved("batch_size", 128, "batch_size", "examples; theirs are packed rows", beware="examples are counted here, and "
@@ -64,11 +65,18 @@ DATA = Table("data", "SFTConfig", (
     moved("loss_mask.tool", False, "loss_mask.tool"),
     refused("length", "fixed", "fake data is not here", unless=("fixed",)),
     refused("input_ids", "increasing", "fake data is not here", unless=("increasing",)),
-    *old(moved("source.0.dataset", NO_DEFAULT, "data.name")),
+    *old(refused("source", NO_DEFAULT, "a source has dataset, subset, split and probability", unless=([], {}))),
 ), verb="sft", below="data")  # fmt: skip
+SOURCE = Table("data.source.0", "SFTConfig", old(
+    moved("dataset", NO_DEFAULT, "data.name.*"),
+    moved("subset", None, "data.subsets.*"),
+    moved("split", "train", "data.splits.*"),
+    moved("probability", None, "data.probabilities.*"),
+), verb="sft", below="data.source.*")  # fmt: skip
 MODEL = Table("model", "SFTConfig", (
     moved("seq_len", 2048, "seq_len"),
 ), verb="sft", below="model", is_listed=False)  # fmt: skip
+OPTIM = Table("optim", "SFTConfig", NOT_OPTIM, verb="sft", below="optim", is_listed=False)
 VAL = Table("val", "SFTConfig", (
     same("interval", 50),
     same("eval_on_start", False),
@@ -97,6 +105,12 @@ DEPLOYMENT = Table("deployment", "SFTConfig", (
 EVALS = Table("", "EvalConfig", (
     moved("model.name", "Qwen/Qwen3-0.6B", "model"),
     same("eval", NO_DEFAULT),
+    moved("source", [], "eval.env", "the file of `eval` may have the keys of `[eval]` at its root"),
+    moved("sampling", NO_DEFAULT, "eval.sampling"),
+    moved("group_size", 1, "eval.group_size"),
+    moved("num_examples", -1, "eval.num_examples"),
+    moved("select.limit", None, "eval.num_examples"),
+    same("client", NO_DEFAULT),
     moved("eval.client", NO_DEFAULT, "client"),
     idle("eval.env_server_base_port", 5000, "environments have no ports"),
     moved("eval.concurrency.max_inflight", 1024, "max_inflight_rollouts"),
@@ -120,4 +134,4 @@ ENV_SERVER = Table("", "", (
     refused("log", NO_DEFAULT, SERVER),
     refused("output_dir", NO_DEFAULT, SERVER),
 ), verb="env-server")  # fmt: skip
-TABLES = (SFT, DATA, MODEL, VAL, EVAL, DEPLOYMENT, EVALS, ENV_SERVER)
+TABLES = (SFT, DATA, SOURCE, MODEL, OPTIM, VAL, EVAL, DEPLOYMENT, EVALS, ENV_SERVER)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from stretto.config.spellings.row import NO_DEFAULT, Instead, Table, idle, moved, old, refused, same
+from stretto.config.spellings.row import NO_DEFAULT, Instead, Nothing, Table, idle, moved, old, refused, same
 from stretto.config.spellings.run import NO_EXPERIMENTS, RUN_KEYS
 
 NO_PROFILER = "run the process under a profiler (docs/troubleshooting.md); leave it out"
 DEBUG = "[model.scratch] builds a small random model of any family; leave it out"
 
+NOT_OPTIM = (
+    idle("max_concurrent_tasks", 1, "updates are made one after another"),
+    idle("stream_cpu_offload", False, "model.optim_cpu_offload says where the optimizer's state is"),
+)
 MODEL = Table("trainer.model", "ModelSection", (
     same("name", "Qwen/Qwen3-0.6B"),
     same("trust_remote_code", False),
     same("impl", "auto", values={"liger_kernel": "auto"}),
-    moved("seq_len", 2048, "/seq_len"),
+    moved("seq_len", 2048, "/seq_len", "where the orchestrator has its own: the length of a row, `row_tokens`"),
     idle("attn", "auto", "the kernel of attention follows from device and dtype; on a CPU there is one too"),
     same("compile", {}),
     same("compile.fullgraph", False),
@@ -25,11 +29,12 @@ MODEL = Table("trainer.model", "ModelSection", (
     same("ac_offloading.max_inflight_activations", 5),
     same("fsdp_cpu_offload", False),
     same("optim_cpu_offload", True),
-    refused("full_offload", None, "write optim_cpu_offload = true, or fsdp_cpu_offload = true for weights and "
-            "gradients too", unless=("None",)),
-    refused("full_offload.cpu_optimizer_backend", "native", "there is no optimizer on the CPU in the backward pass; "
-            "write optim_cpu_offload = true"),
-    refused("full_offload.numa_bind", True, "write optim_cpu_offload = true"),
+    moved("full_offload", None, "fsdp_cpu_offload", "weights, gradients and optimizer are in CPU memory; the update "
+          "comes after the backward pass, not within it", values={"None": Nothing, None: Nothing}),
+    moved("full_offload.cpu_optimizer_backend", "native", "fsdp_cpu_offload", "the optimizer is torch's",
+          values={"native": True, "torch": True}),
+    moved("full_offload.numa_bind", True, "fsdp_cpu_offload", "memory is bound by the operating system",
+          values={True: True, False: True}),
     same("reshard_after_forward", True),
     same("dp_replicate", 1),
     same("ep", "auto"),
@@ -50,6 +55,8 @@ MODEL = Table("trainer.model", "ModelSection", (
             unless=(True,)),
     refused("quantization.ignore_patterns", [], "all linear layers and experts are in 8 bits; leave it out",
             unless=([],)),
+    refused("moe.compute.type", None, "experts are multiplied as linear layers are: fp8 = true for both; leave it out",
+            unless=("deepgemm_fp8", "grouped_mm", "torch")),
     refused("quantization.recipe", None, "it belongs to mxfp8, which is not here; write fp8 = true"),
     refused("quantization.enable_a2a", None, "it belongs to mxfp8, which is not here; write fp8 = true"),
     refused("index_cache.topk_freq", 1, "which layers choose keys anew stands in the model's config.json: "
@@ -104,6 +111,7 @@ OPTIM = Table("trainer.optim", "TrainerKeys", (
     same("mu", 0.95),
     same("momentum", 0.9),
     same("nesterov", True),
+    *NOT_OPTIM,
 ), below="optim")  # fmt: skip
 SCHEDULER = Table("trainer.scheduler", "TrainerKeys", (
     same("type", "constant"),

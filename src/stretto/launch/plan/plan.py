@@ -90,11 +90,11 @@ class BatchShape:
     group_size: int
     rollouts: int
     ranks: int
-    seq_len: int
+    row_tokens: int
     fewest_micro_batches: int
     """Per rank, if replies are as short as possible."""
     most_micro_batches: int
-    """Per rank, if every rollout fills a row of seq_len tokens."""
+    """Per rank, if every rollout fills a row."""
 
     def __str__(self) -> str:
         few, most = self.fewest_micro_batches, self.most_micro_batches
@@ -102,7 +102,7 @@ class BatchShape:
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
         return (
             f"{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
-            f"{ranks} x {span} micro batches (rows of up to {self.seq_len} tokens, packed)"
+            f"{ranks} x {span} micro batches (rows of up to {self.row_tokens} tokens, packed)"
         )
 
 
@@ -399,13 +399,13 @@ def batch_shape(cfg: RLConfig) -> BatchShape:
     section, ranks = cfg.orchestrator, cfg.orchestrator.num_train_workers
     most = math.ceil(section.batch_size / ranks)
     # The shortest rollout that is trained: one prompt token and one sampled token.
-    fewest = math.ceil(2 * section.batch_size / (ranks * cfg.seq_len))
+    fewest = math.ceil(2 * section.batch_size / (ranks * cfg.row_tokens))
     return BatchShape(
         prompts=section.batch_size // section.group_size,
         group_size=section.group_size,
         rollouts=section.batch_size,
         ranks=ranks,
-        seq_len=cfg.seq_len,
+        row_tokens=cfg.row_tokens,
         fewest_micro_batches=fewest,
         most_micro_batches=most,
     )

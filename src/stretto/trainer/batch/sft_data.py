@@ -7,11 +7,12 @@ seed and on the number of examples drawn so far, so that this number is all that
 
 from __future__ import annotations
 
+import itertools
 import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -86,10 +87,46 @@ def load_examples(
 
     Raises: DataError with file and line of a malformed row, or when no row has a trained token.
     """
+    parts = [_load_part(rows, renderer, loss_mask, max_tokens) for rows in read_sources(data, seed)]
+    mixed = parts[0].examples
+    if isinstance(data, FileData) and parts[1:]:
+        mixed = mix([part.examples for part in parts], data.probabilities, data.stopping_strategy)
+    found = Examples(mixed, sum(p.num_truncated for p in parts), sum(p.num_dropped for p in parts))
+    if found.num_truncated or found.num_dropped:
+        logger.warning(
+            "%d of %d examples were truncated to %d tokens; %d rows were dropped because they have no trained token",
+            found.num_truncated,
+            sum(map(len, parts)),
+            max_tokens,
+            found.num_dropped,
+        )
+    return found
+
+
+def mix(
+    parts: Sequence[tuple[Example, ...]], shares: Sequence[float] | Literal["equal"] | None, strategy: str
+) -> tuple[Example, ...]:
+    """The examples of an epoch out of several data sets; those of small ones come more than once.
+
+    shares: of each data set in an epoch; None: every example once.
+    """
+    if shares is None:
+        return tuple(example for part in parts for example in part)
+    weights = [1 / len(parts)] * len(parts) if shares == "equal" else list(map(float, shares))
+    ends = [len(part) / weight for part, weight in zip(parts, weights)]
+    total = max(ends) if strategy == "all_exhausted" else min(ends)
+    counts = [max(1, round(total * weight)) for weight in weights]
+    return tuple(part[i % len(part)] for part, count in zip(parts, counts) for i in range(count))
+
+
+def _load_part(
+    rows: Iterator[Row], renderer: Renderer, loss_mask: LossMaskSection, max_tokens: int
+) -> Examples:
+    """The examples of one file or data set."""
     examples: list[Example] = []
     num_truncated = num_dropped = 0
     where = "the data"
-    for row in read_rows(data, seed):
+    for row in rows:
         where = row.where
         ids, mask, images = render_row(row, renderer, loss_mask)
         if is_truncated := len(ids) > max_tokens:
@@ -108,14 +145,6 @@ def load_examples(
         raise DataError(
             f"{where}: no row has a token to train on ({num_dropped} rows read); "
             f"check [loss_mask] and seq_len = {max_tokens}."
-        )
-    if num_truncated or num_dropped:
-        logger.warning(
-            "%d of %d examples were truncated to %d tokens; %d rows were dropped because they have no trained token",
-            num_truncated,
-            len(examples),
-            max_tokens,
-            num_dropped,
         )
     return Examples(tuple(examples), num_truncated, num_dropped)
 
@@ -137,21 +166,33 @@ def render_row(
 
 def read_rows(data: Data, seed: int) -> Iterator[Row]:
     """The conversations of a data section, in order."""
+    return itertools.chain.from_iterable(read_sources(data, seed))
+
+
+def read_sources(data: Data, seed: int) -> list[Iterator[Row]]:
+    """The conversations of every file or data set of a data section."""
     match data:
         case FileData():
-            records = read_records(data.name, "[data] name", is_streamed=data.streaming, convert=data.convert)
-            for where, record in records:
-                yield parse_row(_renamed(record, data, where), where)
+            return [_rows_of(data, source) for source in data.sources]
         case EnvData():
-            env = load_environment(data.id, data.args)
-            if not hasattr(env, "sft_rows"):
-                raise ConfigError(
-                    f"[data] environment {data.id!r} has no sft_rows: it cannot solve its own tasks."
-                )
-            with boundary(EnvError, f"[data] environment {data.id!r}: sft_rows"):
-                rows = list(env.sft_rows(data.num_rows, seed))
-            for i, row in enumerate(rows):
-                yield parse_row(row, f"environment {data.id}, row {i}")
+            return [_rows_of_environment(data, seed)]
+
+
+def _rows_of(data: FileData, source: str) -> Iterator[Row]:
+    for where, record in read_records(
+        source, "[data] name", is_streamed=data.streaming, convert=data.convert
+    ):
+        yield parse_row(_renamed(record, data, where), where)
+
+
+def _rows_of_environment(data: EnvData, seed: int) -> Iterator[Row]:
+    env = load_environment(data.id, data.args)
+    if not hasattr(env, "sft_rows"):
+        raise ConfigError(f"[data] environment {data.id!r} has no sft_rows: it cannot solve its own tasks.")
+    with boundary(EnvError, f"[data] environment {data.id!r}: sft_rows"):
+        rows = list(env.sft_rows(data.num_rows, seed))
+    for i, row in enumerate(rows):
+        yield parse_row(row, f"environment {data.id}, row {i}")
 
 
 def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, Any]:

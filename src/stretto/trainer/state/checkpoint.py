@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import threading
 import time
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 2
 _VALUES = "state.json"
+_OF_OPTIMIZER = re.compile(r"(critic\.)?optim\.")
+"""How the names of an optimizer's tensors begin."""
 
 OnWritten = Callable[[int], None]
 """Called with a step whose directory is complete."""
@@ -69,12 +72,21 @@ class Saver:
     next checkpoint. Without it, `save` returns when everything is written, and there is no copy.
     """
 
-    def __init__(self, run: RunDir, *, is_async: bool, on_written: OnWritten, part: Part = "trainer") -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        is_async: bool,
+        on_written: OnWritten,
+        part: Part = "trainer",
+        skip_optimizer: bool = False,
+    ) -> None:
         """on_written: called on the lead when a step is written; in another thread if is_async.
 
-        part: whose state this is, and the name of its directory.
+        part: whose state this is, and the name of its directory. skip_optimizer: leave its state out.
         """
         self._run, self._is_async, self._on_written, self._part = run, is_async, on_written, part
+        self._has_optimizer = not skip_optimizer
         # A group of its own, because training uses the others at the same time.
         self._group = new_values_group() if num_ranks() > 1 else None
         self._buffers: dict[str, Tensor] = {}
@@ -97,11 +109,14 @@ class Saver:
         if is_lead_process():
             self._run.complete_marker(step).unlink(missing_ok=True)
             shutil.rmtree(_directory(self._run, step, self._part), ignore_errors=True)
-        values = state.values | {"schema": SCHEMA, "cursor": cursor or {}}
+        values, slices = state.values | {"schema": SCHEMA, "cursor": cursor or {}}, state.slices
+        if not self._has_optimizer:
+            values["optim"] = None
+            slices = {name: part for name, part in slices.items() if not _OF_OPTIMIZER.match(name)}
         if not self._is_async:
-            self._write(step, state.slices, values, start)
+            self._write(step, slices, values, start)
             return
-        slices = {name: self._copy_to_host(name, part) for name, part in state.slices.items()}
+        slices = {name: self._copy_to_host(name, part) for name, part in slices.items()}
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         self.copy_s = time.perf_counter() - start
@@ -174,15 +189,29 @@ class Saver:
 class _SavedState:
     """A checkpoint's files, the critic's too where it has its own, as a StateSource."""
 
-    def __init__(self, run: RunDir, step: int) -> None:
+    def __init__(self, run: RunDir, step: int, *, skip_optimizer: bool) -> None:
+        """skip_optimizer: as if the files had no state of an optimizer.
+
+        Raises: DataError if they have none, and it is wanted.
+        """
         self.values = _read_values(run, step, "trainer")
+        if self.values["optim"] is None and not skip_optimizer:
+            raise DataError(
+                f"{_directory(run, step, 'trainer')} was written without the optimizer's state; resume with "
+                "ckpt.skip_optimizer = true, which begins with a new optimizer"
+            )
+        self.values["optim"] = None if skip_optimizer else self.values["optim"]
+        self._has_optimizer = not skip_optimizer
         self._files = [_open_files(run, step, "trainer", self.values)]
         if _directory(run, step, "critic").is_dir():
             self._files.append(_open_files(run, step, "critic", _read_values(run, step, "critic")))
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        return {name: info for files in self._files for name, info in files.tensors.items()}
+        found = {name: info for files in self._files for name, info in files.tensors.items()}
+        return {
+            name: info for name, info in found.items() if self._has_optimizer or not _OF_OPTIMIZER.match(name)
+        }
 
     def read(self, targets: Mapping[str, TensorSlice]) -> None:
         for files in self._files:
@@ -205,12 +234,14 @@ def _open_files(run: RunDir, step: int, part: Part, values: dict[str, Any]) -> S
         raise DataError(f"{cause}; {recovery_advice(run, step)}") from cause
 
 
-def load(run: RunDir, learner: Saved, step: int) -> dict[str, Any]:
+def load(run: RunDir, learner: Saved, step: int, *, skip_optimizer: bool = False) -> dict[str, Any]:
     """Load the learner's state after `step`; the cursor. Every rank reads its slices only.
+
+    skip_optimizer: begin with a new optimizer.
 
     Raises: DataError when the checkpoint is missing, damaged, or of another model.
     """
-    source = _SavedState(run, step)
+    source = _SavedState(run, step, skip_optimizer=skip_optimizer)
     try:
         learner.load_state(source)
     except DamagedError as cause:

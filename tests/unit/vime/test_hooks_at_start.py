@@ -1,0 +1,64 @@
+"""Functions of the trainer that a run cannot call are found before any of its processes is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.cli import _check_trainer_hooks
+from stretto.config.root import RLConfig
+
+HOOKS = """
+import os
+
+def init(args): ...
+def before(args, model): ...
+def needs_variable(args): ...
+
+if "HOOK_NAME" not in os.environ:
+    del needs_variable
+"""
+ENV = {"orchestrator": {"env": [{"id": "sort-letters"}]}}
+
+
+def with_hooks(**trainer) -> RLConfig:
+    return RLConfig.model_validate(ENV | {"trainer": trainer})
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        (
+            {"before_log_prob": "my_hooks:before"},
+            r"trainer\.hooks\.before_log_prob = 'my_hooks:before': too many",
+        ),
+        (
+            {"init": "my_hooks:initt"},
+            r"trainer\.hooks\.init = .*my_hooks\.py has no 'initt'; did you mean 'init'\?",
+        ),
+        ({"init": "no_such_module:f"}, r"trainer\.hooks\.init = 'no_such_module:f'"),
+        ({"init": "dies:f"}, r"importing dies:f ended its process: .*"),
+    ],
+)
+def test_a_wrong_function_is_refused_with_its_setting(
+    hooks: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_hooks.py").write_text(HOOKS)
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        _check_trainer_hooks(with_hooks(hooks=hooks))
+
+
+def test_right_functions_are_imported_with_the_trainers_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_hooks.py").write_text(HOOKS)
+    monkeypatch.chdir(tmp_path)
+    _check_trainer_hooks(with_hooks())
+    hooks = {"init": "my_hooks:needs_variable"}
+    _check_trainer_hooks(with_hooks(hooks=hooks, env_vars={"HOOK_NAME": "x"}))
+    with pytest.raises(ConfigError, match="needs_variable"):
+        _check_trainer_hooks(with_hooks(hooks=hooks))
