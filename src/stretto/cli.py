@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         OrchestratorConfig,
         RLConfig,
         RunRoot,
+        ServeConfig,
         SFTConfig,
         TrainerConfig,
     )
@@ -43,6 +44,9 @@ SUMMARIES = {
     "critic": "the critic of an rl run alone, where it has ranks of its own",
     "orchestrator": "the orchestrator of an rl run alone",
     "inference": "the inference server alone",
+    "serve": "a training service: one trainer for many runs, behind an HTTP API",
+    "hub": "the hub of a training service alone",
+    "tenants": "a rank of a training service's trainer alone",
     "eval": "evaluate a model on environments",
     "evals": "the process beside an sft run that evaluates its versions",
     "demo": "warm a tiny model up and train it, in a few minutes on a laptop",
@@ -309,6 +313,27 @@ def _evals(cfg: EvalsConfig, words: list[str]) -> int:
     return run(cfg)
 
 
+def _serve(cfg: ServeConfig, words: list[str]) -> int:
+    from stretto.launch.run.service import main as run
+
+    return run(cfg)
+
+
+def _hub(cfg: ServeConfig, words: list[str]) -> int:
+    from stretto.service.main import main as run
+
+    _restore_python_signals()
+    return run(cfg)
+
+
+def _tenants(cfg: ServeConfig, words: list[str]) -> int:
+    _let_waiting_threads_sleep()
+    from stretto.trainer.tenants.main import main as run
+
+    _restore_python_signals()
+    return run(cfg)
+
+
 _VERBS: dict[str, Callable[[Any, list[str]], int]] = {
     "rl": _rl,
     "sft": _sft,
@@ -318,6 +343,9 @@ _VERBS: dict[str, Callable[[Any, list[str]], int]] = {
     "inference": _inference,
     "eval": _eval,
     "evals": _evals,
+    "serve": _serve,
+    "hub": _hub,
+    "tenants": _tenants,
 }
 """What runs a verb with its config; words: the command line after the verb."""
 
@@ -346,6 +374,9 @@ def _run_config_verb(verb: str, words: list[str], command: str) -> int:
         "inference": root.InferenceConfig,
         "eval": root.EvalConfig,
         "evals": root.EvalsConfig,
+        "serve": root.ServeConfig,
+        "hub": root.ServeConfig,
+        "tenants": root.ServeConfig,
     }
     cfg = load(roots[verb], _own_flags(verb, words), verb=command)
     os.environ.update(cfg.env_vars)  # before torch is imported

@@ -18,6 +18,7 @@ from stretto.config.root import (
     OrchestratorConfig,
     RLConfig,
     RunRoot,
+    ServeConfig,
     SFTConfig,
     TrainerConfig,
 )
@@ -291,6 +292,13 @@ def _run_directory(cfg: RunRoot) -> str:
     return f"writes to {cfg.run_path} ({fate})"
 
 
+def serve(cfg: ServeConfig) -> str:
+    """The screen of `serve`, and of its parts."""
+    from stretto.launch.run.service import screen
+
+    return screen(cfg)
+
+
 SCREENS: dict[str, Callable[..., str]] = {
     "rl": rl,
     "sft": sft,
@@ -299,5 +307,8 @@ SCREENS: dict[str, Callable[..., str]] = {
     "orchestrator": orchestrator,
     "inference": inference,
     "eval": evaluate,
+    "serve": serve,
+    "hub": serve,
+    "tenants": serve,
 }
 """By verb."""

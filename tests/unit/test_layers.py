@@ -49,6 +49,7 @@ BELOW = {
         "vime",
     },
     "inference": {"base", "records", "config", "monitors", "chat", "models", "transports"},
+    "service": {"base", "records", "config", "transports", "data"},
     "launch": {"base", "records", "config", "ledger", "monitors", "data"},
     "view": {"base", "records", "config", "ledger", "monitors", "chat"},
     "foresee": {
@@ -90,6 +91,7 @@ BELOW = {
         "orchestrator",
         "trainer",
         "inference",
+        "service",
         "view",
         "foresee",
     },

@@ -19,6 +19,7 @@ from stretto.config.root import (
     OrchestratorConfig,
     RLConfig,
     RunRoot,
+    ServeConfig,
     SFTConfig,
     TrainerConfig,
 )
@@ -32,6 +33,7 @@ ROOTS: dict[str, type[RunRoot]] = {
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
     "eval": EvalConfig,
+    "serve": ServeConfig,
 }
 
 
@@ -91,6 +93,12 @@ COMMON_KEYS: dict[type[Section], str] = {
         model client.base_url client.api seq_len seed output_dir run.name clean dry_run print_config eval.env
         eval.num_examples eval.group_size eval.greedy eval.sampling.max_completion_tokens eval.sampling.temperature
         tokenizer.name inference.engine max_inflight_rollouts monitors.wandb
+    """,
+    ServeConfig: """
+        model.name seq_len output_dir run.name clean dry_run print_config service.host service.port
+        service.max_concurrent_runs service.max_lora_rank service.max_tokens_per_turn service.idle_timeout_s
+        service.save_steps trainer.num_ranks inference.engine inference.deployment.num_replicas trainer_gpu_ids
+        inference_gpu_ids
     """,
     InferenceConfig: """
         model engine output_dir run.name dry_run print_config server.host server.port api_key dtype device
@@ -193,7 +201,7 @@ def markdown() -> str:
     """The whole of docs/config.md."""
     places: dict[type[Section], list[str]] = {}
     notes: dict[type[Section], str] = {}
-    verbs = ("rl", "sft", "eval")
+    verbs = ("rl", "sft", "eval", "serve")
     for verb in verbs:
         for path, note, section in tables(ROOTS[verb]):
             if path:

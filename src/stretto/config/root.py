@@ -39,6 +39,7 @@ from stretto.config.sections.orchestrator import (
     OrchestratorSection,
 )
 from stretto.config.sections.run import RunKeys
+from stretto.config.sections.service import ServeTrainerSection, ServiceSection
 from stretto.config.sections.sft import Data, LossMaskSection, OnlineEvalSection, ValSection
 from stretto.config.sections.trainer import (
     AdamWOptim,
@@ -51,6 +52,7 @@ from stretto.config.sections.trainer import (
     TrainerKeys,
     TrainerSection,
 )
+from stretto.config.sections.transport import ControlSection
 
 
 class RunRoot(Section):
@@ -308,6 +310,36 @@ class SFTConfig(RunRoot):
 
     def _default_name(self) -> str:
         return f"sft-{'scratch' if self.model.scratch else short_name(self.model.name)}"
+
+
+class ServeConfig(RunRoot):
+    """`serve`: one trainer and its engines for many runs, each with an adapter of its own, behind one HTTP API."""
+
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    seq_len: int = Field(2048, gt=1)
+    """Longest sequence that a run may train on, tokens."""
+    seed: int = 0
+    """Seed of sampling."""
+    trainer: ServeTrainerSection = ServeTrainerSection()
+    inference: InferenceSection = InferenceSection(router=None)
+    service: ServiceSection = ServiceSection()
+    control: ControlSection = ControlSection()
+    trainer_gpu_ids: GpuIds = None
+    """GPUs of the trainer, one rank each; None: the first after inference's."""
+    inference_gpu_ids: GpuIds = None
+    """GPUs of inference; None: the first ones."""
+    log: LogSection = LogSection()
+
+    def _default_name(self) -> str:
+        return f"service-{short_name(self.model.name)}"
+
+    def inference_config(self) -> InferenceConfig:
+        """What the engines take."""
+        own = {key: getattr(self.inference, key) for key in type(self.inference).model_fields}
+        own |= {key: getattr(self, key) for key in RunRoot.model_fields}
+        own |= {"model": own["model"] or self.model.name, "run": {"name": self.run_name}}
+        return InferenceConfig.model_validate(own | {"env_vars": self.env_vars | self.inference.env_vars})
 
 
 class EvalConfig(RunRoot):

@@ -71,6 +71,14 @@ class TenantServer(RankServer[RankAnswer]):
             await asyncio.gather(self._collector, return_exceptions=True)
         self._end_all(EngineError("the hub has closed the wire to its trainer."))
 
+    def check(self) -> None:
+        """Raises: EngineError once the wire has failed."""
+        self._check()
+
+    def fail(self, reason: str) -> None:
+        """End the wire, and all waits on it, for what the hub has found out about a rank."""
+        self._fail(EngineError(reason))
+
     async def submit(self, operation: Operation | Sequence[Operation]) -> asyncio.Future[list[Done]]:
         """Give every rank the next operation, or each its own; the future has their answers, in rank order.
 

@@ -42,7 +42,7 @@ STALL_SLACK_S = 60.0  # the processes' own watchdogs fire first and say more
 RESTART_GRACE_S = 2.0
 LAST_WORDS_S = 3.0  # for other processes to say why they end when one has failed
 WEDGED_AFTER_S = 60.0  # after its start; before, an engine may be loading its model
-SERVERS = ("inference", "teacher", "router", "registrar", "kv_store")
+SERVERS = ("inference", "teacher", "router", "registrar", "kv_store", "tenants", "hub")
 """Roles that never end by themselves; so do those that begin with MODELS."""
 MODELS = "model_"
 FINISH = signal.SIGUSR2
@@ -224,8 +224,8 @@ class Supervisor:
             "%s (pid %d) ended: %s; started anew, pid=%d", child.name, child.pid, how, restarted.pid
         )
         self._show(
-            f"{child.name} ended ({how}) and was started anew; {left} more time{'s' * (left != 1)} allowed "
-            f"(inference.max_restarts)"
+            f"{child.name} ended ({how}) and was started anew; {left} more time{'s' * (left != 1)} allowed"
+            + " (inference.max_restarts)" * (self._specs[child.name].role == "inference")
         )
         return restarted
 

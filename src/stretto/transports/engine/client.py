@@ -116,7 +116,7 @@ class EngineClient:
 
     async def _generate_samples(self, request: GenerateRequest) -> list[Completion]:
         """The samples of one HTTP request."""
-        body = api.encode_generate(request, self.model)
+        body = api.encode_generate(request, request.adapter or self.model)
         headers = (
             _HEADERS
             if request.session_id is None
@@ -376,6 +376,18 @@ class EngineClient:
         """End these requests with the tokens they have; None: all requests."""
         ids = None if request_ids is None else list(request_ids)
         await self._all("POST", api.ABORT, msgspec.json.encode({"request_ids": ids}))
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        """Load a LoRA adapter on every engine that is up, for requests that name it.
+
+        Raises: EngineError if one cannot load it.
+        """
+        body = msgspec.json.encode(api.LoadAdapterBody(lora_name=name, lora_path=directory, load_inplace=True))
+        await self._all("POST", api.LOAD_ADAPTER, body)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter on every engine that is up."""
+        await self._all("POST", api.UNLOAD_ADAPTER, msgspec.json.encode({"lora_name": name}))
 
     async def metrics(self) -> dict[str, float]:
         """The engines' metrics by name, summed over engines and labels (histograms: _sum, _count)."""

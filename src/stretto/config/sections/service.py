@@ -1,0 +1,85 @@
+"""[service]: the hub of a training service, its users, and how they share the trainer and the engines."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from stretto.config.section import Section
+from stretto.config.sections.algorithm import DefaultLoss, Loss
+from stretto.config.sections.trainer import MatmulPrecision
+
+
+class UserSection(Section):
+    """Somebody who may train. A user sees and changes only runs of his own."""
+
+    token: str | None = Field(None, min_length=16)
+    """What he sends as X-API-Key; clients of Tinker accept those that begin with `tml-`. None: one is made. It is kept
+    in RUN/tokens.json, which only the service's owner can read, and in no config."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the trainer and the engines while others work too, in relation to their weights."""
+    priority: int = 0
+    """Runs of a higher priority are trained first, whatever the weights."""
+    tokens_per_minute: float | None = Field(None, gt=0)
+    """Most tokens that each of his runs trains on per minute, averaged; None: no limit."""
+    max_runs: int | None = Field(None, gt=0)
+    """Most runs of his at a time; None: as many as the service has room for."""
+    max_samples: int = Field(64, gt=0)
+    """Most sequences of his that the engines generate at a time."""
+
+
+class ServiceSection(Section):
+    """The hub: its HTTP API, its limits, its users."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(8700, ge=1, le=65535)
+    """TCP port."""
+    users: dict[str, UserSection] = Field({"user": UserSection()}, min_length=1)
+    """By name. The admin is nobody of these and has a token of his own."""
+    max_concurrent_runs: int = Field(8, gt=0)
+    """Runs with an adapter in the trainer at a time."""
+    max_lora_rank: int = Field(32, gt=0)
+    """Largest rank of an adapter."""
+    max_tokens_per_pass: int | None = Field(None, gt=0)
+    """Most tokens of one pass, which several runs share; None: seq_len."""
+    max_tokens_per_turn: int = Field(16384, gt=0)
+    """Most tokens that the trainer computes before it looks who is next."""
+    max_waiting_requests: int = Field(256, gt=0)
+    """Most requests of one run that wait for the trainer; one more is refused with 429, and clients send it again."""
+    max_samples: int = Field(256, gt=0)
+    """Sequences that the engines generate at a time, of all users."""
+    max_waiting_samples: int = Field(1024, gt=0)
+    """Most requests for samples of one user that wait; one more is refused with 429, and clients send it again."""
+    max_adapters: int = Field(8, gt=0)
+    """Versions of adapters loaded in each engine at a time; others are loaded when they are asked for."""
+    save_steps: int = Field(10, gt=0)
+    """A run's state is saved after so many of its steps. Requests since are kept beside it and computed again after a
+    crash, so that nothing is lost."""
+    idle_timeout_s: float | None = Field(1800.0, gt=0)
+    """A run whose client is silent for so long is saved and gives its place back; None: never."""
+    max_failures: int = Field(3, gt=0)
+    """After so many failed requests in a row a run is frozen: it gets nothing until it is resumed or evicted."""
+    engine_urls: list[str] = Field([])
+    """Addresses of engines; `serve` fills in those that it starts. Given: it starts none, and uses these."""
+    gap_timeout_s: float = Field(120.0, gt=0)
+    """Longest wait for a request whose number was skipped; then those behind it fail."""
+
+
+class ServeTrainerSection(Section):
+    """The trainer of a service: one frozen model, and an adapter per run."""
+
+    num_ranks: int = Field(1, gt=0)
+    """Processes; each computes a part of every batch."""
+    loss: Loss = DefaultLoss()
+    """Of runs that send none."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads of one rank; None: given out by the launcher."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
+    max_resident: int | None = Field(None, gt=0)
+    """Runs whose adapters and optimizer states are in the memory of the device; those of others wait in the host's and
+    are brought back when their turn comes. None: all."""
+    env_vars: dict[str, str] = Field({})
+    """Environment variables of the trainer alone."""
+    max_restarts: int = Field(10, ge=0)
+    """Restarts of ranks that end; runs go on where they were."""

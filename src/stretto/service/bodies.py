@@ -1,0 +1,157 @@
+"""JSON bodies of the Tinker API, as its clients send them; unknown fields are refused, so that none is ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body; `type` repeats what the route says."""
+
+    type: str | None = None
+
+
+class ClientConfigBody(Body):
+    sdk_version: str = ""
+
+
+class CreateSessionBody(Body):
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionBody(Body):
+    session_id: str
+
+
+class LoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModelBody(Body):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraBody | None = None
+    optimizer_config: dict[str, Any] | None = None
+
+
+class ModelBody(Body):
+    model_id: str
+
+
+class AdamBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepBody(Body):
+    model_id: str
+    seq_id: int
+    adam_params: AdamBody | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveBody(Body):
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    age_encryption_recipients: list[str] | None = None
+
+
+class LoadBody(Body):
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
+    weights_access_token: str | None = None
+
+
+class ChunkBody(msgspec.Struct, frozen=True):
+    """A part of a prompt; only tokens are taken."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class PromptBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    chunks: list[ChunkBody]
+
+
+class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleBody(Body):
+    prompt: PromptBody
+    sampling_params: SamplingBody
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+
+
+class SamplingSessionBody(Body):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class JoinBody(Body):
+    sampling_session_id: str
+
+
+class FutureBody(Body):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class PathBody(Body):
+    tinker_path: str
+
+
+class TtlBody(Body):
+    ttl_seconds: int | None = None
+
+
+class FinishBody(Body):
+    reason: dict[str, Any] = {}
+    detail: str | None = None

@@ -1,0 +1,190 @@
+"""Samples for users from the engines: each version of an adapter is loaded under a name of its own when it is needed.
+
+An engine has room for some adapters. `AdapterSlots` loads a version that is asked for and unloads the one that was not
+asked for longest, never one in use. Names are those of versions, and requests carry them as cache salt too, so that no
+cached prefix is shared between users or versions. Requests of users take turns at the engines (scheduler.SlotQueue).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from stretto.base.errors import EngineError
+from stretto.records.generate import Completion, GenerateRequest
+from stretto.service.access import User
+from stretto.service.scheduler import SlotQueue
+from stretto.service.store import Sampler
+from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Loaded:
+    """An adapter in the engines. ready: done once they have it."""
+
+    ready: asyncio.Future[None]
+    num_users: int = 0
+
+
+class AdapterSlots:
+    """The adapters that are loaded in all engines."""
+
+    def __init__(self, client: EngineClient, max_adapters: int) -> None:
+        self._client, self._max = client, max_adapters
+        self._loaded: dict[str, _Loaded] = {}  # the one that was not used for longest first
+        self._generation = client.generation
+        self._freed = asyncio.Condition()
+        self.num_loads = self.num_hits = 0
+
+    @asynccontextmanager
+    async def use(self, name: str, directory: str) -> AsyncIterator[None]:
+        """Have an adapter loaded while inside."""
+        entry = await self._enter(name, directory)
+        try:
+            yield
+        finally:
+            entry.num_users -= 1
+            async with self._freed:
+                self._freed.notify_all()
+
+    def forget(self, name: str | None = None) -> None:
+        """An engine does not have it, or, without a name, any: load it again."""
+        for each in [name] if name is not None else list(self._loaded):
+            self._loaded.pop(each, None)
+
+    async def _enter(self, name: str, directory: str) -> _Loaded:
+        if self._client.generation != self._generation:  # an engine was started anew, without adapters
+            self._generation = self._client.generation
+            self.forget()
+        if (entry := self._loaded.pop(name, None)) is not None:
+            self._loaded[name] = entry
+            entry.num_users += 1
+            self.num_hits += 1
+            await self._wait(name, entry)
+            return entry
+        entry = _Loaded(asyncio.get_running_loop().create_future(), 1)
+        async with self._freed:
+            while len(self._loaded) >= self._max:
+                idle = next((key for key, other in self._loaded.items() if not other.num_users), None)
+                if idle is not None:
+                    del self._loaded[idle]
+                    await self._unload(idle)
+                    continue
+                await self._freed.wait()
+            if (known := self._loaded.get(name)) is None:
+                self._loaded[name] = entry
+        if known is not None:
+            known.num_users += 1
+            await self._wait(name, known)
+            return known
+        self.num_loads += 1
+        try:
+            await self._client.load_adapter(name, directory)
+            entry.ready.set_result(None)
+        except BaseException as error:
+            self._loaded.pop(name, None)
+            entry.ready.set_exception(error if isinstance(error, EngineError) else EngineError(str(error)))
+            entry.ready.exception()  # seen, whoever waits
+            raise
+        return entry
+
+    async def _wait(self, name: str, entry: _Loaded) -> None:
+        try:
+            await asyncio.shield(entry.ready)
+        except BaseException:
+            entry.num_users -= 1
+            raise
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._client.unload_adapter(name)
+        except EngineError as error:
+            logger.warning("%s was not unloaded: %s", name, error)
+
+
+class Engines:
+    """Samples for all users."""
+
+    def __init__(
+        self, client: EngineClient, *, max_adapters: int, max_samples: int, max_waiting: int
+    ) -> None:
+        self.client = client
+        self.slots = AdapterSlots(client, max_adapters)
+        self.queue = SlotQueue(max_samples)
+        self._max_waiting = max_waiting
+        self._numbers = itertools.count(1)
+        self.num_tokens = 0
+
+    def check_room(self, user: User) -> None:
+        """Raises: Refusal 429 if this user has too many requests waiting."""
+        self._admit(user)
+        if self.queue.waiting(user.name) >= self._max_waiting:
+            raise Refusal(f"{self._max_waiting} of your requests are waiting already; send this later", 429)
+
+    async def generate(self, user: User, sampler: Sampler, request: GenerateRequest) -> Sequence[Completion]:
+        """The samples of a request, as soon as this user has a slot. Raises: EngineError."""
+        self._admit(user)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.queue.push(user.name, turn)
+        self._start_next()
+        try:
+            await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self._release(user)
+            else:
+                self.queue.drop(user.name, turn)
+            raise
+        try:
+            return await self._generate(sampler, request)
+        finally:
+            self._release(user)
+
+    async def _generate(self, sampler: Sampler, request: GenerateRequest) -> Sequence[Completion]:
+        if sampler.directory is None:
+            return await self._count(self.client.generate(request))
+        name = adapter_name(sampler)
+        for attempt in (1, 2):
+            async with self.slots.use(name, sampler.directory):
+                try:
+                    return await self._count(self.client.generate(request))
+                except EngineError as error:
+                    # An engine that was started anew has forgotten the adapter.
+                    if attempt == 2 or "does not exist" not in str(error):
+                        raise
+                    self.slots.forget(name)
+        raise AssertionError("the second attempt returns or raises")
+
+    async def _count(self, call: object) -> Sequence[Completion]:
+        completions: Sequence[Completion] = await call  # type: ignore[misc]
+        self.num_tokens += sum(len(completion.token_ids) for completion in completions)
+        return completions
+
+    def _admit(self, user: User) -> None:
+        self.queue.add(user.name, weight=user.section.weight, max_running=user.section.max_samples)
+
+    def _release(self, user: User) -> None:
+        self.queue.release(user.name)
+        self._start_next()
+
+    def _start_next(self) -> None:
+        while (found := self.queue.pop()) is not None:
+            name, turn = found
+            if turn.cancelled():
+                self.queue.release(name)
+            else:
+                turn.set_result(None)
+
+
+def adapter_name(sampler: Sampler) -> str:
+    """Under which engines serve this version; no two directories have one name."""
+    assert sampler.directory is not None, f"{sampler.id} has no adapter"
+    run, _, version = sampler.directory.rsplit("/", 3)[-3:]
+    return f"{run}/{version}"

@@ -1,0 +1,107 @@
+"""Results that clients come back for: a request is answered at once with an id, and its result is asked for by it.
+
+A result is JSON, or bytes of a protocol buffer, or a failure with its reason. States: waiting -> done. Only the owner
+gets a result. It is kept for a while after it was first sent, since an answer may be lost on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from stretto.transports.engine.api import Refusal
+
+KEEP_SENT_S = 120.0
+KEEP_UNSENT_S = 3600.0
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What a request came to. error: instead of a body, for the client; category: who must act."""
+
+    body: bytes = b"{}"
+    is_protobuf: bool = False
+    error: str | None = None
+    category: str = "user"
+
+    @classmethod
+    def of(cls, value: object) -> Result:
+        return cls(msgspec.json.encode(value))
+
+    @classmethod
+    def failed(cls, error: str, category: str = "user") -> Result:
+        return cls(error=error, category=category)
+
+    def json(self) -> bytes:
+        if self.error is None:
+            return self.body
+        return msgspec.json.encode({"error": self.error, "category": self.category})
+
+
+@dataclass(eq=False)
+class Future:
+    """One request of a user."""
+
+    id: str
+    owner: str
+    result: Result | None = None
+    sent_at: float | None = None
+    done_at: float | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    cancel: Callable[[], None] | None = None
+    """Stops its work, if that can be stopped."""
+    run: str | None = None
+    """Which run must be able to work for it to be done."""
+
+    def set(self, result: Result) -> None:
+        """Answer the request; a result computed again after a crash replaces one that nobody has got."""
+        self.result, self.done_at = result, time.monotonic()
+        self.changed.set()
+
+
+class Futures:
+    """All requests that somebody may still ask for."""
+
+    def __init__(self) -> None:
+        self._futures: dict[str, Future] = {}
+        self._swept_at = time.monotonic()
+
+    def open(self, name: str, owner: str, *, run: str | None = None) -> Future:
+        """A new future, or that of the same request sent again."""
+        self._sweep()
+        return self._futures.setdefault(name, Future(name, owner, run=run))
+
+    def find(self, name: str) -> Future | None:
+        return self._futures.get(name)
+
+    def of(self, name: str, user: str, *, is_admin: bool = False) -> Future:
+        """Raises: Refusal 410 if there is none (any more), 403 if it is another user's."""
+        future = self._futures.get(name)
+        if future is None:
+            raise Refusal(f"{name}: there is no such request, or its result is long gone; send it again", 410)
+        if not is_admin and future.owner != user:
+            raise Refusal(f"{name}: this is a request of another user", 403)
+        return future
+
+    async def wait(self, future: Future, timeout_s: float) -> Result | None:
+        """The result, as soon as it is there; None if it is not in time."""
+        if future.result is None:
+            try:
+                await asyncio.wait_for(future.changed.wait(), timeout_s)
+            except TimeoutError:
+                return None
+        future.sent_at = time.monotonic()
+        return future.result
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        if now - self._swept_at < KEEP_SENT_S / 4:
+            return
+        self._swept_at = now
+        for name, future in list(self._futures.items()):
+            is_old = future.sent_at is not None and now - future.sent_at > KEEP_SENT_S
+            if is_old or (future.done_at is not None and now - future.done_at > KEEP_UNSENT_S):
+                del self._futures[name]

@@ -1,0 +1,203 @@
+"""What all routes share: the service's parts, who asks, and how a request that fails is answered.
+
+`Hub` finds records for a user and refuses what he may not see. `boundary` is the only place where exceptions become
+answers; every action is written to the audit log with its outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from aiohttp import web
+
+from stretto.base.errors import ConfigError, DataError, StrettoError
+from stretto.config.root import ServeConfig
+from stretto.data.hub_model import find_config, find_local
+from stretto.service.access import Access, User
+from stretto.service.engines import Engines
+from stretto.service.futures import Futures
+from stretto.service.store import Audit, Checkpoint, Run, Sampler, Session, Store
+from stretto.service.training import Training
+from stretto.transports.engine import api
+from stretto.transports.engine.api import Refusal
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 256 << 20
+OPEN_ROUTES = frozenset({"/health", "/api/v1/healthz"})
+QUIET_ROUTES = frozenset(
+    {
+        "/api/v1/retrieve_future",
+        "/api/v1/retrieve_futures",
+        "/api/v1/session_heartbeat",
+        "/api/v1/telemetry",
+        "/api/v1/asample",
+        "/api/v1/client/config",
+        "/api/v1/client/dynamic_config",
+    }
+)
+"""Routes that are not written to the audit log while they succeed: they read, or there are thousands of them."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Hub:
+    """The parts of one service."""
+
+    cfg: ServeConfig
+    store: Store
+    futures: Futures
+    audit: Audit
+    access: Access
+    training: Training
+    engines: Engines
+    vocab_size: int
+    max_model_len: int
+    started_at: float
+
+    @property
+    def model_name(self) -> str:
+        return self.cfg.model.name
+
+    @property
+    def tokenizer_id(self) -> str:
+        """Where clients find the tokenizer: a directory of this machine, or a name on the Hub."""
+        name = self.cfg.tokenizer.name or self.cfg.model.name
+        local = Path(name).expanduser()
+        return str(local.resolve()) if local.is_dir() else name
+
+    def check_model(self, name: str | None) -> None:
+        """Raises: Refusal 400 for another model than the one that is served."""
+        directory = find_local(self.model_name)
+        names = {self.model_name, self.cfg.inference.served_model_name, self.tokenizer_id, str(directory)}
+        if name is not None and name not in names:
+            raise Refusal(f"base_model: {name!r} is not served here; this service has {self.model_name!r}")
+
+    def session(self, user: User, name: str | None) -> Session:
+        return _owned(self.store.get(Session, name or ""), user, f"session {name!r}")
+
+    def run(self, user: User, name: str) -> Run:
+        return _owned(self.store.get(Run, name), user, f"training run {name!r}")
+
+    def sampler(self, user: User, name: str | None) -> Sampler:
+        return _owned(self.store.get(Sampler, name or ""), user, f"sampling session {name!r}")
+
+    def checkpoint(self, user: User, path: str, kind: str | None = None) -> Checkpoint:
+        """A checkpoint that this user may read. Raises: Refusal 404, or 400 for one of another kind."""
+        found = self.store.get(Checkpoint, path)
+        owner = found.owner if found is not None and user.is_admin else user.name
+        return self.training.checkpoint(path, owner, kind)
+
+
+def _owned(record: Any, user: User, what: str) -> Any:
+    """Raises: Refusal 404 if there is none, 403 if it is another user's."""
+    if record is None:
+        raise Refusal(f"there is no {what}", 404)
+    if not user.may_reach(record.owner):
+        raise Refusal(f"{what} belongs to another user", 403)
+    return record
+
+
+# -- requests and answers --
+
+
+async def read(http: web.Request, kind: type[Any]) -> Any:
+    """The JSON body. Raises: Refusal that names what does not fit."""
+    return api.decode_json(await http.read() or b"{}", kind)
+
+
+def answer(body: object, status: int = 200) -> web.Response:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return web.Response(body=data, status=status, content_type="application/json")
+
+
+def when(seconds: float | None) -> str | None:
+    """A time as clients read it."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    """Build the middleware that asks for a token and answers every exception."""
+
+    @web.middleware
+    async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
+        user: User | None = None
+        refusal: Refusal | None = None
+        try:
+            if http.path not in OPEN_ROUTES and not is_signed(hub, http):
+                user = hub.access.user(http.headers)
+                http["user"] = user
+            return await handler(http)
+        except Refusal as error:
+            refusal = error
+        except web.HTTPException as error:
+            refusal = Refusal(f"{http.method} {http.path[:200]}: {error.reason}", error.status)
+        except (DataError, ConfigError) as error:
+            refusal = Refusal(str(error), 400)
+        except ConnectionError:
+            return web.Response(status=499)
+        except StrettoError as error:
+            logger.error("%s %s: %s", http.method, http.path, error)
+            refusal = Refusal(str(error), 500)
+        except Exception as error:
+            name = uuid4().hex
+            logger.exception("%s %s failed, request %s", http.method, http.path, name)
+            refusal = Refusal(f"internal error in request {name}: {type(error).__name__}: {error}", 500)
+        finally:
+            if refusal is not None or http.path not in QUIET_ROUTES | OPEN_ROUTES:
+                status = 200 if refusal is None else refusal.status
+                details = {} if refusal is None else {"error": str(refusal)[:500]}
+                action = f"{http.method} {http.path[:300]}"
+                hub.audit.write(user and user.name, action, http.remote or "", status=status, **details)
+        # Clients of Tinker show `detail`.
+        body = json.loads(refusal.body()) | {"detail": str(refusal)}
+        return answer(body, refusal.status)
+
+    return middleware
+
+
+def is_signed(hub: Hub, http: web.Request) -> bool:
+    """Whether the address itself is the permission: a file that was signed for download."""
+    return http.path.startswith("/download/")
+
+
+def page(http: web.Request, default: int = 20) -> tuple[int, int]:
+    """offset and limit of a listing. Raises: Refusal if they are no numbers."""
+    try:
+        offset, limit = int(http.query.get("offset", 0)), int(http.query.get("limit", default))
+    except ValueError:
+        raise Refusal("offset and limit must be numbers") from None
+    if offset < 0 or not 0 < limit <= 1000:
+        raise Refusal("offset must be at least 0, limit 1 to 1000")
+    return offset, limit
+
+
+def model_facts(cfg: ServeConfig) -> tuple[int, int]:
+    """Size of the vocabulary and longest sequence, from the model's config.json.
+
+    Raises: ConfigError if there is none.
+    """
+    directory = find_config(cfg.model.name)
+    if directory is None:
+        raise ConfigError(f"[model] name = {cfg.model.name!r}: there is no config.json of this model")
+    hf = json.loads((directory / "config.json").read_text())
+    text = hf.get("text_config") or hf
+    longest = text.get("max_position_embeddings") or math.inf
+    limit = cfg.inference.max_model_len or longest
+    return int(text["vocab_size"]), int(min(limit, longest, 1 << 30))
+
+
+def touch(hub: Hub, session: Session) -> None:
+    """Its client lives."""
+    session.last_seen_at = time.time()

@@ -1,0 +1,178 @@
+"""Requests of runs as work for the trainer: what each kind asks of the ranks, and what its client gets.
+
+A `Job` is one request. It is built from its kind and body alone, so that the journal can build it again. Kinds are
+those of `KINDS`; passes over data have micro batches, which the queue gives out one by one, the others are one
+operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stretto.base.errors import DataError
+from stretto.records.tenants import (
+    AdamSettings,
+    ExportAdapter,
+    LoadTenant,
+    OptimStep,
+    RemoveTenant,
+    SaveTenant,
+    TenantResult,
+    TenantWork,
+)
+from stretto.service import bodies, data, protobuf
+from stretto.service.futures import Future
+from stretto.service.store import Run
+from stretto.transports.engine import api
+from stretto.transports.engine.api import Refusal
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests must fit."""
+
+    seq_len: int
+    vocab_size: int
+
+
+@dataclass(eq=False)
+class Job:
+    """One request of a run. seq: its number among them; None for the hub's own work."""
+
+    run: Run
+    kind: str
+    body: Any
+    seq: int | None = None
+    future: Future | None = None
+    batch: data.Batch | None = None
+    scores: dict[int, np.ndarray] = field(default_factory=dict)
+    """Log-probabilities by micro batch, as far as they are computed."""
+    sums: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    on_done: Callable[[TenantResult], None] | None = None
+    """Called with the result of an operation of the hub's own."""
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return () if self.batch is None else self.batch.units
+
+    def reset(self) -> None:
+        """Forget what was computed: it is computed again."""
+        self.scores, self.sums, self.error = {}, {}, None
+
+    def work(self, units: Sequence[int]) -> TenantWork:
+        """These micro batches for one rank."""
+        assert self.batch is not None, f"{self.kind} has no data"
+        targets = tuple(self.batch.targets[i] for i in units)
+        return TenantWork(
+            tenant=self.run.spec.name,
+            micro_batches=tuple(self.batch.micro_batches[i] for i in units),
+            sum_loss=self.batch.loss,
+            targets=targets if any(target is not None for target in targets) else (),
+            is_forward_only=self.body.forward_only,
+            wants_logprobs=True,
+        )
+
+    def add(self, result: TenantResult, units: Sequence[int], *, is_first: bool) -> None:
+        """What one rank computed; metrics are the same on all ranks, and are taken from the first."""
+        self.error = self.error or result.error
+        for unit, scores in zip(units, result.logprobs):
+            if scores is not None:
+                self.scores[unit] = scores
+        if is_first:
+            for name, value in result.metrics.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def outputs(self) -> bytes:
+        """The result of a pass as its client reads it."""
+        assert self.batch is not None, f"{self.kind} has no data"
+        scores = self.batch.per_sequence([self.scores[i] for i in range(len(self.batch.units))])
+        loss = self.sums.get("loss", math.nan)
+        outputs = [{"logprobs": np.asarray(each, np.float32)} for each in scores]
+        return protobuf.write_forward_backward(outputs, {"loss:sum": loss})
+
+
+def read_job(run: Run, kind: str, body: bytes, limits: Limits, *, seq: int | None) -> Job:
+    """The job of a request. Raises: DataError or Refusal if it is not valid."""
+    if kind == "pass":
+        request = protobuf.read_forward_backward(body)
+        batch = data.pack(
+            request.data,
+            request.loss_fn,
+            request.config,
+            seq_len=limits.seq_len,
+            vocab_size=limits.vocab_size,
+        )
+        return Job(run, kind, request, seq, batch=batch)
+    job = Job(run, kind, api.decode_json(body, KINDS[kind]), seq)
+    if kind == "optim_step":
+        adam_settings(job.body)
+    return job
+
+
+KINDS: dict[str, type[Any]] = {
+    "optim_step": bodies.OptimStepBody,
+    "save_weights": bodies.SaveBody,
+    "save_weights_for_sampler": bodies.SaveBody,
+    "save_weights_external": bodies.SaveBody,
+    "load_weights": bodies.LoadBody,
+    "unload_model": bodies.ModelBody,
+}
+"""Bodies of the requests that are JSON."""
+WRITES: dict[str, str] = {
+    "save_weights": "training",
+    "save_weights_for_sampler": "sampler",
+    "save_weights_external": "external",
+}
+"""Kind of the checkpoint that a request writes."""
+
+
+def adam_settings(body: bodies.OptimStepBody) -> AdamSettings:
+    """Raises: Refusal for another optimizer, DataError for a setting that is out of range."""
+    if body.optimizer_params is not None:
+        raise Refusal("optimizer_params: this service has AdamW; send AdamParams")
+    given = body.adam_params or bodies.AdamBody()
+    ranges = {
+        "learning_rate": (0, math.inf),
+        "beta1": (0, 1),
+        "beta2": (0, 1),
+        "eps": (0, math.inf),
+        "weight_decay": (0, math.inf),
+        "grad_clip_norm": (0, math.inf),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(given, name)
+        if not (low <= value < high):
+            raise DataError(f"adam_params.{name} = {value} must be at least {low} and less than {high}")
+    return AdamSettings(
+        lr=given.learning_rate,
+        beta1=given.beta1,
+        beta2=given.beta2,
+        eps=given.eps,
+        weight_decay=given.weight_decay,
+        max_norm=given.grad_clip_norm or None,
+    )
+
+
+def operation(job: Job, directory: str | None) -> Any:
+    """What a job without data asks of every rank. directory: where it writes or reads."""
+    tenant = job.run.spec.name
+    match job.kind:
+        case "optim_step":
+            return OptimStep(number=0, tenant=tenant, adam=adam_settings(job.body))
+        case "save_weights" | "save_state":
+            return SaveTenant(number=0, tenant=tenant, path=directory or "", progress={"run": job.run.id})
+        case "save_weights_for_sampler" | "save_weights_external":
+            return ExportAdapter(number=0, tenant=tenant, directory=directory or "")
+        case "load_weights":
+            return LoadTenant(
+                number=0, tenant=tenant, path=directory or "", with_optimizer=job.body.optimizer
+            )
+        case "unload_model":
+            return RemoveTenant(number=0, tenant=tenant)
+    raise AssertionError(f"a job of kind {job.kind}")

@@ -1,0 +1,78 @@
+"""Requests of one run since its state was saved, and results that nobody has got yet, as files.
+
+`<seq>.<kind>` is the body of a request, `<seq>.result` what it came to. After a crash of the hub or the trainer the
+requests are computed again, in order, from the saved state; so a run loses nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from stretto.base.files import write_atomic
+from stretto.service.futures import Result
+
+REFUSED = "refused"
+"""Kind of a request that was not valid: its number is used up."""
+_RESULT = "result"
+
+
+class Entry(NamedTuple):
+    """A request as it came."""
+
+    seq: int
+    kind: str
+    body: bytes
+
+
+class Journal:
+    """The files of one run."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, seq: int, kind: str, body: bytes) -> None:
+        """Keep a request; whole before it is answered."""
+        write_atomic(self._path(seq, kind), body)
+
+    def write_result(self, seq: int, result: Result) -> None:
+        write_atomic(self._path(seq, _RESULT), msgspec.msgpack.encode(result))
+
+    def requests(self, after: int = 0) -> list[Entry]:
+        """Requests with a higher number than `after`, in order."""
+        found = [(*self._parts(path), path) for path in self._files()]
+        wanted = sorted((seq, kind, path) for seq, kind, path in found if seq > after and kind != _RESULT)
+        return [Entry(seq, kind, path.read_bytes()) for seq, kind, path in wanted]
+
+    def results(self) -> dict[int, Result]:
+        """Kept results by number."""
+        return {
+            seq: msgspec.msgpack.decode(path.read_bytes(), type=Result)
+            for path in self._files()
+            for seq, kind in [self._parts(path)]
+            if kind == _RESULT
+        }
+
+    def forget(self, up_to: int, *, unsent: set[int]) -> None:
+        """Delete requests up to this number, and their results except those in `unsent`."""
+        for path in self._files():
+            seq, kind = self._parts(path)
+            if seq <= up_to and not (kind == _RESULT and seq in unsent):
+                path.unlink(missing_ok=True)
+
+    def delete(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _path(self, seq: int, kind: str) -> Path:
+        return self._directory / f"{seq:08d}.{kind}"
+
+    def _files(self) -> list[Path]:
+        return [path for path in self._directory.iterdir() if path.name[:8].isdigit()]
+
+    def _parts(self, path: Path) -> tuple[int, str]:
+        number, _, kind = path.name.partition(".")
+        return int(number), kind

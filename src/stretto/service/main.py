@@ -1,0 +1,129 @@
+"""The hub process: opens the API at once, waits for trainer and engines, and serves until it is told to end.
+
+On SIGTERM or SIGINT it saves every run first. What it knows is in RUN/service, so that the next one goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+
+from aiohttp import web
+
+from stretto.base import log
+from stretto.base.errors import ConfigError
+from stretto.base.runtime import raise_file_limit
+from stretto.base.secret import load_secret
+from stretto.base.tokens import prepare_tokens
+from stretto.config.root import ServeConfig
+from stretto.service.access import Access
+from stretto.service.engines import Engines
+from stretto.service.futures import Futures
+from stretto.service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts
+from stretto.service.jobs import Limits
+from stretto.service.rest import RestRoutes, routes_of
+from stretto.service.store import Audit, Session, Store
+from stretto.service.tinker import TinkerRoutes
+from stretto.service.training import Training
+from stretto.transports.engine.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+SAVE_S = 30.0
+"""Longest wait for the runs to be saved at the end."""
+_IDLE_POLL_S = 5.0
+
+
+def main(cfg: ServeConfig) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    log.setup("hub", cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+    raise_file_limit()
+    return asyncio.run(serve(cfg))
+
+
+def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
+    """The hub of a service and its routes. Raises: ConfigError."""
+    directory = cfg.run_dir.path / "service"
+    secret = load_secret(cfg.run_dir)
+    vocab_size, max_model_len = model_facts(cfg)
+    store, futures, audit = Store(directory), Futures(), Audit(directory / "audit.jsonl")
+    section = cfg.service
+    training = Training(cfg, secret, store, futures, audit, Limits(cfg.seq_len, vocab_size))
+    urls = cfg.service.engine_urls
+    if not urls:
+        raise ConfigError(
+            "service.engine_urls: the hub needs the addresses of engines; `serve` fills them in"
+        )
+    client = EngineClient(urls, api_key=cfg.inference.key)
+    engines = Engines(
+        client,
+        max_adapters=section.max_adapters,
+        max_samples=section.max_samples,
+        max_waiting=section.max_waiting_samples,
+    )
+    given = {name: user.token for name, user in section.users.items()}
+    access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", given))
+    hub = Hub(cfg, store, futures, audit, access, training, engines, vocab_size, max_model_len, time.time())
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary(hub)])
+    app.add_routes(routes_of((TinkerRoutes(hub), RestRoutes(hub, secret.key("service.download")))))
+    return hub, app
+
+
+async def serve(cfg: ServeConfig) -> int:
+    hub, app = build(cfg)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
+    await runner.setup()
+    host, port = cfg.service.host, cfg.service.port
+    try:
+        await web.TCPSite(runner, host, port, backlog=4096).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(
+            f"[service] cannot listen on {host}:{port}: {error.strerror or error}; give another service.port"
+        ) from error
+    logger.info("serving %s at http://%s:%d", hub.model_name, host, port)
+    tasks = [
+        asyncio.create_task(hub.training.work()),
+        asyncio.create_task(hub.engines.client.watch()),
+        asyncio.create_task(_evict_idle(hub)),
+    ]
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopping}:
+            task.result()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(hub.training.save_all(), SAVE_S)
+        return 0
+    finally:
+        for task in (*tasks, stopping):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await runner.cleanup()
+        await hub.engines.client.close()
+        hub.store.close()
+        hub.audit.close()
+
+
+async def _evict_idle(hub: Hub) -> None:
+    """Save runs whose clients are silent, and give their places to others."""
+    limit = hub.cfg.service.idle_timeout_s
+    while limit is not None:
+        await asyncio.sleep(min(_IDLE_POLL_S, limit / 2))
+        now = time.time()
+        for tenant in list(hub.training.tenants.values()):
+            run = tenant.run
+            session = hub.store.get(Session, run.session or "")
+            last = max(
+                run.last_request_at, session.last_seen_at if session is not None else 0.0, hub.started_at
+            )
+            is_idle = now - last > limit and not hub.training.queue.waiting(run.id)
+            if is_idle and run.state in ("active", "frozen"):
+                hub.training.evict(run, f"its client was silent for {limit:g} s")

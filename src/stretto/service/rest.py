@@ -1,0 +1,394 @@
+"""Listings and checkpoints of the Tinker API, and the routes of users and admin: what is there, and who did what.
+
+A listing shows a user what is his. The admin sees everything, evicts, freezes and resumes any run; a user his own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
+
+import msgspec
+from aiohttp import web
+
+from stretto.service import bodies
+from stretto.service.access import User
+from stretto.service.hub import Hub, answer, page, read, when
+from stretto.service.store import SEGMENTS, Checkpoint, Run, Sampler, Session
+from stretto.transports.engine.api import Refusal
+
+LINK_S = 3600.0
+"""How long a signed address of a file works."""
+_CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{checkpoint:[^/]+/[^/]+}"
+
+
+class RestRoutes:
+    """Handlers of one hub. key: signs addresses of files."""
+
+    def __init__(self, hub: Hub, key: bytes) -> None:
+        self.hub, self._key = hub, key
+
+    def routes(self) -> list[web.RouteDef]:
+        runs = "/api/v1/training_runs"
+        return [
+            web.get("/api/v1/get_server_capabilities", self.capabilities),
+            web.get(runs, self.training_runs),
+            web.get(runs + "/{run}", self.training_run),
+            web.get(runs + "/{run}/checkpoints", self.checkpoints),
+            web.get("/api/v1/checkpoints", self.user_checkpoints),
+            web.delete(_CHECKPOINT, self.delete_checkpoint),
+            web.post(_CHECKPOINT + "/publish", self.publish),
+            web.delete(_CHECKPOINT + "/publish", self.publish),
+            web.put(_CHECKPOINT + "/ttl", self.ttl),
+            web.get(_CHECKPOINT + "/external_weights_urls", self.urls),
+            web.get("/download/{token}/{path:.+}", self.download),
+            web.post("/api/v1/weights_info", self.weights_info),
+            web.post("/api/v1/copy_weights", self.copy_weights),
+            web.get("/api/v1/sessions", self.sessions),
+            web.post("/api/v1/sessions/search", self.search_sessions),
+            web.get("/api/v1/sessions/{session}", self.session),
+            web.post("/api/v1/sessions/{session}/finish", self.finish_session),
+            web.get("/api/v1/samplers/{sampler:.+}", self.sampler),
+            web.get("/api/v1/audit", self.audit),
+            web.get("/v1/status", self.status),
+            web.post("/v1/runs/{run}/{action:freeze|resume|evict|end}", self.act),
+        ]
+
+    async def capabilities(self, _: web.Request) -> web.Response:
+        model = {
+            "model_name": self.hub.model_name,
+            "max_context_length": min(self.hub.max_model_len, self.hub.cfg.seq_len - 1),
+            "trainable": True,
+            "sampleable": True,
+        }
+        return answer({"supported_models": [model]})
+
+    # -- runs and checkpoints --
+
+    def _of(self, kind: type[Any], user: User) -> list[Any]:
+        """A user's records of a kind, the newest first; everybody's for the admin."""
+        return [record for record in self.hub.store.all(kind) if user.may_reach(record.owner)][::-1]
+
+    def _checkpoints_of(self, run: Run) -> list[Checkpoint]:
+        now = time.time()
+        return [
+            each
+            for each in self.hub.store.all(Checkpoint)
+            if each.run == run.id and (each.expires_at is None or each.expires_at > now)
+        ][::-1]
+
+    async def training_runs(self, http: web.Request) -> web.Response:
+        offset, limit = page(http)
+        found = self._of(Run, http["user"])
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        shown = [self._run(run) for run in found[offset : offset + limit]]
+        return answer({"training_runs": shown, "cursor": cursor})
+
+    async def training_run(self, http: web.Request) -> web.Response:
+        return answer(self._run(self.hub.run(http["user"], http.match_info["run"])))
+
+    def _run(self, run: Run) -> dict[str, Any]:
+        checkpoints = self._checkpoints_of(run)
+        newest = lambda kind: next((_checkpoint(each) for each in checkpoints if each.kind == kind), None)
+        return {
+            "training_run_id": run.id,
+            "base_model": run.base_model,
+            "model_owner": run.owner,
+            "is_lora": True,
+            "corrupted": run.state == "failed",
+            "lora_rank": run.spec.rank,
+            "last_request_time": when(run.last_request_at or run.created_at),
+            "last_checkpoint": newest("training"),
+            "last_sampler_checkpoint": newest("sampler"),
+            "user_metadata": _texts(run.user_metadata),
+        }
+
+    async def checkpoints(self, http: web.Request) -> web.Response:
+        run = self.hub.run(http["user"], http.match_info["run"])
+        return answer({"checkpoints": [_checkpoint(each) for each in self._checkpoints_of(run)]})
+
+    async def user_checkpoints(self, http: web.Request) -> web.Response:
+        offset, limit = page(http, 100)
+        found = self._of(Checkpoint, http["user"])
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        shown = [_checkpoint(each) for each in found[offset : offset + limit]]
+        return answer({"checkpoints": shown, "cursor": cursor})
+
+    def _own(self, http: web.Request) -> Checkpoint:
+        """The checkpoint in an address. Raises: Refusal 404, 403 if it is another user's."""
+        path = f"tinker://{http.match_info['run']}/{http.match_info['checkpoint']}"
+        found = self.hub.checkpoint(http["user"], path)
+        if not http["user"].may_reach(found.owner):
+            raise Refusal(f"{path} belongs to another user", 403)
+        return found
+
+    async def delete_checkpoint(self, http: web.Request) -> web.Response:
+        found = self._own(http)
+        self.hub.store.delete(found)
+        await asyncio.to_thread(shutil.rmtree, found.directory, ignore_errors=True)
+        self.hub.engines.slots.forget()
+        return web.Response(status=204)
+
+    async def publish(self, http: web.Request) -> web.Response:
+        found = self._own(http)
+        found.is_public = http.method == "POST"
+        self.hub.store.put(found)
+        return web.Response(status=204)
+
+    async def ttl(self, http: web.Request) -> web.Response:
+        found, body = self._own(http), await read(http, bodies.TtlBody)
+        if body.ttl_seconds is not None and body.ttl_seconds <= 0:
+            raise Refusal("ttl_seconds must be greater than 0, or null for ever")
+        found.expires_at = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
+        self.hub.store.put(found)
+        return web.Response(status=204)
+
+    async def weights_info(self, http: web.Request) -> web.Response:
+        path = (await read(http, bodies.PathBody)).tinker_path
+        run = self.hub.store.get(Run, self.hub.checkpoint(http["user"], path).run)
+        assert run is not None, f"{path} is of no run"
+        targets = run.spec.target_modules or ()
+        return answer(
+            {
+                "base_model": run.base_model,
+                "is_lora": True,
+                "lora_rank": run.spec.rank,
+                "train_unembed": False,
+                "train_mlp": "up_proj" in targets,
+                "train_attn": "q_proj" in targets,
+            }
+        )
+
+    async def copy_weights(self, http: web.Request) -> web.Response:
+        """Copy a checkpoint into a run of its own, which belongs to who asks."""
+        body, user = await read(http, CopyBody), http["user"]
+        found = self.hub.checkpoint(user, body.source_path)
+        origin = self.hub.store.get(Run, found.run)
+        assert origin is not None, f"{found.path} is of no run"
+        name = f"{body.session_id or uuid4().hex}:copy:{body.model_seq_id or 0}"
+        spec = msgspec.structs.replace(origin.spec, name=name.replace(":", "."))
+        directory = self.hub.training.directory / spec.name / SEGMENTS[found.kind] / found.name
+        await asyncio.to_thread(shutil.copytree, found.directory, directory, dirs_exist_ok=True)
+        now = time.time()
+        run = Run(
+            id=name, owner=user.name, spec=spec, base_model=origin.base_model, created_at=now, state="ended"
+        )
+        self.hub.store.put(run)
+        path = self.hub.training.path_of(run, found.kind, found.name)
+        expires = None if body.ttl_seconds is None else now + body.ttl_seconds
+        copy = msgspec.structs.replace(
+            found, path=path, run=name, owner=user.name, directory=str(directory), created_at=now,
+            expires_at=expires, is_public=False,
+        )  # fmt: skip
+        self.hub.store.put(copy)
+        return answer({"tinker_path": path})
+
+    # -- files --
+
+    async def urls(self, http: web.Request) -> web.Response:
+        """A signed address per file of exported weights."""
+        found, expires = self._own(http), int(time.time() + LINK_S)
+        base = f"{http.scheme}://{http.host}/download"
+        root = Path(found.directory)
+        links = {}
+        for file in sorted(path for path in root.rglob("*") if path.is_file()):
+            name = file.relative_to(self.hub.training.directory).as_posix()
+            links[file.relative_to(root).as_posix()] = f"{base}/{self._sign(name, expires)}/{quote(name)}"
+        return answer({"urls": links, "expires": when(expires)})
+
+    def _sign(self, name: str, expires: int) -> str:
+        digest = hmac.digest(self._key, f"{expires} {name}".encode(), hashlib.sha256).hex()
+        return f"{expires}-{digest}"
+
+    async def download(self, http: web.Request) -> web.StreamResponse:
+        """A file, for who has its signed address."""
+        name = http.match_info["path"]
+        expires = http.match_info["token"].partition("-")[0]
+        is_whole = expires.isdigit() and int(expires) > time.time()
+        if not is_whole or not hmac.compare_digest(self._sign(name, int(expires)), http.match_info["token"]):
+            raise Refusal("this address is not valid (any more); ask for a new one", 403)
+        path = self.hub.training.directory / name
+        if not path.is_file():
+            raise Refusal(f"{name}: this file was deleted", 404)
+        return web.FileResponse(path)
+
+    # -- sessions and samplers --
+
+    async def sessions(self, http: web.Request) -> web.Response:
+        offset, limit = page(http)
+        found = self._of(Session, http["user"])
+        return answer({"sessions": [session.id for session in found[offset : offset + limit]]})
+
+    async def session(self, http: web.Request) -> web.Response:
+        session = self.hub.session(http["user"], http.match_info["session"])
+        return answer(
+            {
+                "training_run_ids": [r.id for r in self.hub.store.all(Run) if r.session == session.id],
+                "sampler_ids": [s.id for s in self.hub.store.all(Sampler) if s.session == session.id],
+                "user_metadata": _texts(session.user_metadata),
+                "display_name": session.display_name,
+            }
+        )
+
+    async def finish_session(self, http: web.Request) -> web.Response:
+        """The client has ended: its runs are saved and give their places back."""
+        session = self.hub.session(http["user"], http.match_info["session"])
+        body = await read(http, bodies.FinishBody)
+        session.finished = str(body.reason.get("type", "success"))
+        self.hub.store.put(session)
+        for run in self.hub.store.all(Run):
+            if run.session == session.id and run.state == "active":
+                self.hub.training.evict(run, "its session has ended")
+        return web.Response(status=204)
+
+    async def search_sessions(self, http: web.Request) -> web.Response:
+        body, found = await read(http, dict), []
+        for session in self._of(Session, http["user"]):
+            wanted = {"session_id": session.id, "display_name": session.display_name}
+            if any(body.get(key) not in (None, value) for key, value in wanted.items()):
+                continue
+            metadata = _texts(session.user_metadata) or {}
+            if any(metadata.get(key) != value for key, value in (body.get("user_metadata") or {}).items()):
+                continue
+            found.append(session)
+        counts: dict[str | None, int] = defaultdict(int)
+        for checkpoint in self.hub.store.all(Checkpoint):
+            run = self.hub.store.get(Run, checkpoint.run)
+            counts[run.session if run is not None else None] += 1
+        shown = [
+            {
+                "session_id": session.id,
+                "created_at": when(session.created_at),
+                "owner": session.owner,
+                "project_id": "",
+                "status": {"type": "active"}
+                if session.finished is None
+                else {"type": "client_finished", "reason": {"type": session.finished}},
+                "checkpoints_count": counts[session.id],
+                "display_name": session.display_name,
+                "user_metadata": _texts(session.user_metadata),
+            }
+            for session in found[: int(body.get("limit", 50))]
+        ]
+        return answer({"sessions": shown, "next_cursor": None})
+
+    async def sampler(self, http: web.Request) -> web.Response:
+        found = self.hub.sampler(http["user"], http.match_info["sampler"])
+        return answer(
+            {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.model_path}
+        )
+
+    # -- users and admin --
+
+    async def audit(self, http: web.Request) -> web.Response:
+        """The newest entries, of whoever asks; of all for the admin."""
+        user, day = http["user"], http.query.get("day")
+        entries = [
+            {
+                "timestamp": when(entry["time"]),
+                "event": entry["action"],
+                "event_details": {
+                    key: value for key, value in entry.items() if key not in ("time", "action")
+                },
+            }
+            for entry in self.hub.audit.read()
+            if user.is_admin or entry.get("user") == user.name
+        ]
+        return answer({"entries": [e for e in entries if day is None or str(e["timestamp"])[:10] == day]})
+
+    async def status(self, http: web.Request) -> web.Response:
+        """The service, and the runs that whoever asks may see."""
+        hub, user = self.hub, http["user"]
+        runs = [
+            {
+                "id": run.id,
+                "owner": run.owner,
+                "state": run.state,
+                "reason": run.reason,
+                "step": run.step,
+                "rank": run.spec.rank,
+                "waiting": hub.training.queue.waiting(run.id) if run.id in hub.training.tenants else 0,
+                "last_request_at": when(run.last_request_at or None),
+            }
+            for run in self._of(Run, user)
+        ]
+        trainer = {
+            "is_ready": hub.training.is_ready,
+            "turns": hub.training.num_turns,
+            "tokens": hub.training.num_tokens,
+            "recoveries": hub.training.num_recoveries,
+            "places": hub.cfg.service.max_concurrent_runs,
+            "places_taken": len(hub.training.tenants),
+        }
+        engines = {
+            "ready": hub.engines.client.num_ready,
+            "sampled_tokens": hub.engines.num_tokens,
+            "adapter_loads": hub.engines.slots.num_loads,
+            "adapter_hits": hub.engines.slots.num_hits,
+        }
+        return answer(
+            {
+                "model": hub.model_name,
+                "started_at": when(hub.started_at),
+                "pid": os.getpid(),
+                "runs": runs,
+                "trainer": trainer,
+                "engines": engines,
+            }
+        )
+
+    async def act(self, http: web.Request) -> web.Response:
+        """Freeze, resume, evict or end a run."""
+        run, action = self.hub.run(http["user"], http.match_info["run"]), http.match_info["action"]
+        match action:
+            case "freeze":
+                self.hub.training.freeze(run, f"{http['user'].name} has frozen it")
+            case "resume":
+                self.hub.training.resume(run)
+            case "evict":
+                self.hub.training.evict(run, f"{http['user'].name} has evicted it")
+            case "end":
+                self.hub.training.end(run)
+        return answer({"id": run.id, "state": run.state})
+
+
+class CopyBody(bodies.Body):
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+def _checkpoint(found: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{SEGMENTS[found.kind]}/{found.name}",
+        "checkpoint_type": found.kind,
+        "time": when(found.created_at),
+        "tinker_path": found.path,
+        "size_bytes": found.size_bytes,
+        "public": found.is_public,
+        "expires_at": when(found.expires_at),
+        "user_metadata": found.user_metadata,
+    }
+
+
+def _texts(metadata: dict[str, Any]) -> dict[str, str] | None:
+    """Metadata as clients read it."""
+    return {key: str(value) for key, value in metadata.items()} or None
+
+
+def routes_of(parts: Iterable[Any]) -> list[web.RouteDef]:
+    """The routes of several handlers."""
+    return [route for part in parts for route in part.routes()]

@@ -1,0 +1,447 @@
+"""The training half of the Tinker API: sessions, models, passes, steps, saved weights, samples, futures.
+
+Routes and fields are those that the client of version 0.38 sends; docs/tinker.md says what differs. Requests that
+change a model carry its id and their number, and are answered with a future at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from stretto.base.errors import StrettoError
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams
+from stretto.records.tenants import TenantSpec
+from stretto.service import bodies, protobuf
+from stretto.service.access import User
+from stretto.service.engines import adapter_name
+from stretto.service.futures import Future, Result
+from stretto.service.hub import Hub, answer, read, touch
+from stretto.service.store import Run, Sampler, Session
+from stretto.transports.engine.api import Refusal
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 20.0
+"""How long a client waits for a future in one request."""
+ALPHA = 32.0
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj", "experts", "fc1_latent_proj", "fc2_latent_proj")
+PROTOBUF = "application/x-protobuf"
+MAX_SAMPLES = 4096
+NOTICE = (
+    "adapters of this service stand beside attention and MLP layers; train_unembed has no effect "
+    "(weights info says so)"
+)
+
+
+class TinkerRoutes:
+    """Handlers of one hub."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def routes(self) -> list[web.RouteDef]:
+        post = {
+            "client/config": self.client_config,
+            "client/dynamic_config": self.dynamic_config,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "telemetry": self.telemetry,
+            "create_model": self.create_model,
+            "get_info": self.get_info,
+            "forward": self.forward_backward,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.optim_step,
+            "save_weights": self.save_weights,
+            "save_weights_for_sampler": self.save_weights_for_sampler,
+            "save_weights_external": self.save_weights_external,
+            "load_weights": self.load_weights,
+            "unload_model": self.unload_model,
+            "create_sampling_session": self.create_sampling_session,
+            "join_sampling_session": self.join_sampling_session,
+            "asample": self.sample,
+            "retrieve_future": self.retrieve_future,
+            "cancel_future": self.cancel_future,
+            "create_custom_loss": self.create_custom_loss,
+        }
+        found = [web.post(f"/api/v1/{path}", handler) for path, handler in post.items()]
+        return [*found, web.get("/api/v1/healthz", self.healthz), web.get("/health", self.healthz)]
+
+    # -- the service and its sessions --
+
+    async def healthz(self, _: web.Request) -> web.Response:
+        if not self.hub.training.is_ready:
+            raise Refusal("the trainer is not ready yet", 503)
+        return answer({"status": "ok"})
+
+    async def client_config(self, http: web.Request) -> web.Response:
+        await read(http, bodies.ClientConfigBody)
+        return answer(
+            {
+                "pjwt_auth_enabled": False,
+                "credential_default_source": "api_key",
+                "parallel_fwdbwd_chunks": True,
+                "proto_compress_fwdbwd": False,
+                "fwdbwd_max_chunk_len": 1024,
+                "fwdbwd_max_chunk_bytes_count": 5_000_000,
+                "sample_use_retrieve_futures": False,
+                "custom_loss_server_side": False,
+                "sample_join_sampling_session": True,
+                "use_pyqwest_transport": False,
+            }
+        )
+
+    async def dynamic_config(self, http: web.Request) -> web.Response:
+        await read(http, bodies.ClientConfigBody)
+        return answer({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
+
+    async def create_session(self, http: web.Request) -> web.Response:
+        body, now = await read(http, bodies.CreateSessionBody), time.time()
+        session = Session(
+            id=uuid4().hex,
+            owner=http["user"].name,
+            created_at=now,
+            last_seen_at=now,
+            tags=body.tags,
+            user_metadata=body.user_metadata or {},
+            display_name=body.display_name,
+        )
+        self.hub.store.put(session)
+        return answer({"type": "create_session", "session_id": session.id, "info_message": NOTICE})
+
+    async def heartbeat(self, http: web.Request) -> web.Response:
+        body = await read(http, bodies.SessionBody)
+        touch(self.hub, self.hub.session(http["user"], body.session_id))
+        return answer({"type": "session_heartbeat"})
+
+    async def telemetry(self, http: web.Request) -> web.Response:
+        await http.read()  # what the client measures is not kept
+        return answer({"status": "accepted"})
+
+    # -- models --
+
+    async def create_model(self, http: web.Request) -> web.Response:
+        body = await read(http, bodies.CreateModelBody)
+        self.hub.check_model(body.base_model)
+        if body.lora_config is None:
+            raise Refusal(
+                "lora_config: this service trains adapters; full fine-tuning is `stretto rl` or `sft`"
+            )
+        check_optimizer(body.optimizer_config)
+        return self._create(
+            http["user"], body.session_id, body.model_seq_id, self._spec(body), body.user_metadata
+        )
+
+    def _spec(self, body: bodies.CreateModelBody) -> TenantSpec:
+        lora = body.lora_config
+        assert lora is not None, "checked"
+        largest = self.hub.cfg.service.max_lora_rank
+        if not 0 < lora.rank <= largest:
+            raise Refusal(f"lora_config.rank = {lora.rank} must be 1 to {largest} (service.max_lora_rank)")
+        if not (lora.train_attn or lora.train_mlp):
+            raise Refusal(
+                "lora_config: train_attn or train_mlp must be true; there are no adapters of embeddings"
+            )
+        seed = uuid4().int % (1 << 31) if lora.seed is None else lora.seed % (1 << 63)
+        targets = (*(ATTENTION if lora.train_attn else ()), *(MLP if lora.train_mlp else ()))
+        return TenantSpec(name="", rank=lora.rank, alpha=ALPHA, target_modules=targets, seed=seed)
+
+    def _create(
+        self,
+        user: User,
+        session_id: str,
+        model_seq_id: int,
+        spec: TenantSpec,
+        metadata: dict | None,
+        *,
+        start: str | None = None,
+        with_optimizer: bool = False,
+    ) -> web.Response:
+        """Make a run, or answer the same request sent again with its future."""
+        session = self.hub.session(user, session_id)
+        touch(self.hub, session)
+        name = f"{session.id}:train:{model_seq_id}"
+        if self.hub.store.get(Run, name) is None:
+            own = [run for run in self.hub.store.all(Run) if run.owner == user.name and run.is_placed]
+            if user.section.max_runs is not None and len(own) >= user.section.max_runs:
+                raise Refusal(f"you have {len(own)} runs, as many as you may (service.users)", 403)
+            run = Run(
+                id=name,
+                owner=user.name,
+                session=session.id,
+                spec=_named(spec, name),
+                base_model=self.hub.model_name,
+                created_at=time.time(),
+                last_request_at=time.time(),
+                weight=user.section.weight,
+                priority=user.section.priority,
+                tokens_per_minute=user.section.tokens_per_minute,
+                user_metadata=metadata or {},
+                start=start,
+                start_optimizer=with_optimizer,
+            )
+            self.hub.training.create(run)
+        return self._promised(self.hub.futures.open(f"{name}/0", user.name, run=name), name)
+
+    async def get_info(self, http: web.Request) -> web.Response:
+        run = self.hub.run(http["user"], (await read(http, bodies.ModelBody)).model_id)
+        data = {"arch": None, "model_name": run.base_model, "tokenizer_id": self.hub.tokenizer_id}
+        return answer(
+            {
+                "type": "get_info",
+                "model_data": data,
+                "model_id": run.id,
+                "is_lora": True,
+                "lora_rank": run.spec.rank,
+                "model_name": run.base_model,
+            }
+        )
+
+    async def forward_backward(self, http: web.Request) -> web.Response:
+        if http.content_type != PROTOBUF:
+            raise Refusal(f"Content-Type: {http.content_type!r}; this route takes {PROTOBUF}", 415)
+        body = await http.read()
+        request = protobuf.read_forward_backward(body)
+        return self._submit(http["user"], request.model_id, "pass", request.seq_id, body)
+
+    async def optim_step(self, http: web.Request) -> web.Response:
+        body = await read(http, bodies.OptimStepBody)
+        return self._submit(http["user"], body.model_id, "optim_step", body.seq_id, await http.read())
+
+    async def save_weights(self, http: web.Request) -> web.Response:
+        body = await read(http, bodies.SaveBody)
+        return self._submit(http["user"], body.model_id, "save_weights", body.seq_id, await http.read())
+
+    async def save_weights_for_sampler(self, http: web.Request) -> web.Response:
+        body = await read(http, bodies.SaveBody)
+        if body.path is None and body.sampling_session_seq_id is None:
+            raise Refusal("path or sampling_session_seq_id: one is needed")
+        return self._submit(
+            http["user"], body.model_id, "save_weights_for_sampler", body.seq_id, await http.read()
+        )
+
+    async def save_weights_external(self, http: web.Request) -> web.Response:
+        body = await read(http, bodies.SaveBody)
+        if body.age_encryption_recipients:
+            raise Refusal("age_encryption_recipients: this service does not encrypt; leave it out")
+        if body.path is None:
+            raise Refusal("path: a name is needed")
+        return self._submit(
+            http["user"], body.model_id, "save_weights_external", body.seq_id, await http.read()
+        )
+
+    async def load_weights(self, http: web.Request) -> web.Response:
+        body, user = await read(http, bodies.LoadBody), http["user"]
+        if body.weights_access_token is not None:
+            raise Refusal("weights_access_token: checkpoints of others are read when they are published")
+        found = self.hub.checkpoint(user, body.path, "training")
+        if body.model_id is not None:
+            if body.seq_id is None:
+                raise Refusal("seq_id is missing")
+            return self._submit(user, body.model_id, "load_weights", body.seq_id, await http.read())
+        if body.session_id is None or body.model_seq_id is None:
+            raise Refusal("model_id, or session_id and model_seq_id: one is needed")
+        self.hub.check_model(body.base_model)
+        check_optimizer(body.optimizer_config)
+        saved = self.hub.store.get(Run, found.run)
+        assert saved is not None, f"{found.path} is of no run"
+        return self._create(
+            user,
+            body.session_id,
+            body.model_seq_id,
+            saved.spec,
+            body.user_metadata,
+            start=found.directory,
+            with_optimizer=body.optimizer,
+        )
+
+    async def unload_model(self, http: web.Request) -> web.Response:
+        run = self.hub.run(http["user"], (await read(http, bodies.ModelBody)).model_id)
+        return self._promised(self.hub.training.end(run), run.id)
+
+    def _submit(self, user: User, model_id: str, kind: str, seq: int, body: bytes) -> web.Response:
+        run = self.hub.run(user, model_id)
+        return self._promised(self.hub.training.submit(run, kind, seq, body), run.id)
+
+    def _promised(self, future: Future, model_id: str | None = None) -> web.Response:
+        return answer({"request_id": future.id, "model_id": model_id})
+
+    # -- samples --
+
+    async def create_sampling_session(self, http: web.Request) -> web.Response:
+        body, user = await read(http, bodies.SamplingSessionBody), http["user"]
+        session = self.hub.session(user, body.session_id)
+        name = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        if self.hub.store.get(Sampler, name) is None:
+            self.hub.store.put(self._sampler(user, name, body.base_model, body.model_path, session.id))
+        return answer({"type": "create_sampling_session", "sampling_session_id": name})
+
+    def _sampler(
+        self, user: User, name: str, base_model: str | None, model_path: str | None, session: str | None
+    ) -> Sampler:
+        """Raises: Refusal for another model, or weights that are not there or not the user's."""
+        self.hub.check_model(base_model)
+        directory = run = None
+        if model_path is not None:
+            found = self.hub.checkpoint(user, model_path, "sampler")
+            directory, run = found.directory, found.run
+        return Sampler(
+            id=name,
+            owner=user.name,
+            base_model=self.hub.model_name,
+            session=session,
+            model_path=model_path,
+            directory=directory,
+            run=run,
+        )
+
+    async def join_sampling_session(self, http: web.Request) -> web.Response:
+        body = await read(http, bodies.JoinBody)
+        sampler = self.hub.sampler(http["user"], body.sampling_session_id)
+        sampler.num_clients += 1
+        self.hub.store.put(sampler)
+        return answer({"type": "join_sampling_session", "client_counter": sampler.num_clients})
+
+    async def sample(self, http: web.Request) -> web.Response:
+        body, user = await read(http, bodies.SampleBody), http["user"]
+        if body.sampling_session_id is not None:
+            sampler = self.hub.sampler(user, body.sampling_session_id)
+        else:
+            sampler = self._sampler(user, "", body.base_model, body.model_path, None)
+        request = self._request(sampler, body)
+        seq = uuid4().hex if body.seq_id is None or not sampler.id else body.seq_id
+        name = f"{sampler.id or 'sample'}/{seq}"
+        future = self.hub.futures.find(name)
+        if future is None:
+            self.hub.engines.check_room(user)
+            future = self.hub.futures.open(name, user.name)
+            task = asyncio.create_task(self._generate(user, sampler, request, body, future))
+            future.cancel = task.cancel
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        ids = [f"{name}/{i}" for i in range(body.num_samples)]
+        return answer({"request_id": future.id, "sample_sequence_ids": ids})
+
+    def _request(self, sampler: Sampler, body: bodies.SampleBody) -> GenerateRequest:
+        """The engine's request. Raises: Refusal for what engines of this service do not do."""
+        params = body.sampling_params
+        if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
+            raise Refusal("prompt: this service samples from tokens; it has no chunks of images or audio")
+        tokens = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+        size = self.hub.vocab_size
+        if not tokens or min(tokens) < 0 or max(tokens) >= size:
+            raise Refusal(f"prompt: token ids must be 0 to {size - 1}, and there must be some")
+        limit = self.hub.max_model_len
+        if len(tokens) >= limit:
+            raise Refusal(f"prompt: {len(tokens)} tokens leave no room for a reply; the limit is {limit}")
+        if not 0 < body.num_samples <= MAX_SAMPLES:
+            raise Refusal(f"num_samples = {body.num_samples} must be 1 to {MAX_SAMPLES}")
+        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+            if getattr(body, name):
+                raise Refusal(f"{name}: engines of this service do not compute it")
+        last = body.prompt_logprobs_last_n
+        if last is not None and not 0 < last < len(tokens):
+            raise Refusal(f"prompt_logprobs_last_n = {last} must be 1 to {len(tokens) - 1}")
+        stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+        max_tokens = limit - len(tokens) if params.max_tokens is None else params.max_tokens
+        if max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
+            raise Refusal("sampling_params: max_tokens at least 1, temperature at least 0, top_p in (0, 1]")
+        adapter = None if sampler.directory is None else adapter_name(sampler)
+        return GenerateRequest(
+            request_id=uuid4().hex,
+            prompt_ids=np.array(tokens, np.int32),
+            n=body.num_samples,
+            sampling=SamplingParams(
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k if params.top_k > 0 else None,
+                max_tokens=min(max_tokens, limit - len(tokens)),
+                stop=tuple(each for each in stop if isinstance(each, str)),
+                stop_token_ids=tuple(each for each in stop if isinstance(each, int)),
+                seed=params.seed,
+            ),
+            cache_salt=adapter or f"user {sampler.owner}",
+            adapter=adapter,
+            prompt_logprobs=bool(body.prompt_logprobs),
+        )
+
+    async def _generate(
+        self, user: User, sampler: Sampler, request: GenerateRequest, body: bodies.SampleBody, future: Future
+    ) -> None:
+        try:
+            completions = await self.hub.engines.generate(user, sampler, request)
+            future.set(Result(protobuf.write_sampled(_sampled(completions, body)), is_protobuf=True))
+        except asyncio.CancelledError:
+            future.set(Result.failed("this request was cancelled"))
+            raise
+        except StrettoError as error:
+            category = "user" if isinstance(error, Refusal) else "server"
+            future.set(Result.failed(str(error), category))
+        except Exception as error:
+            logger.exception("a sample of %s failed", sampler.id)
+            future.set(Result.failed(f"{type(error).__name__}: {error}", "server"))
+
+    # -- futures --
+
+    async def retrieve_future(self, http: web.Request) -> web.Response:
+        body, user = await read(http, bodies.FutureBody), http["user"]
+        future = self.hub.futures.of(body.request_id, user.name, is_admin=user.is_admin)
+        result = await self.hub.futures.wait(future, POLL_S)
+        if result is None:
+            waits = {"type": "try_again", "request_id": future.id, "queue_state": "active"}
+            return answer(waits | self._queue_state(future), 408)
+        if result.error is None and result.is_protobuf:
+            return web.Response(body=result.body, content_type=PROTOBUF)
+        return answer(result.json())
+
+    def _queue_state(self, future: Future) -> dict[str, str]:
+        """Why it takes long, if that is known."""
+        if future.run is not None and not self.hub.training.is_ready:
+            return {"queue_state": "paused_capacity", "queue_state_reason": "the trainer is starting"}
+        return {}
+
+    async def cancel_future(self, http: web.Request) -> web.Response:
+        body, user = await read(http, bodies.FutureBody), http["user"]
+        future = self.hub.futures.of(body.request_id, user.name, is_admin=user.is_admin)
+        if future.cancel is None:
+            raise Refusal("only samples can be cancelled; the requests of a model are computed in order")
+        future.cancel()
+        return answer({})
+
+    async def create_custom_loss(self, http: web.Request) -> web.Response:
+        raise Refusal("custom losses run in the client: this service's client config says so", 400)
+
+
+def check_optimizer(config: dict | None) -> None:
+    """Raises: Refusal for another optimizer than AdamW."""
+    if config is not None and config.get("type", "adamw") != "adamw":
+        raise Refusal(f"optimizer_config: {config.get('type')!r} is not supported; this service has adamw")
+
+
+def _named(spec: TenantSpec, run_id: str) -> TenantSpec:
+    return msgspec.structs.replace(spec, name=run_id.replace(":", "."))
+
+
+def _sampled(completions: Sequence[Completion], body: bodies.SampleBody) -> protobuf.Sampled:
+    sequences = [
+        protobuf.SampledSequence(
+            "length" if each.finish_reason == "length" else "stop", each.token_ids, each.logprobs
+        )
+        for each in completions
+    ]
+    scores = completions[0].prompt_logprobs
+    if scores is not None:
+        scores = scores.astype(np.float32)
+        scores[0] = np.nan
+        if body.prompt_logprobs_last_n is not None:
+            scores[: -body.prompt_logprobs_last_n] = np.nan
+    return protobuf.Sampled(sequences, scores, cached_tokens=completions[0].cached_tokens)

@@ -1,0 +1,653 @@
+"""Gives the trainer the work of all runs in turns, and keeps each run's state where it can be found again.
+
+One task (`work`) asks the queue for a turn, sends it to the ranks as operations, and answers the futures. Everything
+else is called by HTTP handlers and only changes queues. If the wire to the ranks fails, because a rank has died or the
+hub was started anew, every run is created again from its saved state and the requests since are computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import EngineError, StrettoError, WireError
+from stretto.base.secret import Secret
+from stretto.config.root import ServeConfig
+from stretto.records.tenants import CreateTenant, Done, DropGradients, Pass, RemoveTenant, TenantResult
+from stretto.service.futures import Future, Futures, Result
+from stretto.service.jobs import WRITES, Job, Limits, operation, read_job
+from stretto.service.journal import REFUSED, Journal
+from stretto.service.scheduler import Request, Share, TrainQueue
+from stretto.service.store import SEGMENTS, Audit, Checkpoint, Run, Sampler, Store
+from stretto.transports.engine.api import Refusal
+from stretto.transports.tenants import TenantServer
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_PAUSE_S = 0.5  # between two tries to reach the ranks
+FROZEN = 423
+
+
+@dataclass(eq=False)
+class Tenant:
+    """A run that has a place in the trainer."""
+
+    run: Run
+    journal: Journal
+    next_seq: int = 1
+    early: dict[int, Job | None] = field(default_factory=dict)
+    """Requests that came before one with a lower number; None: not valid."""
+    gap_since: float | None = None
+    failures: int = 0
+    unsaved_steps: int = 0
+    has_gradients: bool = False
+    clean_seq: int = 0
+    """The last request after which there were no gradients: where a saved state can be continued."""
+
+
+class Training:
+    """The trainer's side of the hub."""
+
+    def __init__(
+        self, cfg: ServeConfig, secret: Secret, store: Store, futures: Futures, audit: Audit, limits: Limits
+    ) -> None:
+        self._cfg, self._secret = cfg, secret
+        self._store, self._futures, self._audit = store, futures, audit
+        self.limits = limits
+        self.directory = cfg.run_dir.path / "service" / "runs"
+        self.tenants: dict[str, Tenant] = {}
+        self.queue = TrainQueue(quantum=cfg.seq_len, max_tokens=cfg.service.max_tokens_per_turn)
+        self.is_ready = False
+        self.num_turns = self.num_tokens = self.num_recoveries = 0
+        self._changed = asyncio.Event()
+        self._server: TenantServer | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._removals: set[asyncio.Task[None]] = set()
+        for run in store.all(Run):
+            if run.is_placed:
+                self._admit(run)
+
+    # -- what handlers call --
+
+    def create(self, run: Run) -> Future:
+        """Give a new run, or one that comes back, a place in the trainer. Raises: Refusal 403 if all are taken."""
+        section = self._cfg.service
+        if len(self.tenants) >= section.max_concurrent_runs:
+            raise Refusal(
+                f"all {section.max_concurrent_runs} places of this service are taken (service.max_concurrent_runs); "
+                "wait until a run ends, or is idle for long enough",
+                403,
+            )
+        run.state, run.reason = "creating", ""
+        self._store.put(run)
+        future = self._futures.open(f"{run.id}/0", run.owner, run=run.id)
+        self._admit(run)
+        self._changed.set()
+        return future
+
+    def submit(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
+        """Take a request; the same one sent again gets the same future.
+
+        Raises: Refusal 400 if it is not valid or its number was used up, 423 if the run is frozen, 429 if too many
+        wait; DataError as 400.
+        """
+        tenant = self._tenant(run)
+        run.last_request_at = time.time()
+        name = f"{run.id}/{seq}"
+        if (known := self._futures.find(name)) is not None:
+            return known
+        if seq < tenant.next_seq or seq in tenant.early:
+            raise Refusal(f"seq_id = {seq}: this request was made before; the next is {tenant.next_seq}")
+        if run.state == "frozen":
+            self._take(tenant, seq, None)
+            raise Refusal(f"{run.id} is frozen: {run.reason}; resume it, or end it", FROZEN)
+        if self.queue.waiting(run.id) + len(tenant.early) >= self._cfg.service.max_waiting_requests:
+            raise Refusal(f"{run.id} has {self.queue.waiting(run.id)} requests waiting; send this later", 429)
+        try:
+            job = read_job(run, kind, body, self.limits, seq=seq)
+            self._check(job)
+        except StrettoError as error:
+            self._take(tenant, seq, None)
+            raise error if isinstance(error, Refusal) else Refusal(str(error), 400) from error
+        tenant.journal.write(seq, kind, body)
+        job.future = self._futures.open(name, run.owner, run=run.id)
+        self._take(tenant, seq, job)
+        return job.future
+
+    def end(self, run: Run) -> Future:
+        """Give the run's place back; what it saved stays."""
+        future = self._futures.open(f"{run.id}/end", run.owner)
+        answer = Result.of({"model_id": run.id, "type": "unload_model"})
+        if run.id not in self.tenants:
+            run.state = "ended"
+            self._store.put(run)
+            future.set(answer)
+            return future
+        self._drop(run.id, "ended", "it was ended")
+        self._spawn_removal(run)
+        future.set(answer)
+        return future
+
+    def freeze(self, run: Run, reason: str) -> None:
+        """Compute nothing more for this run; requests that wait fail."""
+        if run.id not in self.tenants or run.state == "frozen":
+            return
+        run.state, run.reason = "frozen", reason
+        self._store.put(run)
+        self._audit.write(None, "freeze", run.id, reason=reason)
+        logger.warning("%s is frozen: %s", run.id, reason)
+        for request in self.queue.freeze(run.id):
+            self._answer(request.payload, Result.failed(f"{run.id} is frozen: {reason}"))
+
+    def resume(self, run: Run) -> None:
+        """Let a frozen run go on."""
+        if run.state != "frozen":
+            raise Refusal(f"{run.id} is {run.state}, not frozen", 400)
+        tenant = self._tenant(run)
+        run.state, run.reason, tenant.failures = "active", "", 0
+        self._store.put(run)
+        self.queue.thaw(run.id)
+        self._push(Job(run, "drop", None), is_first=True)
+
+    def evict(self, run: Run, reason: str) -> None:
+        """Save a run and give its place to others; it comes back with its next request."""
+        if run.id not in self.tenants:
+            raise Refusal(f"{run.id} is {run.state}: it has no place to give back", 400)
+        if run.state == "frozen":
+            self.queue.thaw(run.id)
+        self._push(Job(run, "save_state", None, on_done=lambda result: self._evicted(run, reason, result)))
+
+    def save_all(self) -> asyncio.Future[list[Any]]:
+        """Save every run, as before the service ends; the future ends when all are saved."""
+        waits = []
+        for tenant in self.tenants.values():
+            if tenant.unsaved_steps and tenant.run.state == "active":
+                done = asyncio.get_running_loop().create_future()
+                job = Job(tenant.run, "save_state", None, on_done=done.set_result)
+                self._push(job)
+                waits.append(done)
+        return asyncio.gather(*waits)
+
+    # -- the task --
+
+    async def work(self) -> None:
+        """Serve the trainer for ever, through any number of its restarts."""
+        ticker = asyncio.create_task(self._tick())
+        try:
+            while True:
+                try:
+                    await self._connect()
+                    await self._serve()
+                except (EngineError, WireError) as error:
+                    logger.warning("the trainer is gone (%s); runs continue from their saved states", error)
+                    self._audit.write(None, "trainer lost", reason=str(error))
+                    self.num_recoveries += 1
+                    self._rebuild()
+                    await asyncio.sleep(_PAUSE_S)
+                finally:
+                    self.is_ready = False
+                    await self._disconnect()
+        finally:
+            ticker.cancel()
+
+    async def _connect(self) -> None:
+        cfg = self._cfg
+        server = TenantServer(cfg.control, cfg.run_name, self._secret, world_size=cfg.trainer.num_ranks)
+        await server.open()
+        self._server = server
+        await server.wait_registered(cfg.control.register_timeout_s)
+        self._watcher = asyncio.create_task(_watch_ranks(server))
+        self.is_ready = True
+        logger.info("%d trainer ranks are here", cfg.trainer.num_ranks)
+
+    async def _disconnect(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._server is not None:
+            with contextlib.suppress(StrettoError):
+                await self._server.close()
+            self._server = None
+
+    async def _serve(self) -> None:
+        while True:
+            self._changed.clear()
+            now = time.monotonic()
+            if shares := self.queue.next(now):
+                await self._turn(shares)
+                continue
+            wake = self.queue.next_at(now)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self._changed.wait(), _TICK_S if wake is None else max(0.0, wake - now)
+                )
+            assert self._server is not None
+            self._server.check()
+
+    async def _turn(self, shares: Sequence[Share]) -> None:
+        """Send the operations of a turn, and hand out what they came to."""
+        assert self._server is not None
+        server = self._server
+        passes = [share for share in shares if share.request.is_pass]
+        sent: list[tuple[Sequence[Share], list[dict[str, list[int]]], asyncio.Future[list[Done]]]] = []
+        if passes:
+            units = self._assign(passes)
+            sent.append((passes, units, await server.submit(self._passes(passes, units))))
+        for share in shares:
+            if not share.request.is_pass:
+                if (op := self._operation(share.request.payload)) is not None:
+                    sent.append(([share], [], await server.submit(op)))
+                else:
+                    self._settle(share, None)
+        for group, units, future in sent:
+            answers = await future
+            for share in group:
+                self._read(share, units, answers)
+        self.num_turns += 1
+        self.num_tokens += sum(sum(share.request.units[share.start : share.stop]) for share in passes)
+
+    def _assign(self, shares: Sequence[Share]) -> list[dict[str, list[int]]]:
+        """Which micro batches each rank computes, by run: each goes to the rank with the fewest tokens."""
+        ranks = self._cfg.trainer.num_ranks
+        load, units = (
+            [0] * ranks,
+            [{share.request.payload.run.id: [] for share in shares} for _ in range(ranks)],
+        )
+        for share in shares:
+            for unit in range(share.start, share.stop):
+                rank = load.index(min(load))
+                load[rank] += share.request.units[unit]
+                units[rank][share.request.payload.run.id].append(unit)
+        return units
+
+    def _passes(self, shares: Sequence[Share], units: list[dict[str, list[int]]]) -> list[Pass]:
+        max_tokens = self._cfg.service.max_tokens_per_pass or self._cfg.seq_len
+        return [
+            Pass(
+                number=0,
+                works=tuple(
+                    share.request.payload.work(of_rank[share.request.payload.run.id]) for share in shares
+                ),
+                max_tokens=max_tokens,
+            )
+            for of_rank in units
+        ]
+
+    def _operation(self, job: Job) -> Any:
+        """What a job without data asks of the ranks; None if it has failed already."""
+        run = job.run
+        match job.kind:
+            case "create":
+                path = run.saved or run.start
+                is_loaded = run.saved is not None or run.start_optimizer
+                return CreateTenant(number=0, spec=run.spec, path=path, with_optimizer=is_loaded)
+            case "drop":
+                return DropGradients(number=0, tenant=run.spec.name)
+            case "remove":
+                return RemoveTenant(number=0, tenant=run.spec.name)
+        try:
+            directory = self._directory_of(job)
+        except StrettoError as error:
+            job.error = str(error)
+            return None
+        return operation(job, None if directory is None else str(directory))
+
+    def _read(self, share: Share, units: list[dict[str, list[int]]], answers: list[Done]) -> None:
+        job: Job = share.request.payload
+        name = job.run.spec.name
+        found = [answer.results.get(name, TenantResult()) for answer in answers]
+        if share.request.is_pass:
+            for rank, result in enumerate(found):
+                job.add(result, units[rank][job.run.id], is_first=rank == 0)
+        elif errors := [result.error for result in found if result.error]:
+            job.error = errors[0]
+        self._settle(share, found[0])
+
+    def _settle(self, share: Share, result: TenantResult | None) -> None:
+        """A share is done; if its request is, answer it."""
+        job: Job = share.request.payload
+        tenant = self.tenants.get(job.run.id)
+        if not self.queue.finish(share) or tenant is None:
+            return
+        result = result or TenantResult(error=job.error)
+        if job.kind == "pass" and not job.body.forward_only:
+            tenant.has_gradients = True
+        elif job.kind in ("create", "optim_step", "load_weights", "drop"):
+            tenant.has_gradients = False
+        if job.seq is not None and job.kind != "save_state" and not tenant.has_gradients:
+            tenant.clean_seq = job.seq
+        if job.on_done is not None:
+            job.on_done(result)
+        if job.error is not None:
+            self._failed(tenant, job)
+        else:
+            self._done(tenant, job, result)
+
+    def _failed(self, tenant: Tenant, job: Job) -> None:
+        run = job.run
+        self._answer(job, Result.failed(job.error or ""))
+        logger.info("%s: %s %s failed: %s", run.id, job.kind, job.seq, job.error)
+        if job.kind == "create":
+            self._drop(run.id, "failed", job.error or "")
+            return
+        if job.kind == "optim_step":
+            self._push(Job(run, "drop", None), is_first=True)
+        if job.kind in ("optim_step", "pass"):
+            tenant.failures += 1
+            if tenant.failures >= self._cfg.service.max_failures:
+                self.freeze(run, f"{tenant.failures} requests failed in a row, the last with: {job.error}")
+
+    def _done(self, tenant: Tenant, job: Job, result: TenantResult) -> None:
+        run = job.run
+        match job.kind:
+            case "create":
+                if run.state == "creating":
+                    run.state = "active"
+                run.step = int(result.metrics.get("step", run.step))
+                self._store.put(run)
+                answer = {"model_id": run.id, "type": "create_model"}
+                if run.start is not None:
+                    answer = {"model_id": run.id, "path": run.start, "type": "load_weights"}
+            case "pass":
+                self._answer(job, Result(job.outputs(), is_protobuf=True))
+                return
+            case "optim_step":
+                tenant.failures = 0
+                tenant.unsaved_steps += 1
+                run.step = int(result.metrics.get("step", run.step + 1))
+                if tenant.unsaved_steps >= self._cfg.service.save_steps:
+                    self._push(Job(run, "save_state", None), is_first=True)
+                answer = {"metrics": {f"{name}:mean": value for name, value in result.metrics.items()}}
+            case "save_state":
+                self._saved(tenant, job)
+                return
+            case kind if kind in WRITES:
+                answer = self._recorded(job)
+            case "load_weights":
+                answer = {"path": job.body.path, "model_id": run.id, "type": "load_weights"}
+            case _:
+                answer = {}
+        self._answer(job, Result.of(answer))
+
+    def _answer(self, job: Job, result: Result) -> None:
+        if job.future is None:
+            return
+        if job.seq is not None and (tenant := self.tenants.get(job.run.id)) is not None:
+            tenant.journal.write_result(job.seq, result)
+        job.future.set(result)
+
+    # -- places and recovery --
+
+    def _tenant(self, run: Run) -> Tenant:
+        """The place of a run; an evicted one gets one again. Raises: Refusal if it has ended or there is none."""
+        if (tenant := self.tenants.get(run.id)) is not None:
+            return tenant
+        if run.state == "evicted":
+            self.create(run)
+            return self.tenants[run.id]
+        raise Refusal(f"{run.id} has {run.state}{f': {run.reason}' if run.reason else ''}", 410)
+
+    def _admit(self, run: Run) -> None:
+        """Put a run into the queue: its creation first, then what came since it was saved."""
+        journal = Journal(self.directory / run.spec.name / "journal")
+        tenant = Tenant(run, journal, run.saved_seq + 1, clean_seq=run.saved_seq)
+        self.tenants[run.id] = tenant
+        self.queue.add(
+            run.id,
+            weight=run.weight,
+            priority=run.priority,
+            tokens_per_minute=run.tokens_per_minute,
+            now=time.monotonic(),
+        )
+        future = self._futures.open(f"{run.id}/0", run.owner, run=run.id)
+        self._push(Job(run, "create", None, future=future))
+        for seq, result in tenant.journal.results().items():
+            self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id).set(result)
+        for seq, kind, body in tenant.journal.requests(run.saved_seq):
+            job = None if kind == REFUSED else self._read_again(run, kind, body, seq)
+            if job is None and kind != REFUSED:
+                self._skip(tenant, seq)
+                continue
+            self._take(tenant, seq, job, is_known=True)
+        if run.state == "frozen":
+            self.queue.freeze(run.id)
+
+    def _read_again(self, run: Run, kind: str, body: bytes, seq: int) -> Job | None:
+        """The job of a request in the journal; None if there is nothing left to do."""
+        future = self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id)
+        try:
+            job = read_job(run, kind, body, self.limits, seq=seq)
+        except StrettoError as error:
+            future.set(Result.failed(str(error)))
+            return None
+        job.future = future
+        is_written = kind in WRITES and future.result is not None
+        return None if is_written else job
+
+    def _skip(self, tenant: Tenant, seq: int) -> None:
+        if seq == tenant.next_seq:
+            tenant.next_seq += 1
+
+    def _rebuild(self) -> None:
+        """Put all runs into the queue anew: the ranks have forgotten them."""
+        for run_id in list(self.tenants):
+            tenant = self.tenants.pop(run_id)
+            early, internal = tenant.early, []
+            for request in self.queue.remove(run_id):
+                if request.payload.kind == "save_state" and request.payload.on_done is not None:
+                    internal.append(request.payload)
+            self._admit(tenant.run)
+            self.tenants[run_id].early |= {
+                seq: job for seq, job in early.items() if seq >= self.tenants[run_id].next_seq
+            }
+            for job in internal:
+                self._push(job)
+
+    def _take(self, tenant: Tenant, seq: int, job: Job | None, *, is_known: bool = False) -> None:
+        """Queue a request, in the order of numbers; those after a gap wait."""
+        if job is None and not is_known:
+            tenant.journal.write(seq, REFUSED, b"")
+        tenant.early[seq] = job
+        while tenant.next_seq in tenant.early:
+            ready = tenant.early.pop(tenant.next_seq)
+            tenant.next_seq += 1
+            if ready is not None:
+                self._push(ready)
+        if not tenant.early:
+            tenant.gap_since = None
+        elif tenant.gap_since is None:
+            tenant.gap_since = time.monotonic()
+
+    def _push(self, job: Job, *, is_first: bool = False) -> None:
+        if job.run.id in self.tenants:
+            self.queue.push(Request(job.run.id, job.units, job), is_first=is_first)
+            self._changed.set()
+
+    def _drop(self, run_id: str, state: Any, reason: str) -> None:
+        """Take a run out of the queue; requests that wait fail."""
+        tenant = self.tenants.get(run_id)
+        if tenant is None:
+            return
+        run = tenant.run
+        run.state, run.reason = state, reason
+        self._store.put(run)
+        jobs = [request.payload for request in self.queue.remove(run_id)]
+        jobs += [job for job in tenant.early.values() if job is not None]
+        for job in jobs:
+            if job.future is not None and job.future.result is None:
+                self._answer(job, Result.failed(f"{run.id}: {reason}"))
+        del self.tenants[run_id]
+        if state in ("ended", "failed"):
+            tenant.journal.delete()
+
+    def _spawn_removal(self, run: Run) -> None:
+        """Let the ranks forget a run, outside of the queue, which no longer knows it."""
+        server = self._server
+
+        async def remove() -> None:
+            if server is not None:
+                with contextlib.suppress(StrettoError):
+                    await server.execute(RemoveTenant(number=0, tenant=run.spec.name))
+
+        task = asyncio.get_running_loop().create_task(remove())
+        self._removals.add(task)
+        task.add_done_callback(self._removals.discard)
+
+    def _evicted(self, run: Run, reason: str, result: TenantResult) -> None:
+        if result.error is not None:
+            logger.warning("%s was not saved, and keeps its place: %s", run.id, result.error)
+            return
+
+        def drop() -> None:
+            tenant = self.tenants.get(run.id)
+            if tenant is None or self.queue.waiting(run.id) or tenant.early:
+                return  # its client is back
+            self._drop(run.id, "evicted", reason)
+            self._audit.write(None, "evict", run.id, reason=reason)
+            self._spawn_removal(run)
+
+        asyncio.get_running_loop().call_soon(drop)  # when its save is recorded
+
+    # -- files --
+
+    def path_of(self, run: Run, kind: str, name: str) -> str:
+        return f"tinker://{run.id}/{SEGMENTS[kind]}/{name}"
+
+    def _named(self, job: Job) -> tuple[str, str]:
+        """Kind and name of the checkpoint that a job writes."""
+        return WRITES[job.kind], job.body.path or f"unnamed-{job.seq}"
+
+    def _check(self, job: Job) -> None:
+        """Raises: Refusal for a name that is taken or cannot be one, a path that is not there or another's."""
+        if job.kind in WRITES:
+            kind, name = self._named(job)
+            check_name(name)
+            path = self.path_of(job.run, kind, name)
+            if self._store.get(Checkpoint, path) is not None and not job.body.overwrite:
+                raise Refusal(f"path: there is {path} already; choose another name, or overwrite = true", 400)
+            if job.body.kind != "snapshot":
+                raise Refusal(
+                    f"kind = {job.body.kind!r}: samplers of this service keep their weights; use snapshot"
+                )
+        elif job.kind == "load_weights":
+            self.checkpoint(job.body.path, job.run.owner, "training")
+
+    def checkpoint(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
+        """The checkpoint at a path. Raises: Refusal 404 if there is none that this user may read, 400 for its kind."""
+        found = self._store.get(Checkpoint, path)
+        if found is not None and found.expires_at is not None and found.expires_at < time.time():
+            found = None
+        if found is None or not (found.owner == owner or found.is_public):
+            raise Refusal(f"{path}: you have no such checkpoint", 404)
+        if kind is not None and found.kind != kind:
+            raise Refusal(f"{path} is of kind {found.kind}; one of kind {kind} is needed", 400)
+        return found
+
+    def _directory_of(self, job: Job) -> Path | None:
+        own = self.directory / job.run.spec.name
+        if job.kind == "save_state":
+            return own / "state" / f"{self.tenants[job.run.id].clean_seq:08d}-{time.time_ns()}"
+        if job.kind == "load_weights":
+            return Path(self.checkpoint(job.body.path, job.run.owner).directory)
+        if job.kind in WRITES:
+            kind, name = self._named(job)
+            directory = own / SEGMENTS[kind] / name
+            shutil.rmtree(directory, ignore_errors=True)
+            return directory
+        return None
+
+    def _recorded(self, job: Job) -> dict[str, Any]:
+        """Enter what a job has written; its answer."""
+        kind, name = self._named(job)
+        run, path = job.run, self.path_of(job.run, kind, name)
+        directory = self.directory / run.spec.name / SEGMENTS[kind] / name
+        expires = None if job.body.ttl_seconds is None else time.time() + job.body.ttl_seconds
+        if job.body.path is not None:
+            self._store.put(
+                Checkpoint(
+                    path=path,
+                    run=run.id,
+                    owner=run.owner,
+                    kind=kind,  # type: ignore[arg-type]
+                    name=name,
+                    directory=str(directory),
+                    created_at=time.time(),
+                    size_bytes=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+                    expires_at=expires,
+                    user_metadata=job.body.user_metadata,
+                )
+            )
+            self._audit.write(run.owner, "save", path)
+            return {"path": path, "type": job.kind}
+        sampler = Sampler(
+            id=f"{run.session}:sample:{job.body.sampling_session_seq_id or f'x{job.seq}'}",
+            owner=run.owner,
+            base_model=run.base_model,
+            session=run.session,
+            directory=str(directory),
+            run=run.id,
+        )
+        self._store.put(sampler)
+        return {"sampling_session_id": sampler.id, "type": job.kind}
+
+    def _saved(self, tenant: Tenant, job: Job) -> None:
+        """The state of a run is on disk: forget what came before it."""
+        run, own = tenant.run, self.directory / tenant.run.spec.name / "state"
+        newest = max((path for path in own.iterdir() if path.is_dir()), key=lambda path: path.name)
+        run.saved, run.saved_seq = str(newest), tenant.clean_seq
+        tenant.unsaved_steps = 0
+        self._store.put(run)
+        unsent = {
+            seq
+            for seq in tenant.journal.results()
+            if (future := self._futures.find(f"{run.id}/{seq}")) is not None and future.sent_at is None
+        }
+        tenant.journal.forget(run.saved_seq, unsent=unsent)
+        for path in own.iterdir():
+            if path != newest:
+                shutil.rmtree(path, ignore_errors=True)
+
+    async def _tick(self) -> None:
+        """Look for clients that have gone, and for numbers that never came."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now, section = time.monotonic(), self._cfg.service
+            for tenant in list(self.tenants.values()):
+                if tenant.gap_since is not None and now - tenant.gap_since > section.gap_timeout_s:
+                    self._close_gap(tenant)
+
+    def _close_gap(self, tenant: Tenant) -> None:
+        missing, last = tenant.next_seq, max(tenant.early)
+        error = f"the request with seq_id = {missing} never came, so those behind it are not computed"
+        for seq in range(missing, last + 1):
+            job = tenant.early.pop(seq, None)
+            tenant.journal.write(seq, REFUSED, b"")
+            if job is not None:
+                self._answer(job, Result.failed(error))
+        tenant.next_seq, tenant.gap_since = last + 1, None
+
+
+async def _watch_ranks(server: TenantServer) -> None:
+    """End the wire as soon as a rank of this machine is dead, long before its heartbeats are missed."""
+    while True:
+        await asyncio.sleep(_TICK_S)
+        for rank, info in server.ranks.items():
+            if info.host == socket.gethostname() and not Path(f"/proc/{info.pid}").exists():
+                server.fail(f"trainer rank {rank} (pid {info.pid}) has died")
+                return
+
+
+def check_name(name: str) -> None:
+    """Raises: Refusal for a name that is no file name."""
+    if not name or len(name) > 100 or name[0] == "." or not all(c.isalnum() or c in "._-" for c in name):
+        raise Refusal(
+            f"path: {name!r} must be up to 100 letters, digits, '_', '-' and '.', the first not '.'"
+        )
