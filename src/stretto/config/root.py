@@ -39,7 +39,6 @@ from stretto.config.sections.orchestrator import (
     OrchestratorSection,
 )
 from stretto.config.sections.run import RunKeys
-from stretto.config.sections.service import ServeTrainerSection, ServiceSection
 from stretto.config.sections.sft import Data, LossMaskSection, OnlineEvalSection, ValSection
 from stretto.config.sections.trainer import (
     AdamWOptim,
@@ -53,6 +52,7 @@ from stretto.config.sections.trainer import (
     TrainerSection,
 )
 from stretto.config.sections.transport import ControlSection
+from stretto.config.service import ServeTrainerSection, ServiceSection
 
 
 class RunRoot(Section):

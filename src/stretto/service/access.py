@@ -10,8 +10,8 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stretto.base.tokens import ADMIN
-from stretto.config.sections.service import UserSection
+from stretto.base.secret import ADMIN
+from stretto.config.service import UserSection
 from stretto.transports.engine.api import Refusal
 
 

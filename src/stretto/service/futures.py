@@ -90,7 +90,8 @@ class Futures:
         """The result, as soon as it is there; None if it is not in time."""
         if future.result is None:
             try:
-                await asyncio.wait_for(future.changed.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await future.changed.wait()
             except TimeoutError:
                 return None
         future.sent_at = time.monotonic()

@@ -16,8 +16,7 @@ from aiohttp import web
 from stretto.base import log
 from stretto.base.errors import ConfigError
 from stretto.base.runtime import raise_file_limit
-from stretto.base.secret import load_secret
-from stretto.base.tokens import prepare_tokens
+from stretto.base.secret import load_secret, prepare_tokens
 from stretto.config.root import ServeConfig
 from stretto.service.access import Access
 from stretto.service.engines import Engines
@@ -100,7 +99,8 @@ async def serve(cfg: ServeConfig) -> int:
         for task in done - {stopping}:
             task.result()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(hub.training.save_all(), SAVE_S)
+            async with asyncio.timeout(SAVE_S):
+                await hub.training.save_all()
         return 0
     finally:
         for task in (*tasks, stopping):

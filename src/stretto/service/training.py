@@ -226,9 +226,8 @@ class Training:
                 continue
             wake = self.queue.next_at(now)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait(), _TICK_S if wake is None else max(0.0, wake - now)
-                )
+                async with asyncio.timeout(_TICK_S if wake is None else max(0.0, wake - now)):
+                    await self._changed.wait()
             assert self._server is not None
             self._server.check()
 
@@ -588,7 +587,7 @@ class Training:
             self._audit.write(run.owner, "save", path)
             return {"path": path, "type": job.kind}
         sampler = Sampler(
-            id=f"{run.session}:sample:{job.body.sampling_session_seq_id or f'x{job.seq}'}",
+            id=f"{run.session}:sample:{job.body.sampling_session_seq_id}",
             owner=run.owner,
             base_model=run.base_model,
             session=run.session,

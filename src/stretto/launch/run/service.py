@@ -16,8 +16,7 @@ from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims, in_url
-from stretto.base.secret import load_secret
-from stretto.base.tokens import prepare_tokens
+from stretto.base.secret import load_secret, prepare_tokens
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig, ServeConfig
 from stretto.config.sections.inference import KEY_VAR, ServedAdaptersSection
