@@ -19,6 +19,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from forked import described, move, receive, send, uses_vllm
@@ -229,7 +230,8 @@ def run(request: Mapping[str, Any]) -> None:
     elif words[0] == "-c":
         sys.path.insert(0, "")
         sys.argv[:] = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        main = sys.modules["__main__"] = ModuleType("__main__")  # its children would run this file as theirs
+        exec(compile(words[1], "<string>", "exec"), vars(main))
     else:
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
         sys.argv[:] = words

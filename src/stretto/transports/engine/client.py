@@ -50,6 +50,10 @@ _TRY_AGAIN = (409,)  # the engine has not noticed yet that this request's previo
 _HEADERS = {"Content-Type": "application/json"}
 
 
+_NO_ENGINE = (b"Model not found", b"no generate-capable model is registered")
+"""In answers of routers that have no engine for a request."""
+
+
 class _Transient(Exception):
     """An attempt failed because of the infrastructure; it can be repeated."""
 
@@ -533,8 +537,10 @@ class EngineClient:
         if response.status == 200:
             return data
         message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
-        # Dynamo's frontend forgets the model while it has no engine.
-        has_no_engine = self._is_routed and response.status == 404 and b"Model not found" in data
+        # Dynamo's frontend forgets the model while it has no engine, and lists it before it can be asked.
+        has_no_engine = (
+            self._is_routed and response.status == 404 and any(text in data for text in _NO_ENGINE)
+        )
         if response.status == 503 or has_no_engine:
             raise _Unavailable(message)
         if response.status == 429:
