@@ -34,6 +34,7 @@ from stretto.config.sections.trainer import (
 from stretto.models import hub
 from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
+from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
 from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
@@ -46,7 +47,9 @@ MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2
 VISION = {
     "vision": "qwen3_vl", "vision_frozen": "qwen3_vl", "vision_moe": "qwen3_vl_moe", "vision_delta": "qwen3_5",
     "vision_delta_moe": "qwen3_5_moe", "ppo_vision": "qwen3_vl", "lora_vision": "qwen3_vl",
-    "lora_vision_moe": "qwen3_vl_moe", "lora_vision_delta": "qwen3_5",
+    "lora_vision_moe": "qwen3_vl_moe", "lora_vision_delta": "qwen3_5", "lora_vision_delta_moe": "qwen3_5_moe",
+    "ppo_vision_moe": "qwen3_vl_moe", "ppo_vision_delta": "qwen3_5", "ppo_vision_delta_moe": "qwen3_5_moe",
+    "replay_vision_moe": "qwen3_vl_moe", "replay_vision_delta_moe": "qwen3_5_moe",
 }  # fmt: skip
 """Kinds with images, and their cases."""
 MIXERS = ("qwen3_5_moe_text", "nemotron_h", "deepseek_v3", "deepseek_v32", "glm_moe_dsa-shared-choices-biases")
@@ -55,6 +58,7 @@ FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna")
 ADAPTED = tuple(f"lora_{name}" for name in (*FAMILIES, *MIXERS))
 """LoRA on all layers and experts of these families."""
 REPLAYED = ("replay", *FAMILIES, *(f"lora_{name}" for name in FAMILIES))
+"""Kinds whose choices of experts are replayed; so are those that begin with `replay_`, which learn otherwise too."""
 KINDS = ("dense", "cut", "untied", "bias", "moe", "replay", "ppo", "lora", "lora_moe")
 
 
@@ -163,12 +167,21 @@ def _vision_cases() -> list[Case]:
         Case(2, "ring", "vision_moe", {"cp": 2, "cp_style": "ring"}),
         Case(2, "tp", "vision_moe", {"tp": 2}),
         Case(2, "ep", "vision_delta_moe", {"ep": 2}),
+        Case(2, "ulysses", "vision_delta", {"cp": 2}),
+        Case(2, "ring", "vision_delta", {"cp": 2, "cp_style": "ring"}),
+        Case(2, "ep_ulysses", "replay_vision_delta_moe", {"ep": 2, "cp": 2}),
+        Case(2, "ring", "replay_vision_delta_moe", {"cp": 2, "cp_style": "ring"}),
+        Case(2, "ep", "replay_vision_moe", {"ep": 2}),
         Case(2, "fsdp", "ppo_vision"),
         Case(2, "ring", "ppo_vision", {"cp": 2, "cp_style": "ring"}),
+        Case(2, "ep", "ppo_vision_moe", {"ep": 2}),
+        Case(2, "fsdp", "ppo_vision_delta"),
+        Case(2, "ep", "ppo_vision_delta_moe", {"ep": 2}),
         Case(2, "fsdp", "lora_vision"),
         Case(2, "tp", "lora_vision", {"tp": 2}),
         Case(2, "ep", "lora_vision_moe", {"ep": 2}),
         Case(2, "fsdp", "lora_vision_delta"),
+        Case(2, "ep", "lora_vision_delta_moe", {"ep": 2}),
         Case(4, "hsdp_ring", "vision", {"dp_replicate": 2, "cp": 2, "cp_style": "ring"}),
     ]
 
@@ -220,8 +233,16 @@ def _family_cases() -> list[Case]:
     cases += [Case(2, name, kind, meshes[name]) for kind in ("llama", "bias") for name in ("ulysses", "ring")]
     cases += [Case(2, "fsdp", kind) for kind in ("llama", "bias", "qwen3_5_text")] + [Case(2, "tp", "llama", meshes["tp"])]
     shared, ring = MIXERS[-1], meshes["ring"]
+    delta, latent = "qwen3_5_moe_text", "deepseek_v3"
+    cases += [Case(2, "ep", f"replay_{kind}", meshes["ep"]) for kind in MIXERS]
+    cases += [Case(2, "ring", f"replay_{kind}", ring) for kind in (delta, *MIXERS[2:])]
+    cases += [Case(2, "fsdp", "replay_nemotron_h", {"ep": 1}), Case(2, "ulysses", f"replay_{latent}", meshes["ulysses"])]
     return [
         *cases,
+        *(Case(2, name, "qwen3_5_text", meshes[name]) for name in ("ulysses", "ring")),
+        Case(2, "ring_ac", "qwen3_5_text", ring | {"ac": {"mode": "selective", "targets": ("attn_proj",)}}),
+        Case(2, "ep_ulysses", f"replay_{delta}", {"ep": 2, "cp": 2}),
+        Case(4, "hsdp_ulysses", "qwen3_5_text", {"dp_replicate": 2, "cp": 2}),
         Case(2, "ring", "deepseek_v32", ring),
         Case(2, "ring", shared, ring),
         Case(2, "fsdp_indexer", "trained_index"),
@@ -239,7 +260,7 @@ QUICK = frozenset(
     2-ulysses_ac-dense 2-tp_parts-dense 2-ep_experts-moe 2-ep-lora_moe 2-tp-lora 2-fsdp-fp8
     2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
     2-fsdp-vision 2-fsdp-vision_frozen 2-ring-vision 2-ep-vision_moe
-    2-ep-qwen3_5_moe_text 2-ring-deepseek_v3 2-ring_indexer-trained_index
+    2-ep-qwen3_5_moe_text 2-ulysses-qwen3_5_text 2-ring-deepseek_v3 2-ring_indexer-trained_index
     4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-tp_ulysses-untied 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
@@ -253,16 +274,14 @@ assert {str(case) for case in CASES} >= QUICK
 def batches(kind: str) -> list[list]:
     """Micro batches of every step: few and of different sizes, so that ranks get unequal shares."""
     if kind in VISION:
-        return image_batches(NUM_STEPS)
+        steps = image_batches(NUM_STEPS)
+        return [[_replayed(kind, n, mb) for mb in row] for n, row in enumerate(steps)] if is_replayed(kind) else steps
     steps = []
     for step in range(NUM_STEPS):
         docs = documents(seed=step, num_groups=2, group_size=3)
         micro_batches = [pack(docs[:1]), pack(docs[1:4]), pack(docs[4:])]
-        if kind in REPLAYED:
-            rng = np.random.default_rng(step)
-            micro_batches = [
-                replace(mb, routed_experts=_choices(rng, len(mb.token_ids))) for mb in micro_batches
-            ]
+        if is_replayed(kind):
+            micro_batches = [_replayed(kind, step, mb) for mb in micro_batches]
         if kind == "cut":
             rng = np.random.default_rng(step)
             micro_batches = [replace(mb, support=_support(rng, mb)) for mb in micro_batches]
@@ -276,19 +295,23 @@ def _support(rng: np.random.Generator, mb) -> Support:
     return Support.of([rng.permutation(40)[:13] if cut else [] for cut in is_cut])
 
 
-def _choices(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
-    """Experts to replay: only the first ones, so that some ranks get no token; some tokens have none."""
-    choices = np.stack(
-        [rng.permuted(np.arange(3)[None].repeat(num_tokens, 0), axis=1)[:, :2] for _ in range(2)], 1
-    )
-    choices = choices.astype(np.uint8)
+def is_replayed(kind: str) -> bool:
+    return kind in REPLAYED or kind.startswith("replay_")
+
+
+def _replayed(kind: str, step: int, mb: MicroBatch) -> MicroBatch:
+    """With experts to replay: only the first ones, so that some ranks get no token; some tokens have none."""
+    num_tokens, num_layers = len(mb.token_ids), policy_of(kind).config.num_layers
+    rng = np.random.default_rng(1000 * step + num_tokens)
+    layers = [rng.permuted(np.arange(3)[None].repeat(num_tokens, 0), axis=1)[:, :2] for _ in range(num_layers)]
+    choices = np.stack(layers, 1).astype(np.uint8)
     choices[rng.random(num_tokens) < 0.1] = 255
-    return choices
+    return replace(mb, routed_experts=choices)
 
 
 def family_of(kind: str) -> str:
     """The `model_type` of a kind of policy."""
-    kind = kind if kind in ("lora", "lora_moe") else kind.removeprefix("lora_")
+    kind = kind if kind in ("lora", "lora_moe") else kind.removeprefix("lora_").removeprefix("replay_")
     kind = MIXERS[-1] if kind == "trained_index" else kind
     if kind in MIXER_CASES:
         return MIXER_CASES[kind][0]
@@ -304,6 +327,8 @@ def family_of(kind: str) -> str:
 def policy_of(kind: str):
     if kind in ADAPTED:
         kind = kind.removeprefix("lora_")
+    if kind not in VISION:
+        kind = kind.removeprefix("replay_")
     match kind:
         case "dense" | "cut" | "ppo" | "muon" | "fp8" | "lora":
             return build_policy(**SHAPE)
@@ -366,7 +391,7 @@ def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
     torch.manual_seed(0)  # adapters begin with it
     section, optim = section_of(kind, **model), optim_of(kind)
     critic = None
-    if kind in ("ppo", "ppo_vision"):
+    if kind.startswith("ppo"):
         is_text = kind == "ppo"
         network = with_value_head(build_policy(seed=1, **SHAPE) if is_text else build_vision_policy(VISION[kind], 1))
         critic = Critic(network, section=CriticSection(), model=section, optim=optim, mesh=mesh)
@@ -377,7 +402,7 @@ def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
         critic=critic,
         scheduler=ConstantScheduler(),
         max_steps=None,
-        enable_router_replay=kind in REPLAYED,
+        enable_router_replay=is_replayed(kind),
         mesh=mesh,
     )
 

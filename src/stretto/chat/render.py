@@ -56,6 +56,7 @@ FAMILY_OF_MODEL_TYPE = {
     "glm_moe_dsa": "glm-5",
     "minimax_m2": "minimax-m2",
     "deepseek_v3": "deepseek-v3",
+    "kimi_k2": "kimi-k2",
     "gpt_oss": "gpt-oss",
     "nemotron_h": "nemotron-3",
     "laguna": "laguna-xs.2",

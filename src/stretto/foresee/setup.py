@@ -129,7 +129,12 @@ def build_setup(
 def mesh_shape(shape: ModelConfig) -> Shape:
     """The sizes of a model by which its layers are cut."""
     return Shape(
-        shape.num_heads, shape.num_kv_heads, shape.intermediate_size, shape.num_experts, shape.family
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.intermediate_size,
+        shape.num_experts,
+        shape.family,
+        shape.num_state_heads,
     )
 
 

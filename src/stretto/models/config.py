@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import DataError
+from stretto.config.model_file import family_of
 from stretto.models.families import FAMILIES
 from stretto.models.families.rope_keys import parse_rope, rope_to_hf
 from stretto.models.shape import ModelConfig, MoEShape, Rope
@@ -32,7 +33,7 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
 
     Raises: DataError for an architecture, activation or kind of attention that the decoder does not support.
     """
-    family = FAMILIES.get(hf.get("model_type"))
+    family = FAMILIES.get(family_of(hf))
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise DataError(

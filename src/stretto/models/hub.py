@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from stretto.base.errors import DataError
 from stretto.base.status import report
+from stretto.config.model_file import family_of
 from stretto.config.sections.model import Dtype, ScratchSection, dtype_on
 from stretto.data.hub_model import fetch
 from stretto.models.config import parse_config, scratch_config
@@ -123,7 +124,7 @@ def has_custom_module(directory: str | Path) -> bool:
     """True if our decoder supports the model of a directory: impl = "auto" then means "custom"."""
     path = Path(directory) / "config.json"
     hf = read_json(path)
-    if hf.get("model_type") not in FAMILIES:
+    if family_of(hf) not in FAMILIES:
         return False
     try:
         parse_config(hf, str(path))

@@ -310,6 +310,12 @@ class ModelConfig:
         return 0 if self.moe is None else self.moe.num_experts
 
     @property
+    def num_state_heads(self) -> int:
+        """What the heads of the gated delta rule, keys' and values', can be divided by; 0 without them."""
+        shape = self.gated_delta
+        return math.gcd(shape.num_key_heads, shape.num_value_heads) if shape else 0
+
+    @property
     def has_recurrence(self) -> bool:
         """True if a layer passes a state from token to token, instead of attending to all tokens before."""
         return any(mixer in RECURRENT_MIXERS for mixer in self.mixers)

@@ -132,11 +132,20 @@ def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
     ("family", "degrees", "words"),
     [
         (
-            "qwen3_5_text",
+            "nemotron_h",
             {"cp": 2},
-            "cp = 2 cannot cut the state of its recurrent layers .* use .*dp_replicate$",
+            "cp = 2 cannot cut the state of its recurrent layers .* use .*dp_replicate, ep$",
         ),
-        ("qwen3_5_moe_text", {"tp": 2}, "tp = 2 cannot cut its recurrent layers .* use .*dp_replicate, ep$"),
+        (
+            "qwen3_5_text",
+            {"cp": 4},
+            "cp = 4 does not divide the 2 heads of the gated delta rule .*valid: 1, 2$",
+        ),
+        (
+            "qwen3_5_moe_text",
+            {"tp": 2},
+            "tp = 2 cannot cut its recurrent layers .* use .*dp_replicate, cp, ep$",
+        ),
         ("deepseek_v3", {"tp": 2}, "tp = 2 cannot cut its latent attention .* use .*dp_replicate, cp, ep$"),
         ("glm_moe_dsa", {"tp": 2}, "tp = 2 cannot cut its latent attention .* use .*dp_replicate, cp, ep$"),
         (
@@ -147,7 +156,9 @@ def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
     ],
 )
 def test_an_axis_that_cannot_cut_a_family_is_refused_with_those_that_can(family, degrees, words):
-    shape = Shape(4, 4, 64, num_experts=0 if family.endswith("5_text") else 8, family=family)
+    is_delta = family.startswith("qwen3_5")
+    num_experts = 0 if family.endswith("5_text") else 8
+    shape = Shape(4, 4, 64, num_experts=num_experts, family=family, num_state_heads=2 * is_delta)
     with pytest.raises(ConfigError, match=words):
         mesh.find_degrees(ModelSection(**degrees), 4, shape)
     assert mesh.find_degrees(ModelSection(ep=1), 4, shape) == mesh.Degrees(dp_shard=4)

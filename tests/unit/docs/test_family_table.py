@@ -53,7 +53,7 @@ def coverage() -> dict[str, set[str]]:
         words |= {case.model.get("cp_style", "ulysses")} if case.model.get("cp", 1) > 1 else {"fsdp"}
         words |= {"adapters"} if case.kind.startswith("lora") else set()
         words |= {"critic"} if case.kind.startswith("ppo") else set()
-        words |= {"choices"} if case.kind in mesh_runs.REPLAYED else set()
+        words |= {"choices"} if mesh_runs.is_replayed(case.kind) else set()
         words |= {"images"} if case.kind in mesh_runs.VISION else set()
     for family in test_engine_families.NEW:
         found[family] |= {"engine", "adapters"}

@@ -12,11 +12,12 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.float64 import InFloat64, assert_gradients_as_exact_as_theirs
 from cases.mixers import MIXER_CASES
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES
+from stretto.config.rules.mesh_degrees import VISION_FAMILIES, read_shape
 from stretto.config.sections.model import ScratchSection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
@@ -154,16 +155,12 @@ def our_logits(model, ids, bounds):
     return model.hidden(ids, PackedLayout(tuple(bounds), ids.device)) @ model.output_weight.T
 
 
-def test_logits_loss_and_every_gradient_equal_transformers(pair):
-    theirs, ours, _ = pair
-    ids = torch.randint(0, VOCAB, (30,), generator=torch.Generator().manual_seed(1))
-    their_logits = theirs(input_ids=ids[None], use_cache=False).logits[0]
-    logits = our_logits(ours, ids, (0, 30))
-    torch.testing.assert_close(logits, their_logits, atol=1e-5, rtol=0)
-    their_loss, loss = (F.cross_entropy(x[:-1], ids[1:]) for x in (their_logits, logits))
-    torch.testing.assert_close(loss, their_loss, atol=1e-6, rtol=1e-6)
-    their_loss.backward()
-    loss.backward()
+def gradients_of_both(theirs, ours, ids) -> tuple[dict, dict, list[torch.Tensor]]:
+    """Gradients of our network and of theirs by checkpoint name; logits and losses of both, theirs first."""
+    both = [theirs(input_ids=ids[None], use_cache=False).logits[0], our_logits(ours, ids, (0, len(ids)))]
+    losses = [F.cross_entropy(logits[:-1], ids[1:]) for logits in both]
+    for loss in losses:
+        loss.backward()
     # Their gradients under checkpoint names come the way their weights do.
     for parameter in theirs.parameters():
         if parameter.grad is not None:  # indexers have none
@@ -174,13 +171,26 @@ def test_logits_loss_and_every_gradient_equal_transformers(pair):
     frozen = {name for name, parameter in ours.named_parameters() if not parameter.requires_grad}
     # In `expected` they are the weights themselves.
     assert frozen == ours.unsharded_names | {name for name in frozen if ".indexer." in name}
-    got = dict(ours.tensor_map.export({n: p if n in frozen else p.grad for n, p in ours.named_parameters()}))
-    assert got.keys() == expected.keys()
-    for name, gradient in got.items():
-        torch.testing.assert_close(gradient, expected[name], atol=2e-6, rtol=2e-4, msg=name)
-        # In gradients of the delta rule's decays, terms of opposite sign almost cancel.
-        allowed = 3e-4 if ours.config.gated_delta else 1e-5
-        assert (gradient - expected[name]).norm() <= allowed * expected[name].norm(), name
+    found = {n: p if n in frozen else p.grad for n, p in ours.named_parameters()}
+    return dict(ours.tensor_map.export(found)), expected, [*both, *losses]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_every_gradient_equal_transformers(case, tmp_path):
+    build_theirs(case).save_pretrained(tmp_path)
+    ids = torch.randint(0, VOCAB, (30,), generator=torch.Generator().manual_seed(1))
+    networks = lambda: (build_theirs(case), hub.load_model(tmp_path, dtype=torch.float32))
+    ours, theirs = {}, {}
+    *pair, (their_logits, logits, their_loss, loss) = gradients_of_both(*networks(), ids)
+    ours[torch.float32], theirs[torch.float32] = pair
+    torch.testing.assert_close(logits, their_logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(loss, their_loss, atol=1e-6, rtol=1e-6)
+    wide = [network.double() for network in networks()]
+    with InFloat64():
+        *pair, _ = gradients_of_both(*wide, ids)
+    ours[torch.float64], theirs[torch.float64] = pair
+    is_recurrent = "gated_delta" in hub.load_config(tmp_path).mixers
+    assert_gradients_as_exact_as_theirs(ours, theirs, 1e-4 if is_recurrent else 1e-5)
 
 
 @torch.no_grad()
@@ -261,6 +271,19 @@ def test_our_config_json_says_what_theirs_did(case, tmp_path):
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
 
 
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
+    """Its checkpoints have a `model_type` of their own."""
+    build_theirs("deepseek_v3").save_pretrained(tmp_path)
+    same, path = hub.load_model(tmp_path, dtype=torch.float32), tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
+    assert hub.has_custom_module(tmp_path) and read_shape(tmp_path).family == "deepseek_v3"
+    kimi = hub.load_model(tmp_path, dtype=torch.float32)
+    assert kimi.config.family == "deepseek_v3"
+    assert all(map(torch.equal, kimi.parameters(), same.parameters()))
+    hub.save_hf(kimi, tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "kimi_k2"
+
+
 @pytest.mark.parametrize("family", SCRATCH_FAMILIES)
 def test_transformers_builds_the_same_network_from_our_config(family, tmp_path):
     ours = hub.random_model(
@@ -271,6 +294,7 @@ def test_transformers_builds_the_same_network_from_our_config(family, tmp_path):
             tie_word_embeddings=False,
             num_experts=4,
             sliding_window=8,
+            index_topk=7,
         ),
         VOCAB,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import read_model_file
+from stretto.config.model_file import family_of, read_model_file
 from stretto.config.sections.model import ModelSection
 
 OWN_FAMILIES = (
@@ -31,10 +31,8 @@ RECURRENT_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_mo
 """Those with layers that pass a state from token to token."""
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Those with a vision tower."""
-_UNCUT = {
-    name: {"cp": "the state of its recurrent layers", "tp": "its recurrent layers"}
-    for name in RECURRENT_FAMILIES
-}
+_UNCUT = {name: {"tp": "its recurrent layers"} for name in RECURRENT_FAMILIES}
+_UNCUT["nemotron_h"] |= {"cp": "the state of its recurrent layers"}
 SPARSE_FAMILIES = ("glm_moe_dsa", "deepseek_v32")
 """Those whose queries attend to the keys that an indexer chooses."""
 _UNCUT |= {name: {"tp": "its latent attention"} for name in ("deepseek_v3", *SPARSE_FAMILIES)}
@@ -43,13 +41,17 @@ _UNCUT |= {name: {"tp": "its latent attention"} for name in ("deepseek_v3", *SPA
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model its layers are cut by, as config.json tells; num_experts is 0 for one without."""
+    """What of a model its layers are cut by, as config.json tells; num_experts is 0 for one without.
+
+    num_state_heads: what the heads of the gated delta rule, keys' and values', can be divided by; 0 without them.
+    """
 
     num_heads: int
     num_kv_heads: int
     intermediate_size: int
     num_experts: int = 0
     family: str = ""
+    num_state_heads: int = 0
 
 
 def read_shape(directory: Path) -> Shape | None:
@@ -59,15 +61,16 @@ def read_shape(directory: Path) -> Shape | None:
     """
     path = directory / "config.json"
     found = read_model_file(directory)
-    if found.get("model_type") not in OWN_FAMILIES:
+    family = family_of(found)
+    if family not in OWN_FAMILIES:
         return None
     # Models with images have the numbers of their decoder in a table of their own.
-    found = found | (found.get("text_config") or {}) | {"model_type": found["model_type"]}
-    if found["model_type"] in ("qwen3_5_moe_text", "qwen3_5_moe"):  # all its blocks are sparse
+    found = found | (found.get("text_config") or {})
+    if family in ("qwen3_5_moe_text", "qwen3_5_moe"):  # all its blocks are sparse
         found.setdefault("intermediate_size", found.get("moe_intermediate_size"))
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:
         raise ConfigError(
-            f"{path}: no value for {', '.join(missing)}; a {found['model_type']} config.json must give every one"
+            f"{path}: no value for {', '.join(missing)}; a {family} config.json must give every one"
         )
     heads = math.gcd(*found.get("num_attention_heads_per_layer") or [found["num_attention_heads"]])
     experts = (found.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
@@ -76,7 +79,8 @@ def read_shape(directory: Path) -> Shape | None:
         found.get("num_key_value_heads") or heads,
         found["intermediate_size"],
         next((number for number in experts if number), 0),
-        found["model_type"],
+        family,
+        math.gcd(*(found.get(f"linear_num_{part}_heads") or 0 for part in ("key", "value"))),
     )
 
 
@@ -119,6 +123,9 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
             f'[model] cp_style = "ulysses" gives each of cp = {section.cp} ranks some heads, but the indexer of '
             f'{shape.family} chooses the same keys for all heads; set cp_style = "ring", which takes any cp'
         )
+    number: int = shape.num_state_heads
+    if section.cp > 1 and number:
+        _divides("cp", section.cp, number, f"the {number} heads of the gated delta rule ({shape.family})")
     left = world_size // (section.cp * section.tp)
     _divides("dp_replicate", section.dp_replicate, left, f"the {left} ranks that cp and tp leave")
     island = left // section.dp_replicate * section.cp

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.config.model_file import read_model_file
+from stretto.config.model_file import family_of, read_model_file
 from stretto.config.rules.mesh_degrees import RECURRENT_FAMILIES, SPARSE_FAMILIES
 
 CPU_BLOCK_SIZE = 32
@@ -38,8 +38,8 @@ class ServedModel:
         return cls(directory, found | (found.get("text_config") or {}))
 
     @property
-    def family(self) -> str | None:
-        return self.config.get("model_type")
+    def family(self) -> str:
+        return family_of(self.config)
 
     @property
     def is_latent(self) -> bool:

@@ -7,7 +7,7 @@ training, from the states of the pass before: prompts may be read in pieces, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.models.parts.documents import CarriedState, Chunks, ChunkTable, Documents, chunk_size
+from stretto.models.parts.documents import AllHeads, CarriedState, Chunks, ChunkTable, Documents, chunk_size
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -45,9 +45,14 @@ class CausalConvolution(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels)) if has_bias else None
 
     def forward(
-        self, x: Float[Tensor, "tokens channels"], documents: Documents | CarriedDocuments
+        self,
+        x: Float[Tensor, "tokens channels"],
+        documents: Documents | CarriedDocuments,
+        parts: Sequence[int] | None = None,
     ) -> Float[Tensor, "tokens channels"]:
-        return documents.convolve(x, self.weight, self.bias)
+        """parts: sizes of what the channels are in turn, if ranks may have the channels of some heads only."""
+        weight = self.weight if parts is None else documents.own(self.weight, parts)
+        return documents.convolve(x, weight, self.bias)
 
     def new_states(
         self, places: int, state: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -122,7 +127,7 @@ class CarriedRows:
 
 
 @dataclass(frozen=True)
-class CarriedDocuments:
+class CarriedDocuments(AllHeads):
     """The rows of a pass for the mixer of one layer, with that layer's states; `at` gives those of another."""
 
     rows: CarriedRows

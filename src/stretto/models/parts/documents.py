@@ -120,8 +120,27 @@ def chunk_size(longest: int) -> int:
     return min(MAX_CHUNK, -(-longest // 16) * 16)
 
 
+class AllHeads:
+    """A pass whose rank has all tokens and all heads; under context parallelism ranks swap the one for the other."""
+
+    degree = 1
+    """Ranks that share the heads."""
+
+    def spread(self, x: Float[Tensor, "own channels"], parts: Sequence[int]) -> Float[Tensor, "tokens share"]:
+        """All tokens, of the channels of this rank's heads; parts: sizes of what the channels are in turn."""
+        return x
+
+    def collect(self, x: Float[Tensor, "tokens share dim"]) -> Float[Tensor, "own heads dim"]:
+        """The reverse for what the heads have computed: this rank's tokens, of all heads."""
+        return x
+
+    def own(self, weight: Float[Tensor, "channels ..."], parts: Sequence[int]) -> Float[Tensor, "share ..."]:
+        """What belongs to the channels of this rank's heads."""
+        return weight
+
+
 @dataclass(frozen=True)
-class Documents:
+class Documents(AllHeads):
     """The documents of a row: document d is tokens bounds[d]:bounds[d + 1]."""
 
     bounds: Sequence[int]
@@ -172,9 +191,18 @@ class Documents:
         return torch.from_numpy(rows).to(self.device), torch.from_numpy(places - gap).to(self.device)
 
 
+def decays_since_start(log_decay: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
+    """Sums of the logarithms up to each token.
+
+    In float64: of a token there is left the difference of two sums, which can be thousands of times smaller than
+    they are, and so are the gradients that come back.
+    """
+    return log_decay.double().cumsum(-1)
+
+
 def pairwise_decay(since_start: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size size"]:
     """exp(since_start[i] - since_start[j]) for j <= i, what is left at i of token j; 0 above the diagonal."""
     size = since_start.shape[-1]
     is_later = torch.ones(size, size, dtype=torch.bool, device=since_start.device).triu(1)
-    difference = since_start.unsqueeze(-1) - since_start.unsqueeze(-2)
+    difference = (since_start.unsqueeze(-1) - since_start.unsqueeze(-2)).float()
     return difference.masked_fill(is_later, float("-inf")).exp()

@@ -5,7 +5,8 @@ Per head, with a state S [key_dim, value_dim], a decay exp(g) and a rate beta pe
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  out = S^T q
 
 Computed by chunks of tokens: within a chunk the corrections are a triangular system, from chunk to chunk only the
-state passes (documents.py). The step-by-step form is in the tests. All of it is float32, whatever the model's dtype.
+state passes (documents.py). The step-by-step form is in the tests. All of it is float32, whatever the model's dtype,
+but sums of the logarithms of decays.
 
 Source: Gated DeltaNet, arXiv:2412.06464, equation 10 and the chunked form of section 3.3. Differs: keys and queries
 have length 1 and queries are scaled by key_dim ** -0.5, as in Qwen3-Next and Qwen3.5.
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from stretto.models.norm import rms_norm
 from stretto.models.parts.carried import CarriedDocuments, CausalConvolution, LayerStates
-from stretto.models.parts.documents import Chunks, Documents, pairwise_decay
+from stretto.models.parts.documents import Chunks, Documents, decays_since_start, pairwise_decay
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -43,8 +44,8 @@ def gated_delta_rule(
     # [chunks, heads, size, ...]; padding has k = 0 and log_decay = 0, so that it leaves the state as it is.
     q, k, v = (chunks.split(x).transpose(1, 2) for x in (q, k, v))
     log_decay, beta = (chunks.split(x).transpose(1, 2) for x in (log_decay, beta))
-    since_start = log_decay.cumsum(-1)
-    faded = since_start.exp().unsqueeze(-1)
+    since_start = decays_since_start(log_decay)
+    faded = since_start.float().exp().unsqueeze(-1)
     between = pairwise_decay(since_start)
     beta = beta.unsqueeze(-1)
     system = (beta * k) @ k.mT * between
@@ -55,7 +56,7 @@ def gated_delta_rule(
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     own, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
     seen = q @ k.mT * between
-    q, until_end = q * faded, (since_start[..., -1:] - since_start).exp().unsqueeze(-1)
+    q, until_end = q * faded, (since_start[..., -1:] - since_start).float().exp().unsqueeze(-1)
     kept, k = faded[..., -1:, :], (k * until_end).mT
 
     def step(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +119,7 @@ class GatedDelta(nn.Module):
     ) -> Float[Tensor, "rows dim"]:
         """The mixed tokens of each document, of all tokens or of `rows`."""
         q, k, v, log_decay, beta = self.project(x, documents)
-        mixed = gated_delta_rule(q, k, v, log_decay, beta, documents.chunks)
+        mixed = documents.collect(gated_delta_rule(q, k, v, log_decay, beta, documents.chunks))
         if rows is not None:
             mixed, x = mixed.index_select(0, rows), x.index_select(0, rows)
         gate = self.in_proj_z(x).unflatten(-1, (-1, self.shape.value_head_dim))
@@ -133,9 +134,11 @@ class GatedDelta(nn.Module):
         Float[Tensor, "tokens heads"],
         Float[Tensor, "tokens heads"],
     ]:
-        """Queries, keys, values, logarithms of decays, and rates, in float32."""
-        qkv = F.silu(self.conv1d(self.in_proj_qkv(x), documents)).float()
-        q, k, v = qkv.split((self.key_size, self.key_size, self.value_size), -1)
+        """Queries, keys, values, logarithms of decays, and rates, in float32, of this rank's heads."""
+        parts = (self.key_size, self.key_size, self.value_size)
+        qkv = documents.spread(self.in_proj_qkv(x), parts)
+        qkv = F.silu(self.conv1d(qkv, documents, parts)).float()
+        q, k, v = qkv.split([size // documents.degree for size in parts], -1)
         q, k = (_unit(part.unflatten(-1, (-1, self.shape.key_head_dim))) for part in (q, k))
         repeats = self.shape.num_value_heads // self.shape.num_key_heads
         if repeats > 1:
@@ -143,7 +146,9 @@ class GatedDelta(nn.Module):
         v = v.unflatten(-1, (-1, self.shape.value_head_dim))
         beta = self.in_proj_b(x).sigmoid().float()
         rate = F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
-        return q * self.shape.key_head_dim**-0.5, k, v, -self.A_log.float().exp() * rate, beta
+        rates = torch.cat((-self.A_log.float().exp() * rate, beta), -1)
+        log_decay, beta = documents.spread(rates, (rate.shape[-1],) * 2).chunk(2, -1)
+        return q * self.shape.key_head_dim**-0.5, k, v, log_decay, beta
 
 
 def _unit(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:

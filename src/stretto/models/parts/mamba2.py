@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from stretto.models.norm import rms_norm
 from stretto.models.parts.carried import CarriedDocuments, CausalConvolution, LayerStates
-from stretto.models.parts.documents import Chunks, Documents, pairwise_decay
+from stretto.models.parts.documents import Chunks, Documents, decays_since_start, pairwise_decay
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -39,12 +39,13 @@ def mamba2_scan(
     groups = b.shape[1]
     # [chunks, groups, heads of the group, size, ...]; padding has x = 0 and log_decay = 0.
     x = chunks.split(x).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-    since_start = chunks.split(log_decay).unflatten(2, (groups, -1)).permute(0, 2, 3, 1).cumsum(-1)
+    log_decay = chunks.split(log_decay).unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
+    since_start = decays_since_start(log_decay)
     b, c = (chunks.split(part).transpose(1, 2).unsqueeze(2) for part in (b, c))
     own = (c @ b.mT * pairwise_decay(since_start)) @ x
-    until_end = (since_start[..., -1:] - since_start).exp().unsqueeze(-1)
+    until_end = (since_start[..., -1:] - since_start).float().exp().unsqueeze(-1)
     added = b.mT @ (until_end * x)
-    faded = since_start.exp().unsqueeze(-1)
+    faded = since_start.float().exp().unsqueeze(-1)
     kept = faded[..., -1:, :]
 
     def step(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,5 +128,5 @@ class Mamba2(nn.Module):
         mixed = F.silu(self.conv1d(mixed, documents)).float()
         values, b, c = mixed.split((self.size, self.state_size, self.state_size), -1)
         b, c = (part.unflatten(-1, (-1, shape.state_dim)) for part in (b, c))
-        dt = F.softplus((dt + self.dt_bias.to(dt.dtype)).float()).clamp(min=shape.min_step)
+        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(min=shape.min_step)
         return gate, values.unflatten(-1, (-1, shape.head_dim)), b, c, dt

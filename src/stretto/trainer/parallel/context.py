@@ -6,6 +6,9 @@ rank to rank; a rank has one chunk from the first half of the row and its mirror
 so that causal attention is balanced. Rows need no padding: chunks may differ by one token. Log-probabilities are
 gathered on every rank, so losses over whole samples work unchanged.
 
+Layers with the gated delta rule (models/parts/gated_delta.py) swap heads for tokens in both styles: their states pass
+from token to token, and each rank computes those of its heads.
+
 Layers whose queries attend to chosen keys (models/parts/key_choice.py) run with the ring's chunks: every rank gathers
 the small vectors that keys are expanded from, and those of the index, and chooses for its own queries.
 
@@ -15,8 +18,9 @@ documents, and chunks of keys that no query sees are skipped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +31,7 @@ from torch import Tensor, nn
 from stretto.models.attention import NO_LIMITS, Attend, Limits, PackedLayout
 from stretto.models.lm_head import head_logits, token_logprobs
 from stretto.models.moe import Routing
+from stretto.models.parts.documents import Documents
 from stretto.models.parts.key_choice import Sight, attend_chosen
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel.collectives import all_gather_at, all_to_all, gather_rows
@@ -126,6 +131,9 @@ def _hidden_states(
         options["images"] = replace(
             images, rows=shards.place[images.rows][is_here], features=features[is_here]
         )
+    if policy.config.has_recurrence:
+        row = inputs.layout.documents
+        options["documents"] = SharedDocuments(row.bounds, row.device, shards=shards, mesh=mesh)
     hidden = policy(
         inputs.token_ids[mine],
         inputs.layout.rotations[..., mine],
@@ -155,6 +163,51 @@ def _ulysses(attend: Attend, sizes: list[int], mesh: Mesh) -> Attend:
         return own.unflatten(0, (degree, num_own)).transpose(0, 1).flatten(1, 2)
 
     return attend_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedDocuments(Documents):
+    """The documents of a row for recurrent mixers: every rank has all tokens, of some heads.
+
+    A state passes through the tokens of a document in their order, so that ranks cannot each compute their own tokens
+    at the same time; heads are independent of each other.
+    """
+
+    shards: _TokenShards
+    mesh: Mesh
+
+    @property
+    def degree(self) -> int:
+        return self.mesh.degrees.cp
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [len(tokens) for tokens in self.shards.inputs]
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """The tokens of the row by the rank that has them."""
+        return torch.cat(self.shards.inputs)
+
+    def spread(self, x: Float[Tensor, "own channels"], parts: Sequence[int]) -> Float[Tensor, "tokens share"]:
+        """As `AllHeads.spread`."""
+        by_rank = torch.cat([self.own(x.T, parts, rank).T for rank in range(self.degree)])
+        gathered = all_to_all(by_rank, self._sizes, [len(x)] * self.degree, self.mesh.cp_group)
+        return gathered.index_select(0, self._order.argsort())
+
+    def collect(self, x: Float[Tensor, "tokens share dim"]) -> Float[Tensor, "own heads dim"]:
+        """As `AllHeads.collect`."""
+        num_own = self._sizes[self.mesh.cp_rank]
+        by_rank = x.index_select(0, self._order)
+        own = all_to_all(by_rank, [num_own] * self.degree, self._sizes, self.mesh.cp_group)
+        return own.unflatten(0, (self.degree, num_own)).transpose(0, 1).flatten(1, 2)
+
+    def own(
+        self, weight: Float[Tensor, "channels ..."], parts: Sequence[int], rank: int | None = None
+    ) -> Float[Tensor, "share ..."]:
+        """As `AllHeads.own`, of this rank or of another."""
+        rank = self.mesh.cp_rank if rank is None else rank
+        return torch.cat([part.chunk(self.degree)[rank] for part in weight.split(list(parts))])
 
 
 def _ring(layout: PackedLayout, shards: _TokenShards, mesh: Mesh) -> Attend:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.float64 import InFloat64, assert_gradients_as_exact_as_theirs
 from cases.vision import IMAGE, VISION_CASES, VOCAB, config_keys, image_document, patches_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -95,29 +96,40 @@ def test_images_without_their_placeholders_are_refused(ids, grids, words):
         positions_of(np.array(ids), [0, len(ids)], grids)
 
 
-def test_logits_and_every_gradient_equal_transformers(pair):
-    theirs, ours, _ = pair
-    ids, patches = image_document(GRIDS, 1), patches_of(GRIDS, 2)
-    expected = their_logits(theirs, ids, GRIDS, patches)
-    logits = our_logits(ours, ids, (0, len(ids)), GRIDS, patches)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-    blind = our_logits(ours, ids, (0, len(ids)), GRIDS, torch.zeros_like(patches))
-    assert (blind - logits).abs().max() > 0.05, "the control must fail"
-    targets = torch.from_numpy(ids[1:]).long()
-    their_loss, loss = (F.cross_entropy(x[:-1], targets) for x in (expected, logits))
-    torch.testing.assert_close(loss, their_loss, atol=1e-6, rtol=1e-6)
-    their_loss.backward()
-    loss.backward()
+def gradients_of_both(theirs, ours, ids, patches, folder) -> tuple[dict, dict, list[torch.Tensor]]:
+    """Gradients of our network and of theirs by checkpoint name; logits and losses of both, theirs first."""
+    both = [their_logits(theirs, ids, GRIDS, patches), our_logits(ours, ids, (0, len(ids)), GRIDS, patches)]
+    losses = [F.cross_entropy(logits[:-1], torch.from_numpy(ids[1:]).long()) for logits in both]
+    for loss in losses:
+        loss.backward()
     for parameter in theirs.parameters():
         parameter.data, parameter.grad = parameter.grad, None
-    theirs.save_pretrained(pair[2] / "gradients")
-    expected = load_file(pair[2] / "gradients" / "model.safetensors")
-    got = dict(ours.tensor_map.export({name: p.grad for name, p in ours.named_parameters()}))
-    assert got.keys() == expected.keys()
-    for name, gradient in got.items():
-        wanted = expected[name] if gradient.shape == expected[name].shape else expected[name].mT
-        allowed = 3e-4 if ours.config.gated_delta else 2e-5
-        assert (gradient - wanted).norm() <= allowed * wanted.norm() + 1e-7, name
+    theirs.save_pretrained(folder)
+    expected = load_file(folder / "model.safetensors")
+    got = ours.tensor_map.export({name: p.grad for name, p in ours.named_parameters()})
+    return {n: x if x.shape == expected[n].shape else x.mT for n, x in got}, expected, [*both, *losses]
+
+
+@pytest.mark.parametrize("case", VISION_CASES)
+def test_logits_and_every_gradient_equal_transformers(case, tmp_path):
+    build_theirs(case).save_pretrained(tmp_path / "theirs")
+    ids, patches = image_document(GRIDS, 1), patches_of(GRIDS, 2)
+    networks = lambda: (build_theirs(case), hub.load_model(tmp_path / "theirs", dtype=torch.float32))
+    ours, theirs = {}, {}
+    *pair, (expected, logits, their_loss, loss) = gradients_of_both(
+        *networks(), ids, patches, tmp_path / "32"
+    )
+    ours[torch.float32], theirs[torch.float32] = pair
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    blind = our_logits(networks()[1], ids, (0, len(ids)), GRIDS, torch.zeros_like(patches))
+    assert (blind - logits).abs().max() > 0.05, "the control must fail"
+    torch.testing.assert_close(loss, their_loss, atol=1e-6, rtol=1e-6)
+    wide = [network.double() for network in networks()]
+    with InFloat64():
+        *pair, _ = gradients_of_both(*wide, ids, patches.double(), tmp_path / "64")
+    ours[torch.float64], theirs[torch.float64] = pair
+    is_recurrent = "gated_delta" in hub.load_config(tmp_path / "theirs").mixers
+    assert_gradients_as_exact_as_theirs(ours, theirs, 1e-4 if is_recurrent else 1e-5)
 
 
 @torch.no_grad()
