@@ -128,11 +128,11 @@ class GatedDelta(nn.Module):
     def project(
         self, x: Float[Tensor, "tokens dim"], documents: Documents | CarriedDocuments
     ) -> tuple[
-        Float[Tensor, "tokens heads key_dim"],
-        Float[Tensor, "tokens heads key_dim"],
-        Float[Tensor, "tokens heads value_dim"],
-        Float[Tensor, "tokens heads"],
-        Float[Tensor, "tokens heads"],
+        Float[Tensor, "all_tokens heads key_dim"],
+        Float[Tensor, "all_tokens heads key_dim"],
+        Float[Tensor, "all_tokens heads value_dim"],
+        Float[Tensor, "all_tokens heads"],
+        Float[Tensor, "all_tokens heads"],
     ]:
         """Queries, keys, values, logarithms of decays, and rates, in float32, of this rank's heads."""
         parts = (self.key_size, self.key_size, self.value_size)

@@ -189,11 +189,16 @@ class SharedDocuments(Documents):
         """The tokens of the row by the rank that has them."""
         return torch.cat(self.shards.inputs)
 
+    @cached_property
+    def _places(self) -> Tensor:
+        """Where each token of the row is in that order."""
+        return self._order.argsort()
+
     def spread(self, x: Float[Tensor, "own channels"], parts: Sequence[int]) -> Float[Tensor, "tokens share"]:
         """As `AllHeads.spread`."""
         by_rank = torch.cat([self.own(x.T, parts, rank).T for rank in range(self.degree)])
         gathered = all_to_all(by_rank, self._sizes, [len(x)] * self.degree, self.mesh.cp_group)
-        return gathered.index_select(0, self._order.argsort())
+        return gathered.index_select(0, self._places)
 
     def collect(self, x: Float[Tensor, "tokens share dim"]) -> Float[Tensor, "own heads dim"]:
         """As `AllHeads.collect`."""
