@@ -49,6 +49,25 @@ def train(cfg, engine, trainer, *, meanwhile=None, hold=None):
     return run_virtual(run())
 
 
+def run_once(cfg, engine, trainer, renderer, *, stop_at=None, kill_at=None):
+    """Run one incarnation, stopped in order or killed at a time in s."""
+
+    async def run():
+        async with AsyncExitStack() as stack:
+            loop = build_loop(cfg, Wires(engine, trainer, trainer), renderer, starting_point(cfg), stack)
+            task = asyncio.create_task(loop.run())
+            if stop_at is not None:
+                asyncio.get_running_loop().call_later(stop_at, loop.stop)
+            if kill_at is None:
+                await task
+            else:
+                await asyncio.sleep(kill_at)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    run_virtual(run())
+
+
 def sampled(trainer):
     """All trained samples, step by step: sample ids, tokens and advantages."""
     return [

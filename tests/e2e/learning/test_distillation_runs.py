@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import merged, rl
+from runs import merged, rl, sorting
 
 from stretto.ledger.audit import audit
 
-LETTERS = {"num_letters": 4}
 NUM_STEPS = 40
 
 
@@ -25,19 +24,9 @@ def teacher(warmed_up: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def settings(sorter: Path) -> dict[str, Any]:
     """A synchronous run of a student that sorts one try in five."""
-    return {
-        "max_steps": NUM_STEPS,
-        "seq_len": 256,
-        "model": {"name": sorter},
-        "orchestrator": {
-            "batch_size": 128,
-            "group_size": 4,
-            "max_async_level": 0,
-            "train": {"sampling": {"max_completion_tokens": 6}},
-            "env": [{"id": "sort-letters", "args": LETTERS}],
-        },
-        "trainer": {"optim": {"lr": 1e-3}},
-    }
+    settings = sorting(sorter, NUM_STEPS)
+    settings["orchestrator"]["batch_size"] = 128
+    return settings
 
 
 def first_and_last(values: list[float]) -> tuple[float, float]:

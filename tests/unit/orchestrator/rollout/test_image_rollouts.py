@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import sqlite3
 import threading
-from contextlib import AsyncExitStack
 from typing import ClassVar
 
 import msgspec
 import numpy as np
+import orchestrator_runs
 import pytest
 from fakes import FakeTrainer, run_virtual
 from image_envs import PROCESSOR, Looks, SeeingEngine, build
@@ -25,10 +24,8 @@ from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.batch.packing import to_micro_batch
 from stretto.orchestrator.batch.samples import samples_of
-from stretto.orchestrator.main import Wires, build_loop
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
-from stretto.orchestrator.state.resume import starting_point
 from stretto.records.images import Image, image_hash, placeholder_spans
 from stretto.records.rollout import RolloutStatus
 
@@ -100,21 +97,7 @@ def run_once(cfg, renderer, *, resume=None, kill_at=None, stop_at=None):
     trainer = FakeTrainer(max_steps=STEPS, start=start, checkpoint_every=1)
     engine = SeeingEngine(renderer, delay=lambda request: 1.0)
     engine.version = start
-
-    async def run():
-        async with AsyncExitStack() as stack:
-            loop = build_loop(cfg, Wires(engine, trainer, trainer), renderer, starting_point(cfg), stack)
-            task = asyncio.create_task(loop.run())
-            if stop_at is not None:
-                asyncio.get_running_loop().call_later(stop_at, loop.stop)
-            if kill_at is None:
-                await task
-            else:
-                await asyncio.sleep(kill_at)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    run_virtual(run())
+    orchestrator_runs.run_once(cfg, engine, trainer, renderer, stop_at=stop_at, kill_at=kill_at)
     return trainer
 
 

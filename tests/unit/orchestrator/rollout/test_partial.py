@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
-from contextlib import AsyncExitStack
 
 import msgspec
 import numpy as np
+import orchestrator_runs
 import partial_envs
 import pytest
-from fakes import CharRenderer, FakeEngine, FakeTrainer, run_virtual
+from fakes import CharRenderer, FakeEngine, FakeTrainer
 from hypothesis import given
 from hypothesis import strategies as st
 from ledger_runs import turn
@@ -22,8 +22,6 @@ from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.token_file import Place, load_turns
 from stretto.orchestrator.batch.samples import trained_tokens
-from stretto.orchestrator.main import Wires, build_loop
-from stretto.orchestrator.state.resume import starting_point
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.partial import (
     PartialRollout,
@@ -63,23 +61,7 @@ def run_once(cfg, *, resume=None, stop_at=None, kill_at=None, step_s=0.0, is_slo
 
     engine = FakeEngine(teller, delay=delay)
     engine.version = start
-
-    async def run():
-        async with AsyncExitStack() as stack:
-            loop = build_loop(
-                cfg, Wires(engine, trainer, trainer), CharRenderer(), starting_point(cfg), stack
-            )
-            task = asyncio.create_task(loop.run())
-            if stop_at is not None:
-                asyncio.get_running_loop().call_later(stop_at, loop.stop)
-            if kill_at is None:
-                await task
-            else:
-                await asyncio.sleep(kill_at)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    run_virtual(run())
+    orchestrator_runs.run_once(cfg, engine, trainer, CharRenderer(), stop_at=stop_at, kill_at=kill_at)
     return trainer, engine
 
 
