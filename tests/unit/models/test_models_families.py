@@ -17,7 +17,7 @@ from cases.mixers import MIXER_CASES
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stretto.config.rules.mesh_degrees import VISION_FAMILIES, read_shape
+from stretto.config.rules.mesh_degrees import SPARSE_FAMILIES, VISION_FAMILIES, read_shape
 from stretto.config.sections.model import ScratchSection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
@@ -295,6 +295,8 @@ def test_transformers_builds_the_same_network_from_our_config(family, tmp_path):
             num_experts=4,
             sliding_window=8,
             index_topk=7,
+            # With few heads many scores are exactly 0, and transformers leaves the order of equal scores open.
+            num_heads=16 if family in SPARSE_FAMILIES else 4,
         ),
         VOCAB,
     )
