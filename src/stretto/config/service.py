@@ -71,7 +71,7 @@ class ServeTrainerSection(Section):
     num_ranks: int = Field(1, gt=0)
     """Processes; each computes a part of every batch."""
     loss: Loss = DefaultLoss()
-    """Of runs that send none."""
+    """The loss of runs that send none."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads of one rank; None: given out by the launcher."""
     matmul_precision: MatmulPrecision = "highest"

@@ -102,7 +102,7 @@ class Sampler(msgspec.Struct, kw_only=True):
     session: str | None = None
     model_path: str | None = None
     directory: str | None = None
-    """Of the adapter; None: the base model."""
+    """Where the adapter is; None: the base model."""
     run: str | None = None
     num_clients: int = 0
 

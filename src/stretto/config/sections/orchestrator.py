@@ -230,7 +230,7 @@ class OrchestratorKeys(Section):
     eval: EvalSection | None = None
     algo: Algo = GrpoAlgo()
     curriculum: CurriculumSection = CurriculumSection()
-    """Of environments that have none of their own."""
+    """The curriculum of environments that have none of their own."""
     debug: Literal["rollouts", "training"] | None = None
     """One half of the run alone. rollouts: there is no trainer, batches are made, counted and dropped, and the engines
     keep the weights they start with. training: there are no engines, and hooks.rollout_function gives saved ones."""
