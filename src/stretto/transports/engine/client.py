@@ -386,7 +386,9 @@ class EngineClient:
 
         Raises: EngineError if one cannot load it.
         """
-        body = msgspec.json.encode(api.LoadAdapterBody(lora_name=name, lora_path=directory, load_inplace=True))
+        body = msgspec.json.encode(
+            api.LoadAdapterBody(lora_name=name, lora_path=directory, load_inplace=True)
+        )
         await self._all("POST", api.LOAD_ADAPTER, body)
 
     async def unload_adapter(self, name: str) -> None:
