@@ -46,6 +46,7 @@ NUM_ARGUMENTS = {
     "convert_samples_to_train_data": 2,
     "all_samples_process": 3,
     "rollout_log": 5,
+    "eval_log": 4,
     "rollout_function": 3,
     "eval_function": 3,
 }

@@ -223,6 +223,7 @@ class Loop:
         report("phase", text=f"evaluating version {version}")
         try:
             scores = await self.parts.evaluator.evaluate(version, end=self.cfg.max_steps)
+            own, is_instead = await self._user_eval_metrics(version)
         except (EnvError, ConfigError, DataError) as error:  # an eval is lost, not the run
             logger.error("no eval of version %d: %s", version, error)
             self.parts.ledger.event("eval_lost", {"version": version, "error": str(error)})
@@ -231,13 +232,23 @@ class Loop:
         self.progress.sampled[version] = mean_over_envs(scores, "sampled")
         if (greedy := mean_over_envs(scores, "greedy")) is not None:
             self.progress.greedy[version] = greedy
-        row = self.parts.evaluator.user_metrics | telemetry.eval_row(scores)
+        row = own if is_instead else self.parts.evaluator.user_metrics | telemetry.eval_row(scores) | own
         self.parts.ledger.event("eval", {"version": version, **row})
         self.parts.monitors.log(version, row)
         self.parts.monitors.log_table(version, "eval/samples", self.parts.evaluator.examples)
         telemetry.report_eval(version, scores)
         logger.info("eval of version %d:\n%s", version, format_table(scores))
         self.parts.watch.progress(f"version {version} evaluated")
+
+    async def _user_eval_metrics(self, version: int) -> tuple[dict[str, float], bool]:
+        """What the user's log function says of the eval that was just made.
+
+        Raises: EnvError if it raises.
+        """
+        evaluator, hooks = self.parts.evaluator, self.parts.hooks
+        assert evaluator is not None
+        played, evaluator.played = evaluator.played, {}
+        return ({}, False) if hooks is None else await hooks.log_eval(version, played)
 
     async def handle_trainer_events(self) -> None:
         """Handle the messages of all ranks until each has sent Bye."""

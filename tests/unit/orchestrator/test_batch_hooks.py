@@ -244,6 +244,23 @@ def test_functions_see_all_groups_log_a_batch_and_samples_are_saved(tmp_path, ho
     assert all(len(each["samples"]) == 8 for each in saved) and len(trainer.batches) == 3
 
 
+def test_a_function_logs_evals_beside_their_own_metrics_or_instead(tmp_path, hooks):
+    named = hooks("""
+        def eval_log(rollout_id, args, data, extra_metrics):
+            (name, greedy) = data
+            assert greedy == name + "/greedy" and args.rollout_batch_size == 2
+            own = data[name]
+            assert len(own["rewards"]) == len(own["truncated"]) == len(own["samples"]) > 0
+            assert own["samples"][0].response and own["samples"][0].reward == own["rewards"][0]
+            extra_metrics["best"] = max(own["rewards"])
+            return rollout_id == 0
+    """)
+    cfg, _ = run(tmp_path, named, eval={"num_examples": 4, "group_size": 2})
+    rows = [row for row in read_metrics(cfg.run_dir.metrics("orchestrator")) if "eval/best" in row]
+    assert len(rows) == 2 and all(0 <= row["eval/best"] <= 1 for row in rows)
+    assert [any(name.endswith("sampled/mean") for name in row) for row in rows] == [False, True]
+
+
 OWN = """
     from stretto.vime import RolloutFnTrainOutput, Sample
 

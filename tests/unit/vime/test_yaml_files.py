@@ -8,6 +8,7 @@ import pytest
 from cases.vime import put_files, words_of
 
 from stretto.base.errors import ConfigError
+from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.plan import plan
 from stretto.vime.flags.command import read_command
 
@@ -100,6 +101,24 @@ def test_values_of_a_file_are_flags_or_reach_functions(read):
     assert (cfg.trainer.optim.lr, cfg.trainer.optim.weight_decay, cfg.trainer.critic.lr) == (1e-6, 0.2, 1e-5)
 
 
+def test_engines_that_read_prompts_have_options_of_their_own(read):
+    cfg = read("--vllm-config", """
+        vllm:
+          - name: actor
+            server_groups:
+              - {worker_type: prefill, num_gpus: 2, overrides: {enable_dbo: true, gpu_memory_utilization: 0.5}}
+              - {worker_type: decode, num_gpus: 2, overrides: {max-num-seqs: 96, gpu_memory_utilization: 0.5}}
+    """)  # fmt: skip
+    shape = cfg.inference.deployment
+    assert (
+        shape.prefill_vllm_overrides == {"enable_dbo": True} and cfg.inference.gpu_memory_utilization == 0.5
+    )
+    assert shape.decode_vllm_overrides == {"max_num_seqs": 96}
+    engines = plan_engines(cfg.inference, ["here"]).engines
+    found = {spec.role: (spec.section.enable_dbo, spec.section.max_num_seqs) for spec in engines}
+    assert found["prefill"][0] is True and found["decode"] == (False, 96)
+
+
 GROUP = "server_groups: [{num_gpus: 4}]"
 MISTAKES = {
     "no such file": ("--vllm-config nowhere.yaml", None, "No such file or directory; give the path of a YAML file"),
@@ -126,6 +145,9 @@ MISTAKES = {
     "groups that differ": ("--vllm-config",
         "vllm: [{name: a, server_groups: [{num_gpus: 2}, {num_gpus: 2, num_gpus_per_engine: 2}]}]",
         "its groups differ in num_gpus_per_engine, 1 and 2"),
+    "groups of a kind that differ": ("--vllm-config",
+        "vllm: [{name: a, server_groups: [{num_gpus: 2, overrides: {max_num_seqs: 8}}, {num_gpus: 2}]}]",
+        "regular engines of a model are alike, give these groups the same"),
     "what a group sets": ("--vllm-config",
         "vllm: [{name: a, server_groups: [{num_gpus: 4, overrides: {tensor-parallel-size: 2}}]}]",
         "overrides.tensor_parallel_size is not yours to set: it is num_gpus_per_engine"),

@@ -33,6 +33,9 @@ class HooksSection(Section):
     rollout_log: str | None = None
     """`log(rollout_id, args, samples, extra_metrics, rollout_time)`: what it writes into extra_metrics is logged with
     the batch; True: instead of the batch's own metrics."""
+    eval_log: str | None = None
+    """`log(rollout_id, args, data, extra_metrics)`: after each eval, with its rewards and samples by environment; what
+    it writes into extra_metrics is logged with the eval; True: instead of the eval's own metrics."""
     rollout_function: str | None = None
     """`generate_rollout(args, rollout_id, data_source, evaluation=False)`: makes whole batches, instead of the
     environments' own rollouts."""

@@ -14,6 +14,7 @@ HOOKS = Table("orchestrator.hooks", "HooksSection", tuple(moved(theirs, NO_DEFAU
     "eval_function_path": "eval_function",
     "rollout_all_samples_process_path": "all_samples_process",
     "custom_rollout_log_function_path": "rollout_log",
+    "custom_eval_rollout_log_function_path": "eval_log",
 }.items()), is_listed=False)  # fmt: skip
 TRAINER_HOOKS = Table("trainer.hooks", "TrainerHooksSection", tuple(moved(old, NO_DEFAULT, ours) for old, ours in {
     "custom_megatron_init_path": "init",

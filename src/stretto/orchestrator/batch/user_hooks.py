@@ -19,7 +19,7 @@ from stretto.chat.render import Renderer
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.envs.result import checked_number, checked_reward, checked_rewards, describe_value
 from stretto.orchestrator.build import other_models, table_of, urls_of
-from stretto.records.rollout import Group, Rollout
+from stretto.records.rollout import Group, Rollout, RolloutStatus
 from stretto.records.sample import TrainSample
 from stretto.vime import Arguments, DynamicFilterOutput, Sample
 from stretto.vime.arguments import addresses_of
@@ -59,6 +59,7 @@ class BatchHooks:
         self._converter = load("convert_samples_to_train_data", 2)
         self._all_samples = load("all_samples_process", 3)
         self._logger = load("rollout_log", 5)
+        self._eval_logger = load("eval_log", 4)
         self._finished: list[list[Sample]] = []  # groups since the last batch, for all_samples_process
         self._logged_at = time.monotonic()
 
@@ -104,12 +105,35 @@ class BatchHooks:
         extra: dict[str, Any] = {}
         samples = self._samples_to_save(groups)
         is_instead = await self._logger.call(step - 1, self.args, samples, extra, rollout_time)
-        where = self._logger.where
-        metrics = {
-            f"rollout/{name}": checked_number(value, where, f"the metric {name}")
-            for name, value in extra.items()
+        return _checked(extra, "rollout", self._logger), is_instead is True
+
+    async def log_eval(
+        self, version: int, played: Mapping[str, Sequence[Group] | Mapping[str, Any]]
+    ) -> tuple[dict[str, float], bool]:
+        """Metrics of the user's log function for an eval; do they replace the eval's own?
+
+        played: by data set, the groups, or what the user's eval function returned.
+
+        Raises: EnvError.
+        """
+        if self._eval_logger is None:
+            return {}, False
+        data = {
+            name: dict(each) if isinstance(each, Mapping) else self._eval_columns(each)
+            for name, each in played.items()
         }
-        return metrics, is_instead is True
+        extra: dict[str, Any] = {}
+        is_instead = await self._eval_logger.call(version, self.args, data, extra)
+        return _checked(extra, "eval", self._eval_logger), is_instead is True
+
+    def _eval_columns(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """What a data set's groups are for a log function."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.is_counted]
+        return {
+            "rewards": [rollout.reward for rollout in rollouts],
+            "truncated": [rollout.status is RolloutStatus.TRUNCATED for rollout in rollouts],
+            "samples": [self._sample(rollout, len(rollout.branches) - 1) for rollout in rollouts],
+        }
 
     async def select_groups(self, step: int, groups: Sequence[Group], wanted: int) -> list[int]:
         """Have the user's hook select the groups of a batch; their draw numbers.
@@ -274,6 +298,17 @@ def arguments_of(cfg: OrchestratorSection) -> Arguments:
         }
     addresses = addresses_of(urls_of(cfg.client), other_models(cfg), cfg.client.name)
     return Arguments(**table_of(cfg) | known | addresses | cfg.hooks.args)
+
+
+def _checked(extra: Mapping[str, Any], prefix: str, hook: Hook) -> dict[str, float]:
+    """Metrics that a log function has written.
+
+    Raises: EnvError for one that is no number.
+    """
+    return {
+        f"{prefix}/{name}": checked_number(value, hook.where, f"the metric {name}")
+        for name, value in extra.items()
+    }
 
 
 def _apply_row(train: TrainSample, sample: Sample, row: dict[str, Any], seq_len: int) -> TrainSample:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from stretto.base.errors import ConfigError, EnvError, StrettoError, boundary
 from stretto.base.paths import RunDir
@@ -68,13 +69,16 @@ class Evaluator:
         self._run_dir = run_dir  # for results and samples; None if neither is written
         self.examples: list[Row] = []
         """A few conversations of the latest eval of environments, for trackers."""
+        self.played: dict[str, list[Group] | dict[str, Any]] = {}
+        """By environment (`NAME/greedy` for greedy ones) the groups of the latest eval; or what the user's eval
+        function returned."""
 
     async def evaluate(self, version: int, *, end: int | None = 0) -> list[EvalScore]:
         """Scores of every environment that is due, sampled and (if configured) greedy.
 
         Raises: StrettoError if no rollout of an environment succeeded; its class says who must act.
         """
-        self.examples = []
+        self.examples, self.played = [], {}
         scores = (
             []
             if self._user_function is None
@@ -107,7 +111,7 @@ class Evaluator:
         loop, render = asyncio.get_running_loop(), self._player.renderer.render_text
         source = DataSource(draw, self.section.group_size, loop, len(tasks), render=render)
         try:
-            data = await function.evaluate(version, source)
+            self.played = data = await function.evaluate(version, source)
             time_s = time.perf_counter() - started
             with boundary(EnvError, f"{function.hook.where}: its samples"):
                 task_ids = {number: slot.task.task_id for number, slot in source.slots.items()}
@@ -147,6 +151,7 @@ class Evaluator:
         started = time.perf_counter()
         groups = await asyncio.gather(*map(play, range(len(tasks))))
         time_s = time.perf_counter() - started
+        self.played[env.name if mode == "sampled" else f"{env.name}/{mode}"] = groups
         if self._run_dir is not None and self.section.save_samples:
             path = self._samples_path(version, env.name, mode)
             await write_samples(path, groups, self._player.renderer, mode, version)

@@ -8,8 +8,9 @@
         update_weights: false
         server_groups: [{worker_type: regular, num_gpus: 4, overrides: {max_model_len: 4096}}]
 
-One model is updated: the one without a path of its own, or with `update_weights: true`. Its groups become [inference],
-those of the others [models.NAME]. Groups take GPUs in the order of the file; a placeholder takes some that nobody uses.
+Groups of one kind are alike; prefill and decode groups may differ in their overrides. One model is updated: the one
+without a path of its own, or with `update_weights: true`. Its groups become [inference], those of the others
+[models.NAME]. Groups take GPUs in the order of the file; a placeholder takes some that nobody uses.
 """
 
 from __future__ import annotations
@@ -87,10 +88,22 @@ class ServedModel:
         return sum(group.num_engines for group in self.engines if group.worker_type == worker_type)
 
     def settings(self, at: str) -> Iterator[tuple[str, Any]]:
-        """Keys below `at` that its groups' overrides set."""
-        for key, value in self.engines[0].overrides.items():
+        """Keys below `at` that its groups' overrides set: for all engines, or for those that read prompts or write
+        replies alone."""
+        by_kind = {group.worker_type: group.overrides for group in self.engines}
+        alike = dict(set.intersection(*({*map(_hashed, own.items())} for own in by_kind.values())))
+        first, *_ = by_kind.values()
+        for key in (key for key in first if key in alike):
             own = OWN_KEYS.get(key)
-            yield (f"{at}.{own}" if own else f"{at}.vllm_extra.{key}"), value
+            yield (f"{at}.{own}" if own else f"{at}.vllm_extra.{key}"), first[key]
+        for kind, overrides in by_kind.items():
+            for key, value in overrides.items():
+                if key not in alike:
+                    yield f"{at}.deployment.{kind}_vllm_overrides.{key}", value
+
+
+def _hashed(item: tuple[str, Any]) -> tuple[str, str]:
+    return item[0], repr(item[1])
 
 
 def read_models(path: str, where: str, *, checkpoint: str, per_engine: int) -> list[ServedModel]:
@@ -188,7 +201,7 @@ def _group(table: dict[str, Any], at: str, per_engine: int, first_gpu: int) -> S
 
 
 def _check_kinds(groups: Sequence[ServerGroup], at: str) -> None:
-    """Regular engines, or both kinds of the others; alike in GPUs and options."""
+    """Regular engines, or both kinds of the others; alike in GPUs, and those of a kind in options."""
     engines = [group for group in groups if group.worker_type != "placeholder"]
     kinds = {group.worker_type for group in engines}
     if "regular" in kinds and len(kinds) > 1:
@@ -196,10 +209,17 @@ def _check_kinds(groups: Sequence[ServerGroup], at: str) -> None:
     if len(kinds) == 1 and "regular" not in kinds:
         missing = "decode" if "prefill" in kinds else "prefill"
         raise ConfigError(f"{at}: {kinds.pop()} engines need {missing} engines; add a group of them")
-    for name in ("num_gpus_per_engine", "overrides"):
-        values = [getattr(group, name) for group in engines]
-        if any(value != values[0] for value in values):
-            raise ConfigError(
-                f"{at}: its groups differ in {name}, {values[0]} and {next(v for v in values if v != values[0])}; the "
-                "engines of a model are alike, give all groups the same"
-            )
+    sizes = [group.num_gpus_per_engine for group in engines]
+    _check_alike(
+        "num_gpus_per_engine", sizes, "the engines of a model are alike, give all groups the same", at
+    )
+    for kind in kinds:
+        overrides = [group.overrides for group in engines if group.worker_type == kind]
+        _check_alike(
+            "overrides", overrides, f"{kind} engines of a model are alike, give these groups the same", at
+        )
+
+
+def _check_alike(name: str, values: Sequence[Any], rule: str, at: str) -> None:
+    if other := [value for value in values if value != values[0]]:
+        raise ConfigError(f"{at}: its groups differ in {name}, {values[0]} and {other[0]}; {rule}")

@@ -23,12 +23,11 @@ NO_STOPS = (
 )
 NO_STORE = "batches travel by rollout_transport, zmq or filesystem; leave it out"
 NO_BUFFER = "the plugin of an external buffer has no place here; write an environment (docs/environments.md)"
-METRICS = "numbers go to every monitor: return them as `metrics` of a rollout function's output"
 
 BATCH_HOOKS = (
     "--eval-function-path", "--buffer-filter-path", "--rollout-sample-filter-path", "--custom-reward-post-process-path",
     "--custom-convert-samples-to-train-data-path", "--rollout-all-samples-process-path",
-    "--custom-rollout-log-function-path",
+    "--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path",
 )  # fmt: skip
 TRAINER_HOOKS = (
     "--custom-megatron-init-path", "--custom-megatron-before-log-prob-hook-path",
@@ -167,7 +166,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Function that sees the batch in the trainer."),
         acts("--custom-rollout-log-function-path", "text", None, f"{HOOKS}.rollout_log",
              "Function that logs rollouts."),
-        refused("--custom-eval-rollout-log-function-path", "text", None, METRICS, "Function that logs evals."),
+        acts("--custom-eval-rollout-log-function-path", "text", None, f"{HOOKS}.eval_log", "Function that logs evals."),
         refused("--buffer-sort-by-staleness", "switch", False, "batches take the earliest drawn groups; leave it out",
              "Oldest samples first."),
         part("--custom-config-path", "text", None, f"{HOOKS}.args {ENV}.args.hook_args trainer.hooks.args",

@@ -53,7 +53,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--no-vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.",
              "Send each weight by itself."),
         part("--vllm-config", "text", None, "models inference", "YAML of models and server groups.",
-             note="One model is updated; the others are [models.NAME]. The engines of a model are alike."),
+             note="One model is updated; the others are [models.NAME]. Engines of a model are alike, but for the "
+             "overrides of prefill and decode."),
         refused("--vllm-enable-deterministic-inference", "switch", False,
                 "export VLLM_BATCH_INVARIANT=1 before the command; with --rollout-seed and no --partial-rollout "
                      "draws are the same",
