@@ -30,6 +30,12 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LEAK = "it cancelled a scope or task of its own and did not catch that"
 
 
+ELSEWHERE = {
+    "vime": "; import its names from stretto.vime: Sample, post, get_model_url, RolloutFnTrainOutput and others",
+}
+"""Packages that code written for them imports, and where their names are here."""
+
+
 @cache
 def load_object(path: str, where: str) -> Any:
     """The object that `module:attr` (or `module.attr`) names; `where` is the setting's name.
@@ -64,7 +70,8 @@ def load_module(name: str, what: str) -> ModuleType:
         if cause.name is not None and f"{name}.".startswith(f"{cause.name}."):
             message = f"{what}: no module {cause.name!r} on the Python path or in this directory"
             raise ConfigError(message) from cause
-        raise ConfigError(f"{what}: {error_location(cause)}: {cause}") from cause
+        advice = ELSEWHERE.get((cause.name or "").partition(".")[0], "")
+        raise ConfigError(f"{what}: {error_location(cause)}: {cause}{advice}") from cause
     except (Exception, SystemExit) as cause:  # an imported script may call sys.exit
         reason: Any = cause
         if isinstance(cause, SyntaxError):

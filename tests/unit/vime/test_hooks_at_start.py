@@ -62,3 +62,14 @@ def test_right_functions_are_imported_with_the_trainers_variables(
     _check_trainer_hooks(with_hooks(hooks=hooks, env_vars={"HOOK_NAME": "x"}))
     with pytest.raises(ConfigError, match="needs_variable"):
         _check_trainer_hooks(with_hooks(hooks=hooks))
+
+
+def test_code_that_imports_vime_is_told_where_its_names_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "from_vime.py").write_text("from vime.utils.types import Sample\n\ndef init(args): ...\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"from_vime\.py:1: No module named 'vime'; import its names from stretto"
+    ):
+        _check_trainer_hooks(with_hooks(hooks={"init": "from_vime:init"}))
