@@ -61,10 +61,19 @@ class Claim:
             self.lock_fd = -1
 
 
-def claim(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None) -> Claim:
+def claim(
+    run: RunDir,
+    *,
+    resume: bool,
+    step: int | None,
+    clean: bool,
+    origin: Path | None = None,
+    checkpoints: Path | None = None,
+) -> Claim:
     """Create, check and lock the run directory; empty it first if `clean`.
 
-    origin: with `resume`, the run or checkpoint directory from which a new run starts.
+    origin: with `resume`, the run or checkpoint directory from which a new run starts. checkpoints: the directory
+    that has the checkpoints of runs, each in a directory of its name; None: they are in the run's own.
 
     Raises: ConfigError if the directory holds another run, has nothing to resume from, or is in use.
     """
@@ -80,6 +89,8 @@ def claim(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: P
             drop_unfinished(run)
         if not resume or origin is not None:
             discard(run)
+        if checkpoints is not None:
+            _link_checkpoints(run, checkpoints)
         if JOB_VAR not in os.environ:
             record = {"by": "local", "host": socket.gethostname()}
             write_atomic(run.launch, json.dumps(record).encode() + b"\n")
@@ -134,7 +145,41 @@ def drop_unfinished(run: RunDir) -> None:
 
 def discard(run: RunDir) -> None:
     """Delete a new run that trained no step, except its logs and dumps; its name can then be used again."""
+    _delete_linked(run)
     _delete(entry for entry in run.path.iterdir() if entry.name not in _HARMLESS)
+
+
+def _link_checkpoints(run: RunDir, directory: Path) -> None:
+    """Let RUN/checkpoints be a link to the directory of the run's name in another directory.
+
+    Raises: ConfigError if there are checkpoints in either place that would be hidden or mixed.
+    """
+    target = Path(os.path.abspath(directory.expanduser())) / run.path.name
+    link = run.checkpoints
+    if link.is_symlink() and Path(os.readlink(link)) == target:
+        target.mkdir(parents=True, exist_ok=True)
+        return
+    if link.is_symlink() or link.exists():
+        raise ConfigError(
+            f"ckpt.output_dir: the checkpoints of this run are in {link.resolve()}, not in {target}; give the key as "
+            "it was, or move them there and let the former be a link to it"
+        )
+    if any(target.glob("step_*")):
+        raise ConfigError(
+            f"ckpt.output_dir: {target} has checkpoints of another run of this name; delete them, or give this run "
+            "another name with --run.name"
+        )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise ConfigError(f"ckpt.output_dir: cannot make {target}: {cause}") from cause
+    link.symlink_to(target)
+
+
+def _delete_linked(run: RunDir) -> None:
+    """Delete the checkpoints of a run whose RUN/checkpoints is a link, which is deleted as a file."""
+    if run.checkpoints.is_symlink():
+        _delete(run.checkpoints.glob("step_*"))
 
 
 def _steps(steps: list[int]) -> str:
@@ -235,7 +280,9 @@ def _artefacts(contents: list[str]) -> list[str]:
 def _has_trained_nothing(run: RunDir, artefacts: list[str]) -> bool:
     """Whether a run was here that failed before its first step, and nothing else."""
     num_steps = sum(_num_steps(run.metrics(role)) for role in ("orchestrator", "trainer", "sft"))
-    return _is_run(run) and _UNTRAINED.issuperset(artefacts) and num_steps == 0
+    is_only_linked = run.checkpoints.is_symlink() and not any(run.checkpoints.glob("step_*"))
+    allowed = _UNTRAINED | ({run.checkpoints.name} if is_only_linked else set())
+    return _is_run(run) and allowed.issuperset(artefacts) and num_steps == 0
 
 
 def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:
@@ -337,6 +384,7 @@ def _empty(run: RunDir) -> None:
     kept = [run.lock, run.secret, run.configs]
     if JOB_VAR in os.environ:
         kept += [run.launch, run.slurm, run.ray]
+    _delete_linked(run)
     rest = [entry for entry in run.path.iterdir() if entry not in kept]
     _delete([*rest, run.configs])
 

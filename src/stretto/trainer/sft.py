@@ -104,7 +104,14 @@ def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] 
     run, resume = cfg.run_dir, cfg.resume
     step, origin = (None, None) if resume is None else (resume.step, resume.dir)
     if not os.environ.get(SUPERVISED_VAR):
-        claim = rundir.claim(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
+        claim = rundir.claim(
+            run,
+            resume=resume is not None,
+            step=step,
+            clean=cfg.clean,
+            origin=origin,
+            checkpoints=None if cfg.ckpt is None else cfg.ckpt.output_dir,
+        )
         stack.callback(claim.close)
     run.configs.mkdir(parents=True, exist_ok=True)
     changed = changes(run.config("run"), cfg) if resume is not None and origin is None else []

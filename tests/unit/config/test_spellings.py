@@ -161,7 +161,7 @@ def test_nodes_of_inference_shape_it(tmp_path):
 
 
 REFUSED = {
-    'trainer.trace_path = "t"': 'rl.toml:1: trainer.trace_path = "t": run the process under a profiler',
+    'trainer.trace_path = "t"': 'rl.toml:1: trainer.trace_path = "t": give --profile STEPS on',
     'weight_broadcast.type = "nixl"': 'rl.toml:1: weight_broadcast.type = "nixl": weights do not travel by NIXL',
     'trainer.model.quantization = { type = "mxfp8" }': "only 128-block floats are here; write fp8 = true",
     "orchestrator.token_batch_size = 4096": "rl.toml:1: orchestrator.token_batch_size = 4096: a batch is a number of",
@@ -178,7 +178,7 @@ def test_a_refused_key_says_where_it_stands_and_what_to_write(line, tmp_path):
 
 
 def test_flags_are_refused_as_keys_are():
-    with pytest.raises(ConfigError, match=r"--trainer\.trace-path t: .*under a profiler"):
+    with pytest.raises(ConfigError, match=r"--trainer\.trace-path t: .*give --profile STEPS"):
         load(RLConfig, ["--trainer.trace-path", "t", "--orchestrator.env", '[{"id": "sort-letters"}]'])
     with pytest.raises(ConfigError, match=r"--bench: .*on the command line"):
         load(RLConfig, ["--bench", "--orchestrator.env", '[{"id": "sort-letters"}]'])

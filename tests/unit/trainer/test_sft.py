@@ -176,6 +176,25 @@ def test_what_a_resumed_run_is_to_skip_begins_anew(tmp_path):
     )
 
 
+def test_checkpoints_are_elsewhere_and_a_run_of_the_same_name_does_not_mix_with_them(tmp_path):
+    def elsewhere(runs="runs", **changes):
+        return config(tmp_path / runs, ckpt={"output_dir": str(tmp_path / "kept")}, **changes)
+
+    sft.main(elsewhere(max_steps=2))
+    marker = tmp_path / "kept" / "run" / "step_2" / "COMPLETE"
+    assert marker.exists() and elsewhere().run_dir.checkpoints.is_symlink()
+    sft.main(elsewhere(max_steps=3, resume={}))
+    assert elsewhere().run_dir.complete_checkpoints() == [2, 3]
+    with pytest.raises(ConfigError, match="has checkpoints of another run of this name"):
+        sft.main(elsewhere("others", max_steps=1))
+    with pytest.raises(ConfigError, match=r"are in .*kept/run, not in .*moved/run"):
+        sft.main(
+            config(tmp_path / "runs", ckpt={"output_dir": str(tmp_path / "moved")}, max_steps=4, resume={})
+        )
+    sft.main(elsewhere(max_steps=1, clean=True))
+    assert elsewhere().run_dir.complete_checkpoints() == [1] and not marker.exists()
+
+
 def test_several_data_sets_are_mixed_in_the_given_shares(tmp_path):
     files = []
     for letter, count in (("a", 4), ("b", 12)):

@@ -183,6 +183,9 @@ class CkptSection(Section):
     """Train on while a checkpoint is written; takes a copy of the state in CPU memory."""
     weights: CkptWeightsSection | None = CkptWeightsSection()
     """Present: also write Hugging Face weights."""
+    output_dir: Path | None = None
+    """Directory for the checkpoints of runs, each in a directory of its run's name, to which RUN/checkpoints is then a
+    link: a larger disk, or one that is kept longer. None: in the run's own directory."""
     skip_optimizer: bool = False
     """Neither write nor read the optimizer's state: checkpoints of AdamW have a third of the size, and a resumed run
     begins with a new optimizer."""

@@ -52,7 +52,7 @@ CKPT = Table("ckpt", "CkptSection", (
     same("interval", None, "without it checkpoints are written every ten minutes (`minutes`), theirs only at the end"),
     same("keep_last", None, "without `interval` the two newest are kept"),
     same("keep_interval", None),
-    refused("output_dir", None, "checkpoints are in the run's directory; set output_dir at the root", unless=("None",)),
+    same("output_dir", None, "each run has a directory of its name there, to which RUN/checkpoints is a link"),
     *old(
         moved("resume_step", None, "/resume.step", "-1, the latest, is `[resume]`", values={-1: "None"}),
         same("weights.save_adapter_separately", False),

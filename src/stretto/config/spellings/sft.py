@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stretto.config.spellings.row import NO_DEFAULT, Instead, Table, idle, moved, old, refused, same
 from stretto.config.spellings.run import NO_EXPERIMENTS
-from stretto.config.spellings.trainer import NOT_OPTIM
+from stretto.config.spellings.trainer import NO_PROFILER, NOT_OPTIM, PROFILE
 
 EQUAL = (("data.probabilities", "equal"),)
 SFT_DATA = {
@@ -28,10 +28,8 @@ SFT = Table("", "SFTConfig", (
     same("env_vars", {}),
     same("slurm", None),
     idle("gc.interval", 50, "objects are collected when the process has grown, not by steps"),
-    refused("trace_path", None, "run the process under a profiler (docs/troubleshooting.md); leave it out",
-            unless=("None",)),
-    refused("memory_profiler_path", None, "run the process under a profiler (docs/troubleshooting.md); leave it out",
-            unless=("None",)),
+    refused("trace_path", None, PROFILE, unless=("None",)),
+    refused("memory_profiler_path", None, NO_PROFILER, unless=("None",)),
     same("matmul_precision", "high"),
     moved("dist_timeout_seconds", 3600, "", "ranks wait for each other as long as it takes to read the data"),
     moved("heartbeat.url", None, "monitors.heartbeat.url"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from stretto.config.spellings.row import NO_DEFAULT, Instead, Nothing, Table, idle, moved, old, refused, same
 from stretto.config.spellings.run import NO_EXPERIMENTS, RUN_KEYS
 
-NO_PROFILER = "run the process under a profiler (docs/troubleshooting.md); leave it out"
+PROFILE = "give --profile STEPS on the command line, which writes traces of these steps into RUN/profiles; leave it out"
+NO_PROFILER = "torch's memory snapshots are not written; `stretto plan` shows what needs memory; leave it out"
 DEBUG = "[model.scratch] builds a small random model of any family; leave it out"
 
 NOT_OPTIM = (
@@ -124,7 +125,7 @@ TRAINER = Table("trainer", "TrainerKeys", (
     same("matmul_precision", "high"),
     same("enable_router_replay", False),
     refused("memory_profiler_path", None, NO_PROFILER, unless=("None",)),
-    refused("trace_path", None, NO_PROFILER, unless=("None",)),
+    refused("trace_path", None, PROFILE, unless=("None",)),
     idle("gc.interval", 50, "objects are collected when the process has grown, not by steps"),
     idle("gc", {}, "objects are collected when the process has grown, not by steps"),
     moved("dist_timeout_seconds", 3600, "batch_timeout_s", "ranks wait for each other as long as for a batch"),

@@ -79,7 +79,14 @@ def _fetch_model(cfg: SFTConfig) -> None:
 def _claim(cfg: SFTConfig) -> rundir.Claim:
     run, resume = cfg.run_dir, cfg.resume
     step, origin = (None, None) if resume is None else (resume.step, resume.dir)
-    claim = rundir.claim(run, resume=resume is not None, step=step, clean=cfg.clean, origin=origin)
+    claim = rundir.claim(
+        run,
+        resume=resume is not None,
+        step=step,
+        clean=cfg.clean,
+        origin=origin,
+        checkpoints=None if cfg.ckpt is None else cfg.ckpt.output_dir,
+    )
     log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
     return claim
 

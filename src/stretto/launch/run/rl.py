@@ -68,7 +68,11 @@ def main(cfg: RLConfig) -> int:
         run, **_resume_options(cfg)
     )  # before gigabytes are downloaded for a run that is then refused
     _fetch_models(cfg)
-    with closing(rundir.claim(run, **_resume_options(cfg))) as claim, closing(PortClaims()) as ports:
+    elsewhere = None if cfg.ckpt is None else cfg.ckpt.output_dir
+    with (
+        closing(rundir.claim(run, **_resume_options(cfg), checkpoints=elsewhere)) as claim,
+        closing(PortClaims()) as ports,
+    ):
         plan = _plan(cfg, run, claim.resume_step, ports, load_secret(run))
         if plan.hosts:
             _check_node([spec for spec in plan.processes if spec.node == 0], 0, plan.hosts)
