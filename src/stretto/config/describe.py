@@ -24,7 +24,7 @@ from stretto.config.root import (
     TrainerConfig,
 )
 from stretto.config.section import Key, Section, all_aliases, all_paths, keys, tag_of
-from stretto.config.synonyms import keys_meant
+from stretto.config.spellings.synonyms import keys_meant
 
 ROOTS: dict[str, type[RunRoot]] = {
     "rl": RLConfig,

@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from stretto.config.spellings import table
 from stretto.config.spellings.row import Given, Instead, Nothing, Row
-from stretto.config.synonyms import keys_meant
+from stretto.config.spellings.synonyms import keys_meant
 
 Path = tuple[str | int, ...]
 """Where a value stands in a config: keys, and indices of lists."""

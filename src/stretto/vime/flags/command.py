@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, StrettoError
-from stretto.config.load import build, dotted_to_path, dump
+from stretto.config.draft import dotted_to_path
+from stretto.config.load import build, dump
 from stretto.config.root import RLConfig
 from stretto.config.section import Path as KeyPath
 from stretto.config.section import nest

@@ -1,0 +1,206 @@
+"""Values of keys that nobody gave, as they follow from those that were given: a root's `_derived`.
+
+Each function takes the given values by dotted path, under the keys' own names, and returns further ones. A given value
+is never replaced.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from stretto.base.ports import in_url
+from stretto.config.sections.model import ModelSection
+
+Values = Mapping[str, Any]
+"""Given values by dotted path, under the keys' own names."""
+
+
+def comma_list(value: Any) -> Any:
+    """A list as it is; also one from `0,1,2` or a single id."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(,\d+)*", value := value.replace(" ", "")):
+        return [int(item) for item in value.split(",")]
+    return [value] if isinstance(value, int) else value
+
+
+def _has(values: Values, table: str) -> bool:
+    """Is the table, or a key in it, given?"""
+    return values.get(table) is not None or any(path.startswith(f"{table}.") for path in values)
+
+
+def _starts_engine(values: Values) -> bool:
+    return values.get("inference", {}) is not None
+
+
+def _derive_engine(values: Values) -> dict[str, Any]:
+    """The engine serves the model that is trained, and follows the run's dtype, seed and log unless it has its own."""
+    if not _starts_engine(values):
+        return {}
+    same = {path: path for path in values if path.startswith("log.")} | {
+        "seed": "seed",
+        "model.dtype": "dtype",
+    }
+    taken = {f"inference.{own}": values[path] for path, own in same.items() if path in values}
+    return taken | {"inference.model": values.get("model.name", ModelSection().name)}
+
+
+def _derive_model(values: Values) -> dict[str, Any]:
+    """The model that is trained is the engine's if only that is named; if both are, weights are sent in its layout."""
+    trained, served = values.get("model.name"), values.get("inference.model")
+    if served is None or served == trained:
+        return {}
+    if trained is None and not _has(values, "model.scratch"):
+        return {"model.name": served}
+    return {"weight_broadcast.engine_model": served}
+
+
+def _derive_wire(values: Values) -> dict[str, Any]:
+    """Over several machines weights are broadcast by default, for shared memory ends at one machine."""
+    is_wide = values.get("deployment.type") == "multi_node"
+    return {"weight_broadcast.type": "collective"} if is_wide else {}
+
+
+def derive_copies(values: Values) -> dict[str, Any]:
+    """Each group of nodes that shares the weights has one copy of them."""
+    nodes, group = (values.get(f"deployment.{key}") for key in ("num_train_nodes", "nodes_per_fsdp_group"))
+    is_whole = isinstance(nodes, int) and isinstance(group, int) and group > 0 and nodes % group == 0
+    return {"model.dp_replicate": nodes // group} if is_whole else {}  # type: ignore[operator]
+
+
+def _derive_infer_nodes(values: Values) -> dict[str, Any]:
+    """Nodes of inference without a shape of it: one engine on each, with as many ranks as it has GPUs for."""
+    nodes = values.get("deployment.num_infer_nodes")
+    if values.get("deployment.type") != "multi_node" or not isinstance(nodes, int):
+        return {}
+    if "inference.deployment.type" in values or not _starts_engine(values):
+        return {}
+    gpus, tp = values.get("deployment.gpus_per_node", 8), values.get("inference.parallel.tp", 1)
+    shape = {"inference.deployment.type": "multi_node", "inference.deployment.num_nodes": nodes}
+    if isinstance(gpus, int) and isinstance(tp, int) and 0 < tp <= gpus:
+        shape |= {"inference.deployment.gpus_per_node": gpus, "inference.parallel.dp": gpus // tp}
+    return shape
+
+
+def _derive_infer_gpus(values: Values) -> dict[str, Any]:
+    """GPUs of inference on one machine without a number of engines: ranks of one engine, or engines if embedded."""
+    gpus = _num_gpus(values, "inference_gpu_ids", "deployment.num_infer_gpus")
+    if (
+        values.get("deployment.type") == "multi_node"
+        or not _starts_engine(values)
+        or not isinstance(gpus, int)
+    ):
+        return {}
+    given = [path for path in values if path.startswith(("inference.deployment", "inference.parallel.dp"))]
+    taken = [values.get(f"inference.parallel.{axis}", 1) for axis in ("tp", "pp")]
+    if (
+        given
+        or values.get("inference.device") == "cpu"
+        or not all(isinstance(n, int) and n > 0 for n in taken)
+    ):
+        return {}
+    ranks, left = divmod(gpus, math.prod(taken))
+    if left or ranks < 2:
+        return {}
+    is_embedded = values.get("inference.engine") == "embedded"
+    return {"inference.deployment.num_replicas" if is_embedded else "inference.parallel.dp": ranks}
+
+
+def _derive_client_url(values: Values) -> dict[str, Any]:
+    """The engine this run starts is the one its orchestrator talks to, unless another address is given."""
+    host, port = values.get("inference.server.host"), values.get("inference.server.port")
+    if not _starts_engine(values) or (host is None and port is None):
+        return {}
+    host = "127.0.0.1" if host in (None, "0.0.0.0", "::") else host
+    return {"orchestrator.client.base_url": f"http://{in_url(str(host))}:{8000 if port is None else port}/v1"}
+
+
+def _derive_turns(values: Values) -> dict[str, Any]:
+    """Trainer and engines that take turns do so in synchronous steps, and engines can sleep."""
+    if not _has(values, "colocate"):
+        return {}
+    return {"orchestrator.max_async_level": 0} | (
+        {"inference.enable_sleep_mode": True} if _starts_engine(values) else {}
+    )
+
+
+def _derive_replay(values: Values) -> dict[str, Any]:
+    """An engine returns its choices of experts and its sampling masks if the trainer replays them."""
+    is_replayed = {
+        "inference.enable_return_routed_experts": values.get("trainer.enable_router_replay")
+        in (True, "true"),
+        "inference.enable_return_sampling_mask": _has(values, "orchestrator.train.replay"),
+    }
+    return {path: True for path, is_on in is_replayed.items() if is_on and _starts_engine(values)}
+
+
+def _derive_whiten(values: Values) -> dict[str, Any]:
+    """The orchestrator does not whiten scores if the trainer turns them into advantages."""
+    algos = [path for path in values if re.fullmatch(r"orchestrator\.(env\.\d+\.)?algo\.type", path)]
+    whitens = [path for path in algos if str(values[path]).startswith("reinforce_plus_plus")]
+    return {path.replace(".type", ".whiten"): False for path in whitens if _has(values, "trainer.advantages")}
+
+
+def _derive_teacher(values: Values) -> dict[str, Any]:
+    """A teacher with a model and no address is served by this run, under the name that requests give."""
+    name, has_engine = values.get("orchestrator.teacher.model"), _has(values, "teacher_inference")
+    served = [values.get(f"teacher_inference.{key}") for key in ("served_model_name", "model")]
+    if not _has(values, "orchestrator.teacher"):
+        return {"orchestrator.teacher.model": served[0] or served[1]} if has_engine else {}
+    is_wanted = name is not None and (has_engine or values.get("orchestrator.teacher.base_url") is None)
+    return {"teacher_inference.model": name} if is_wanted else {}
+
+
+def _derive_num_train_workers(values: Values) -> dict[str, Any]:
+    """One rank per trainer GPU, if the GPUs are given."""
+    ranks = _num_gpus(values, "trainer_gpu_ids", "deployment.num_train_gpus")
+    if ranks is None and values.get("deployment.type") == "multi_node":
+        nodes, gpus = values.get("deployment.num_train_nodes", 1), values.get("deployment.gpus_per_node", 8)
+        ranks = _num_ranks(nodes, gpus)
+    return _workers(values, "orchestrator.num_train_workers", ranks)
+
+
+def _derive_critic_workers(values: Values) -> dict[str, Any]:
+    """One rank per GPU of the critic's, if they are given; that many GPUs mean ranks of its own."""
+    ranks = _num_gpus(values, "critic_gpu_ids", "deployment.num_critic_gpus")
+    nodes, each = (values.get(f"deployment.{key}") for key in ("num_critic_nodes", "critic_gpus_per_node"))
+    if values.get("deployment.type") == "multi_node" and (nodes is not None or each is not None):
+        nodes = values.get("deployment.num_train_nodes", 1) if nodes is None else nodes
+        ranks = _num_ranks(nodes, values.get("deployment.gpus_per_node", 8) if each is None else each)
+    is_present = _has(values, "trainer.critic")
+    return _workers(values, "trainer.critic.placement.num_workers", ranks) if is_present else {}
+
+
+def _num_gpus(values: Values, ids_key: str, count_key: str) -> Any:
+    ids = comma_list(values.get(ids_key))
+    return len(ids) if isinstance(ids, list) and ids else values.get(count_key)
+
+
+def _num_ranks(nodes: Any, gpus: Any) -> int | None:
+    """Ranks of some nodes, one per GPU, or one per node without GPUs."""
+    return nodes * max(1, gpus) if isinstance(nodes, int) and isinstance(gpus, int) else None
+
+
+def _workers(values: Values, key: str, ranks: Any) -> dict[str, Any]:
+    """Ranks that get batches of their own: those of the axes cp and tp share theirs."""
+    degrees = (values.get(f"model.{axis}") for axis in ("cp", "tp"))
+    sharing = math.prod(degree if isinstance(degree, int) and degree > 0 else 1 for degree in degrees)
+    return {key: max(1, ranks // sharing)} if isinstance(ranks, int) and ranks > 0 else {}
+
+
+DERIVED = (
+    _derive_model,
+    _derive_wire,
+    _derive_engine,
+    derive_copies,
+    _derive_infer_nodes,
+    _derive_infer_gpus,
+    _derive_client_url,
+    _derive_num_train_workers,
+    _derive_critic_workers,
+    _derive_turns,
+    _derive_replay,
+    _derive_teacher,
+    _derive_whiten,
+)

@@ -1,0 +1,477 @@
+"""Values on their way to a root: which file or flag gave each, which wins, and all that is wrong with them.
+
+In: values of files and flags, in any spelling (`Draft.add_file`, `assign`, `put`). Out: `Draft.build_root`, or
+complaints, one line each with its source. Wrong values are left out and the rest is judged again, so that all mistakes
+are found.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from stretto.config.lines import read_file
+from stretto.config.root import RLConfig
+from stretto.config.rules import all as rules
+from stretto.config.rules.rule import Problem
+from stretto.config.section import (
+    Key,
+    Path,
+    Section,
+    all_paths,
+    dotted,
+    find,
+    keys,
+    leaves,
+    meant,
+    nest,
+    show,
+    suggest,
+    tag_of,
+)
+from stretto.config.spellings.inference import nodes_of_one
+from stretto.config.spellings.orchestrator import joined_filters, pools_of_buffer
+from stretto.config.words import Assignment, FileArgument
+
+RUN_TABLES = ("trainer", "orchestrator", "inference")
+"""By them the file of a whole run is told from that of one process."""
+OUTPUT_DIR = "{output_dir}/"
+MODEL_NAME = ("model", "name")
+SECOND: dict[Path, tuple[str, Path]] = {
+    MODEL_NAME: ("orchestrator", ("inference", "model")),
+    ("seq_len",): ("trainer", ("orchestrator", "row_tokens")),
+}
+"""Where a second value of a key goes, if it is that process's and the first is the other's."""
+UNKNOWN, MISSING = "extra_forbidden", ("missing", "union_tag_not_found")
+TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
+"""Errors of pydantic where a value stands in the place of a table."""
+
+
+def dotted_to_path(text: str) -> Path:
+    """The inverse of dotted; numbers are list indices."""
+    return tuple(int(part) if part.isdigit() else part for part in text.split(".")) if text else ()
+
+
+def _is_below(path: Path, table: Path) -> bool:
+    return path[: len(table)] == table
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that somebody wrote."""
+
+    path: Path
+    value: Any
+    spelled: str
+    """The path as it stands there, or the flag."""
+    source: str
+    """File and line, or the flag with its value."""
+
+
+@dataclass
+class Draft:
+    """Values on their way to a root: where each came from, and what is wrong so far."""
+
+    cls: type[Section]
+    values: dict[Path, Any] = field(default_factory=dict)
+    """By path as section.leaves gives them, under the keys' own names."""
+    sources: dict[Path, str] = field(default_factory=dict)
+    written: dict[Path, tuple[str, str]] = field(default_factory=dict)
+    """Per value the file that holds it ("" for a flag) and its path as written there."""
+    complaints: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    """By the path as written: what a key of another framework does not do here, or does otherwise."""
+    suspects: set[Path] = field(default_factory=set)
+    """Paths left out because they are wrong; problems that follow from leaving them out are not reported."""
+    is_incomplete: bool = False
+    """A file could not be read: what is missing may stand there."""
+    is_resolved: bool = False
+    """The rules have been checked, and addresses and ports are filled in."""
+    process: str | None = None
+    """Whose part of a whole run is wanted: rules that are broken in the tables of others alone are theirs to report."""
+
+    def complain(self, message: str, *paths: Path, source: str | None = None) -> None:
+        """Note a problem once, with the sources of its paths."""
+        line = self.placed(message, *paths, source=source)
+        if line not in self.complaints:
+            self.complaints.append(line)
+        self.suspects.update(paths)
+
+    def placed(self, message: str, *paths: Path, source: str | None = None) -> str:
+        """A message after the places where its paths were given."""
+        found = [self.sources.get(path) for path in paths] if source is None else [source]
+        if paths and not any(found):
+            found = [self.source_near(paths[0])]
+        places = ", ".join(dict.fromkeys(place for place in found if place))
+        return f"{places}: {message}" if places else message
+
+    def source_near(self, path: Path) -> str | None:
+        """Where a key of the table at a path was given, or else the nearest table above it."""
+        if inside := [source for other, source in self.sources.items() if _is_below(other, path)]:
+            return inside[0]
+        return next(
+            (self.sources[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.sources), None
+        )
+
+    def add_file(self, file: FileArgument) -> None:
+        """Merge one file under its section."""
+        loaded = read_file(file.path)
+        if isinstance(loaded, str):
+            self.complain(loaded, source="")
+            self.is_incomplete = True
+            return
+        data, lines = loaded
+        places = {(*file.prefix, *path): f"{file.path}:{line}" for path, line in lines.items()}
+        self.put(
+            [
+                Given(path, value, dotted(path), places.get(path, ""))
+                for path, value in leaves(data, file.prefix)
+            ],
+            file.path,
+        )
+        tables = {file.prefix: file.path} | {self.own_path(path): place for path, place in places.items()}
+        self.sources |= {path: place for path, place in tables.items() if path and path not in self.values}
+
+    def own_path(self, path: Path) -> Path:
+        """A path under its keys' own names."""
+        found = find(self.cls, path)
+        return (*found.path, *found.rest)
+
+    def put(self, given: list[Given], file: str = "") -> None:
+        """Add values to those that are there: tables merge, all else replaces, another `type` replaces its table.
+
+        file: the file that holds them; "" for flags.
+        """
+        paths = joined_filters([each.path for each in given])
+        found = [(each, meant(self.cls, path, each.value)) for each, path in zip(given, paths)]
+        values = [(each, path, value) for each, meaning in found for path, value in meaning.values.items()]
+        named = {path for _, path, _ in values} | set(self.values)
+        # Lists, then what is set besides, then `type`s: each of them clears what stands below it.
+        self._put_values([item for item in values if item[2] == []], file)
+        for each, meaning in found:
+            for path, value in meaning.further.items():
+                if path not in named:
+                    self._set(path, value, each.source)
+        rest = [item for item in values if item[2] != []]
+        self._put_values(sorted(rest, key=lambda item: item[1][-1] != "type"), file)
+        for each, meaning in found:
+            if meaning.instead:
+                self.complain(
+                    f"{each.spelled} = {show(each.value)}: {meaning.instead}", each.path, source=each.source
+                )
+            if meaning.idle:
+                self.notes[each.spelled] = (
+                    f"{each.source}: {each.spelled} decides nothing here: {meaning.idle}"
+                )
+            if meaning.beware:
+                self.notes[each.spelled] = f"{each.source}: {each.spelled}: {meaning.beware}"
+
+    def _put_values(self, values: list[tuple[Given, Path, Any]], file: str) -> None:
+        for each, path, value in values:
+            if path in SECOND and value != self.values.get(path, value):
+                path = self._place_of(path, each.spelled)
+            if not self._disagrees(each, path, value, file):
+                self._set(path, value, each.source)
+                self.written[path] = (file, each.spelled)
+
+    def _place_of(self, path: Path, spelled: str) -> Path:
+        """Where a second name of a model goes: the orchestrator's is the engines', where the trainer has its own. And
+        a second length: the trainer's is that of its rows."""
+        held_in, held = self.written.get(path, ("", ""))
+        process, other = SECOND[path]
+        processes = [name.lstrip("-").split(".")[0] for name in (held, spelled)]
+        has_engines = self.values.get(("inference",), {}) not in (None, "None")
+        is_possible = self.cls is RLConfig and (has_engines or path != MODEL_NAME)
+        if not is_possible or sorted(processes) != ["orchestrator", "trainer"]:
+            return path
+        if processes[1] == process:
+            return other
+        value, source = self.values.pop(path), self.sources[path]
+        del self.written[path]
+        self._put_values([(Given(path, value, held, source), other, value)], held_in)
+        return path
+
+    def _set(self, path: Path, value: Any, source: str) -> None:
+        """Set one value under its key's own name."""
+        table = find(self.cls, path[:-1]).key if path[-1] == "type" else None
+        if table and len(table.sections) > 1 and value != self.values.get(path, table.default_tag):
+            self._clear(path[:-1])
+        is_full = any(len(held) > len(path) and _is_below(held, path) for held in self.values)
+        if value != {} or not is_full:
+            self._clear(path)
+            for depth, part in enumerate(path):
+                if self.values.get(path[:depth], {}) not in ({}, [] if isinstance(part, int) else {}):
+                    self._clear(path[:depth])
+            self.values[path] = value
+        self.sources[path] = source
+
+    def assign(self, flag: Assignment) -> None:
+        """Set the value of one flag."""
+        own = self.own_path(flag.path)
+        for depth, index in enumerate(own):
+            if not isinstance(index, int):
+                continue
+            table = own[:depth]
+            items = {path[depth] for path in self.values if len(path) > depth and _is_below(path, table)}
+            if index > len(items):
+                known = f"has {len(items)} item{'s' * (len(items) > 1)}" if items else "is empty"
+                message = f"{dotted(table)} {known}; the next index is {len(items)}"
+                self.complain(message, flag.path, source=flag.flag)
+                return
+            if self.values.get(table) != []:
+                self._clear(table)
+                self.values[table] = []
+        name = flag.flag.partition("=")[0].split()[0].replace("_", "-")
+        self.put(
+            [
+                Given(path, value, ".".join(map(str, (name, *path[len(flag.path) :]))), flag.flag)
+                for path, value in leaves(flag.value, flag.path)
+            ]
+        )
+
+    def _disagrees(self, given: Given, path: Path, new: Any, file: str) -> bool:
+        """Note two spellings of one key with two values: in flags, in a file, or in the files of two processes.
+
+        A later file or flag may change a value, but the files of two processes have no order.
+        """
+        held_in, spelled = self.written.get(path, (file, given.spelled))
+        value = self.values.get(path, new)
+        is_other_process = self.cls is RLConfig and spelled.split(".")[0] != given.spelled.split(".")[0]
+        if spelled == given.spelled or value == new:
+            return False
+        if held_in != file and not (held_in and file and is_other_process):
+            return False
+        what = f"{spelled} = {show(value)} but {given.spelled} = {show(new)}"
+        self.complain(
+            f"{what}; give it once, as {dotted(path)}", path, source=f"{self.sources[path]}, {given.source}"
+        )
+        return True
+
+    def _clear(self, table: Path) -> None:
+        """Forget the value at a path, and all in a table."""
+        held: dict[Path, Any]
+        for held in (self.values, self.sources, self.written):
+            for path in [path for path in held if _is_below(path, table)]:
+                del held[path]
+
+    def _fill_in_output_dir(self) -> None:
+        """Put the directory of all runs where texts begin with `{output_dir}/`, so that they follow --output-dir."""
+        given = self.values.get(("output_dir",), "outputs")
+        for path, value in self.values.items() if isinstance(given, str) else ():
+            if isinstance(value, str) and value.startswith(OUTPUT_DIR):
+                self.values[path] = str(FilePath(given, value.removeprefix(OUTPUT_DIR)))
+
+    def _divide_nodes(self) -> None:
+        """Give each engine its share where a file of prime-rl 0.6 counts the nodes of all engines of a side."""
+        for path, nodes in (nodes_of_one(self.values) if self.cls is RLConfig else {}).items():
+            name = dotted(path)
+            self.notes[name] = (
+                f"{self.sources[path]}: {name} = {self.values[path]} is that of all engines together, as "
+                f"deployment.num_infer_nodes says; here it is of one: {nodes}"
+            )
+            self.values[path] = nodes
+
+    def _make_pools(self) -> None:
+        """Make pools of tasks of the thresholds of a buffer of prime-rl 0.6."""
+        spelled = {path: f".{name}" for path, (_, name) in self.written.items()}
+        self.values |= pools_of_buffer(self.values, spelled)
+
+    def build_root(self) -> Section | None:
+        """The root that the values make, or None with complaints noted.
+
+        Wrong values are left out and the rest is validated again, so that all mistakes are found at once.
+        """
+        self._fill_in_output_dir()
+        self._divide_nodes()
+        self._make_pools()
+        for path, value in list(self.values.items()):
+            found = find(self.cls, path)
+            if isinstance(value, bool) and found.is_known and not found.key.accepts_bool:
+                self.complain(f"{dotted(path)} = {show(value)}: {found.key.type_text()} is needed", path)
+                del self.values[path]
+        root = None
+        while root is None:
+            try:
+                root = self.cls.model_validate(nest(self.values))
+            except ValidationError as error:
+                if not any([self._leave_out(path) for path in self._judge(error)]):
+                    break
+        if root is not None and not self.is_incomplete and not self.is_resolved:
+            for problem in rules.check(root):
+                self._note(problem)
+        return None if self.complaints else root
+
+    def _leave_out(self, path: Path) -> bool:
+        """Take out a value, or the whole list that holds it; whether there was one."""
+        while path and isinstance(path[-1], int):
+            path = path[:-1]
+        wrong = [held for held in self.values if path and _is_below(held, path)]
+        for held in wrong:
+            del self.values[held]
+        if wrong and path[1:] and not any(_is_below(held, path[:-1]) for held in self.values):
+            self.values[path[:-1]] = {}
+        return bool(wrong)
+
+    def _note(self, problem: Problem) -> None:
+        """Complain, unless it only follows from another mistake."""
+        paths = [dotted_to_path(path) for path in problem.paths]
+        others = [path for path in paths if path and path[0] in RUN_TABLES and path[0] != self.process]
+        if self.process is not None and paths and others == paths:
+            return
+        if not any(_is_below(a, b) or _is_below(b, a) for a in paths for b in self.suspects):
+            self.complain(problem.message, *paths)
+
+    def _judge(self, error: ValidationError) -> list[Path]:
+        """Note what pydantic found; the paths to leave out before judging again."""
+        found: dict[Path, list[tuple[Any, Key | None, type[Section]]]] = {}
+        for item in sorted(error.errors(include_url=False), key=lambda item: item["type"] != UNKNOWN):
+            path, key, cls = self._locate(item["loc"])
+            path = (*path, item["loc"][-1]) if item["type"] == UNKNOWN else path
+            found.setdefault(path, []).append((item, key, cls))
+        # What follows from a wrong value elsewhere is not said beside it.
+        derived = {
+            path
+            for path, [(item, _, _), *_] in found.items()
+            if item["type"] not in MISSING
+            and not any(_is_below(held, path) or _is_below(path, held) for held in self.values)
+        }
+        if self.complaints or len(derived) < len(found):
+            found = {path: items for path, items in found.items() if path not in derived}
+        return [self._note_value(path, *items[0], num_items=len(items)) for path, items in found.items()]
+
+    def _locate(self, location: tuple[str | int, ...]) -> tuple[Path, Key | None, type[Section]]:
+        """The path of a pydantic location, which also holds union tags and type names; its key and its section."""
+        path: Path = ()
+        key: Key | None = None
+        cls = self.cls
+        level: tuple[type[Section], ...] = (cls,)
+        for part in location:
+            if len(level) > 1:
+                level = tuple(section for section in level if tag_of(section) == part)
+            elif level and part in keys(level[0]):
+                key, cls = keys(level[0])[str(part)], level[0]
+                path, level = (*path, part), key.sections
+            elif isinstance(part, int) or (key is not None and key.is_free_table and not level):
+                path, level = (*path, part), key.inner_sections if key else ()
+            else:
+                break
+        return path, key, level[0] if len(level) == 1 else cls
+
+    def _note_value(self, path: Path, item: Any, key: Key | None, cls: type[Section], num_items: int) -> Path:
+        """Note what is wrong with one value; the path to leave out."""
+        kind, value, name = item["type"], item["input"], dotted(path)
+        place, what = path, f"{name} = {show(value)}: "
+        if kind == UNKNOWN:
+            what = f"{name}: {self._guess(cls, path)}"
+        elif kind in MISSING:
+            example = _as_table(path, key) if key is not None and key.sections else f"`{path[-1]}`"
+            what = f"{name}: required and missing; give {example}"
+        elif kind == "union_tag_invalid" and key is not None:
+            tags = [tag_of(section) for section in key.sections or key.inner_sections]
+            others = find(self.cls, (*path, "type")).other_values
+            what = f"{name}.type = {show(value['type'])}: {choose_tag(value['type'], tags, others)}"
+            place = (*path, "type")
+        elif key is not None and key.sections and kind in TABLE_NEEDED:
+            what += f"a table is needed: {_as_table(path, key)}"
+        elif isinstance(value, str) and (reason := _json_problem(value)) is not None:
+            what += f'looks like JSON and is not: {reason}; on the command line quote it as in \'[{{"id": "x"}}]\''
+        elif key is not None and key.item_sections and kind == "list_type":
+            what = f"{name} is a list of tables; write [[{name}]]"
+        elif key is not None and num_items > 1:
+            what += f"{key.type_text()} is needed"
+        else:
+            what += _plain(
+                choose(value, key.choices, find(self.cls, path).other_values)
+                if key and key.choices
+                else str(item["msg"])
+            )
+        if not any(_is_below(each, path) for each in self.suspects) and not (
+            kind in MISSING and self.is_incomplete
+        ):
+            self.complain(what, place)
+            self.suspects.add(path)
+        return path[:-1] if kind == "missing" else path
+
+    def _guess(self, cls: type[Section], path: Path) -> str:
+        """What an unknown key may have meant: another variant's key, a neighbour, the same key elsewhere."""
+        here = dotted(tuple("0" if isinstance(part, int) else part for part in path))
+        for known, section, _ in all_paths(self.cls):
+            if known == here and tag_of(section):
+                return f'unknown key for type = "{tag_of(cls)}"; it belongs to type = "{tag_of(section)}"'
+        if here in RUN_TABLES:
+            return f"unknown key; a file with a [{here}] section is one for `rl`"
+        near = suggest(self.cls, path, cls)
+        self.suspects.update(near)
+        if not near:
+            return f"unknown key; here are {', '.join(keys(cls))}"
+        is_neighbour = near[0][:-1] == path[:-1]
+        names = " or ".join(f"`{each[-1] if is_neighbour else dotted(each)}`" for each in near)
+        return f"unknown key; did you mean {names}?"
+
+    def report(self, verb: str) -> str:
+        """Everything wrong, one line each."""
+        count = len(self.complaints)
+        lines = "\n".join(f"  {line}" for line in self.complaints)
+        return f"{count} problem{'s' if count > 1 else ''} in the configuration of `{verb}`\n{lines}"
+
+
+def choose(value: Any, choices: Iterable[Any], others: Iterable[str] = ()) -> str:
+    """A rule that lists what is allowed and points at the nearest. others: what else is understood."""
+    known = [*map(str, choices), *others]
+    near = difflib.get_close_matches(str(value).lower(), known, n=1) or difflib.get_close_matches(
+        str(value), known, n=1
+    )
+    hint = f"; did you mean {show(near[0])}?" if near else ""
+    return f"must be {' or '.join(map(show, choices))}{hint}"
+
+
+def choose_tag(tag: Any, tags: list[str | None], others: Iterable[str] = ()) -> str:
+    """As `choose`; names the place of a tag that belongs to another union of `rl`."""
+    near = difflib.get_close_matches(str(tag), [str(each) for each in tags], n=1, cutoff=0.8)
+    owners = (
+        path
+        for path, _, key in all_paths(RLConfig)
+        if ".0." not in path and tag in [tag_of(section) for section in key.sections if tag_of(section)]
+    )
+    owner = None if near else next(owners, None)
+    if owner is None:
+        return choose(tag, tags, others)
+    return f"must be {' or '.join(map(show, tags))}; {show(tag)} belongs to {owner}.type"
+
+
+def _json_problem(text: str) -> str | None:
+    """Why a text that begins like a list or table of JSON is none; None for other text."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        json.loads(text)
+    except ValueError as error:
+        comma = re.search(r",\s*[\]}]", text)
+        if comma is not None:
+            return f"a comma before '{comma.group()[-1]}' (character {comma.start() + 1}), remove it"
+        return str(error).replace("line 1 column", "character").partition(" (char")[0]
+    return None
+
+
+def _as_table(path: Path, key: Key) -> str:
+    """How a table is written, for a message."""
+    tag = f'type = "{tag_of(key.sections[0])}", ' if len(key.sections) > 1 else ""
+    first = next((name for name in keys(key.sections[0]) if name != "type"), "...")
+    return f"[{dotted(path)}] {tag}{first} = ..."
+
+
+def _plain(message: str) -> str:
+    """A rule in our words: pydantic's, less what a user of TOML need not know."""
+    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    message = re.sub(r"^a valid dictionary.*", "a table is needed", message)
+    message = re.sub(r"^(a valid string|Input is not a valid path.*)", "must be a text in quotes", message)
+    message = re.sub(r", unable to parse string as an? \w+$", "", message)
+    message = re.sub(r", got a number with a fractional part$", "", message)
+    return re.sub(r"^(greater|less|a valid|a multiple|finite)", r"must be \1", message)
