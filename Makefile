@@ -32,19 +32,17 @@ vllm: $(VENV)/installed-vllm
 
 dynamo: $(VENV)/opt/dynamo/installed
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Python may keep what it compiles: hundreds of processes would compile it again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TWO_FILES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
-# Two files at a time, in the order of the words: first the tests of parts and wires, then whole runs, those that take
-# longest first. ARGS: those tests alone.
+# Two files at a time, in the order of the words: whole runs first, which take longest, and at the end many small files, so
+# that both are done at the same time. ARGS: those tests alone.
 test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	status=0; \
-	$(TWO_FILES) $(MARKED) tests/contract tests/wires tests/unit tests/cluster || status=1; \
-	$(TWO_FILES) $(MARKED) tests/dist tests/e2e tests/gpu || status=1; \
-	exit $$status
+	$(TWO_FILES) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/unit
 endif
 
 test-fast: $(VENV)/installed-dev

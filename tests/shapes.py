@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
+import marshal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import cache_from_source
 from inspect import Signature, iscoroutinefunction, signature
+from pathlib import Path
 from types import CodeType
 from typing import Any, get_type_hints
 
@@ -34,6 +38,7 @@ ROOMS = (
 )
 """Those that handle arrays."""
 
+THIS_FILE = Path(__file__).read_bytes()
 IMPORT = ast.parse("from shapes import checked as checked_shapes").body
 
 
@@ -148,12 +153,24 @@ def arguments_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """The code of the source with its checks, never from a cache."""
-        tree = ast.parse(self.get_data(self.path))
-        _Checked(tree)
-        place = next(i for i, n in enumerate([*tree.body, None]) if not _is_head(n))
-        tree.body[place:place] = IMPORT
-        return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
+        """The code of the source with its checks, kept beside Python's own until the source or this file changes."""
+        source = self.get_data(self.path)
+        key = hashlib.sha256(THIS_FILE + self.path.encode() + source).digest()
+        cache = Path(cache_from_source(self.path, optimization="shapes"))
+        if cache.exists() and (kept := cache.read_bytes()).startswith(key):
+            return marshal.loads(kept[len(key) :])
+        code = _code_with_checks(source, self.path)
+        if not sys.dont_write_bytecode:
+            self.set_data(str(cache), key + marshal.dumps(code))
+        return code
+
+
+def _code_with_checks(source: bytes, path: str) -> CodeType:
+    tree = ast.parse(source)
+    _Checked(tree)
+    place = next(i for i, n in enumerate([*tree.body, None]) if not _is_head(n))
+    tree.body[place:place] = IMPORT
+    return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
 
 def _is_head(node: ast.AST | None) -> bool:
