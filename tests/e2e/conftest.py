@@ -15,20 +15,31 @@ from runs import fine_tuned
 
 
 @pytest.fixture(scope="session")
-def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`fine_tuned` once per session for the same settings, whichever worker of xdist is first; only read the model."""
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Path]], Path]:
+    """`once(name, build)`: what `build` returns, built by whichever worker of xdist needs it first; only read it."""
     root = tmp_path_factory.getbasetemp()
-    root = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "warmed-up"
+    root = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "once"
+
+    def get(name: str, build: Callable[[], Path]) -> Path:
+        root.mkdir(exist_ok=True)
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (root / name).exists():
+                (root / name).symlink_to(build())
+        return root / name
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def warmed_up(
+    once: Callable[[str, Callable[[], Path]], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """`fine_tuned`, once per session for the same settings."""
 
     def model(**settings: Any) -> Path:
         name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-        directory, weights = root / name, root / name / "model"
-        directory.mkdir(parents=True, exist_ok=True)
-        with (directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not weights.exists():
-                weights.symlink_to(fine_tuned(directory, **settings))
-        return weights
+        return once(name, lambda: fine_tuned(tmp_path_factory.mktemp("warmed-up"), **settings))
 
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,13 @@ LIKE_RUN = ("demo", "other", "RUN", "Vowels-sort-letters-sft", "slow", "rloo")
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(once: Callable[[str, Callable[[], Path]], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the demo has run; model and run are there under the names that pages use."""
-    folder = build_workplace(tmp_path_factory.mktemp("documents"), models=())
+    return once("demo", lambda: with_demo(tmp_path_factory.mktemp("documents")))
+
+
+def with_demo(directory: Path) -> Path:
+    folder = build_workplace(directory, models=())
     for verb, words in (("sft", []), ("rl", SMALLER)):
         code, output = wait(start(verb, ["@", f"examples/sort_letters/{verb}.toml", *words], folder))
         assert code == 0, output

@@ -16,7 +16,7 @@ NOTEBOOK = ROOT / "docs" / "analyse.ipynb"
 EXECUTE = """
 import sys, nbclient, nbformat
 book = nbformat.read(sys.argv[1], as_version=4)
-nbclient.NotebookClient(book, timeout=300, kernel_name="python3").execute()
+nbclient.NotebookClient(book, timeout=600, kernel_name="python3").execute()
 nbformat.write(book, sys.argv[2])
 """
 
@@ -39,7 +39,7 @@ def test_it_runs(tmp_path: Path) -> None:
         env=os.environ | places | {"JUPYTER_PLATFORM_DIRS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     cells = [cell for cell in json.loads((tmp_path / "done.ipynb").read_text())["cells"] if "outputs" in cell]
