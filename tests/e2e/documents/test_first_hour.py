@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from pages.blocks import blocks
 from runs import DEADLINE_S, start, wait
 
@@ -23,11 +24,21 @@ def test_the_task_of_the_first_hour_is_learned_and_looked_at(workplace: Path) ->
     assert len(done.stdout.splitlines()) >= 4 and ": improved" in output
 
 
-def test_a_new_project_learns(tmp_path: Path) -> None:
-    code, output = wait(start("init", ["mine"], tmp_path))
+def train_a_new_project(folder: Path, *words: str) -> dict[str, float]:
+    """`stretto init`, then what its README says, with other words behind; the run's summary."""
+    code, output = wait(start("init", ["mine"], folder))
     assert code == 0 and "rl @ rl.toml" in output
     for verb in ("sft", "rl"):
-        code, output = wait(start(verb, ["@", f"{verb}.toml"], tmp_path / "mine"))
+        code, output = wait(start(verb, ["@", f"{verb}.toml", *words], folder / "mine"))
         assert code == 0, output
-    summary = json.loads((tmp_path / "mine" / "outputs" / "vowels" / "summary.json").read_text())
+    return json.loads((folder / "mine" / "outputs" / "vowels" / "summary.json").read_text())
+
+
+def test_a_new_project_trains(tmp_path: Path) -> None:
+    assert train_a_new_project(tmp_path, "--max-steps", "3")["steps"] == 3
+
+
+@pytest.mark.slow
+def test_a_new_project_learns(tmp_path: Path) -> None:
+    summary = train_a_new_project(tmp_path)
     assert summary["reward_after"] > summary["reward_before"] + 0.3, summary

@@ -26,6 +26,7 @@ def test_it_is_stored_without_outputs() -> None:
         assert cell.get("outputs", []) == [] and cell.get("execution_count") is None
 
 
+@pytest.mark.slow  # three runs whose processes all import everything; e2e/test_script.py does the same from a script
 @pytest.mark.skipif(
     find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="no Jupyter kernel"
 )
