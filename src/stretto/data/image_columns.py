@@ -37,9 +37,8 @@ def with_images(messages: list[Message], record: dict[str, Any], where: str) -> 
 
     Raises: DataError if the record has more or fewer images than its messages show, or one cannot be read.
     """
-    column = column_of(record)
-    given = [image for value in column.values() for image in _listed(value)]
-    marked = [_split_marks(message) if column else message for message in messages]
+    given = [image for value in column_of(record).values() for image in _listed(value)]
+    marked = [_split_marks(message) if given else message for message in messages]
     num_shown = sum(_is_open(part) for message in marked for part in _parts(message))
     if num_shown != len(given):
         raise DataError(

@@ -119,7 +119,6 @@ def test_parquet_has_bytes_and_the_form_of_hugging_face(folder: Path, renderer: 
         ({"prompt": "<image>", "images": ["rows.jsonl"]}, r"rows\.jsonl:1: .*no image format that Pillow knows"),
         ({"prompt": "what?", "images": ["pictures/0.png"]}, r"rows\.jsonl:1: 1 images, and the messages show 0"),
         ({"prompt": "<image><image>", "images": ["pictures/0.png"]}, r":1: 1 images, and the messages show 2"),
-        ({"prompt": "<image> what?", "images": []}, r":1: 0 images, and the messages show 1"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, r":1: 0 images, and the messages show 1"),
         ({"prompt": [{"role": "system", "content": "<image>"}, {"role": "user", "content": "?"}],
           "images": ["pictures/0.png"]}, "the role 'system' has an image"),
