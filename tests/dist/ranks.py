@@ -32,12 +32,12 @@ FORKED.set_forkserver_preload(list(PRELOADED))
 
 
 def run_ranks(script: str, *args: str | Path, world_size: int, log: Path, deadline_s: float = 200.0) -> None:
-    """Run a script of this folder on several ranks and wait for them; their output is in `log`.
+    """Run a script of this folder, or of one below, on several ranks and wait for them; their output is in `log`.
 
     Fails with the end of the log unless all of them end well and in time.
     """
     log.write_text("")
-    words = [str(Path(__file__).with_name(script)), *map(str, args)]
+    words = [str(Path(__file__).parent / script), *map(str, args)]
     group = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",

@@ -68,7 +68,7 @@ class PackedLayout:
     """Segments of a row: segment s is tokens cu_seqlens[s]:cu_seqlens[s + 1].
 
     A segment is a document, unless `parents` is given: then segment s continues segment parents[s] (-1: it
-    starts a document). Segments without a parent come first, and a parent has no parent itself.
+    starts a document). A parent has no parent itself.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -130,10 +130,7 @@ def prefix_attention(
     cu_seqlens: tuple[int, ...], parents: tuple[int, ...], device: torch.device | None = None
 ) -> Attend:
     """An `Attend` where segments with a parent also see all of it (PackedLayout)."""
-    num_roots = sum(parent < 0 for parent in parents)
-    assert all(0 <= p < num_roots for p in parents[num_roots:]), (
-        "a parent must be a root, and roots come first"
-    )
+    assert all(parents[parent] < 0 for parent in parents if parent >= 0), "a parent must be a root"
     return _attend_in_calls(cu_seqlens, parents, device)
 
 

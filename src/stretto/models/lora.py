@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = ("lora_A", "lora_B")
-_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 
 Times = Callable[[Tensor, Tensor], Tensor]
 """(rows sorted by expert, weights [experts, out, in]) -> every row times its expert's weight."""
@@ -64,8 +64,19 @@ class LoRALinear(nn.Linear):
 
     def adapted(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The adapter's part of the output."""
-        low = F.linear(_dropped(x, self.dropout), self.lora_A)
-        return self.scaling * F.linear(low, self.lora_B)
+        return adapted_rows(x, self.lora_A, self.lora_B, self.scaling, self.dropout)
+
+
+def adapted_rows(
+    x: Float[Tensor, "*rows in"],
+    a: Float[Tensor, "rank in"],
+    b: Float[Tensor, "out rank"],
+    scaling: float,
+    dropout: float,
+) -> Float[Tensor, "*rows out"]:
+    """What an adapter adds to the products of these rows with the weight beside it."""
+    low = F.linear(dropped(x, dropout), a)
+    return scaling * F.linear(low, b)
 
 
 class LoRAExperts(Experts):
@@ -79,7 +90,7 @@ class LoRAExperts(Experts):
         self.share_weights_of(base)
         self.kernels = getattr(base, "kernels", None)
         self.scaling, self.dropout = lora.alpha / lora.rank, lora.dropout
-        for name in _EXPERT_PARAMETERS:
+        for name in EXPERT_PARAMETERS:
             weight = getattr(base, name)
             num, out, width = weight.shape
             setattr(self, f"{name}_lora_A", nn.Parameter(weight.new_empty(num, lora.rank, width)))
@@ -118,7 +129,7 @@ class LoRAExperts(Experts):
         first, second = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
         if self.shape.is_transposed:
             first, second = second.mT, first.mT
-        low = times(_dropped(x, self.dropout), first)
+        low = times(dropped(x, self.dropout), first)
         return base(x, self.matrix(name)) + self.scaling * times(low, second)
 
     def _is_aligned(self, dtype: torch.dtype) -> bool:
@@ -126,7 +137,7 @@ class LoRAExperts(Experts):
         return super()._is_aligned(dtype) and rank * dtype.itemsize % 16 == 0
 
 
-def _dropped(x: Tensor, share: float) -> Tensor:
+def dropped(x: Float[Tensor, "*rows dim"], share: float) -> Float[Tensor, "*rows dim"]:
     """Dropout while gradients are computed; without them the result must equal the engine's."""
     return F.dropout(x, share) if share and torch.is_grad_enabled() else x
 
@@ -150,7 +161,7 @@ def attach_adapters(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None
         layer = LoRALinear(module, lora) if isinstance(module, nn.Linear) else LoRAExperts(module, lora)
         for key, parameter in layer.named_parameters():
             if key.endswith("lora_A"):
-                _fill_uniform(parameter, generator)
+                fill_uniform(parameter, generator)
             elif key.endswith("lora_B"):
                 nn.init.zeros_(parameter)
         policy.get_submodule(path.rpartition(".")[0]).add_module(name, layer)
@@ -166,7 +177,7 @@ def attach_adapters(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None
 
 
 @torch.no_grad()
-def _fill_uniform(parameter: nn.Parameter, generator: torch.Generator) -> None:
+def fill_uniform(parameter: Float[Tensor, " ..."], generator: torch.Generator) -> None:
     """Fill with uniform values within 1/sqrt(in), the same for every device and dtype."""
     bound = 1 / math.sqrt(parameter.shape[-1])
     parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
@@ -214,7 +225,7 @@ def pair_names(policy: nn.Module) -> Iterator[tuple[str, str, str, float]]:
         if isinstance(module, LoRALinear):
             yield f"{path}.weight", f"{path}.lora_A", f"{path}.lora_B", module.scaling
         elif isinstance(module, LoRAExperts):
-            for name in _EXPERT_PARAMETERS:
+            for name in EXPERT_PARAMETERS:
                 weight = f"{path}.{name}"
                 yield weight, f"{weight}_lora_A", f"{weight}_lora_B", module.scaling
 
@@ -230,7 +241,7 @@ def initial_values(
 
     def uniform(shape: tuple[int, ...]) -> Tensor:
         values = torch.empty(shape)
-        _fill_uniform(values, generator)
+        fill_uniform(values, generator)
         return values
 
     for path, module in policy.named_modules():
@@ -257,7 +268,7 @@ def _pairs_of(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor, fl
     if isinstance(module, LoRALinear):
         yield "weight", (module.lora_A.detach(), module.lora_B.detach(), module.scaling)
     elif isinstance(module, LoRAExperts):
-        for name in _EXPERT_PARAMETERS:
+        for name in EXPERT_PARAMETERS:
             a, b = getattr(module, f"{name}_lora_A"), getattr(module, f"{name}_lora_B")
             yield name, (a.detach(), b.detach(), module.scaling)
 
@@ -324,9 +335,9 @@ class Adapter:
             name, pair = _from_peft(path, a, b, rank)
             pairs[name] = pair
         for path in {name.rpartition(".")[0] for name in pairs if not name.endswith(".weight")}:
-            if not all(f"{path}.{name}" in pairs for name in _EXPERT_PARAMETERS):
+            if not all(f"{path}.{name}" in pairs for name in EXPERT_PARAMETERS):
                 raise DataError(
-                    f"{where}: {path} has one adapted matrix of two; {' and '.join(_EXPERT_PARAMETERS)}"
+                    f"{where}: {path} has one adapted matrix of two; {' and '.join(EXPERT_PARAMETERS)}"
                 )
         return cls(pairs, rank, scaling)
 
@@ -367,7 +378,7 @@ def _to_peft(name: str, a: Tensor, b: Tensor) -> tuple[str, Tensor, Tensor]:
     path, _, parameter = name.rpartition(".")
     if parameter == "weight":
         return path, a, b
-    if parameter == _EXPERT_PARAMETERS[0]:
+    if parameter == EXPERT_PARAMETERS[0]:
         path += ".base_layer"
     return path, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
 
@@ -379,7 +390,7 @@ def _from_peft(path: str, a: Tensor, b: Tensor, rank: int) -> tuple[str, tuple[T
         return f"{path}.weight", (a, b)
     num = len(a) // rank
     pair = a.unflatten(0, (num, rank)), b.unflatten(1, (rank, num)).permute(2, 0, 1).contiguous()
-    return f"{outer}.{_EXPERT_PARAMETERS[0 if outer != path else 1]}", pair
+    return f"{outer}.{EXPERT_PARAMETERS[0 if outer != path else 1]}", pair
 
 
 def with_adapter(

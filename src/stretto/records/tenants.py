@@ -77,8 +77,8 @@ class SumLoss(msgspec.Struct, frozen=True, kw_only=True):
 class TenantWork(msgspec.Struct, frozen=True, kw_only=True):
     """Micro batches of one tenant on one rank.
 
-    Either `sum_loss`, or `loss` with `counts`: [rl, ce, ref_kl, rl_samples] (records/token_counts.py) of the tenant's
-    whole step over all ranks and passes; None: those of this pass over all ranks, when it has the whole step.
+    Either `sum_loss`, or `loss` with `counts`: the numbers of TokenCounts (algorithms/losses.py) of the tenant's whole
+    step over all ranks and passes; None: those of this operation over all ranks, when it has the whole step.
     """
 
     tenant: str

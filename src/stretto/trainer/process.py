@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -66,15 +67,29 @@ def rank_process(cfg: TrainerConfig, role: str, *, reaches: str | None = None) -
         if not is_supervised() and os.environ.get("RANK", "0") == "0":
             is_new = cfg.resume is None or cfg.resume.dir is not None
             stack.enter_context(rundir.claim_part(cfg.run_dir, role, is_new=is_new, clean=cfg.clean))
-        log.setup(rank_name(role), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
-        torch.set_num_threads(choose_threads(cfg.num_threads))
-        torch.set_float32_matmul_precision(cfg.matmul_precision)
+        timeout_s = find_group_timeout_s(cfg)
+        stop = stack.enter_context(prepared_rank(cfg, role, cfg, group_timeout_s=timeout_s, reaches=reaches))
         torch.manual_seed(cfg.seed)
-        keep_freed_memory()
-        signal.signal(signal.SIGTERM, _exit_cleanly)
-        stop = stack.enter_context(stop_on_signal(*stop_signals()))
-        group = process_group(find_group_timeout_s(cfg), reaches=reaches, title=f"the {role}'s ranks")
-        stack.enter_context(group)
+        yield stop
+
+
+@contextmanager
+def prepared_rank(
+    cfg: Any, role: str, trainer: Any, *, group_timeout_s: float, reaches: str | None = None
+) -> Iterator[StopFlag]:
+    """A rank of any kind: log, threads and signals, and its group; yields the stop flag.
+
+    cfg: any root with run_dir and log. trainer: the section with num_threads and matmul_precision.
+    """
+    log.setup(rank_name(role), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
+    torch.set_num_threads(choose_threads(trainer.num_threads))
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    keep_freed_memory()
+    signal.signal(signal.SIGTERM, _exit_cleanly)
+    with (
+        stop_on_signal(*stop_signals()) as stop,
+        process_group(group_timeout_s, reaches=reaches, title=f"the {role}'s ranks"),
+    ):
         yield stop
 
 

@@ -163,19 +163,9 @@ class Saver:
 
     def _write(self, step: int, slices: dict[str, TensorSlice], values: dict[str, Any], start: float) -> None:
         directory = _directory(self._run, step, self._part)
-        part = directory.with_name(f"{self._part}.part")
-        if is_lead_process():
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        if self._group is not None:
-            dist.barrier(self._group)
-        write_slices(slices, part, self._group)
+        write_directory(directory, slices, values, self._group)
         if not is_lead_process():
             return
-        files = sorted(path for path in part.iterdir())
-        values = values | {"num_bytes": {path.name: path.stat().st_size for path in files}}
-        (part / _VALUES).write_text(json.dumps(values, indent=2) + "\n")
-        put_in_place(part, directory, is_durable=True)
         flush_parents(directory, self._run.path.parent)
         logger.info(
             "saved checkpoint step=%d in %.2fs (%.2fs before training went on)",
@@ -186,25 +176,43 @@ class Saver:
         self._on_written(step)
 
 
-class _SavedState:
-    """A checkpoint's files, the critic's too where it has its own, as a StateSource."""
+def write_directory(
+    directory: Path, slices: dict[str, TensorSlice], values: dict[str, Any], group: Any = None
+) -> None:
+    """Write a state: all its files, or none, are in `directory` afterwards; a process without group does so alone.
 
-    def __init__(self, run: RunDir, step: int, *, skip_optimizer: bool) -> None:
-        """skip_optimizer: as if the files had no state of an optimizer.
+    group: a gloo group of all ranks, which must all call this.
+    """
+    is_lead = group is None or is_lead_process()
+    part = directory.with_name(f"{directory.name}.part")
+    if is_lead:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    if group is not None:
+        dist.barrier(group)
+    write_slices(slices, part, group)
+    if is_lead:
+        files = sorted(path for path in part.iterdir())
+        values = values | {"num_bytes": {path.name: path.stat().st_size for path in files}}
+        (part / _VALUES).write_text(json.dumps(values, indent=2) + "\n")
+        put_in_place(part, directory, is_durable=True)
 
-        Raises: DataError if they have none, and it is wanted.
+
+class SavedState:
+    """The files of directories that `write_directory` wrote, as a StateSource; the first has the values."""
+
+    def __init__(self, *directories: Path, advice: str, skip_optimizer: bool = False) -> None:
+        """advice: what the user can do if they are damaged, for error messages.
+
+        skip_optimizer: as if the files had no state of an optimizer; values["optim"] is None then.
+
+        Raises: DataError when one is missing or damaged.
         """
-        self.values = _read_values(run, step, "trainer")
-        if self.values["optim"] is None and not skip_optimizer:
-            raise DataError(
-                f"{_directory(run, step, 'trainer')} was written without the optimizer's state; resume with "
-                "ckpt.skip_optimizer = true, which begins with a new optimizer"
-            )
-        self.values["optim"] = None if skip_optimizer else self.values["optim"]
-        self._has_optimizer = not skip_optimizer
-        self._files = [_open_files(run, step, "trainer", self.values)]
-        if _directory(run, step, "critic").is_dir():
-            self._files.append(_open_files(run, step, "critic", _read_values(run, step, "critic")))
+        values = [_read_values(directory, advice) for directory in directories]
+        self._files = [_open_files(*each, advice) for each in zip(directories, values)]
+        self.values, self._has_optimizer = values[0], not skip_optimizer
+        if skip_optimizer:
+            self.values["optim"] = None
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -218,20 +226,17 @@ class _SavedState:
             files.read({name: target for name, target in targets.items() if name in files.tensors})
 
 
-def _open_files(run: RunDir, step: int, part: Part, values: dict[str, Any]) -> SliceFiles:
+def _open_files(directory: Path, values: dict[str, Any], advice: str) -> SliceFiles:
     """The files of one part, all of which have the size that was recorded."""
-    directory = _directory(run, step, part)
     for name, size in values["num_bytes"].items():
         path = directory / name
         found = path.stat().st_size if path.is_file() else 0
         if found != size:
-            raise DataError(
-                f"{path}: has {found} of {size} bytes, it was cut off; {recovery_advice(run, step)}"
-            )
+            raise DataError(f"{path}: has {found} of {size} bytes, it was cut off; {advice}")
     try:
         return SliceFiles(directory)
     except DataError as cause:
-        raise DataError(f"{cause}; {recovery_advice(run, step)}") from cause
+        raise DataError(f"{cause}; {advice}") from cause
 
 
 def load(run: RunDir, learner: Saved, step: int, *, skip_optimizer: bool = False) -> dict[str, Any]:
@@ -241,7 +246,14 @@ def load(run: RunDir, learner: Saved, step: int, *, skip_optimizer: bool = False
 
     Raises: DataError when the checkpoint is missing, damaged, or of another model.
     """
-    source = _SavedState(run, step, skip_optimizer=skip_optimizer)
+    parts = [_directory(run, step, part) for part in ("trainer", "critic")]
+    own = [parts[0], *filter(Path.is_dir, parts[1:])]
+    source = SavedState(*own, advice=recovery_advice(run, step), skip_optimizer=skip_optimizer)
+    if source.values["optim"] is None and not skip_optimizer:
+        raise DataError(
+            f"{parts[0]} was written without the optimizer's state; resume with ckpt.skip_optimizer = true, which "
+            "begins with a new optimizer"
+        )
     try:
         learner.load_state(source)
     except DamagedError as cause:
@@ -258,7 +270,7 @@ def read_cursor(run: RunDir, step: int) -> dict[str, Any]:
 
     Raises: DataError when it cannot be read.
     """
-    return _read_values(run, step, "trainer")["cursor"]
+    return _read_values(_directory(run, step, "trainer"), recovery_advice(run, step))["cursor"]
 
 
 def is_interval_end(step: int, interval: int | None) -> bool:
@@ -303,17 +315,17 @@ def _directory(run: RunDir, step: int, part: Part) -> Path:
     return run.checkpoint(step) / part
 
 
-def _read_values(run: RunDir, step: int, part: Part) -> dict[str, Any]:
-    path = _directory(run, step, part) / _VALUES
+def _read_values(directory: Path, advice: str) -> dict[str, Any]:
+    path = directory / _VALUES
     try:
         values = json.loads(path.read_text())
         schema, sizes, _ = values["schema"], values["num_bytes"], values["cursor"]
         if not isinstance(sizes, dict):
             raise TypeError("num_bytes is not an object")
     except (OSError, ValueError, KeyError, TypeError) as cause:
-        text = f"{path}: cannot be read ({type(cause).__name__}: {cause}); {recovery_advice(run, step)}"
+        text = f"{path}: cannot be read ({type(cause).__name__}: {cause}); {advice}"
         raise DataError(text) from cause
     if schema != SCHEMA:
         text = f"schema {schema}, this version of stretto reads {SCHEMA}"
-        raise DataError(f"{path}: {text}; {recovery_advice(run, step)}")
+        raise DataError(f"{path}: {text}; {advice}")
     return values

@@ -1,0 +1,152 @@
+"""Many runs on one backbone: what a step of all of them costs, together and one after the other; memory; swapping.
+
+    python benchmarks/tenants.py [--quick]
+
+One thread, a random Qwen3 of 4 blocks. Each tenant has one row of documents per step: `together` puts the rows of all
+into shared passes, `alone` computes the same rows one after the other, as separate runs would; both end with every
+tenant's optimizer step. In turns in one process; tokens per second of process time, medians of rounds. The last line is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from stretto.base.runtime import keep_freed_memory
+from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.models.hub import random_model
+from stretto.records.sample import MicroBatch
+from stretto.records.tenants import (
+    CreateTenant,
+    OptimStep,
+    Pass,
+    Status,
+    SumLoss,
+    SwapOut,
+    TenantSpec,
+    TenantWork,
+)
+from stretto.trainer.tenants.tenants import Tenants, service_model
+
+VOCAB = 112
+SHAPE = ScratchSection(hidden_size=256, intermediate_size=768, num_layers=4, max_position_embeddings=512)
+NUMBERS = (1, 4, 16)
+ROWS = {"short": (2, 12), "long": (8, 64)}
+"""Documents of a tenant's step, and tokens of each."""
+RANK = 8
+
+
+def row(tenant: int, num_documents: int, num_tokens: int) -> MicroBatch:
+    rng = np.random.default_rng(tenant)
+    total = num_documents * num_tokens
+    mask = np.tile(np.arange(num_tokens) >= num_tokens // 2, num_documents)
+    return MicroBatch(
+        token_ids=rng.integers(0, VOCAB, total).astype(np.int32),
+        cu_seqlens=np.arange(0, total + 1, num_tokens, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -2.0, 0.0).astype(np.float32),
+        advantages=rng.standard_normal(total).astype(np.float32),
+        temperatures=np.ones(total, np.float32),
+        sample_ids=tuple(f"{tenant}.{i}/0" for i in range(num_documents)),
+        envs=("env",) * num_documents,
+    )
+
+
+def build(num: int, folder: Path | None = None) -> Tenants:
+    model = service_model(ModelSection(dtype="float32", optimization_dtype="float32"))
+    tenants = Tenants(random_model(SHAPE, VOCAB), model=model, swap_folder=folder)
+    for tenant in range(num):
+        spec = TenantSpec(name=str(tenant), rank=RANK, seed=tenant)
+        assert tenants.execute(CreateTenant(spec=spec)).results[spec.name].error is None
+    return tenants
+
+
+def step(tenants: Tenants, rows: list[MicroBatch], max_tokens: int | None) -> float:
+    """One step of all tenants; its process time in seconds."""
+    loss = SumLoss(type="importance_sampling")
+    works = tuple(TenantWork(tenant=str(i), micro_batches=(mb,), sum_loss=loss) for i, mb in enumerate(rows))
+    start = time.process_time()
+    operations = [Pass(works=works, max_tokens=max_tokens)]
+    if max_tokens is None:
+        operations = [Pass(works=(work,)) for work in works]
+    for operation in (*operations, *(OptimStep(tenant=work.tenant) for work in works)):
+        done = tenants.execute(operation)
+        assert all(result.error is None for result in done.results.values()), done
+    return time.process_time() - start
+
+
+def measure_passes(num_rounds: int) -> dict[str, dict[str, float]]:
+    """Tokens per second by kind of row and number of tenants."""
+    found = {}
+    for kind, shape in ROWS.items():
+        for num in NUMBERS:
+            tenants, rows = build(num), [row(i, *shape) for i in range(num)]
+            num_tokens = sum(len(mb.token_ids) for mb in rows)
+            times: dict[str, list[float]] = {"together": [], "alone": []}
+            for _ in range(num_rounds + 1):
+                for how, max_tokens in (("together", 16_384), ("alone", None)):
+                    times[how].append(step(tenants, rows, max_tokens))
+            rates = {how: num_tokens / statistics.median(each[1:]) for how, each in times.items()}
+            ratio = statistics.median(
+                alone / together for alone, together in zip(times["alone"][1:], times["together"][1:])
+            )
+            found[f"{kind}/{num}"] = rates | {"times_faster": ratio}
+            print(
+                f"{kind:5s} {num:2d} tenants: {rates['together']:8.0f} tokens/s together, "
+                f"{rates['alone']:8.0f} alone: {ratio:.2f} x"
+            )
+    return found
+
+
+def measure_memory() -> dict[str, float]:
+    """Bytes of a tenant, and seconds to put one away and to bring it back."""
+    with tempfile.TemporaryDirectory() as folder:
+        tenants = build(4, Path(folder))
+        for _ in range(2):
+            step(tenants, [row(i, *ROWS["short"]) for i in range(4)], None)
+        memory = tenants.execute(Status()).status.tenants["0"]
+        times = []
+        for _ in range(10):
+            start = time.perf_counter()
+            tenants.execute(SwapOut(tenant="0", place="disk"))
+            middle = time.perf_counter()
+            tenants._bring_back(["0"])
+            times.append((middle - start, time.perf_counter() - middle))
+        out, back = (statistics.median(each) for each in zip(*times))
+    found = {
+        "parameters": memory.parameters,
+        "adapter_bytes": memory.adapter_bytes,
+        "optimizer_bytes": memory.optimizer_bytes,
+        "swap_out_s": out,
+        "swap_in_s": back,
+    }
+    total = (memory.adapter_bytes + memory.optimizer_bytes) / 1e6
+    print(
+        f"a tenant of {memory.parameters} parameters: {total:.2f} MB, {1e3 * out:.1f} ms out, {1e3 * back:.1f} ms back"
+    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two rounds only")
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    found = {"passes": measure_passes(2 if words.quick else 9), "memory": measure_memory()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

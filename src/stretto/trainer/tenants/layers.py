@@ -1,0 +1,254 @@
+"""Layers with one frozen weight and the adapters of many tenants beside it.
+
+A pass says which rows are whose (`Turn`): its rows are ordered tenant by tenant, so that each tenant's are a range. The
+product with the weight is computed once for all rows, those with the adapters in one grouped product (or a loop over
+ranges, where torch has none for these sizes). With one tenant in a pass, the operations are those of models/lora.py,
+so that its bits are those of a run with [model.lora]. Gradients of a range reach the adapter of its tenant only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.models.decoder import Decoder
+from stretto.models.fp8.reference import product
+from stretto.models.lora import LoRAExperts, Times, adapted_rows, dropped
+from stretto.models.moe import Experts
+from stretto.models.parts.router import Routing
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One tenant's matrices beside one weight, in the layouts of models/lora.py."""
+
+    a: Float[Tensor, "*experts rank in"]
+    b: Float[Tensor, "*experts out rank"]
+    scaling: float
+    dropout: float
+
+
+@dataclass
+class Turn:
+    """Whose rows the layers compute at the moment; the layers of a backbone share it, and every pass sets it.
+
+    tenants: in the order of their rows; () for the backbone alone. rows: of each tenant among all inputs of the pass.
+    last_rows: among those of the last block, which computes only what the losses need.
+    """
+
+    tenants: tuple[str, ...] = ()
+    rows: tuple[int, ...] = ()
+    last_rows: tuple[int, ...] = ()
+
+    def set(
+        self, tenants: Sequence[str] = (), rows: Sequence[int] = (), last_rows: Sequence[int] = ()
+    ) -> None:
+        """The next pass."""
+        self.tenants, self.rows, self.last_rows = tuple(tenants), tuple(rows), tuple(last_rows)
+
+    def counts(self, num_rows: int) -> tuple[int, ...]:
+        """How many of a layer's rows are each tenant's."""
+        # Rows of the last block are a subset, so that equal sums have equal parts.
+        counts = self.rows if num_rows == sum(self.rows) else self.last_rows
+        assert num_rows == sum(counts), f"{num_rows} rows, but the pass has {self.rows} or {self.last_rows}"
+        return counts
+
+
+class TenantLinear(nn.Linear):
+    """A frozen linear layer; `pairs` has an adapter for each tenant that adapts it."""
+
+    def __init__(self, base: nn.Linear, turn: Turn) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias, self.kernels = base.weight, base.bias, getattr(base, "kernels", None)
+        self.turn = turn
+        # No parameters of the module: sharding, checkpoints of the backbone and its names do not see them.
+        self.pairs: dict[str, Pair] = {}
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        pairs = [self.pairs.get(tenant) for tenant in self.turn.tenants]
+        if not any(pairs) and self.kernels is None:
+            return F.linear(x, self.weight, self.bias)
+        out = product(x, self) if self.bias is None else product(x, self) + self.bias
+        if not any(pairs):
+            return out
+        if len(pairs) == 1:
+            pair = pairs[0]
+            return out + adapted_rows(x, pair.a, pair.b, pair.scaling, pair.dropout)
+        rows = x.reshape(-1, x.shape[-1])
+        added = grouped_rows(rows, pairs, self.turn.counts(len(rows)), self.out_features)
+        return out + added.view(*x.shape[:-1], self.out_features)
+
+
+class TenantExperts(LoRAExperts):
+    """Frozen experts; `pairs` has, by tenant, an adapter for each of the two stacked matrices."""
+
+    def __init__(self, base: Experts, turn: Turn) -> None:
+        self.share_weights_of(base)
+        self.kernels = getattr(base, "kernels", None)
+        self.turn = turn
+        self.pairs: dict[str, dict[str, Pair]] = {}
+        self._groups: Tensor | None = None
+
+    def forward(
+        self,
+        x: Float[Tensor, "rows dim"],
+        counts: Int[Tensor, " experts"],
+        routing: Routing,
+        tokens: Int[Tensor, " rows"],
+    ) -> Float[Tensor, "rows dim"]:
+        self._groups = None
+        if len(self.turn.tenants) > 1:
+            self._groups = self._count_groups(counts, tokens)
+        return super().forward(x, counts, routing, tokens)
+
+    def _count_groups(self, counts: Tensor, tokens: Tensor) -> Tensor:
+        """Rows of every (expert, tenant): an expert's rows are in the order of tokens, so a tenant's are a range."""
+        num_tenants = len(self.turn.tenants)
+        of_token = torch.tensor(self.turn.counts(len(tokens) // self.shape.top_k), device=tokens.device)
+        ends = of_token.cumsum(0)
+        tenants = torch.searchsorted(ends, tokens, right=True)
+        experts = torch.arange(len(counts), device=tokens.device)
+        experts = experts.repeat_interleave(counts, output_size=len(tokens))
+        return torch.bincount(experts * num_tenants + tenants, minlength=len(counts) * num_tenants)
+
+    def _adapted(self, x: Tensor, name: str, base: Times, times: Times) -> Tensor:
+        out = base(x, self.matrix(name))
+        pairs = [self.pairs[tenant][name] if tenant in self.pairs else None for tenant in self.turn.tenants]
+        if not any(pairs):
+            return out
+        if len(pairs) == 1:
+            pair = pairs[0]
+            first, second = self._oriented(pair)
+            return out + pair.scaling * times(times(dropped(x, pair.dropout), first), second)
+        assert self._groups is not None
+        groups = [None if pair is None else self._oriented(pair) for pair in pairs]
+        return out + self._mixed(x, groups, [pair.scaling if pair else 0.0 for pair in pairs], out.shape[1])
+
+    def _oriented(self, pair: Pair) -> tuple[Tensor, Tensor]:
+        """[experts, rank, in] and [experts, out, rank], however the experts are stored."""
+        return (pair.b.mT, pair.a.mT) if self.shape.is_transposed else (pair.a, pair.b)
+
+    def _mixed(
+        self, x: Tensor, groups: list[tuple[Tensor, Tensor] | None], scalings: list[float], num_out: int
+    ) -> Tensor:
+        """The adapters' part of rows that are sorted by expert, then by tenant."""
+        by_group = self._groups
+        if _use_grouped_mm(x, num_out) and self.use_grouped_mm:
+            first, second = _stacked(groups, x, num_out, self.gate_up_proj.shape[0])
+            scales = torch.tensor(scalings, device=x.device, dtype=x.dtype).repeat(self.gate_up_proj.shape[0])
+            return _scaled_products(x, first.flatten(0, 1), second.flatten(0, 1), scales, by_group)
+        parts = []
+        for number, rows in enumerate(x.split(by_group.tolist())):
+            expert, tenant = divmod(number, len(groups))
+            if not len(rows):
+                continue
+            if groups[tenant] is None:
+                parts.append(rows.new_zeros(len(rows), num_out))
+                continue
+            a, b = groups[tenant]
+            parts.append(scalings[tenant] * F.linear(F.linear(rows, a[expert]), b[expert]))
+        return torch.cat(parts) if parts else x.new_zeros(0, num_out)
+
+    def _is_aligned(self, dtype: torch.dtype) -> bool:
+        ranks = [pair.a.shape[1] for t in self.turn.tenants for pair in self.pairs.get(t, {}).values()]
+        if len(self.turn.tenants) == 1 and any(rank * dtype.itemsize % 16 for rank in ranks):
+            return False
+        return Experts._is_aligned(self, dtype)
+
+
+def grouped_rows(
+    x: Float[Tensor, "rows in"], pairs: Sequence[Pair | None], counts: Sequence[int], num_out: int
+) -> Float[Tensor, "rows out"]:
+    """What adapters add to the products of rows that are sorted by tenant; None: nothing."""
+    if _use_grouped_mm(x, num_out):
+        groups = [None if pair is None else (pair.a[None], pair.b[None]) for pair in pairs]
+        first, second = _stacked(groups, x, num_out, 1)
+        scales = torch.tensor([p.scaling if p else 0.0 for p in pairs], device=x.device, dtype=x.dtype)
+        sizes = torch.tensor(counts, device=x.device)
+        return _scaled_products(x, first[0], second[0], scales, sizes)
+    return looped_rows(x, pairs, counts, num_out)
+
+
+def looped_rows(
+    x: Float[Tensor, "rows in"], pairs: Sequence[Pair | None], counts: Sequence[int], num_out: int
+) -> Float[Tensor, "rows out"]:
+    """`grouped_rows`, one product per tenant."""
+    parts = [
+        part.new_zeros(len(part), num_out)
+        if pair is None
+        else adapted_rows(part, pair.a, pair.b, pair.scaling, 0.0)
+        for part, pair in zip(x.split(list(counts)), pairs, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _use_grouped_mm(x: Tensor, num_out: int) -> bool:
+    """Whether torch's grouped product takes rows of these sizes: multiples of 16 bytes."""
+    return x.is_cuda and all(size * x.itemsize % 16 == 0 for size in (x.shape[1], num_out))
+
+
+def _stacked(
+    groups: Sequence[tuple[Tensor, Tensor] | None], x: Tensor, num_out: int, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """[experts, tenants, rank, in] and [experts, tenants, out, rank] of the same rank: padded with zeros."""
+    multiple = max(16 // x.itemsize, 1)
+    rank = max(pair[0].shape[1] for pair in groups if pair is not None)
+    rank += -rank % multiple
+    firsts, seconds = [], []
+    for pair in groups:
+        if pair is None:
+            firsts.append(x.new_zeros(num_experts, rank, x.shape[1]))
+            seconds.append(x.new_zeros(num_experts, num_out, rank))
+        else:
+            missing = rank - pair[0].shape[1]
+            firsts.append(F.pad(pair[0], (0, 0, 0, missing)))
+            seconds.append(F.pad(pair[1], (0, missing)))
+    return torch.stack(firsts, 1), torch.stack(seconds, 1)
+
+
+def _scaled_products(x: Tensor, first: Tensor, second: Tensor, scales: Tensor, sizes: Tensor) -> Tensor:
+    """Rows of group g, sizes[g] of them, times first[g] and second[g] and scales[g]."""
+    offsets = sizes.cumsum(0, dtype=torch.int32)
+    low = F.grouped_mm(x, first.transpose(1, 2), offs=offsets)
+    low = low * scales.repeat_interleave(sizes, output_size=len(x)).unsqueeze(1)
+    return F.grouped_mm(low, second.transpose(1, 2), offs=offsets)
+
+
+@dataclass(frozen=True)
+class AdaptableLayers:
+    """The layers of a backbone that tenants can adapt, by module path, in the order of its modules."""
+
+    turn: Turn
+    by_path: dict[str, TenantLinear | TenantExperts] = field(default_factory=dict)
+
+
+def prepare_layers(policy: nn.Module) -> AdaptableLayers:
+    """Freeze a policy, and let its linear layers and experts have adapters; names of weights stay.
+
+    The output head and a vision tower have none.
+    """
+    # Built now, because it must not depend on the layers.
+    _ = getattr(policy, "tensor_map", None)
+    policy.requires_grad_(False)
+    found = AdaptableLayers(Turn())
+    tower = policy.model.visual if isinstance(policy, Decoder) and policy.config.vision is not None else None
+    skipped = set() if tower is None else set(tower.modules())
+    for path, module in list(policy.named_modules()):
+        if module in skipped or not isinstance(module, nn.Linear | Experts):
+            continue
+        if isinstance(module, nn.Linear) and module.weight is policy.output_weight:
+            continue
+        kind = TenantLinear if isinstance(module, nn.Linear) else TenantExperts
+        layer = found.by_path[path] = kind(module, found.turn)
+        parent, _, name = path.rpartition(".")
+        policy.get_submodule(parent).add_module(name, layer)
+    return found

@@ -1,0 +1,314 @@
+"""One frozen backbone and its tenants on one rank: executes the operations of records/tenants.py.
+
+Every rank has the same tenants and executes the same operations in the same order, so that what one decides (which
+tenant's memory is put away, whether a gradient is finite) all decide alike; what only one rank can see, such as a file
+that cannot be read, is exchanged before anything changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from stretto.base.errors import ConfigError, DataError, StrettoError
+from stretto.base.files import put_in_place
+from stretto.config.sections.model import LoRASection, ModelSection
+from stretto.models.lora import save_adapter
+from stretto.records.tenants import (
+    CreateTenant,
+    Done,
+    DropGradients,
+    ExportAdapter,
+    LoadTenant,
+    Operation,
+    OptimStep,
+    Pass,
+    RankStatus,
+    RemoveTenant,
+    SaveTenant,
+    Shutdown,
+    Status,
+    SwapOut,
+    TenantResult,
+)
+from stretto.trainer.parallel.memory import prepare_blocks
+from stretto.trainer.parallel.mesh import Mesh
+from stretto.trainer.parallel.precision import apply_fp8
+from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
+from stretto.trainer.state.checkpoint import SCHEMA, SavedState, write_directory
+from stretto.trainer.tenants.checks import read_spec
+from stretto.trainer.tenants.layers import prepare_layers
+from stretto.trainer.tenants.passes import Passes
+from stretto.trainer.tenants.tenant import Place, Tenant
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ADVICE = "save the tenant again, or load an earlier state"
+_DAMAGED = (StrettoError, OSError)
+
+
+class Tenants:
+    """The tenants of a backbone, which is changed in place. All ranks must call `execute` alike."""
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        *,
+        model: ModelSection,
+        mesh: Mesh | None = None,
+        max_rank: int | None = None,
+        max_resident: int | None = None,
+        swap_folder: Path | None = None,
+        with_routes: bool = False,
+    ) -> None:
+        """model: as `service_model` returns it. max_rank: largest of an adapter.
+
+        max_resident: tenants whose tensors are on the device at a time; None: all. swap_folder: where others wait if
+        the device is the CPU; with a GPU they wait in host memory. with_routes: replay the engine's choices of experts.
+        """
+        self.policy, self.model = policy, model
+        self.mesh = mesh or Mesh.single_rank(policy.output_weight.device)
+        apply_fp8(policy, model)
+        self._layers = prepare_layers(policy)
+        # A section with an adapter that drops inputs: blocks that are computed again then draw the same numbers.
+        prepare_blocks(policy, model.model_copy(update={"lora": LoRASection(dropout=0.5)}))
+        self._shards: ShardedWeights | None = None
+        if self.mesh.world_size > 1:
+            self._shards = parallelise(policy, self.mesh, model)
+        reshard = (lambda: None) if self._shards is None else self._shards.reshard
+        self._passes = Passes(
+            policy,
+            self._layers.turn,
+            self.mesh,
+            chunk=model.fused_lm_head_token_chunk_size,
+            with_routes=with_routes,
+            reshard=reshard,
+        )
+        self._max_rank, self._max_resident = max_rank, max_resident
+        self._swap_folder = swap_folder
+        # The least recently used come first.
+        self._tenants: dict[str, Tenant] = {}
+        self._num_out = self._num_in = 0
+        self._swap_s = 0.0
+
+    def execute(self, operation: Operation) -> Done:
+        """Execute an operation and answer it.
+
+        Raises: an error that is not one tenant's; the rank must end then.
+        """
+        start = time.perf_counter()
+        results: dict[str, TenantResult] = {}
+        status = None
+        match operation:
+            case Pass():
+                results = self._pass(operation)
+            case Status():
+                status = self.status()
+            case Shutdown():
+                pass
+            case CreateTenant():
+                results = {operation.spec.name: self._guarded(lambda: self._create(operation))}
+            case RemoveTenant():
+                results = {operation.tenant: self._remove(operation.tenant)}
+            case _:
+                results = {operation.tenant: self._guarded(lambda: self._for_tenant(operation))}
+        return Done(
+            number=operation.number, results=results, status=status, time_s=time.perf_counter() - start
+        )
+
+    def __getitem__(self, name: str) -> Tenant:
+        """Raises: DataError for a name that no tenant has."""
+        if name not in self._tenants:
+            raise DataError(f"the trainer has no tenant {name!r}")
+        return self._tenants[name]
+
+    # -- operations --
+
+    def _guarded(self, function: Callable[[], TenantResult]) -> TenantResult:
+        try:
+            return function()
+        except StrettoError as error:
+            return TenantResult(error=str(error))
+
+    def _for_tenant(self, operation: Operation) -> TenantResult:
+        tenant = self[operation.tenant]
+        if isinstance(operation, SwapOut):
+            self._move(tenant, operation.place)
+            return TenantResult()
+        self._bring_back([tenant.spec.name])
+        match operation:
+            case OptimStep():
+                return TenantResult(metrics=tenant.update(operation.adam))
+            case DropGradients():
+                tenant.drop_gradients()
+                return TenantResult()
+            case SaveTenant():
+                return self._save(tenant, operation)
+            case LoadTenant():
+                return self._load(tenant, operation.path, with_optimizer=operation.with_optimizer)
+            case ExportAdapter():
+                return self._export(tenant, Path(operation.directory))
+        raise AssertionError(f"no operation of a tenant: {operation}")
+
+    def _pass(self, operation: Pass) -> dict[str, TenantResult]:
+        unknown = {
+            work.tenant: TenantResult(error=f"the trainer has no tenant {work.tenant!r}")
+            for work in operation.works
+            if work.tenant not in self._tenants
+        }
+        works = tuple(work for work in operation.works if work.tenant in self._tenants)
+        self._bring_back(dict.fromkeys(work.tenant for work in works))
+        known = Pass(number=operation.number, works=works, max_tokens=operation.max_tokens)
+        return unknown | self._passes.execute(known, self._tenants)
+
+    def _create(self, operation: CreateTenant) -> TenantResult:
+        spec = operation.spec
+        if spec.name in self._tenants:
+            raise DataError(f"there is a tenant {spec.name!r} already; remove it, or choose another name")
+        tenant = Tenant(spec, read_spec(spec, self._max_rank), self._layers, self.model, self.mesh)
+        result = TenantResult(metrics=_size(tenant))
+        if operation.path is not None:
+            result = self._load(tenant, operation.path, with_optimizer=operation.with_optimizer)
+        tenant.attach()
+        self._tenants[spec.name] = tenant
+        self._bring_back([spec.name])
+        logger.info("tenant %s: rank %d, %d parameters", spec.name, tenant.lora.rank, tenant.num_parameters)
+        return result
+
+    def _remove(self, name: str) -> TenantResult:
+        if (tenant := self._tenants.pop(name, None)) is not None:
+            tenant.remove()
+            logger.info("tenant %s removed at step %d", name, tenant.step)
+        return TenantResult()
+
+    def _save(self, tenant: Tenant, operation: SaveTenant) -> TenantResult:
+        path = Path(operation.path)
+
+        def save() -> None:
+            tenant.check_finite()
+            if self.mesh.is_lead:
+                state = tenant.state(operation.progress, with_optimizer=operation.with_optimizer)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_directory(path, state.slices, state.values | {"schema": SCHEMA, "cursor": {}})
+
+        self._agree(save)
+        return TenantResult(metrics={"step": float(tenant.step)})
+
+    def _load(self, tenant: Tenant, path: str, *, with_optimizer: bool) -> TenantResult:
+        def read() -> tuple[Callable[[], None], SavedState]:
+            source = SavedState(Path(path), advice=_ADVICE)
+            return tenant.read_state(source, with_optimizer=with_optimizer), source
+
+        put, source = self._agree(read)
+        put()
+        return TenantResult(metrics=_size(tenant), progress=source.values.get("progress"))
+
+    def _export(self, tenant: Tenant, directory: Path) -> TenantResult:
+        def export() -> None:
+            tenant.check_finite()
+            if not self.mesh.is_lead:
+                return
+            part = directory.with_name(f"{directory.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            base = None if self.model.scratch is not None else self.model.name
+            save_adapter(tenant.adapter(self.policy), part, tenant.lora, base)
+            put_in_place(part, directory, is_durable=True)
+
+        self._agree(export)
+        return TenantResult(metrics={"step": float(tenant.step)})
+
+    def _agree(self, function: Callable[[], T]) -> T:
+        """The function's result, if no rank has an error.
+
+        Raises: DataError with the first rank's error, on all ranks.
+        """
+        result, reason = None, None
+        try:
+            result = function()
+        except _DAMAGED as error:
+            reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+        reasons = [each for each in self.mesh.gather(reason, str | None) if each is not None]
+        if reasons:
+            raise DataError(reasons[0])
+        return result
+
+    # -- memory --
+
+    def _bring_back(self, names: Sequence[str] | dict[str, None]) -> None:
+        """Have these tenants on the device, and put away those that were used least recently, if there are too many."""
+        for name in names:
+            tenant = self._tenants[name] = self._tenants.pop(name)
+            self._move(tenant, "device")
+        if self._max_resident is None:
+            return
+        resident = [tenant for tenant in self._tenants.values() if tenant.place == "device"]
+        for tenant in resident[: max(len(resident) - self._max_resident, 0)]:
+            if tenant.spec.name not in names:
+                self._move(tenant, "disk" if self.mesh.device.type == "cpu" else "host")
+
+    def _move(self, tenant: Tenant, place: Place) -> None:
+        if tenant.place == place:
+            return
+        if place == "disk" and self._swap_folder is None:
+            raise DataError("the trainer has no folder for tenants that wait on the disk")
+        start = time.perf_counter()
+        is_out = place != "device"
+        tenant.move(place, self._swap_folder)
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._num_out, self._num_in = self._num_out + is_out, self._num_in + (not is_out)
+        self._swap_s += time.perf_counter() - start
+
+    def status(self) -> RankStatus:
+        """Tenants and memory of this rank."""
+        backbone = sum(local_tensor(p).nbytes for p in self.policy.parameters())
+        device = self.mesh.device
+        taken = torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes()
+        return RankStatus(
+            tenants={name: tenant.memory() for name, tenant in sorted(self._tenants.items())},
+            backbone_bytes=backbone,
+            device_bytes=taken,
+            swaps_out=self._num_out,
+            swaps_in=self._num_in,
+            swap_s=self._swap_s,
+        )
+
+
+def service_model(model: ModelSection) -> ModelSection:
+    """[model] of a service's backbone.
+
+    Raises: ConfigError for settings that one backbone for many tenants does not have.
+    """
+    for key, what in (("tp", "layers"), ("cp", "rows"), ("ep", "experts")):
+        if getattr(model, key) not in (1, "auto"):
+            raise ConfigError(
+                f"[model] {key} = {getattr(model, key)} cuts {what} over ranks, and the backbone of a service is "
+                "spread over data-parallel ranks only; remove it"
+            )
+    if model.compile is not None:
+        raise ConfigError("[model.compile]: layers of a service change with its tenants; remove it")
+    if model.lora is not None:
+        raise ConfigError("[model.lora]: every run of a service brings its own adapter; remove it")
+    return model.model_copy(update={"ep": 1})
+
+
+def _size(tenant: Tenant) -> dict[str, float]:
+    return {"step": float(tenant.step), "parameters": float(tenant.num_parameters)}
+
+
+def _resident_bytes() -> int:
+    """Memory of this process that is not swapped out; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError):
+        return 0
+    return pages * 4096
