@@ -49,6 +49,21 @@ def test_a_run_trains_every_step_and_its_ledger_is_clean(tmp_path):
         assert len(ledger.events("eval")) == 4
 
 
+def test_several_of_the_longest_samples_share_a_row_that_is_longer_than_they_may_be(tmp_path):
+    longest = {}
+    for row_tokens in (None, 1000):
+        trainer = FakeTrainer(max_steps=2)
+        train(
+            config(tmp_path / str(row_tokens), max_steps=2, row_tokens=row_tokens),
+            FakeEngine(parrot(0.5)),
+            trainer,
+        )
+        rows = [micro for step in trainer.batches for batch in step for micro in batch.micro_batches]
+        assert sum(micro.num_samples for micro in rows) == 16
+        longest[row_tokens] = max(len(micro.token_ids) for micro in rows)
+    assert longest[None] <= 64 < longest[1000]
+
+
 def test_every_rank_gets_its_share(tmp_path):
     cfg = config(tmp_path, num_train_workers=3, max_steps=2)
     trainer = FakeTrainer(max_steps=2, world_size=3)

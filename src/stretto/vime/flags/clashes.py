@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stretto.vime.flags.flag import Values
 from stretto.vime.flags.learning import GROUP_NORMALISED, PLUS_PLUS
-from stretto.vime.flags.rollout import ASYNC_ROLLOUT, DEFAULT_ROLLOUT, row_of_tokens
+from stretto.vime.flags.rollout import ASYNC_ROLLOUT, DEFAULT_ROLLOUT
 
 COMPARED = ("math", "dapo", "deepscaler", "f1")
 """Types of --rm-type that compare a reply with its label."""
@@ -241,8 +241,10 @@ NOTES: tuple[Clash, ...] = (
           "{0} does nothing while a rollout is one update: the ratio is 1; --global-batch-size makes several"),
     Clash("--kl-loss-coef", lambda v: v.use_kl_loss and not v.kl_loss_coef,
          "{0}: no reference is loaded, and no divergence reported"),
-    Clash("--max-tokens-per-gpu", lambda v: v.max_tokens_per_gpu is not None and row_of_tokens(v) is None,
-          "{0} is not used: a row is as long as the longest sample may be"),
+    Clash("--max-tokens-per-gpu --rollout-max-context-len",
+          lambda v: v.max_tokens_per_gpu is not None and v.rollout_max_context_len is not None
+          and v.max_tokens_per_gpu * v.context_parallel_size < v.rollout_max_context_len,
+          "{0} is not used: a row is as long as the longest sample may be, {1}"),
     Clash("--eval-prompt-data --eval-interval", lambda v: v.eval_prompt_data is not None and v.eval_interval is None,
           "{0} is not used without {1}: there are no evals"),
     Clash("--over-sampling-batch-size", lambda v: v.has("--over-sampling-batch-size") and not v.partial_rollout,

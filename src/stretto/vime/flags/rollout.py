@@ -81,8 +81,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--micro-batch-size", "integer", 1, "Rows are packed by tokens.", "Samples of a pass."),
         equal("--use-dynamic-batch-size", "switch", False, "Rows are always packed by tokens.",
              "Pack passes by tokens."),
-        part("--max-tokens-per-gpu", "integer", None, "seq_len", "Tokens of a pass, times --context-parallel-size.",
-             note="Only where no other flag says how long a sample may be: a row holds one whole sample at least."),
+        part("--max-tokens-per-gpu", "integer", None, "orchestrator.row_tokens seq_len",
+             "Tokens of a pass, times --context-parallel-size.",
+             note="A row holds one whole sample at least. Where no other flag says how long that may be, this does."),
         equal("--log-probs-max-tokens-per-gpu", "integer", None, "Log-probabilities are computed by the same rows.",
              "The same without gradients."),
         equal("--balance-data", "switch", False, "Rows are balanced over ranks by their cost.", "Balance ranks."),
@@ -217,6 +218,9 @@ def _batches(flags: Values) -> Iterator[Setting]:
     yield Setting("trainer.updates_per_step", updates, ("--global-batch-size", "--num-steps-per-rollout"))
     length, source = _longest(flags)
     yield Setting("seq_len", length, source)
+    row = (flags.max_tokens_per_gpu or 0) * flags.context_parallel_size
+    if row > length:
+        yield Setting("orchestrator.row_tokens", row, ("--max-tokens-per-gpu", "--context-parallel-size"))
 
 
 def _longest(flags: Values) -> tuple[int, tuple[str, ...]]:
