@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from stretto.base.errors import EngineError
 from stretto.records.generate import Completion, GenerateRequest
@@ -23,6 +24,10 @@ from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
+
+ATTEMPTS = 4
+RECOVERY_S = 300.0
+"""Longest wait for an engine that was started anew."""
 
 
 @dataclass(eq=False)
@@ -39,7 +44,7 @@ class AdapterSlots:
     def __init__(self, client: EngineClient, max_adapters: int) -> None:
         self._client, self._max = client, max_adapters
         self._loaded: dict[str, _Loaded] = {}  # the one that was not used for longest first
-        self._generation = client.generation
+        self._generation = -1
         self._freed = asyncio.Condition()
         self.num_loads = self.num_hits = 0
 
@@ -60,9 +65,8 @@ class AdapterSlots:
             self._loaded.pop(each, None)
 
     async def _enter(self, name: str, directory: str) -> _Loaded:
-        if self._client.generation != self._generation:  # an engine was started anew, without adapters
-            self._generation = self._client.generation
-            self.forget()
+        if self._client.generation != self._generation:
+            await self._begin_anew()
         if (entry := self._loaded.pop(name, None)) is not None:
             self._loaded[name] = entry
             entry.num_users += 1
@@ -94,6 +98,14 @@ class AdapterSlots:
             entry.ready.exception()  # seen, whoever waits
             raise
         return entry
+
+    async def _begin_anew(self) -> None:
+        """An engine or this hub was started anew: nothing is known to be loaded, and what is there is unknown."""
+        self._generation = self._client.generation
+        self.forget()
+        for name in await self._client.adapters():
+            if name not in self._loaded:
+                await self._unload(name)
 
     async def _wait(self, name: str, entry: _Loaded) -> None:
         try:
@@ -151,16 +163,19 @@ class Engines:
         if sampler.directory is None:
             return await self._count(self.client.generate(request))
         name = adapter_name(sampler)
-        for attempt in (1, 2):
-            async with self.slots.use(name, sampler.directory):
-                try:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                async with self.slots.use(name, sampler.directory):
                     return await self._count(self.client.generate(request))
-                except EngineError as error:
-                    # An engine that was started anew has forgotten the adapter.
-                    if attempt == 2 or "does not exist" not in str(error):
-                        raise
-                    self.slots.forget(name)
-        raise AssertionError("the second attempt returns or raises")
+            except EngineError as error:
+                # An engine that was started anew has forgotten the adapter; one that is dead comes back.
+                if attempt == ATTEMPTS or not Path(sampler.directory).is_dir():
+                    raise
+                logger.info("%s: %s; trying again", name, error)
+                self.slots.forget(name)
+                await asyncio.sleep(attempt)
+                await self.client.wait_ready(RECOVERY_S)
+        raise AssertionError("the last attempt returns or raises")
 
     async def _count(self, call: object) -> Sequence[Completion]:
         completions: Sequence[Completion] = await call  # type: ignore[misc]

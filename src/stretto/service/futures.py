@@ -74,6 +74,11 @@ class Futures:
         self._sweep()
         return self._futures.setdefault(name, Future(name, owner, run=run))
 
+    def forget(self, prefix: str) -> None:
+        """Forget the futures of a run that another takes the name of."""
+        for name in [name for name in self._futures if name.startswith(prefix)]:
+            del self._futures[name]
+
     def find(self, name: str) -> Future | None:
         return self._futures.get(name)
 

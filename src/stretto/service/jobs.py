@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from stretto.base.errors import DataError
@@ -20,7 +21,6 @@ from stretto.records.tenants import (
     ExportAdapter,
     LoadTenant,
     OptimStep,
-    RemoveTenant,
     SaveTenant,
     TenantResult,
     TenantWork,
@@ -28,6 +28,7 @@ from stretto.records.tenants import (
 from stretto.service import bodies, data, protobuf
 from stretto.service.futures import Future
 from stretto.service.store import Run
+from stretto.transports import service
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 
@@ -59,7 +60,19 @@ class Job:
 
     @property
     def units(self) -> tuple[int, ...]:
-        return () if self.batch is None else self.batch.units
+        """Tokens of the parts that are computed one by one."""
+        if self.kind != "batch":
+            return () if self.batch is None else self.batch.units
+        sizes = tuple(len(each.token_ids) for each in self.body.micro_batches)
+        # Without counts of the whole step, they are those of one pass: it must not be split.
+        is_whole = self.body.counts is None and self.body.sum_loss is None
+        return (sum(sizes),) if is_whole else sizes
+
+    @property
+    def adds_gradients(self) -> bool:
+        if self.kind == "batch":
+            return not self.body.is_forward_only
+        return self.kind == "pass" and not self.body.forward_only
 
     def reset(self) -> None:
         """Forget what was computed: it is computed again."""
@@ -67,6 +80,8 @@ class Job:
 
     def work(self, units: Sequence[int]) -> TenantWork:
         """These micro batches for one rank."""
+        if self.kind == "batch":
+            return self._part_of_batch(units)
         assert self.batch is not None, f"{self.kind} has no data"
         targets = tuple(self.batch.targets[i] for i in units)
         return TenantWork(
@@ -76,6 +91,20 @@ class Job:
             targets=targets if any(target is not None for target in targets) else (),
             is_forward_only=self.body.forward_only,
             wants_logprobs=True,
+        )
+
+    def _part_of_batch(self, units: Sequence[int]) -> TenantWork:
+        work: TenantWork = self.body
+        at = (
+            units
+            if len(self.units) == len(work.micro_batches)
+            else range(len(work.micro_batches) * len(units))
+        )
+        return msgspec.structs.replace(
+            work,
+            tenant=self.run.spec.name,
+            micro_batches=tuple(work.micro_batches[i] for i in at),
+            targets=tuple(work.targets[i] for i in at) if work.targets else (),
         )
 
     def add(self, result: TenantResult, units: Sequence[int], *, is_first: bool) -> None:
@@ -109,6 +138,10 @@ def read_job(run: Run, kind: str, body: bytes, limits: Limits, *, seq: int | Non
             vocab_size=limits.vocab_size,
         )
         return Job(run, kind, request, seq, batch=batch)
+    if kind == "batch":
+        work = service.decode_work(body)
+        check_work(work, limits)
+        return Job(run, kind, work, seq)
     job = Job(run, kind, api.decode_json(body, KINDS[kind]), seq)
     if kind == "optim_step":
         adam_settings(job.body)
@@ -121,15 +154,42 @@ KINDS: dict[str, type[Any]] = {
     "save_weights_for_sampler": bodies.SaveBody,
     "save_weights_external": bodies.SaveBody,
     "load_weights": bodies.LoadBody,
-    "unload_model": bodies.ModelBody,
+    "step": service.StepBody,
+    "publish": service.PublishBody,
+    "save": service.SaveBody,
+    "load": service.LoadBody,
 }
 """Bodies of the requests that are JSON."""
 WRITES: dict[str, str] = {
     "save_weights": "training",
     "save_weights_for_sampler": "sampler",
     "save_weights_external": "external",
+    "save": "training",
+    "publish": "sampler",
 }
 """Kind of the checkpoint that a request writes."""
+
+
+def progress_of(job: Job) -> dict[str, Any]:
+    """What is kept beside a saved state, and comes back with it."""
+    return job.body.progress if job.kind == "save" else {"run": job.run.id}
+
+
+def check_work(work: TenantWork, limits: Limits) -> None:
+    """Raises: DataError for a batch that cannot be one of this service's model."""
+    if not work.micro_batches:
+        raise DataError("micro_batches: there are none")
+    for i, each in enumerate(work.micro_batches):
+        ids, size = each.token_ids, len(each.token_ids)
+        if size > limits.seq_len:
+            raise DataError(
+                f"micro_batches[{i}] has {size} tokens; this service takes {limits.seq_len} (seq_len)"
+            )
+        if not size or ids.min() < 0 or ids.max() >= limits.vocab_size:
+            raise DataError(
+                f"micro_batches[{i}]: token ids must be below {limits.vocab_size}, the size of this model's "
+                "vocabulary; is it of another tokenizer?"
+            )
 
 
 def adam_settings(body: bodies.OptimStepBody) -> AdamSettings:
@@ -166,13 +226,11 @@ def operation(job: Job, directory: str | None) -> Any:
         case "optim_step":
             return OptimStep(number=0, tenant=tenant, adam=adam_settings(job.body))
         case "save_weights" | "save_state":
-            return SaveTenant(number=0, tenant=tenant, path=directory or "", progress={"run": job.run.id})
-        case "save_weights_for_sampler" | "save_weights_external":
+            return SaveTenant(number=0, tenant=tenant, path=directory or "", progress=progress_of(job))
+        case "save_weights_for_sampler" | "save_weights_external" | "publish":
             return ExportAdapter(number=0, tenant=tenant, directory=directory or "")
-        case "load_weights":
+        case "load_weights" | "load":
             return LoadTenant(
                 number=0, tenant=tenant, path=directory or "", with_optimizer=job.body.optimizer
             )
-        case "unload_model":
-            return RemoveTenant(number=0, tenant=tenant)
     raise AssertionError(f"a job of kind {job.kind}")

@@ -23,6 +23,7 @@ from stretto.service.engines import Engines
 from stretto.service.futures import Futures
 from stretto.service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts
 from stretto.service.jobs import Limits
+from stretto.service.native import NativeRoutes
 from stretto.service.rest import RestRoutes, routes_of
 from stretto.service.store import Audit, Session, Store
 from stretto.service.tinker import TinkerRoutes
@@ -67,7 +68,9 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
     access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", given))
     hub = Hub(cfg, store, futures, audit, access, training, engines, vocab_size, max_model_len, time.time())
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary(hub)])
-    app.add_routes(routes_of((TinkerRoutes(hub), RestRoutes(hub, secret.key("service.download")))))
+    app.add_routes(
+        routes_of((TinkerRoutes(hub), NativeRoutes(hub), RestRoutes(hub, secret.key("service.download"))))
+    )
     return hub, app
 
 

@@ -58,6 +58,10 @@ class RestRoutes:
             web.post("/api/v1/sessions/search", self.search_sessions),
             web.get("/api/v1/sessions/{session}", self.session),
             web.post("/api/v1/sessions/{session}/finish", self.finish_session),
+            web.get("/api/v1/sessions/{session}/trace_export", self.trace_export),
+            web.put("/api/v1/sessions/{session}/project", self.no_projects),
+            web.get("/api/v1/billing/usage/events", self.no_bills),
+            web.get("/api/v1/billing/usage/checkpoints/current", self.storage),
             web.get("/api/v1/samplers/{sampler:.+}", self.sampler),
             web.get("/api/v1/audit", self.audit),
             web.get("/v1/status", self.status),
@@ -239,6 +243,50 @@ class RestRoutes:
                 "display_name": session.display_name,
             }
         )
+
+    async def trace_export(self, http: web.Request) -> web.Response:
+        """A file with a session, its runs, its checkpoints, and what its user did since it began."""
+        hub, session = self.hub, self.hub.session(http["user"], http.match_info["session"])
+        runs = [run for run in hub.store.all(Run) if run.session == session.id]
+        names = {run.id for run in runs}
+        trace = {
+            "session": session,
+            "training_runs": runs,
+            "checkpoints": [each for each in hub.store.all(Checkpoint) if each.run in names],
+            "audit": [
+                entry
+                for entry in hub.audit.read()
+                if entry.get("user") == session.owner and entry["time"] >= session.created_at
+            ],
+        }
+        name, expires = f"traces/{session.id}.json", int(time.time() + LINK_S)
+        path = hub.training.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(trace))
+        url = f"{http.scheme}://{http.host}/download/{self._sign(name, expires)}/{name}"
+        return answer({"status": "ready", "url": url})
+
+    async def no_projects(self, http: web.Request) -> web.Response:
+        raise Refusal("this service has no projects: what a user makes belongs to that user", 403)
+
+    async def no_bills(self, http: web.Request) -> web.Response:
+        raise Refusal("this service bills nobody; /v1/status has what it computed", 403)
+
+    async def storage(self, http: web.Request) -> web.Response:
+        """Bytes of checkpoints by user."""
+        sizes: dict[str, list[int]] = defaultdict(list)
+        for checkpoint in self._of(Checkpoint, http["user"]):
+            sizes[checkpoint.owner].append(checkpoint.size_bytes)
+        rows = [
+            {
+                "user_name": owner,
+                "checkpoint_count": len(each),
+                "size_bytes": sum(each),
+                "size_gigabytes": sum(each) / 1e9,
+            }
+            for owner, each in sizes.items()
+        ]
+        return answer({"data": rows})
 
     async def finish_session(self, http: web.Request) -> web.Response:
         """The client has ended: its runs are saved and give their places back."""

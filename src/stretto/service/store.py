@@ -66,6 +66,8 @@ class Run(msgspec.Struct, kw_only=True):
     saved_seq: int = 0
     step: int = 0
     last_request_at: float = 0.0
+    published: str | None = None
+    """Path of the version of its adapter that its engine requests are answered with."""
 
     @property
     def is_placed(self) -> bool:

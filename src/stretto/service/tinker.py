@@ -36,6 +36,11 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "experts", "fc1_latent_proj", "fc2_latent_proj")
 PROTOBUF = "application/x-protobuf"
 MAX_SAMPLES = 4096
+NOT_COMPUTED = (
+    "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
+    "record_stability_info",
+)  # fmt: skip
+"""Fields of a sample request that engines of this service have nothing for."""
 NOTICE = (
     "adapters of this service stand beside attention and MLP layers; train_unembed has no effect "
     "(weights info says so)"
@@ -345,7 +350,7 @@ class TinkerRoutes:
             raise Refusal(f"prompt: {len(tokens)} tokens leave no room for a reply; the limit is {limit}")
         if not 0 < body.num_samples <= MAX_SAMPLES:
             raise Refusal(f"num_samples = {body.num_samples} must be 1 to {MAX_SAMPLES}")
-        for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+        for name in NOT_COMPUTED:
             if getattr(body, name):
                 raise Refusal(f"{name}: engines of this service do not compute it")
         last = body.prompt_logprobs_last_n

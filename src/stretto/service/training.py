@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _TICK_S = 1.0
 _PAUSE_S = 0.5  # between two tries to reach the ranks
 FROZEN = 423
+KEPT_VERSIONS = 4
+"""Versions of a run's adapter that were published for its engines and stay on disk: requests may still use them."""
 
 
 @dataclass(eq=False)
@@ -317,9 +319,9 @@ class Training:
         if not self.queue.finish(share) or tenant is None:
             return
         result = result or TenantResult(error=job.error)
-        if job.kind == "pass" and not job.body.forward_only:
+        if job.adds_gradients:
             tenant.has_gradients = True
-        elif job.kind in ("create", "optim_step", "load_weights", "drop"):
+        elif job.kind in ("create", "optim_step", "step", "load_weights", "load", "drop"):
             tenant.has_gradients = False
         if job.seq is not None and job.kind != "save_state" and not tenant.has_gradients:
             tenant.clean_seq = job.seq
@@ -337,9 +339,9 @@ class Training:
         if job.kind == "create":
             self._drop(run.id, "failed", job.error or "")
             return
-        if job.kind == "optim_step":
+        if job.kind in ("optim_step", "step"):
             self._push(Job(run, "drop", None), is_first=True)
-        if job.kind in ("optim_step", "pass"):
+        if job.kind in ("optim_step", "step", "pass", "batch"):
             tenant.failures += 1
             if tenant.failures >= self._cfg.service.max_failures:
                 self.freeze(run, f"{tenant.failures} requests failed in a row, the last with: {job.error}")
@@ -358,18 +360,24 @@ class Training:
             case "pass":
                 self._answer(job, Result(job.outputs(), is_protobuf=True))
                 return
-            case "optim_step":
+            case "batch":
+                answer = {"metrics": job.sums}
+            case "optim_step" | "step":
                 tenant.failures = 0
                 tenant.unsaved_steps += 1
                 run.step = int(result.metrics.get("step", run.step + 1))
                 if tenant.unsaved_steps >= self._cfg.service.save_steps:
                     self._push(Job(run, "save_state", None), is_first=True)
-                answer = {"metrics": {f"{name}:mean": value for name, value in result.metrics.items()}}
+                suffix = ":mean" if job.kind == "optim_step" else ""
+                answer = {"metrics": {f"{name}{suffix}": value for name, value in result.metrics.items()}}
             case "save_state":
                 self._saved(tenant, job)
                 return
             case kind if kind in WRITES:
                 answer = self._recorded(job)
+            case "load":
+                run.step = int(result.metrics.get("step", 0))
+                answer = {"step": run.step, "progress": result.progress}
             case "load_weights":
                 answer = {"path": job.body.path, "model_id": run.id, "type": "load_weights"}
             case _:
@@ -522,6 +530,10 @@ class Training:
 
     def _named(self, job: Job) -> tuple[str, str]:
         """Kind and name of the checkpoint that a job writes."""
+        if job.kind == "publish":
+            return "sampler", f"v{job.body.version}"
+        if job.kind == "save":
+            return "training", job.body.name
         return WRITES[job.kind], job.body.path or f"unnamed-{job.seq}"
 
     def _check(self, job: Job) -> None:
@@ -530,14 +542,20 @@ class Training:
             kind, name = self._named(job)
             check_name(name)
             path = self.path_of(job.run, kind, name)
-            if self._store.get(Checkpoint, path) is not None and not job.body.overwrite:
+            may_replace = job.kind in ("save", "publish") or job.body.overwrite
+            if self._store.get(Checkpoint, path) is not None and not may_replace:
                 raise Refusal(f"path: there is {path} already; choose another name, or overwrite = true", 400)
-            if job.body.kind != "snapshot":
+            if getattr(job.body, "kind", "snapshot") != "snapshot":
                 raise Refusal(
                     f"kind = {job.body.kind!r}: samplers of this service keep their weights; use snapshot"
                 )
-        elif job.kind == "load_weights":
-            self.checkpoint(job.body.path, job.run.owner, "training")
+        elif job.kind in ("load_weights", "load"):
+            self.checkpoint(self._loaded_path(job), job.run.owner, "training")
+
+    def _loaded_path(self, job: Job) -> str:
+        return (
+            job.body.path if job.kind == "load_weights" else self.path_of(job.run, "training", job.body.name)
+        )
 
     def checkpoint(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
         """The checkpoint at a path. Raises: Refusal 404 if there is none that this user may read, 400 for its kind."""
@@ -554,8 +572,8 @@ class Training:
         own = self.directory / job.run.spec.name
         if job.kind == "save_state":
             return own / "state" / f"{self.tenants[job.run.id].clean_seq:08d}-{time.time_ns()}"
-        if job.kind == "load_weights":
-            return Path(self.checkpoint(job.body.path, job.run.owner).directory)
+        if job.kind in ("load_weights", "load"):
+            return Path(self.checkpoint(self._loaded_path(job), job.run.owner).directory)
         if job.kind in WRITES:
             kind, name = self._named(job)
             directory = own / SEGMENTS[kind] / name
@@ -568,8 +586,9 @@ class Training:
         kind, name = self._named(job)
         run, path = job.run, self.path_of(job.run, kind, name)
         directory = self.directory / run.spec.name / SEGMENTS[kind] / name
-        expires = None if job.body.ttl_seconds is None else time.time() + job.body.ttl_seconds
-        if job.body.path is not None:
+        ttl = getattr(job.body, "ttl_seconds", None)
+        expires = None if ttl is None else time.time() + ttl
+        if job.kind in ("save", "publish") or job.body.path is not None:
             self._store.put(
                 Checkpoint(
                     path=path,
@@ -581,10 +600,12 @@ class Training:
                     created_at=time.time(),
                     size_bytes=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
                     expires_at=expires,
-                    user_metadata=job.body.user_metadata,
+                    user_metadata=getattr(job.body, "user_metadata", None),
                 )
             )
             self._audit.write(run.owner, "save", path)
+            if job.kind == "publish":
+                return self._published(run, job, path)
             return {"path": path, "type": job.kind}
         sampler = Sampler(
             id=f"{run.session}:sample:{job.body.sampling_session_seq_id}",
@@ -596,6 +617,17 @@ class Training:
         )
         self._store.put(sampler)
         return {"sampling_session_id": sampler.id, "type": job.kind}
+
+    def _published(self, run: Run, job: Job, path: str) -> dict[str, Any]:
+        """The version that engines sample from now; older ones than the last few are deleted."""
+        run.published = path
+        self._store.put(run)
+        own = [each for each in self._store.all(Checkpoint) if each.run == run.id and each.kind == "sampler"]
+        for old in own[:-KEPT_VERSIONS]:
+            if old.path != path:
+                self._store.delete(old)
+                shutil.rmtree(old.directory, ignore_errors=True)
+        return {"version": job.body.version, "path": path}
 
     def _saved(self, tenant: Tenant, job: Job) -> None:
         """The state of a run is on disk: forget what came before it."""

@@ -471,6 +471,12 @@ def has_models(data: bytes) -> bool:
         return False
 
 
+def adapter_names(data: bytes) -> list[str]:
+    """The adapters in an answer of MODELS: models that have another as their parent."""
+    models = msgspec.json.decode(data, type=_Models).data
+    return [model["id"] for model in models if model.get("parent")]
+
+
 def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion]:
     """The completions in an answer of GENERATE, in sample order.
 

@@ -391,6 +391,11 @@ class EngineClient:
         )
         await self._all("POST", api.LOAD_ADAPTER, body)
 
+    async def adapters(self) -> set[str]:
+        """Names of the adapters that any engine that is up has loaded."""
+        answers = await self._all("GET", api.MODELS)
+        return {name for answer in answers for name in api.adapter_names(answer)}
+
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter on every engine that is up."""
         await self._all("POST", api.UNLOAD_ADAPTER, msgspec.json.encode({"lora_name": name}))

@@ -1,0 +1,130 @@
+"""Routes of runs that are no clients of Tinker: `/v1/runs`, as transports/service.py describes them."""
+
+from __future__ import annotations
+
+import time
+from uuid import uuid4
+
+import msgspec
+from aiohttp import web
+
+from stretto.records.tenants import TenantSpec
+from stretto.service.engines import adapter_name
+from stretto.service.hub import Hub, answer, read
+from stretto.service.store import Checkpoint, Run, Sampler
+from stretto.service.training import check_name
+from stretto.transports import service
+from stretto.transports.engine import api
+from stretto.transports.engine.api import Refusal
+from stretto.transports.service import CreateRun
+
+KINDS = ("batch", "step", "publish", "save", "load")
+
+
+class NativeRoutes:
+    """Handlers of one hub."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+
+    def routes(self) -> list[web.RouteDef]:
+        run = service.RUNS + "/{run}"
+        return [
+            web.post(service.RUNS, self.create),
+            web.get(service.RUNS, self.runs),
+            web.get(run, self.run),
+            web.post(run + "/{kind:" + "|".join(KINDS) + "}", self.submit),
+            web.post(run + api.GENERATE, self.generate),
+            web.get(service.FUTURES + "/{future:.+}", self.future),
+        ]
+
+    async def create(self, http: web.Request) -> web.Response:
+        """A run with a name of its own; making it again is an error unless it is the same."""
+        body, user, hub = await read(http, CreateRun), http["user"], self.hub
+        hub.check_model(body.base_model)
+        check_name(body.spec.name)
+        spec, largest = body.spec, hub.cfg.service.max_lora_rank
+        if not 0 < spec.rank <= largest:
+            raise Refusal(f"spec.rank = {spec.rank} must be 1 to {largest} (service.max_lora_rank)")
+        name = f"{user.name}:{spec.name}"
+        known = hub.store.get(Run, name)
+        if known is not None and known.state not in ("ended", "failed"):
+            raise Refusal(
+                f"you have a run {spec.name!r} already ({known.state}); end it, or choose another name"
+            )
+        own = [run for run in hub.store.all(Run) if run.owner == user.name and run.is_placed]
+        if user.section.max_runs is not None and len(own) >= user.section.max_runs:
+            raise Refusal(f"you have {len(own)} runs, as many as you may (service.users)", 403)
+        run = Run(
+            id=name,
+            owner=user.name,
+            spec=_renamed(spec, f"{user.name}.{spec.name}.{uuid4().hex[:8]}"),
+            base_model=hub.model_name,
+            created_at=time.time(),
+            last_request_at=time.time(),
+            weight=user.section.weight,
+            priority=user.section.priority,
+            tokens_per_minute=user.section.tokens_per_minute,
+            user_metadata=body.metadata,
+        )
+        hub.futures.forget(f"{name}/")
+        future = hub.training.create(run)
+        return answer({"id": run.id, "request_id": future.id}, 201)
+
+    async def runs(self, http: web.Request) -> web.Response:
+        found = [run for run in self.hub.store.all(Run) if http["user"].may_reach(run.owner)]
+        return answer({"runs": [self._state(run) for run in found]})
+
+    async def run(self, http: web.Request) -> web.Response:
+        return answer(self._state(self.hub.run(http["user"], http.match_info["run"])))
+
+    def _state(self, run: Run) -> dict:
+        tenant = self.hub.training.tenants.get(run.id)
+        return {
+            "id": run.id,
+            "owner": run.owner,
+            "state": run.state,
+            "reason": run.reason,
+            "step": run.step,
+            "next_seq": run.saved_seq + 1 if tenant is None else tenant.next_seq,
+            "published": run.published,
+        }
+
+    async def submit(self, http: web.Request) -> web.Response:
+        run = self.hub.run(http["user"], http.match_info["run"])
+        number = http.query.get("seq", "")
+        if not number.isdigit() or int(number) < 1:
+            raise Refusal("seq: the number of this request is missing, 1 for the first")
+        kind = http.match_info["kind"]
+        future = self.hub.training.submit(run, kind, int(number), await http.read())
+        return answer({"request_id": future.id})
+
+    async def future(self, http: web.Request) -> web.Response:
+        user = http["user"]
+        future = self.hub.futures.of(http.match_info["future"], user.name, is_admin=user.is_admin)
+        result = await self.hub.futures.wait(future, service.POLL_S)
+        return answer({"type": "try_again"} if result is None else result.json())
+
+    async def generate(self, http: web.Request) -> web.Response:
+        """Sample from the newest version of the run, or from the model before there is one."""
+        user, hub = http["user"], self.hub
+        run = hub.run(user, http.match_info["run"])
+        run.last_request_at = time.time()
+        request, _ = api.decode_generate(await http.read())
+        hub.engines.check_room(user)
+        sampler = Sampler(id=run.id, owner=run.owner, base_model=run.base_model, run=run.id)
+        if run.published is not None and (found := hub.store.get(Checkpoint, run.published)) is not None:
+            sampler.directory = found.directory
+        salt = f"user {run.owner}" if sampler.directory is None else adapter_name(sampler)
+        request = msgspec.structs.replace(
+            request,
+            request_id=f"{run.id}/{request.request_id}",
+            adapter=None if sampler.directory is None else salt,
+            cache_salt=f"{salt} {request.cache_salt or ''}",
+        )
+        completions = list(await hub.engines.generate(user, sampler, request))
+        return answer(api.encode_completions(request, completions, [None] * len(completions)))
+
+
+def _renamed(spec: TenantSpec, name: str) -> TenantSpec:
+    return msgspec.structs.replace(spec, name=name)

@@ -1,0 +1,175 @@
+"""The wire between a run and a training service: `/v1/runs` of its HTTP API, both ends' bodies, and the client.
+
+A run is made from a `TenantSpec`. Its requests are numbered from 1 and computed in order; each is answered at once with
+an id, and `GET /v1/futures/<id>` waits for the result. Batches are records of the codec (records/codec.py), so that a
+run sends the micro batches that it would send to a trainer of its own. Engines are asked at
+`/v1/runs/<id>/inference/v1/generate`, with the body of an engine; the service chooses the newest published version of
+this run's adapter.
+
+    POST   /v1/runs                          CreateRun             -> {id, request_id}
+    GET    /v1/runs  /v1/runs/<id>                                 -> state, step, reason
+    POST   /v1/runs/<id>/batch?seq=N         TenantWork (codec)    -> {request_id}; result: metrics
+    POST   /v1/runs/<id>/step?seq=N          StepBody              -> result: metrics
+    POST   /v1/runs/<id>/publish?seq=N       {"version": 3}        -> result: {"version": 3, "adapter": "..."}
+    POST   /v1/runs/<id>/save?seq=N          {"name": "step_3", "progress": {...}}
+    POST   /v1/runs/<id>/load?seq=N          {"name": "step_3", "optimizer": true}
+    POST   /v1/runs/<id>/inference/v1/generate
+    POST   /v1/runs/<id>/{freeze,resume,evict,end}
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from stretto.base.errors import EngineError
+from stretto.records.codec import BytesLike, decode, encode
+from stretto.records.generate import Completion, GenerateRequest
+from stretto.records.tenants import AdamSettings, TenantSpec, TenantWork
+from stretto.transports.engine import api
+
+RUNS = "/v1/runs"
+FUTURES = "/v1/futures"
+POLL_S = 20.0
+_RETRY_S = 1.0
+_TRIES = 300
+
+
+class CreateRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new run. base_model: what the run believes it trains; checked."""
+
+    spec: TenantSpec
+    base_model: str
+    metadata: dict[str, Any] = {}
+
+
+class StepBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """adam: settings of this step; None: the optimizer and schedule of the spec."""
+
+    adam: AdamSettings | None = None
+
+
+class PublishBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    version: int
+
+
+class SaveBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    progress: dict[str, Any] = {}
+
+
+class LoadBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    optimizer: bool = True
+
+
+def encode_work(work: TenantWork) -> bytes:
+    """A batch as one body: its frames, each after its size."""
+    return msgspec.msgpack.encode([bytes(frame) for frame in encode(work)])
+
+
+def decode_work(body: bytes) -> TenantWork:
+    """Raises: WireError if this is no batch."""
+    try:
+        frames: Sequence[BytesLike] = msgspec.msgpack.decode(body, type=list[bytes])
+    except msgspec.DecodeError:
+        frames = [body]
+    return decode(frames, TenantWork)
+
+
+class ServiceRun:
+    """The run's end. Every call is repeated while the service is away: it knows the numbers of requests."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._url, self._headers = url.rstrip("/"), {"X-API-Key": token}
+        self._session: aiohttp.ClientSession | None = None
+        self._seq = 0
+        self.id = ""
+
+    async def create(self, body: CreateRun) -> dict[str, Any]:
+        """Make the run, and wait until the trainer has its adapter. Raises: EngineError with the service's reason."""
+        answer = await self._call("POST", RUNS, msgspec.json.encode(body))
+        self.id = answer["id"]
+        return await self.wait(answer["request_id"])
+
+    async def attach(self, run_id: str) -> dict[str, Any]:
+        """Go on with a run that is there; its state."""
+        self.id = run_id
+        state = await self._call("GET", f"{RUNS}/{run_id}")
+        self._seq = state["next_seq"] - 1
+        return state
+
+    async def submit(self, kind: str, body: bytes) -> str:
+        """Send the next request; the id of its future."""
+        self._seq += 1
+        answer = await self._call("POST", f"{RUNS}/{self.id}/{kind}?seq={self._seq}", body)
+        return str(answer["request_id"])
+
+    async def wait(self, request_id: str) -> dict[str, Any]:
+        """The result of a request. Raises: EngineError with the reason if it failed."""
+        while True:
+            answer = await self._call("GET", f"{FUTURES}/{request_id}")
+            if answer.get("type") != "try_again":
+                break
+        if answer.get("error") is not None:
+            raise EngineError(f"{request_id}: {answer['error']}")
+        return answer
+
+    async def train(self, work: TenantWork) -> dict[str, Any]:
+        return await self.wait(await self.submit("batch", encode_work(work)))
+
+    async def step(self, adam: AdamSettings | None = None) -> dict[str, Any]:
+        return await self.wait(await self.submit("step", msgspec.json.encode(StepBody(adam=adam))))
+
+    async def publish(self, version: int) -> dict[str, Any]:
+        """Have engines sample from the weights as they are now, as this version."""
+        return await self.wait(
+            await self.submit("publish", msgspec.json.encode(PublishBody(version=version)))
+        )
+
+    async def save(self, name: str, progress: dict[str, Any]) -> dict[str, Any]:
+        body = SaveBody(name=name, progress=progress)
+        return await self.wait(await self.submit("save", msgspec.json.encode(body)))
+
+    async def load(self, name: str, *, optimizer: bool = True) -> dict[str, Any]:
+        body = LoadBody(name=name, optimizer=optimizer)
+        return await self.wait(await self.submit("load", msgspec.json.encode(body)))
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        path = f"{RUNS}/{self.id}{api.GENERATE}"
+        data = await self._bytes("POST", path, api.encode_generate(request))
+        return api.decode_completions(request, data)
+
+    async def end(self) -> None:
+        await self._call("POST", f"{RUNS}/{self.id}/end")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _call(self, method: str, path: str, body: bytes | None = None) -> dict[str, Any]:
+        return dict(msgspec.json.decode(await self._bytes(method, path, body) or b"{}"))
+
+    async def _bytes(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)
+            )
+        reason = ""
+        for _ in range(_TRIES):
+            try:
+                async with self._session.request(method, self._url + path, data=body) as response:
+                    data = await response.read()
+                if response.status in (200, 201, 204):
+                    return data
+                reason = f"HTTP {response.status}: {api.error_message(data)}"
+                if response.status not in (429, 500, 502, 503):
+                    raise EngineError(f"{self._url}{path}: {reason}")
+            except aiohttp.ClientError as error:
+                reason = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(_RETRY_S)
+        raise EngineError(f"{self._url}{path}: {reason} (after {_TRIES} attempts)")

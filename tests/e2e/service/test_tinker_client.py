@@ -1,0 +1,112 @@
+"""The published client of Tinker against a live service: loops learn, and crashes change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from services import Service, learn, sentence, serving
+
+tinker = pytest.importorskip("tinker", reason="the client of the extra `tinker`")
+
+from tinker import types  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def running(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving(tmp_path_factory.mktemp("service"), sorter.resolve()) as running:
+        yield running
+
+
+@pytest.fixture
+def service(running: Service) -> Iterator[Service]:
+    yield running
+    running.close_clients()
+
+
+def test_a_supervised_loop_learns_and_its_weights_can_be_sampled(service: Service) -> None:
+    training = service.client().create_lora_training_client(service.model, rank=8, seed=1).result()
+    losses = learn(training, 30, lr=1e-2)
+    assert losses[-1] < 0.5 * losses[0], losses
+    datum = sentence(0)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    scores = sampler.compute_logprobs(datum.model_input).result()
+    [output] = training.forward([datum], "cross_entropy").result().loss_fn_outputs
+    # Engine and trainer agree on the adapter's log-probabilities.
+    np.testing.assert_allclose(scores[1:], output["logprobs"].to_numpy()[:-1], atol=1e-3)
+
+
+def test_an_rl_loop_raises_its_reward(service: Service) -> None:
+    training = service.client().create_lora_training_client(service.model, rank=8, seed=2).result()
+    prompt, rewards = types.ModelInput.from_ints([7, 8, 9]), []
+    for _ in range(12):
+        sampler = training.save_weights_and_get_sampling_client().result()
+        sampled = sampler.sample(prompt, 32, types.SamplingParams(max_tokens=4, seed=len(rewards))).result()
+        scores = np.array([np.mean([token % 2 for token in s.tokens]) for s in sampled.sequences])
+        rewards.append(scores.mean())
+        data = []
+        for sequence, advantage in zip(sampled.sequences, scores - scores.mean()):
+            tokens = [7, 8, 9, *sequence.tokens]
+            is_sampled = [0.0] * 2 + [1.0] * len(sequence.tokens)
+            data.append(
+                types.Datum(
+                    model_input=types.ModelInput.from_ints(tokens[:-1]),
+                    loss_fn_inputs={
+                        "target_tokens": tokens[1:],
+                        "logprobs": [0.0] * 2 + list(sequence.logprobs),
+                        "advantages": [advantage * each for each in is_sampled],
+                    },
+                )
+            )
+        passed = training.forward_backward(data, "importance_sampling")
+        training.optim_step(types.AdamParams(learning_rate=2e-2)).result()
+        passed.result()
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.2, rewards
+
+
+def test_a_custom_loss_has_the_gradient_of_the_loss_that_it_writes_out(service: Service) -> None:
+    client = service.client()
+    own, plain = (
+        client.create_lora_training_client(service.model, rank=4, seed=3).result() for _ in range(2)
+    )
+
+    def nll(data: list[types.Datum], logprobs: list) -> tuple:
+        weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+        return -sum((each * w).sum() for each, w in zip(logprobs, weights)), {}
+
+    data, adam = [sentence(5)], types.AdamParams(learning_rate=1e-2)
+    for _ in range(3):
+        own.forward_backward_custom(data, nll).result()
+        own.optim_step(adam).result()
+        plain.forward_backward(data, "cross_entropy").result()
+        plain.optim_step(adam).result()
+    losses = [each.forward(data, "cross_entropy").result().metrics["loss:sum"] for each in (own, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_state_is_loaded_with_its_optimizer(service: Service) -> None:
+    client = service.client()
+    training = client.create_lora_training_client(service.model, rank=4, seed=4).result()
+    learn(training, 3)
+    path = training.save_state("three").result().path
+    rest = learn(training, 3)
+    again = client.create_training_client_from_state_with_optimizer(path).result()
+    assert learn(again, 3) == pytest.approx(rest, rel=1e-5)
+    fresh = client.create_training_client_from_state(path).result()
+    assert learn(fresh, 3)[1:] != pytest.approx(rest[1:], rel=1e-5)
+
+
+@pytest.mark.parametrize("role", ["tenants", "hub", "inference"])
+def test_a_kill_in_the_middle_changes_no_loss(service: Service, role: str, tmp_path: Path) -> None:
+    client = service.client()
+    alone = learn(client.create_lora_training_client(service.model, rank=4, seed=6).result(), 8)
+    training = client.create_lora_training_client(service.model, rank=4, seed=6).result()
+    losses = learn(training, 8, at={4: lambda: service.kill(role)})
+    assert losses == pytest.approx(alone, rel=1e-4)
+    service.wait_ready()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    assert sampler.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=3)).result()
