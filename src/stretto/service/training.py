@@ -104,6 +104,8 @@ class Training:
         """
         tenant = self._tenant(run)
         run.last_request_at = time.time()
+        if seq < 1:
+            raise Refusal(f"seq_id = {seq}: requests of a run are numbered from 1")
         name = f"{run.id}/{seq}"
         if (known := self._futures.find(name)) is not None:
             return known

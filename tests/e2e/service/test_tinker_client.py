@@ -30,7 +30,7 @@ def service(running: Service) -> Iterator[Service]:
 
 def test_a_supervised_loop_learns_and_its_weights_can_be_sampled(service: Service) -> None:
     training = service.client().create_lora_training_client(service.model, rank=8, seed=1).result()
-    losses = learn(training, 30, lr=1e-2)
+    losses = learn(training, 60, lr=1e-2)
     assert losses[-1] < 0.5 * losses[0], losses
     datum = sentence(0)
     sampler = training.save_weights_and_get_sampling_client().result()
@@ -43,10 +43,10 @@ def test_a_supervised_loop_learns_and_its_weights_can_be_sampled(service: Servic
 def test_an_rl_loop_raises_its_reward(service: Service) -> None:
     training = service.client().create_lora_training_client(service.model, rank=8, seed=2).result()
     prompt, rewards = types.ModelInput.from_ints([7, 8, 9]), []
-    for _ in range(12):
+    for _ in range(15):
         sampler = training.save_weights_and_get_sampling_client().result()
         sampled = sampler.sample(prompt, 32, types.SamplingParams(max_tokens=4, seed=len(rewards))).result()
-        scores = np.array([np.mean([token % 2 for token in s.tokens]) for s in sampled.sequences])
+        scores = np.array([np.mean([token % 2 == 0 for token in s.tokens]) for s in sampled.sequences])
         rewards.append(scores.mean())
         data = []
         for sequence, advantage in zip(sampled.sequences, scores - scores.mean()):
