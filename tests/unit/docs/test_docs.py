@@ -46,7 +46,8 @@ def test_the_map_names_every_room():
     source = ROOT / "src" / "stretto"
     rooms = {path.parent for path in source.rglob("__init__.py")} - {source}
     assert {room.name for room in rooms} <= written
-    assert written - {"src", "stretto", "tests", "unit"} <= {room.name for room in rooms}
+    folders = {path.name for path in source.rglob("*") if path.is_dir()}
+    assert written - {"src", "stretto", "tests", "unit"} <= folders
 
 
 def test_a_rollout_takes_the_way_that_is_written_down(tmp_path):
