@@ -5,7 +5,8 @@
 memory: five settings of the trainer, the most that torch's allocator has handed out during a step, and the prediction.
 time: three kinds of runs as `rl` starts them (short replies of a warmed-up model; a slow reward at max_async_level 0, 1
 and 4; several turns with waits), 40 steps each. What pieces of work take on this machine is measured before, alone and
-in other programs than the runs: decoding by batch, a row of the trainer by its tokens, a rollout of the orchestrator.
+in other programs than the runs: decoding by batch, a row of the trainer by its tokens, a rollout of the orchestrator,
+and how much slower two processes are side by side.
 The lengths of a workload are given, and for the warmed-up model those of another, shorter run.
 The last line is one JSON object.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -29,7 +32,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import loop  # noqa: E402
+import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
+
+from stretto.base import process  # noqa: E402
 
 KNOBS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -50,8 +56,8 @@ def measure(model: Path, reply: int, prompt: int) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"decode": _decode(model, reply, prompt), "train": _train(model, prompt + reply)}
-    found |= _rollout()
+    found: dict[str, Any] = {"decode": _decode(model, reply, prompt), "train": _train(model, prompt, reply)}
+    found |= _rollout() | {"cores": _cores(model, prompt, reply)}
     return found | {"prefill_token_s": 0.0, "update_s": 0.002, "publish_s": 0.001, "load_s": 0.005}
 
 
@@ -71,34 +77,87 @@ def _decode(model: Path, reply: int, prompt: int) -> list[list[float]]:
             start = time.perf_counter()
             run_core(core, str(i), ids, reply, n=8)
             times.append(time.perf_counter() - start)
-        table.append([8.0 * groups, min(times[1:]) / reply])
+        table.append([8.0 * groups, statistics.median(times[1:]) / reply])
     return table
 
 
-def _train(model: Path, document: int) -> list[list[float]]:
+def _train(model: Path, prompt: int, reply: int) -> list[list[float]]:
     """Seconds of a row, by its tokens; documents are rollouts whose prompts are their own."""
-    from trainer import _micro_batch
-
-    from stretto.config.sections.model import ModelSection
-    from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
-    from stretto.models import hub
-    from stretto.trainer.learner import Learner
-
-    policy = hub.load_model(model, dtype=hub.DTYPES["float32"], device="cpu")
-    learner = Learner(
-        policy, model=ModelSection(), optim=AdamWOptim(lr=1e-6), scheduler=ConstantScheduler(), max_steps=None
-    )
-    rng, table = np.random.default_rng(0), []
+    table = []
     for num in (8, 64, 128, 256):
-        docs = [rng.integers(0, policy.config.vocab_size, document).astype(np.int32) for _ in range(num)]
-        row, times = _micro_batch(docs), []
+        (learner, row), times = _learner_and_row(model, prompt, reply, num), []
         for _ in range(4):
             start = time.perf_counter()
             learner.forward_backward([row])
             learner.optim_step()
             times.append(time.perf_counter() - start)
-        table.append([float(num * document), min(times[1:])])
+        table.append([float(num * (prompt + reply)), statistics.median(times[1:])])
     return table
+
+
+def _learner_and_row(model: Path, prompt: int, reply: int, num: int) -> tuple[Any, Any]:
+    """A learner of this model as `rl` has it, and a row of so many rollouts."""
+    from trainer import _micro_batch
+
+    from stretto.config.sections.model import ModelSection
+    from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, TrainerKeys
+    from stretto.models import hub
+    from stretto.trainer.learner import Learner
+
+    policy = hub.load_model(model, dtype=hub.DTYPES["float32"], device="cpu")
+    optim = AdamWOptim(lr=1e-6)
+    learner = Learner(
+        policy, model=ModelSection(), optim=optim, scheduler=ConstantScheduler(), max_steps=None,
+        loss=TrainerKeys().loss,
+    )  # fmt: skip
+    rng, vocab = np.random.default_rng(0), policy.config.vocab_size
+    docs = [rng.integers(0, vocab, prompt + reply).astype(np.int32) for _ in range(num)]
+    is_reply = np.tile(np.arange(prompt + reply) >= prompt, num)
+    row = msgspec.structs.replace(
+        _micro_batch(docs), ce_weights=None, loss_mask=is_reply, rollout_tokens=(reply,) * num,
+        logprobs=np.full(len(is_reply), -math.log(vocab), np.float32),
+        advantages=rng.standard_normal(len(is_reply)).astype(np.float32),
+    )  # fmt: skip
+    return learner, row
+
+
+def _cores(model: Path, prompt: int, reply: int) -> float:
+    """How many times faster all cores are than one: the same passes in one process and in one per core."""
+    num = process.num_cores()
+    alone, together = (_pass_s(model, prompt, reply, count) for count in (1, num))
+    return num * min(alone / together, 1.0)
+
+
+def _pass_s(model: Path, prompt: int, reply: int, num: int) -> float:
+    """Seconds of a training pass while so many processes do the same."""
+    context = multiprocessing.get_context("spawn")
+    barrier, times = context.Barrier(num), context.Queue()
+    workers = [
+        context.Process(target=_passes, args=(model, prompt, reply, barrier, times)) for _ in range(num)
+    ]
+    for worker in workers:
+        worker.start()
+    found = [times.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join()
+    return statistics.mean(found)
+
+
+def _passes(model: Path, prompt: int, reply: int, barrier: Any, times: Any) -> None:
+    """Median seconds of passes over a row of 64 documents, begun when all others are ready."""
+    import torch
+
+    torch.set_num_threads(1)
+    learner, row = _learner_and_row(model, prompt, reply, 64)
+    learner.forward_backward([row])
+    barrier.wait(120)
+    found = []
+    for _ in range(8):
+        start = time.perf_counter()
+        learner.forward_backward([row])
+        found.append(time.perf_counter() - start)
+    barrier.wait(120)
+    times.put(statistics.median(found))
 
 
 def _rollout() -> dict[str, float]:

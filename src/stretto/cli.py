@@ -64,7 +64,7 @@ SUMMARIES = {
     "plot": "draw metrics of runs: stretto plot RUN [RUN ...] --key entropy/mean",
     "view": "show runs in a browser, live or finished: stretto view [RUN ...]",
     "doctor": "what of this machine, and for a config, will go wrong: stretto doctor [CONFIG]",
-    "plan": "foresee memory and time of an rl run, without a GPU: stretto plan rl.toml",
+    "plan": "foresee memory and time of a run of rl or sft, without a GPU: stretto plan rl.toml",
 }
 
 

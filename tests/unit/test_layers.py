@@ -63,6 +63,7 @@ BELOW = {
         "models",
         "launch",
         "orchestrator",
+        "trainer",  # batch/sft_data.py: how examples become tokens, without torch
         "view",
         "transports",
     },

@@ -16,7 +16,8 @@ tells the launcher that the process handles SIGINT and has work to finish: insta
              staleness, staleness_max      versions between sampling and training, mean and max
              tokens_per_s                  trained tokens over wall time
              waits                         {process: fraction of the step, 0..1, in which it was idle}
-    progress text, done, total             how far a part is: an eval, a checkpoint; gone when done = total
+    progress text, done, total             how far a part is: an eval, a checkpoint, a download; gone when
+                                           done = total
     warning  role, text                    a warning of any process (base/log.py), once per kind
     engine   url, state, reason            an engine that is "down"; the launcher restarts it
     eval     step, sampled, greedy, env    mean reward on held-out tasks
@@ -30,6 +31,10 @@ import json
 import logging
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -41,6 +46,9 @@ FINISH_VAR = "STRETTO_FINISH"
 """Set in a job: the file that exists once the job has been asked to finish, which a process may have been too young to
 hear."""
 KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warning", "ready", "progress"})
+
+FIRST_SHOWN_S, SHOWN_EVERY_S = 1.0, 0.5
+"""Seconds: shorter work has no progress of its own."""
 
 _pipe: int | None = None
 
@@ -96,6 +104,43 @@ def report(kind: str, **fields: Any) -> None:
         os.write(int(fd), line.encode() + b"\n")
     except OSError as error:
         logger.debug("status line dropped: %s", error)
+
+
+@contextmanager
+def growing(text: str, total_bytes: float, count: Callable[[], float]) -> Iterator[None]:
+    """Report how far something is that grows on a disk, in megabytes, if it takes longer than FIRST_SHOWN_S.
+
+    count: bytes there are now; called in a thread.
+    """
+    has_ended, total = threading.Event(), max(round(total_bytes / 1e6), 1)
+
+    def follow() -> None:
+        wait_s, is_shown = FIRST_SHOWN_S, False
+        while not has_ended.wait(wait_s):
+            wait_s, is_shown = SHOWN_EVERY_S, True
+            # What is done goes away: the end is said below, once it has come.
+            report("progress", text=text, done=min(int(count() / 1e6), total - 1), total=total)
+        if is_shown:
+            report("progress", text=text, done=total, total=total)
+
+    thread = threading.Thread(target=follow, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def bytes_below(directory: Path) -> int:
+    """Bytes of the files in a directory, of which some may vanish meanwhile; 0 if it is not there."""
+    total = 0
+    for path in directory.glob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
 
 
 def _plain(value: Any) -> Any:

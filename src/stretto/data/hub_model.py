@@ -23,6 +23,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.locked import lock_within, unlock
+from stretto.base.status import bytes_below, growing
 
 logger = logging.getLogger(__name__)
 
@@ -209,14 +210,14 @@ def _download(name: str, offer: Offer, *, has_weights: bool, say: Say) -> Path:
 def _reports(offer: Offer, say: Say) -> Iterator[None]:
     """Say how far a download is, from the bytes that the cache has."""
     blobs = _repo_folder(offer.name) / "blobs"
-    before, start, has_ended = _num_bytes(blobs), time.monotonic(), threading.Event()
+    before, start, has_ended = bytes_below(blobs), time.monotonic(), threading.Event()
     had = offer.num_bytes - offer.missing_bytes
 
     def report() -> None:
         wait_s = _FIRST_REPORT_S
         while not has_ended.wait(wait_s):
             wait_s = _REPORT_S
-            new = _num_bytes(blobs) - before
+            new = bytes_below(blobs) - before
             rate = new / (time.monotonic() - start)
             left = f", {max(offer.missing_bytes - new, 0) / rate:.0f} s left" if rate else ""
             done = f"{size(had + new)} of {size(offer.num_bytes)}"
@@ -225,7 +226,10 @@ def _reports(offer: Offer, say: Say) -> Iterator[None]:
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
-        yield
+        with growing(
+            f"download of {offer.name}, MB", offer.num_bytes, lambda: had + bytes_below(blobs) - before
+        ):
+            yield
     finally:
         has_ended.set()
         thread.join()
@@ -351,14 +355,3 @@ def _has_weights(snapshot: Path) -> bool:
     except (ValueError, KeyError, AttributeError):
         return False
     return bool(files) and all((snapshot / file).is_file() for file in files)
-
-
-def _num_bytes(directory: Path) -> int:
-    """Bytes of the files in a directory, of which some may vanish meanwhile."""
-    total = 0
-    for path in directory.glob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total

@@ -95,7 +95,7 @@ def machine_checks(directory: Path) -> list[tuple[str, Check]]:
 
 def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[list[tuple[str, str]]]]:
     """What was found for a config, and edits that make it fit if it does not."""
-    from stretto.config.root import RLConfig
+    from stretto.config.root import RLConfig, SFTConfig
     from stretto.doctor import configs, hosts
     from stretto.doctor.edits import smallest_edits
     from stretto.doctor.memory import check_memory
@@ -118,7 +118,7 @@ def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[
         findings.append(Finding("config", State.BAD, str(error)))
         edits = smallest_edits(words, str(error), type(cfg), configs.why_not)
     findings += configs.check_config(cfg)
-    if isinstance(cfg, RLConfig) and not edits:
+    if isinstance(cfg, RLConfig | SFTConfig) and not edits:
         findings += guarded("memory", lambda: check_memory(cfg, words))
     findings += hosts.elsewhere(cfg, command)
     if reports is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from stretto.base.errors import ConfigError
 from stretto.base.process import visible_gpus
 from stretto.config.load import load
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.data.hub_model import is_hub_name
 from stretto.doctor.finding import Finding, State
 from stretto.doctor.machine import gib, output_of
@@ -17,15 +17,8 @@ from stretto.foresee.hardware import GPUS, find_hardware
 from stretto.foresee.memory import Memory
 from stretto.foresee.setup import build_setup
 
-SAVERS = (
-    ("--model.ac.mode", "full"),
-    ("--trainer.optim.type", "sgd"),
-    ("--model.lora.rank", "16"),
-)
-"""Edits that save memory; those that change least what is learned come first, and a shorter seq_len second."""
 
-
-def check_memory(cfg: RLConfig, words: Sequence[str]) -> Iterator[Finding]:
+def check_memory(cfg: RLConfig | SFTConfig, words: Sequence[str]) -> Iterator[Finding]:
     """One line per kind of process; for one that does not fit, the smallest edit that helps."""
     gpu = _gpu()
     if gpu == "":
@@ -54,18 +47,22 @@ def check_memory(cfg: RLConfig, words: Sequence[str]) -> Iterator[Finding]:
             yield Finding("memory", State.BAD, f"{text}, while: {memory.peak.name}", fix)
 
 
-def memories(cfg: RLConfig, gpu: str | None) -> list[Memory]:
+def memories(cfg: RLConfig | SFTConfig, gpu: str | None) -> list[Memory]:
     """What each kind of process will take."""
     hardware = None if gpu is None else find_hardware(gpu, 1)
     return all_memory(build_setup(cfg, hardware=hardware))
 
 
-def saving_edit(cfg: RLConfig, words: Sequence[str], gpu: str | None, who: str) -> str | None:
-    """The first edit with which this process fits, as it would be typed; None if none of them suffices."""
+def saving_edit(cfg: RLConfig | SFTConfig, words: Sequence[str], gpu: str | None, who: str) -> str | None:
+    """The first edit with which this process fits, as it would be typed; None if none of them suffices.
+
+    The smallest change to what is learned comes first.
+    """
+    verb, optim = ("sft", "--optim.type") if isinstance(cfg, SFTConfig) else ("rl", "--trainer.optim.type")
     shorter = [("--seq-len", str(cfg.seq_len // by)) for by in (2, 4) if cfg.seq_len // by >= 256]
-    for flag, value in (SAVERS[0], *shorter, *SAVERS[1:]):
+    for flag, value in (("--model.ac.mode", "full"), *shorter, (optim, "sgd"), ("--model.lora.rank", "16")):
         try:
-            changed = load(RLConfig, [*words, flag, value], verb="rl")
+            changed = load(type(cfg), [*words, flag, value], verb=verb)
             found = {memory.who: memory for memory in memories(changed, gpu)}
         except ConfigError:
             continue

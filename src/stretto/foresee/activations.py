@@ -26,7 +26,7 @@ class Moment(NamedTuple):
     grads: float
     """Gradients of weights there are."""
     fresh: float
-    """Those of the product that is being computed, among `grads`: with several rows they are added to older ones."""
+    """Share of the product that is being computed, part of `grads`: with several rows it is added to older gradients."""
 
 
 @dataclass(frozen=True)

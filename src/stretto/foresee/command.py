@@ -1,22 +1,27 @@
-"""`stretto plan CONFIG`: memory, time and proposals of a run that has not been started."""
+"""`stretto plan CONFIG`: memory, time and proposals of a run of `rl` or `sft` that has not been started."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.foresee import report
 from stretto.foresee.memory import Memory, engine_memory, trainer_memory
 from stretto.foresee.setup import Setup, build_setup
+
+if TYPE_CHECKING:
+    from stretto.foresee.costs import Measured
+    from stretto.foresee.workload import Workload
 
 WORKLOAD = {
     "prompt_tokens": "tokens of a prompt",
@@ -34,7 +39,8 @@ def plan(words: Sequence[str]) -> int:
     args, rest = _parser().parse_known_args(list(words))
     if args.compare is not None and not rest:
         rest = ["@", str(_config_of(args.compare))]
-    cfg = load(RLConfig, _config_words(rest), verb="stretto plan")
+    rest = _config_words(rest)
+    cfg = _load(rest)
     setup = build_setup(cfg, gpu=args.gpu, model_config=args.model_config)
     memories = all_memory(setup)
     found: dict[str, Any] = {"setup": report.setup_json(setup)}
@@ -45,7 +51,9 @@ def plan(words: Sequence[str]) -> int:
         # The command line's own handlers end the process at once, and would leave the simulated run's directory.
         signal.signal(signal.SIGTERM, _exit)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        texts += _time(args, setup, found, assumptions)
+        reload = lambda added: load(type(cfg), [*rest, *added], verb="stretto plan")
+        time_part = _sft_time if isinstance(cfg, SFTConfig) else _rl_time
+        texts += time_part(args, setup, reload, found, assumptions)
     found["assumptions"] = assumptions
     if args.json:
         print(json.dumps(found, indent=2, default=str))
@@ -54,19 +62,43 @@ def plan(words: Sequence[str]) -> int:
     return 0
 
 
-def _time(args: argparse.Namespace, setup: Setup, found: dict[str, Any], assumptions: list[str]) -> list[str]:
-    """The parts about time; fills in what --json prints."""
+def _load(words: Sequence[str]) -> RLConfig | SFTConfig:
+    """The config of `rl`, or of `sft` if its keys are those.
+
+    Raises: ConfigError of the verb that knows most of the keys.
+    """
+    errors = []
+    for root in (RLConfig, SFTConfig):
+        try:
+            return load(root, list(words), verb="stretto plan")
+        except ConfigError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: len(re.findall(r"unknown (?:key|flag|table)", str(error))))
+
+
+Reload = Callable[[Sequence[str]], Any]
+
+
+def _rl_time(
+    args: argparse.Namespace, setup: Setup, reload: Reload, found: dict[str, Any], assumptions: list[str]
+) -> list[str]:
+    """The parts about time of `rl`; fills in what --json prints."""
     # Only here: the orchestrator's code takes half a second to import.
     from stretto.foresee.compare import as_rows, compare
-    from stretto.foresee.costs import Costs, Measured
+    from stretto.foresee.costs import Costs
     from stretto.foresee.proposals import propose
     from stretto.foresee.simulation import STEPS, simulate
-    from stretto.foresee.workload import default_workload, with_given, workload_of_run
+    from stretto.foresee.workload import with_given, workload_of_run
 
+    if args.example_tokens is not None:
+        raise ConfigError(
+            "--example-tokens is of `sft`; a plan of `rl` takes --prompt-tokens and --reply-tokens"
+        )
     source = args.source or args.compare
-    workload = default_workload(setup.cfg) if source is None else workload_of_run(source)
-    workload = with_given(workload, {name: getattr(args, name) for name in WORKLOAD})
-    costs = Costs(setup, measured=Measured() if args.measured is None else Measured.read(args.measured))
+    given = {name: getattr(args, name) for name in WORKLOAD}
+    workload = _assumed_workload(args, setup) if source is None else workload_of_run(source)
+    workload = with_given(workload, given)
+    costs = Costs(setup, measured=_measured(args))
     steps = args.simulated_steps or STEPS
     times = simulate(costs, workload, steps=steps)
     assumptions += [*workload.describe(), *costs.describe()]
@@ -78,11 +110,72 @@ def _time(args: argparse.Namespace, setup: Setup, found: dict[str, Any], assumpt
         lines = compare(times, args.compare)
         found["compare"] = [asdict(line) | {"error": line.error} for line in lines]
         texts.append("prediction beside measurement\n" + report.columns(as_rows(lines)))
-    if not args.no_propose and args.compare is None:
-        proposals = propose(costs, workload, times, steps=min(steps, 6), say=_show_trial)
+    elif not args.no_propose:
+        proposals = propose(costs, workload, times, reload, steps=steps, say=_show_trial)
         found["proposals"] = [asdict(proposal) for proposal in proposals]
         texts.append(report.proposals_text(proposals))
     return texts
+
+
+def _assumed_workload(args: argparse.Namespace, setup: Setup) -> Workload:
+    """A config's own workload: the prompts of its environments, if they can be had, and what is left assumed."""
+    from stretto.foresee.samples import prompt_lengths
+    from stretto.foresee.workload import default_workload
+
+    workload = default_workload(setup.rl)
+    if args.prompt_tokens is not None:
+        return workload
+    lengths = prompt_lengths(setup.rl)
+    if isinstance(lengths, str):
+        return replace(workload, source=f"assumed, because: {lengths}")
+    source = f"prompts: the first {len(lengths.values)} of the environments; replies: assumed"
+    return replace(workload, prompt_tokens=lengths, source=source)
+
+
+def _sft_time(
+    args: argparse.Namespace, setup: Setup, reload: Reload, found: dict[str, Any], assumptions: list[str]
+) -> list[str]:
+    """The parts about time of `sft`; fills in what --json prints."""
+    from stretto.foresee.compare import as_rows, compare_sft
+    from stretto.foresee.costs import Costs
+    from stretto.foresee.proposals import propose_sft
+    from stretto.foresee.samples import example_lengths
+    from stretto.foresee.sft import STEPS, default_examples, sft_times
+    from stretto.foresee.workload import Numbers
+
+    cfg = setup.cfg
+    assert isinstance(cfg, SFTConfig)
+    wrong = [name for name in (*WORKLOAD, "source") if getattr(args, name) is not None]
+    if wrong:
+        flag = "--from" if wrong[0] == "source" else "--" + wrong[0].replace("_", "-")
+        raise ConfigError(f"{flag} is of `rl`; a plan of `sft` takes --example-tokens")
+    if args.example_tokens is not None:
+        examples, source = Numbers.parse(args.example_tokens, "--example-tokens"), "given"
+    elif isinstance(lengths := example_lengths(cfg), str):
+        examples, source = default_examples(cfg), f"assumed, because: {lengths}"
+    else:
+        examples, source = lengths, f"the first {len(lengths.values)} of the data"
+    costs = Costs(setup, measured=_measured(args))
+    times = sft_times(costs, examples, steps=args.simulated_steps or STEPS)
+    assumptions += [f"tokens of an example: {examples} ({source})", *costs.describe()]
+    num_steps = args.steps or cfg.max_steps
+    found["time"] = asdict(times) | {"tokens_per_s": times.tokens_per_s, "steps": num_steps}
+    texts = [report.sft_text(times, setup, num_steps)]
+    if args.compare is not None:
+        lines = compare_sft(times, args.compare)
+        found["compare"] = [asdict(line) | {"error": line.error} for line in lines]
+        texts.append("prediction beside measurement\n" + report.columns(as_rows(lines)))
+    elif not args.no_propose:
+        proposals = propose_sft(costs, examples, times, reload)
+        found["proposals"] = [asdict(proposal) for proposal in proposals]
+        texts.append(report.proposals_text(proposals))
+    return texts
+
+
+def _measured(args: argparse.Namespace) -> Measured:
+    from stretto.foresee.costs import Measured
+
+    return Measured() if args.measured is None else Measured.read(args.measured)
 
 
 def _show_trial(text: str) -> None:
@@ -106,7 +199,7 @@ def _config_of(run: Path) -> Path:
     """
     path = run / "configs" / "run.json"
     if not path.is_file():
-        raise ConfigError(f"{run}: no run of `rl`; a run directory has configs/run.json")
+        raise ConfigError(f"{run}: no run; a run directory has configs/run.json")
     return path
 
 
@@ -114,8 +207,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stretto plan",
         usage="stretto plan CONFIG [--KEY VALUE ...] [options]",
-        description="Foresee a run of `rl`: memory of each process, time of a step, and what would be better. Needs "
-        "neither a GPU nor weights. CONFIG and keys are those of `rl`. Distributions are a number, or MEDIAN:SIGMA.",
+        description="Foresee a run of `rl` or `sft`: memory of each process, time of a step, and what would be better. "
+        "Needs neither a GPU nor weights. CONFIG and keys are those of the verb. Distributions are a number, or "
+        "MEDIAN:SIGMA.",
         allow_abbrev=False,
     )
     parser.add_argument("--gpu", metavar="NAME", help="H100, H200, B200, A100, L40S, or CPU for this machine")
@@ -131,11 +225,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, what in WORKLOAD.items():
         parser.add_argument("--" + name.replace("_", "-"), metavar="X", help=what)
+    parser.add_argument("--example-tokens", metavar="X", help="of `sft`: tokens of an example")
     parser.add_argument(
         "--steps", type=_positive, metavar="N", help="GPU hours are for so many steps (max_steps)"
     )
     parser.add_argument(
-        "--simulated-steps", type=_positive, metavar="N", help="steps that are simulated (12)"
+        "--simulated-steps", type=_positive, metavar="N", help="steps that are simulated (40)"
     )
     parser.add_argument(
         "--measured",
@@ -166,9 +261,11 @@ def _positive(text: str) -> int:
 
 
 def _config_words(words: Sequence[str]) -> list[str]:
-    """The words of `rl`: a file may be given without @ before it."""
+    """The words of a config: a file may be given without @ before it."""
     if not words:
-        raise ConfigError("stretto plan: give a config of `rl`: stretto plan rl.toml [--KEY VALUE ...]")
+        raise ConfigError(
+            "stretto plan: give a config of `rl` or `sft`: stretto plan rl.toml [--KEY VALUE ...]"
+        )
     found: list[str] = []
     for word in words:
         is_bare = not word.startswith(("-", "@")) and word.endswith((".toml", ".json"))

@@ -11,6 +11,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.foresee.sft import SftTimes
 from stretto.foresee.simulation import Times, read_ledger
 
 FIRST = 5
@@ -57,17 +58,39 @@ def compare(times: Times, run: Path, *, first: int = FIRST) -> list[Line]:
     return lines
 
 
-def measured_rows(run: Path) -> list[dict[str, Any]]:
+def compare_sft(times: SftTimes, run: Path, *, first: int = FIRST) -> list[Line]:
+    """The same for a run of `sft`.
+
+    Raises: ConfigError.
+    """
+    rows = measured_rows(run, "sft")[first:]
+    if not rows:
+        raise ConfigError(
+            f"--compare {run}: fewer than {first + 1} trained steps; there is nothing to compare with yet"
+        )
+    mean = lambda key: statistics.mean(row[key] for row in rows if key in row)
+    return [
+        Line("step, s", times.step_s, mean("time/step")),
+        Line("passes, s", times.passes_s, mean("time/forward_backward")),
+        Line("update, s", times.update_s, mean("time/optim")),
+        Line("tokens per step", times.tokens, mean("batch/tokens")),
+        Line("rows per step", times.rows, mean("batch/micro_batches")),
+        Line("tokens per second", times.tokens_per_s, mean("batch/tokens") / mean("time/step")),
+    ]
+
+
+def measured_rows(run: Path, process: str = "orchestrator") -> list[dict[str, Any]]:
     """The rows of metrics of a run's steps.
 
     Raises: ConfigError for a directory that is no run.
     """
-    path = RunDir(run).path / "metrics" / "orchestrator.jsonl"
+    path = RunDir(run).path / "metrics" / f"{process}.jsonl"
     try:
         lines = path.read_text().splitlines()
     except OSError:
+        verb = "sft" if process == "sft" else "rl"
         raise ConfigError(
-            f"{run}: no run of `rl`; a run directory has configs/run.json and metrics/"
+            f"{run}: no run of `{verb}`; a run directory has configs/run.json and metrics/"
         ) from None
     rows = []
     for line in lines:

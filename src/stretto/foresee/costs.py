@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.foresee.hardware import Reached
+from stretto.foresee.hardware import Reached, num_cores
 from stretto.foresee.memory import (
     bytes_per_token,
     cache_tokens,
@@ -53,6 +53,9 @@ class Measured:
     """The orchestrator's time per turn of a rollout of several."""
     step_s: float | None = None
     """Orchestrator's and trainer's time per step, whatever its size: messages, ledger, metrics."""
+    cores: float | None = None
+    """How many times faster all cores of this machine are than one: less than their number where they share caches and
+    memory, or are threads of fewer cores."""
 
     @classmethod
     def read(cls, path: Path) -> Measured:
@@ -213,6 +216,8 @@ class Costs:
         # The gradient of attention takes two and a half times its forward pass.
         attention = setup.size.attention_ops(tokens, keys) * (passes + 0.5)
         seconds += attention / (hardware.peak(wide) * self.reached.attention)
+        if setup.is_cpu:
+            seconds += passes * (CPU_OPS_PER_LAYER * setup.shape.num_layers + 12) * hardware.op_s
         return max(seconds / ranks, self._gather_s(passes))
 
     def _gather_s(self, passes: float) -> float:
@@ -258,12 +263,17 @@ class Costs:
             return self.measured.load_s
         setup, hardware = self.setup, self.setup.hardware
         total = published_bytes(setup)
-        kind = setup.cfg.weight_broadcast.type
+        kind = setup.rl.weight_broadcast.type
         if kind == "collective" and not setup.is_cpu:
             return total / (hardware.network_bandwidth * self.reached.links)
         return 3 * total / hardware.bandwidth + 2e-3
 
-    # -- the orchestrator --
+    # -- the orchestrator, and the machine --
+
+    @property
+    def cores(self) -> float:
+        """What the processes of a CPU run share."""
+        return float(num_cores()) if self.measured.cores is None else self.measured.cores
 
     @property
     def rollout_s(self) -> float:

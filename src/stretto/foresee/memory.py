@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stretto.config.root import SFTConfig
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
 from stretto.foresee.activations import BlockActivations, block_activations
 from stretto.foresee.hardware import GIB
@@ -85,9 +86,9 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2) -> Memor
     base = {"before the first tensor": setup.hardware.reserved_bytes, "weights": held.weights + held.frozen}
     if held.masters:
         base["float32 masters"] = held.masters
-    if setup.cfg.trainer.critic is not None:
+    if setup.has_critic:
         base["critic"] = held.weights + held.masters + held.optimizer + held.grads
-    if setup.cfg.trainer.loss.reference_kl is not None:
+    if setup.has_reference:
         base["reference"] = held.weights + held.frozen
     is_offloaded = setup.model.optim_cpu_offload
     state = {} if is_offloaded else {"optimizer": held.optimizer}
@@ -144,9 +145,7 @@ def _held(setup: Setup) -> Held:
         are_copies = section.optimization_dtype != setup.train_dtype
         weights, masters = trained * wide, trained * own if are_copies else 0.0
     grads = trained * own
-    return Held(
-        weights, masters, _state_values(setup.cfg.trainer.optim, trained, matrices) * own, grads, left
-    )
+    return Held(weights, masters, _state_values(setup.optim, trained, matrices) * own, grads, left)
 
 
 def _trained(setup: Setup) -> tuple[float, float]:
@@ -202,7 +201,7 @@ def _update_bytes(setup: Setup, held: Held) -> float:
     """What an update needs besides gradients and state."""
     if setup.model.optim_cpu_offload:
         return 3 * OFFLOAD_BUCKET_BYTES
-    if isinstance(setup.cfg.trainer.optim, MuonOptim):
+    if isinstance(setup.optim, MuonOptim):
         # Updates of all matrices before the first is applied, and the iteration on the largest one.
         layers = setup.size.layers
         largest = max(max(layer.experts, 2 * layer.dense / 3, layer.mixer / 2) for layer in layers)
@@ -335,11 +334,14 @@ def published_bytes(setup: Setup) -> float:
 
 def staging_bytes(setup: Setup) -> float:
     """What a rank holds of a version until engines have it; on a CPU it is shared memory beside the process."""
-    kind = setup.cfg.weight_broadcast.type
+    if isinstance(setup.cfg, SFTConfig):
+        return 0.0
+    broadcast = setup.cfg.weight_broadcast
+    kind = broadcast.type
     if kind == "collective":
         return published_bytes(setup) / setup.num_ranks
-    if setup.cfg.weight_broadcast.type == "ipc":
-        return setup.cfg.weight_broadcast.bucket_bytes
+    if broadcast.type == "ipc":
+        return broadcast.bucket_bytes
     return 0.0 if setup.is_cpu or kind == "filesystem" else _largest_unit(setup) * BYTES[setup.train_dtype]
 
 
@@ -358,7 +360,7 @@ def engine_memory(setup: Setup, engine: EngineSetup) -> Memory:
     work = batch * wide * BYTES[setup.train_dtype] if not setup.is_cpu else 64 * cfg.vocab_size * 4.0
     logits = min(engine.section.max_num_seqs, batch) * cfg.vocab_size * 4.0 / engine.tp
     received = (
-        min(published_bytes(setup), 4 * 64e6) if setup.cfg.weight_broadcast.type == "collective" else 0.0
+        min(published_bytes(setup), 4 * 64e6) if setup.rl.weight_broadcast.type == "collective" else 0.0
     )
     steady = base | {"cache": cache}
     phases = (

@@ -10,6 +10,7 @@ from stretto.foresee.setup import Setup
 
 if TYPE_CHECKING:
     from stretto.foresee.proposals import Proposal
+    from stretto.foresee.sft import SftTimes
     from stretto.foresee.simulation import Times
 
 WIDTH = 116
@@ -126,11 +127,8 @@ def time_text(times: Times, setup: Setup, num_steps: int | None) -> str:
     ]
     if times.read_s:
         rows.insert(4, ["engines that read prompts: busy", seconds(times.read_s)])
-    if num_steps is not None:
-        hours = num_steps * times.step_s / 3600
-        total = f"{hours:.3g} h" + ("" if setup.is_cpu else f", {hours * setup.num_devices:,.0f} GPU hours")
-        rows.append([f"{num_steps} steps", total])
-    found = f"time of a step: {seconds(times.step_s)} (simulated: {times.num_steps} steps)\n{columns(rows)}"
+    rows += _total(times.step_s, setup, num_steps)
+    found = f"time of a step: {seconds(times.step_s)} ({_simulated(times)})\n{columns(rows)}"
     if times.late_share > 0.005:
         found += (
             f"\n  {times.late_share:.0%} of the rollouts take longer than rollout_timeout_s and would fail: raise it "
@@ -139,16 +137,51 @@ def time_text(times: Times, setup: Setup, num_steps: int | None) -> str:
     return found
 
 
+def sft_text(times: SftTimes, setup: Setup, num_steps: int | None) -> str:
+    """What a step of `sft` takes."""
+    rows = [
+        ["passes of the slowest rank", seconds(times.passes_s)],
+        ["update", seconds(times.update_s)],
+        ["tokens", f"{times.tokens:,.0f} per step, {times.tokens_per_s:,.0f} per second"],
+        ["rows", f"{times.rows:.1f} per step, {times.fill:.0%} full"],
+    ]
+    if setup.degrees.dp > 1:
+        rows.insert(2, ["a rank waits for the slowest", f"{times.rank_idle:.0%} of the passes"])
+    rows += _total(times.step_s, setup, num_steps)
+    return f"time of a step: {seconds(times.step_s)}\n{columns(rows)}"
+
+
+def _simulated(times: Times) -> str:
+    """How well the mean is known."""
+    spread = f", +- {times.spread:.1%} by chance" if times.spread >= 0.001 else ""
+    return f"mean of {times.num_steps} simulated steps{spread}"
+
+
+def _total(step_s: float, setup: Setup, num_steps: int | None) -> list[list[str]]:
+    if num_steps is None:
+        return []
+    whole_s = num_steps * step_s
+    total = seconds(whole_s) + (
+        "" if setup.is_cpu else f", {whole_s / 3600 * setup.num_devices:,.3g} GPU hours"
+    )
+    return [[f"{num_steps} steps", total]]
+
+
 def proposals_text(proposals: Sequence[Proposal]) -> str:
     """What to change, the best first."""
     if not proposals:
         return "proposals: none of those that were tried is 2 % faster"
     rows = [["", "step", "gain", "staleness 95 %", "trainer's peak"]]
     rows += [
-        [p.text, seconds(p.step_s), f"{p.gain:.0%}", f"{p.staleness_p95:.0f}", size(p.peak_bytes)]
-        for p in proposals
+        [p.text, seconds(p.step_s), f"{p.gain:.0%}", _staleness(p), size(p.peak_bytes)] for p in proposals
     ]
-    return "proposals, one at a time\n" + columns(rows)
+    if all(p.staleness_p95 is None for p in proposals):  # of sft
+        rows = [[*row[:3], row[4]] for row in rows]
+    return "proposals, one at a time, as words to add to the command\n" + columns(rows)
+
+
+def _staleness(proposal: Proposal) -> str:
+    return "" if proposal.staleness_p95 is None else f"{proposal.staleness_p95:.0f}"
 
 
 # -- memory --

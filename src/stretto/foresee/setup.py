@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from stretto.base import process
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules.mesh_degrees import Degrees, Shape, find_degrees
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection, dtype_on
+from stretto.config.sections.trainer import Optim
 from stretto.foresee.hardware import Hardware, find_hardware
 from stretto.foresee.network import NetworkSize
 from stretto.foresee.shapes import find_shape, named_shape
@@ -55,13 +56,14 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class Setup:
-    """All that is known of a run before it starts."""
+    """All that is known of a run of `rl` or `sft` before it starts."""
 
-    cfg: RLConfig
+    cfg: RLConfig | SFTConfig
     size: NetworkSize
     hardware: Hardware
     degrees: Degrees
     engines: tuple[EngineSetup, ...]
+    """None of `sft`."""
     train_dtype: str
     """Type of forward and backward passes: float32, bfloat16 or float8."""
     is_colocated: bool
@@ -74,8 +76,27 @@ class Setup:
         return self.size.shape
 
     @property
+    def rl(self) -> RLConfig:
+        """The config of a run of `rl`."""
+        assert isinstance(self.cfg, RLConfig)
+        return self.cfg
+
+    @property
     def model(self) -> ModelSection:
         return self.cfg.model
+
+    @property
+    def optim(self) -> Optim:
+        return self.cfg.optim if isinstance(self.cfg, SFTConfig) else self.cfg.trainer.optim
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a rank of the trainer has a critic beside the policy."""
+        return isinstance(self.cfg, RLConfig) and self.cfg.trainer.critic is not None
+
+    @property
+    def has_reference(self) -> bool:
+        return isinstance(self.cfg, RLConfig) and self.cfg.trainer.loss.reference_kl is not None
 
     @property
     def num_ranks(self) -> int:
@@ -95,7 +116,7 @@ class Setup:
 
 
 def build_setup(
-    cfg: RLConfig,
+    cfg: RLConfig | SFTConfig,
     *,
     gpu: str | None = None,
     model_config: Path | None = None,
@@ -111,17 +132,19 @@ def build_setup(
     size = NetworkSize.of(found.shape)
     notes = [f"shape of the model: {found.source}"]
     is_wide = cfg.deployment.type == "multi_node"
-    wants_gpus = (
-        is_wide or bool(process.visible_gpus()) or asks_for_gpus(cfg.model_copy(update={"dry_run": True}))
-    )
+    wants_gpus = is_wide or bool(process.visible_gpus())
+    if isinstance(cfg, RLConfig):
+        wants_gpus |= asks_for_gpus(cfg.model_copy(update={"dry_run": True}))
     hardware = hardware or find_hardware(gpu, int(wants_gpus))
     if gpu is None and not hardware.is_cpu:
         notes.append(f"GPUs are {hardware.name}; another kind: --gpu {{H100,H200,B200,A100,L40S}}")
     has_gpu = not hardware.is_cpu
-    degrees = find_degrees(cfg.model, cfg.num_train_ranks, mesh_shape(found.shape))
+    degrees = find_degrees(cfg.model, _num_ranks(cfg), mesh_shape(found.shape))
     train_dtype: str = dtype_on(cfg.model.dtype, is_gpu=has_gpu)
-    engines = _engines(cfg, size, has_gpu=has_gpu, notes=notes)
-    shared = cfg.deployment.type == "single_node" and _shares_devices(cfg, engines) and has_gpu
+    engines, shared = (), False
+    if isinstance(cfg, RLConfig):
+        engines = _engines(cfg, size, has_gpu=has_gpu, notes=notes)
+        shared = cfg.deployment.type == "single_node" and _shares_devices(cfg, engines) and has_gpu
     per_node = cfg.deployment.gpus_per_node if cfg.deployment.type == "multi_node" else 8
     return Setup(cfg, size, hardware, degrees, engines, train_dtype, shared, tuple(notes), max(per_node, 1))
 
@@ -138,14 +161,20 @@ def mesh_shape(shape: ModelConfig) -> Shape:
     )
 
 
-def with_config(setup: Setup, cfg: RLConfig) -> Setup:
+def _num_ranks(cfg: RLConfig | SFTConfig) -> int:
+    return cfg.num_ranks if isinstance(cfg, SFTConfig) else cfg.num_train_ranks
+
+
+def with_config(setup: Setup, cfg: RLConfig | SFTConfig) -> Setup:
     """The same model and hardware with another config, such as a proposal.
 
     Raises: ConfigError if a degree does not divide.
     """
     notes: list[str] = []
-    degrees = find_degrees(cfg.model, cfg.num_train_ranks, mesh_shape(setup.shape))
-    engines = _engines(cfg, setup.size, has_gpu=not setup.is_cpu, notes=notes)
+    degrees = find_degrees(cfg.model, _num_ranks(cfg), mesh_shape(setup.shape))
+    engines = ()
+    if isinstance(cfg, RLConfig):
+        engines = _engines(cfg, setup.size, has_gpu=not setup.is_cpu, notes=notes)
     return replace(setup, cfg=cfg, degrees=degrees, engines=engines)
 
 

@@ -425,8 +425,8 @@ class Tasks:
     scale: float
     seed: int = 0
     rng: random.Random = field(default_factory=random.Random)
-    durations: list[float] = field(default_factory=list)
-    """How long each finished rollout took, seconds."""
+    durations: list[tuple[float, float]] = field(default_factory=list)
+    """When each finished rollout ended, and the seconds it took."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(f"{self.seed}/{self.name}")
@@ -443,7 +443,12 @@ class Tasks:
 
     def end(self, task: Task) -> None:
         """Note how long a rollout of one turn has taken since its prompt was made."""
-        self.durations.append(asyncio.get_running_loop().time() - self._began[task.task_id])
+        self.note(self._began[task.task_id])
+
+    def note(self, began: float) -> None:
+        """Note how long a rollout has taken."""
+        now = asyncio.get_running_loop().time()
+        self.durations.append((now, now - began))
 
     def prompt(self, task: Task) -> list[Message]:
         self._began[task.task_id] = asyncio.get_running_loop().time()
@@ -489,7 +494,7 @@ class SeveralTurns(Tasks):
             units = round(self.workload.observation_tokens.draw(self.rng) / self.scale)
             messages.append({"role": "user", "content": str(max(1, units))})
         await asyncio.sleep(self.workload.score_s.draw(self.rng))
-        self.durations.append(asyncio.get_running_loop().time() - began)
+        self.note(began)
         return RolloutResult(reward=self.reward(task))
 
 

@@ -7,6 +7,7 @@ code, unchanged (orchestrator/). Staleness is read from the ledger that it write
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import statistics
@@ -28,7 +29,6 @@ from stretto.config.sections.monitors import MonitorsSection
 from stretto.envs.base import RunInfo
 from stretto.foresee.clock import Cores, run_virtual
 from stretto.foresee.costs import Costs
-from stretto.foresee.hardware import num_cores
 from stretto.foresee.simulated import (
     Orchestrator,
     SimulatedEngine,
@@ -41,7 +41,7 @@ from stretto.foresee.workload import Workload
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.main import UserCode, Wires, build_loop, starting_point
 
-STEPS, UNITS = 12, 512
+STEPS, UNITS = 40, 512
 """Steps that are simulated by default; units that the longest rollout has."""
 MOST_TURNS = 8
 """Turns of a simulated rollout on average: those of longer ones are merged."""
@@ -75,6 +75,8 @@ class Times:
     late_share: float
     """Share of the rollouts that take longer than rollout_timeout_s; the simulation lets them end."""
     num_steps: int
+    spread: float = 0.0
+    """Standard error of step_s, as a share of it: another run of so many steps differs by about as much."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,9 +88,9 @@ def simulate(costs: Costs, workload: Workload, *, steps: int = STEPS, seed: int 
 
     Raises: StrettoError as the orchestrator would, such as EngineError if every rollout takes too long.
     """
-    level = costs.setup.cfg.orchestrator.max_async_level
+    level = costs.setup.rl.orchestrator.max_async_level
     first = min(level + 2, 6)
-    scale = max(1.0, costs.setup.cfg.seq_len / UNITS) if costs.setup.cfg.seq_len > 16_384 else 1.0
+    scale = max(1.0, costs.setup.rl.seq_len / UNITS) if costs.setup.rl.seq_len > 16_384 else 1.0
     workload = workload.merged(MOST_TURNS)
     loggers = logging.getLogger("stretto")
     before = loggers.level
@@ -103,7 +105,7 @@ def simulate(costs: Costs, workload: Workload, *, steps: int = STEPS, seed: int 
 
 def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: float) -> OrchestratorConfig:
     """The orchestrator's own config, in units, without what only a real run has."""
-    cfg = costs.setup.cfg.orchestrator_config()
+    cfg = costs.setup.rl.orchestrator_config()
     sampling = cfg.train.sampling
     limit = sampling.max_completion_tokens
     units = None if limit is None else max(1, math.ceil(limit / scale))
@@ -131,7 +133,7 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
 async def _run(
     cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale: float, first: int, seed: int
 ) -> Times:
-    cores = Cores(num_cores() if costs.setup.is_cpu else 1 if costs.setup.is_colocated else math.inf)
+    cores = Cores(costs.cores if costs.setup.is_cpu else 1 if costs.setup.is_colocated else math.inf)
     thread = Orchestrator(cores if costs.setup.is_cpu else Cores(1))
     engine = SimulatedEngine(costs, workload, cores, thread, scale, seed)
     assert cfg.max_steps is not None
@@ -149,13 +151,13 @@ async def _run(
         stack.callback(watching.cancel)
         await loop.run()
     limits = [
-        env.rollout_timeout_s or costs.setup.cfg.orchestrator.rollout_timeout_s
-        for env in costs.setup.cfg.orchestrator.env
+        env.rollout_timeout_s or costs.setup.rl.orchestrator.rollout_timeout_s
+        for env in costs.setup.rl.orchestrator.env
     ]
     limit = min((each for each in limits if each is not None), default=math.inf)
-    return _times(
-        cfg, trainer.steps, marks, first, scale, sorted(d for env in envs for d in env.durations), limit
-    )
+    began = trainer.steps[first - 1].ended_at if len(trainer.steps) > first else math.inf
+    durations = sorted(taken for env in envs for at, taken in env.durations if at >= began)
+    return _times(cfg, trainer.steps, marks, first, scale, durations, limit)
 
 
 async def _mark(
@@ -207,7 +209,16 @@ def _times(
         rollout_s_p95=durations[int(0.95 * (len(durations) - 1))] if durations else 0.0,
         late_share=sum(duration > limit_s for duration in durations) / max(len(durations), 1),
         num_steps=num,
+        spread=_spread([step.ended_at for step in steps[first - 1 :]]),
     )
+
+
+def _spread(ends: Sequence[float]) -> float:
+    """Standard error of the mean time between ends, as a share of it."""
+    times = [after - before for before, after in itertools.pairwise(ends)]
+    if len(times) < 2 or not (mean := statistics.mean(times)):
+        return 0.0
+    return statistics.stdev(times) / math.sqrt(len(times)) / mean
 
 
 # -- what a ledger says, of a simulated run and of a real one --

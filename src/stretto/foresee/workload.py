@@ -16,9 +16,12 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.config.root import RLConfig
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.schema import ENV_S
 
 MOST_VALUES = 4096
 """Lengths are drawn from so many rollouts of a run: the newest."""
+LEAST_WAIT_S = 0.005
+"""Shorter waits of an environment, on average, are its work in the orchestrator, which is counted there."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Numbers:
 
     def __str__(self) -> str:
         if self.values:
-            return f"{len(self.values)} values of a run, mean {self.mean:.4g}"
+            return f"{len(self.values)} values, mean {self.mean:.4g}"
         return f"{self.median:g}" + (f" (median), log-normal, sigma {self.sigma:g}" if self.sigma else "")
 
 
@@ -126,6 +129,11 @@ def default_workload(cfg: RLConfig) -> Workload:
     return Workload(Numbers(prompt), reply, source="assumed from the config; give it, or --from RUN")
 
 
+def _env_s(metrics: Any) -> float:
+    """Seconds of a rollout in its environment; 0 in ledgers of older versions, which do not have them."""
+    return float((metrics or {}).get(ENV_S, 0.0))
+
+
 def with_given(workload: Workload, given: dict[str, str | None]) -> Workload:
     """The workload with what the command line gives, by field.
 
@@ -152,7 +160,7 @@ def workload_of_run(path: Path) -> Workload:
     Raises: DataError if there is no ledger; ConfigError if nothing was trained.
     """
     query = (
-        "SELECT num_turns, num_tokens, num_sampled_tokens, started_at, finished_at FROM rollouts WHERE status IN "
+        "SELECT num_turns, num_tokens, num_sampled_tokens, metrics FROM rollouts WHERE status IN "
         f"('finished', 'truncated') AND num_sampled_tokens > 0 ORDER BY row DESC LIMIT {MOST_VALUES}"
     )
     groups = (
@@ -173,12 +181,17 @@ def workload_of_run(path: Path) -> Workload:
     # A ledger has no lengths by turn: the rest of a rollout's tokens is spread evenly over its turns.
     parts = tuple(other / turn for other, turn in zip(others, turns))
     is_single = all(turn == 1.0 for turn in turns)
+    waits = tuple(_env_s(row["metrics"]) / turn for row, turn in zip(rows, turns))
+    # Nor has it waits by turn: the environment's seconds are spread over the turns, the last of which has the reward.
+    wait = Numbers(values=waits) if sum(waits) / len(waits) >= LEAST_WAIT_S else Numbers(0.0)
     signal = sum(spread > 0 for spread in spreads) / max(len(spreads), 1)
     return Workload(
         prompt_tokens=Numbers(values=parts),
         reply_tokens=Numbers(values=replies),
         turns=Numbers(1.0) if is_single else Numbers(values=turns),
         observation_tokens=Numbers(0.0 if mean_turns == 1 else sum(parts) / len(parts)),
+        turn_wait_s=Numbers(0.0) if is_single else wait,
+        score_s=wait,
         signal=max(signal, 0.02),
         source=f"from {path}",
     )

@@ -19,6 +19,7 @@ import msgspec
 from stretto.base.errors import DataError, WireError
 from stretto.base.paths import RunDir
 from stretto.ledger.images import with_patches
+from stretto.ledger.schema import ENV_S
 from stretto.ledger.token_file import Payload, Place, load_payload, load_turns
 from stretto.records.images import Image
 from stretto.records.partial import PartialRollout, latest_turns, turns_up_to
@@ -285,6 +286,7 @@ def _rollout(
         place = Place(row["segment"], row["offset"], row["length"], row["crc"])
         payload = load_payload(run_dir, place, rollout_id)
     branches = with_patches(db, run_dir, row["segment"], payload.branches, known)
+    metrics = msgspec.json.decode(row["metrics"]) if row["metrics"] else {}
     return Rollout(
         rollout_id=rollout_id,
         group_id=row["group_id"],
@@ -294,7 +296,8 @@ def _rollout(
         branches=branches,
         reward=row["reward"] or 0.0,
         agent_rewards=payload.agent_rewards,
-        metrics=msgspec.json.decode(row["metrics"]) if row["metrics"] else {},
+        env_s=metrics.pop(ENV_S, 0.0),
+        metrics=metrics,
         num_turns=row["num_turns"] or 0,
         started_at=row["started_at"] or 0.0,
         finished_at=row["finished_at"] or 0.0,

@@ -28,6 +28,8 @@ from stretto.base.errors import DataError, EngineError, StrettoError
 from stretto.ledger import images
 
 SCHEMA = 1
+ENV_S = "env_s"
+"""Among the metrics of a rollout's row: seconds in which it ran and waited for no engine; left out below 1 ms."""
 
 TABLES = """
 CREATE TABLE incarnations (

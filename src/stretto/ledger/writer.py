@@ -392,7 +392,7 @@ class Ledger:
             row, rollout.group_id, rollout.member, self._incarnation, str(rollout.status), version,
             rollout.first_version, max(versions, default=None), float(rollout.reward), float(advantage),
             rollout.num_turns, rollout.num_tokens, rollout.num_sampled_tokens,
-            rollout.started_at or started, rollout.finished_at, rollout.error, _json(rollout.metrics), *place,
+            rollout.started_at or started, rollout.finished_at, rollout.error, _json(_with_env_s(rollout)), *place,
         )  # fmt: skip
 
     def _append_images(self, group: Group) -> list[tuple[Any, ...]]:
@@ -474,6 +474,10 @@ def _lock(run_dir: RunDir) -> int:
         os.close(fd)
         raise EngineError(f"{run_dir.ledger}: another process writes this ledger; end it first.")
     return fd
+
+
+def _with_env_s(rollout: Rollout) -> dict[str, float]:
+    return rollout.metrics | ({schema.ENV_S: rollout.env_s} if rollout.env_s else {})
 
 
 def _json(value: Any) -> str:

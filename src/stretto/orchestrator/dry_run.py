@@ -160,7 +160,7 @@ async def _first_task(env: Environment, renderer: Renderer | None, split: str) -
     count = "without end" if source.num_tasks is None else f"{source.num_tasks} {SPLITS[split]}"
     about = f"environment {env.name}: tasks {count}; the first is {task.task_id}"
     where = f"environment {env.name}, task {task.task_id}, prompt"
-    prompt, tools = await _first_prompt(env, task, where)
+    prompt, tools = await first_prompt(env, task, where)
     if prompt is None:
         return FirstTask(f"{about}, whose prompt it makes while it is played")
     if renderer is None:
@@ -174,7 +174,7 @@ Prompt = str | list[Message] | None
 """Messages; the text itself where no chat template is applied; None: known only while the task is played."""
 
 
-async def _first_prompt(
+async def first_prompt(
     env: Environment, task: Task, where: str
 ) -> tuple[Prompt, list[dict[str, Any]] | None]:
     """What the policy is asked first, and the tools it is shown."""

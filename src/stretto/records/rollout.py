@@ -82,6 +82,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     num_turns: int = 0
     started_at: float = 0.0  # unix seconds
     finished_at: float = 0.0
+    env_s: float = 0.0
+    """Seconds in which it ran and waited for no engine: turns and reward of its environment."""
     error: str | None = None
 
     @property

@@ -14,8 +14,8 @@ from stretto.foresee.clock import Cores, run_virtual
 from stretto.foresee.compare import compare
 from stretto.foresee.costs import Costs, Measured, lookup
 from stretto.foresee.setup import build_setup
-from stretto.foresee.simulation import simulate
-from stretto.foresee.workload import Numbers, Workload
+from stretto.foresee.simulation import _run, _simulated_config, simulate
+from stretto.foresee.workload import Numbers, Workload, workload_of_run
 from stretto.models.config import scratch_config
 
 MEASURED = Measured(
@@ -59,6 +59,29 @@ def test_turns_and_waits_add_up(tmp_path) -> None:
     )
     times = simulate(costs(tmp_path, max_async_level=0), workload, steps=4)
     assert times.rollout_s_mean == pytest.approx(3 * 0.02 + 2 * 0.1 + 0.05, rel=0.02)
+
+
+@pytest.mark.parametrize("turns", [1.0, 3.0])
+def test_lengths_and_waits_of_a_run_are_found_in_its_ledger(tmp_path, turns) -> None:
+    given = Workload(
+        Numbers(30, 0.2), Numbers(20, 0.3), Numbers(turns), Numbers(5), Numbers(0.2, 0.5), Numbers(0.2, 0.5)
+    )
+    found = costs(tmp_path, max_async_level=1)
+    run = tmp_path / "run"
+    asked = _simulated_config(found, run, 20, 1.0)
+    run_virtual(_run(asked, found, given, 1.0, 2, 0))
+    read = workload_of_run(asked.run_dir.path)
+    assert read.reply_tokens.mean == pytest.approx(given.reply_tokens.mean, rel=0.1)
+    assert read.turns.mean == turns and read.signal == 1.0
+    assert read.score_s.mean == pytest.approx(given.score_s.mean, rel=0.1)
+    assert (read.turn_wait_s.mean > 0.15) == (turns > 1)
+
+
+def test_the_spread_of_equal_steps_is_nothing_and_of_unequal_ones_shrinks_with_their_number(tmp_path) -> None:
+    even = simulate(costs(tmp_path, max_async_level=0), Workload(Numbers(10), Numbers(20)), steps=6)
+    slow = Workload(Numbers(10), Numbers(20), score_s=Numbers(0.5, 1.0))
+    few, many = (simulate(costs(tmp_path, max_async_level=0), slow, steps=steps).spread for steps in (6, 60))
+    assert even.spread < 1e-6 and 0 < many < few
 
 
 def test_processes_that_share_a_core_take_twice_as_long() -> None:

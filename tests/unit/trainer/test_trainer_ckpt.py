@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import build_learner, build_policy, documents, pack, save_checkpoint
 
-from stretto.base import files
+from stretto.base import files, status
 from stretto.base.errors import DataError
 from stretto.base.paths import RunDir
 from stretto.config.sections.trainer import CkptSection, LinearScheduler, SgdOptim, num_kept
@@ -126,6 +127,23 @@ def test_a_checkpoint_does_not_exist_before_it_is_whole(tmp_path, monkeypatch):
         checkpoint.load(run, build_learner(), 1)
     save_checkpoint(run, learner)
     assert sorted(p.name for p in run.checkpoint(1).iterdir()) == ["trainer"]
+
+
+def test_writing_is_reported_to_the_launcher(tmp_path, monkeypatch):
+    """The checkpoint of a slow disk: megabytes that are there of those that will be, until all are."""
+    write, found = checkpoint.write_slices, []
+    monkeypatch.setattr(status, "FIRST_SHOWN_S", 0.01)
+    monkeypatch.setattr(status, "SHOWN_EVERY_S", 0.01)
+    monkeypatch.setattr(status, "report", lambda kind, **fields: found.append((kind, fields)))
+
+    def write_slowly(slices, part, group):
+        write(slices, part, group)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(checkpoint, "write_slices", write_slowly)
+    save_checkpoint(RunDir(tmp_path), train(build_learner(build_policy(0)), 1))
+    assert {(kind, fields["text"]) for kind, fields in found} == {("progress", "checkpoint of step 1, MB")}
+    assert found[-1][1]["done"] == found[-1][1]["total"] >= 1
 
 
 def test_writing_a_step_again_takes_its_marker_away(tmp_path):

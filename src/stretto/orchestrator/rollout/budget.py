@@ -19,6 +19,7 @@ class Budget:
     started_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     num_turns: int = 0  # completed
     num_tokens: int = 0
+    engine_s: float = 0.0  # waited for replies
     _num_open_turns: int = 0
     _num_reserved_tokens: int = 0  # of open turns
     _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served

@@ -310,9 +310,11 @@ class Recorder(RolloutContext):
         self, request: GenerateRequest, begun: Turn | None, temperature: float
     ) -> Completion:
         sent = request if begun is None else continuation_request(request, begun)
+        sent_at = self.budget.age_s
         [completion] = await self._play.request_completions(
             sent, self._draw.version, is_learned=self._is_learned
         )
+        self.budget.engine_s += self.budget.age_s - sent_at
         if begun is not None:
             completion = merge_completions(begun.completion, completion, request)
         if (interruption := self._play.interruption) is not None:

@@ -65,6 +65,7 @@ class MemberResults:
         *,
         is_truncated: bool,
         num_turns: int,
+        env_s: float,
     ) -> None:
         """Store the rollout of a member; its result has been checked."""
         self.rollouts[member] = Rollout(
@@ -80,6 +81,7 @@ class MemberResults:
             num_turns=num_turns,
             started_at=self.started_at,
             finished_at=time.time(),
+            env_s=round(max(env_s, 0.0), 3),  # agents may wait for replies side by side
         )
 
     def add_failure(self, members: Iterable[int], error: StrettoError) -> None:
@@ -228,6 +230,8 @@ class Player(PlaySettings):
         completion: Completion,
     ) -> None:
         draw = members.draw
+        now = asyncio.get_running_loop().time
+        began = now()
         try:
             self.check_reply(completion)
             where = f"environment {env.name}, rollout {draw.rollout_id(member)}, score"
@@ -237,7 +241,9 @@ class Player(PlaySettings):
             branch = OpenBranch(self.behavior_temperature())
             branch.add_turn(request.prompt_ids, completion, draw.version, images=request.images)
             is_truncated = completion.finish_reason == "length" or result.is_truncated
-            members.add_rollout(member, (branch.close(),), result, is_truncated=is_truncated, num_turns=1)
+            members.add_rollout(
+                member, (branch.close(),), result, is_truncated=is_truncated, num_turns=1, env_s=now() - began
+            )
         except StrettoError as error:
             members.add_failure([member], error)
 
@@ -269,6 +275,7 @@ class Player(PlaySettings):
                     result,
                     is_truncated=recorder.is_truncated or result.is_truncated,
                     num_turns=recorder.num_turns,
+                    env_s=budget.age_s - budget.engine_s,
                 )
                 return
             except StrettoError as error:

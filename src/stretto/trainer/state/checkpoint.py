@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -31,6 +32,7 @@ from stretto.base.errors import DataError
 from stretto.base.files import flush_parents, put_in_place
 from stretto.base.paths import RunDir
 from stretto.base.rundir import recovery_advice
+from stretto.base.status import bytes_below, growing
 from stretto.config.sections.trainer import CkptSection
 from stretto.models.tensor_map import TensorSlice
 from stretto.trainer.parallel.mesh import Mesh, is_lead_process, new_values_group, num_ranks
@@ -163,7 +165,11 @@ class Saver:
 
     def _write(self, step: int, slices: dict[str, TensorSlice], values: dict[str, Any], start: float) -> None:
         directory = _directory(self._run, step, self._part)
-        write_directory(directory, slices, values, self._group)
+        # The lead sees all files; ranks have about as much each.
+        total = num_ranks() * sum(each.tensor.nbytes for each in slices.values())
+        shown = growing(f"checkpoint of step {step}, MB", total, lambda: bytes_below(_part_of(directory)))
+        with shown if is_lead_process() else nullcontext():
+            write_directory(directory, slices, values, self._group)
         if not is_lead_process():
             return
         flush_parents(directory, self._run.path.parent)
@@ -184,7 +190,7 @@ def write_directory(
     group: a gloo group of all ranks, which must all call this.
     """
     is_lead = group is None or is_lead_process()
-    part = directory.with_name(f"{directory.name}.part")
+    part = _part_of(directory)
     if is_lead:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -196,6 +202,11 @@ def write_directory(
         values = values | {"num_bytes": {path.name: path.stat().st_size for path in files}}
         (part / _VALUES).write_text(json.dumps(values, indent=2) + "\n")
         put_in_place(part, directory, is_durable=True)
+
+
+def _part_of(directory: Path) -> Path:
+    """Where a directory's files are until all of them are written."""
+    return directory.with_name(f"{directory.name}.part")
 
 
 class SavedState:

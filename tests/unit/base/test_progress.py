@@ -1,0 +1,63 @@
+"""Progress of what grows on a disk, as the launcher reads it from the pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from stretto.base import status
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    """Reads what has been reported so far."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    monkeypatch.setenv(status.STATUS_FD_VAR, str(writing))
+    monkeypatch.setattr(status, "_pipe", None)
+
+    def read() -> list[dict]:
+        try:
+            return [json.loads(line) for line in os.read(reading, 1 << 16).decode().splitlines()]
+        except BlockingIOError:
+            return []
+
+    yield read
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_growing_file_is_reported_until_its_end(reports, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(status, "FIRST_SHOWN_S", 0.02)
+    monkeypatch.setattr(status, "SHOWN_EVERY_S", 0.02)
+    file = tmp_path / "part"
+    with status.growing("checkpoint, MB", 5e6, lambda: status.bytes_below(tmp_path)):
+        for size in range(1, 6):
+            file.write_bytes(bytes(size * 1_000_000))
+            time.sleep(0.05)
+    found = reports()
+    done = [each["done"] for each in found]
+    assert {each["text"] for each in found} == {"checkpoint, MB"} and {each["total"] for each in found} == {5}
+    assert done == sorted(done) and len(set(done)) > 2
+    assert done[-1] == 5 and max(done[:-1]) == 4  # only its end is the end
+
+
+def test_what_takes_less_than_a_second_has_no_progress(reports, tmp_path) -> None:
+    with status.growing("checkpoint, MB", 5e6, lambda: 0):
+        time.sleep(0.05)
+    assert reports() == []
+
+
+def test_progress_of_what_fails_goes_away(reports, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(status, "FIRST_SHOWN_S", 0.01)
+    with pytest.raises(OSError), status.growing("download, MB", 5e6, lambda: 1e6):
+        time.sleep(0.1)
+        raise OSError("the disk is full")
+    assert reports()[-1]["done"] == 5
+
+
+def test_bytes_of_a_directory_that_is_not_there(tmp_path) -> None:
+    assert status.bytes_below(tmp_path / "nowhere") == 0
