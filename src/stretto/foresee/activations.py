@@ -26,7 +26,7 @@ class Moment(NamedTuple):
     grads: float
     """Gradients of weights there are."""
     fresh: float
-    """Share of the product that is being computed, part of `grads`: with several rows it is added to older gradients."""
+    """The part of `grads` whose product is being computed: with several rows it is added to older gradients."""
 
 
 @dataclass(frozen=True)

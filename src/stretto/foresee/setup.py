@@ -63,7 +63,7 @@ class Setup:
     hardware: Hardware
     degrees: Degrees
     engines: tuple[EngineSetup, ...]
-    """None of `sft`."""
+    """Empty for `sft`."""
     train_dtype: str
     """Type of forward and backward passes: float32, bfloat16 or float8."""
     is_colocated: bool
