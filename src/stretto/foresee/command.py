@@ -119,8 +119,7 @@ def _rl_time(
 
 def _assumed_workload(args: argparse.Namespace, setup: Setup) -> Workload:
     """A config's own workload: the prompts of its environments, if they can be had, and what is left assumed."""
-    from stretto.foresee.samples import prompt_lengths
-    from stretto.foresee.workload import default_workload
+    from stretto.foresee.workload import default_workload, prompt_lengths
 
     workload = default_workload(setup.rl)
     if args.prompt_tokens is not None:
@@ -139,9 +138,8 @@ def _sft_time(
     from stretto.foresee.compare import as_rows, compare_sft
     from stretto.foresee.costs import Costs
     from stretto.foresee.proposals import propose_sft
-    from stretto.foresee.samples import example_lengths
-    from stretto.foresee.sft import STEPS, default_examples, sft_times
-    from stretto.foresee.workload import Numbers
+    from stretto.foresee.simulation import STEPS, sft_times
+    from stretto.foresee.workload import Numbers, default_examples, example_lengths
 
     cfg = setup.cfg
     assert isinstance(cfg, SFTConfig)

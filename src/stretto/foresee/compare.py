@@ -11,8 +11,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.foresee.sft import SftTimes
-from stretto.foresee.simulation import Times, read_ledger
+from stretto.foresee.simulation import SftTimes, Times, read_ledger
 
 FIRST = 5
 """Steps that do not count, while the pipeline fills and files are read for the first time."""

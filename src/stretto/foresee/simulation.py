@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -18,9 +19,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from stretto.base.errors import StrettoError
 from stretto.base.paths import RunDir
-from stretto.config.root import OrchestratorConfig
+from stretto.config.root import OrchestratorConfig, SFTConfig
 from stretto.config.sections.algorithm import GrpoAlgo
 from stretto.config.sections.curriculum import CurriculumSection
 from stretto.config.sections.deployment import RunSection
@@ -37,9 +40,10 @@ from stretto.foresee.simulated import (
     UnitRenderer,
     build_env,
 )
-from stretto.foresee.workload import Workload
+from stretto.foresee.workload import Numbers, Workload
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.main import UserCode, Wires, build_loop, starting_point
+from stretto.records.rows import pack_rows
 
 STEPS, UNITS = 40, 512
 """Steps that are simulated by default; units that the longest rollout has."""
@@ -260,4 +264,51 @@ def read_ledger(run_dir: RunDir, first: int, last: int) -> LedgerFigures:
         sampled_tokens=sum(row["tokens"] or 0 for row in rows) / num,
         dropped_groups=dropped,
         failed_rollouts=failed,
+    )
+
+
+# -- sft: there is nobody to wait for, so the slowest data-parallel rank decides --
+
+
+@dataclass(frozen=True)
+class SftTimes:
+    """Means per step, in seconds, tokens and rows."""
+
+    step_s: float
+    passes_s: float
+    """Forward and backward passes of the slowest rank."""
+    update_s: float
+    rank_idle: float
+    """Share of the passes in which a data-parallel rank waits for the slowest one, on average."""
+    tokens: float
+    rows: float
+    fill: float
+    """Share of the rows' seq_len tokens that examples fill."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+
+def sft_times(costs: Costs, examples: Numbers, *, steps: int = STEPS, seed: int = 0) -> SftTimes:
+    """The times of steps with examples of these lengths."""
+    cfg, dp = costs.setup.cfg, costs.setup.degrees.dp
+    assert isinstance(cfg, SFTConfig)
+    rng, found = random.Random(seed), []
+    for _ in range(steps):
+        drawn = (round(examples.draw(rng)) for _ in range(cfg.batch_size))
+        lengths = np.array([min(max(length, 1), cfg.seq_len) for length in drawn], np.int64)
+        rows = [lengths[row] for row in pack_rows(lengths, cfg.seq_len)]
+        as_costs = [(float(row.sum()), float((row**2).sum() / 2 / row.sum())) for row in rows]
+        ranks = [costs.train_s(as_costs[rank::dp]) for rank in range(dp)]
+        found.append((max(ranks), 1 - statistics.mean(ranks) / max(ranks), float(lengths.sum()), len(rows)))
+    passes, idle, tokens, rows_per_step = (statistics.mean(values) for values in zip(*found))
+    return SftTimes(
+        step_s=passes + costs.update_s,
+        passes_s=passes,
+        update_s=costs.update_s,
+        rank_idle=idle,
+        tokens=tokens,
+        rows=rows_per_step,
+        fill=tokens / (rows_per_step * cfg.seq_len),
     )

@@ -35,9 +35,10 @@ def test_a_growing_file_is_reported_until_its_end(reports, tmp_path, monkeypatch
     monkeypatch.setattr(status, "SHOWN_EVERY_S", 0.02)
     file = tmp_path / "part"
     with status.growing("checkpoint, MB", 5e6, lambda: status.bytes_below(tmp_path)):
-        for size in range(1, 6):
-            file.write_bytes(bytes(size * 1_000_000))
-            time.sleep(0.05)
+        for _ in range(5):
+            with file.open("ab") as end:
+                end.write(bytes(1_000_000))
+            time.sleep(0.1)
     found = reports()
     done = [each["done"] for each in found]
     assert {each["text"] for each in found} == {"checkpoint, MB"} and {each["total"] for each in found} == {5}

@@ -11,12 +11,11 @@ from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.foresee.costs import Costs, Measured
-from stretto.foresee.hardware import GPUS, with_memory
+from stretto.foresee.hardware import GPUS
 from stretto.foresee.memory import trainer_memory
 from stretto.foresee.proposals import fits, proposal_steps, propose, propose_sft
 from stretto.foresee.setup import build_setup
-from stretto.foresee.sft import sft_times
-from stretto.foresee.simulation import simulate
+from stretto.foresee.simulation import sft_times, simulate
 from stretto.foresee.workload import Numbers, Workload
 from stretto.models.config import scratch_config
 
@@ -24,14 +23,20 @@ FREE = Measured(prefill_token_s=0.0, request_s=0.0, rollout_s=0.0, turn_s=0.0, s
 """The orchestrator takes no time; engines and trainer take what a GPU does."""
 STEPS = 12
 SHAPE = ScratchSection(
-    hidden_size=1024, intermediate_size=4096, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=64
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_layers=8,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    max_position_embeddings=16_384,
 )
 
 
 def words_of(tmp_path, config: dict) -> list[str]:
     """The command line of a config file beside a model's config.json."""
     (tmp_path / "config.json").write_text(json.dumps(scratch_config(SHAPE, 4096).hf))
-    file = tmp_path / "config.json.toml.json"
+    file = tmp_path / "run.json"
     file.write_text(json.dumps(config | {"model": {"name": str(tmp_path)} | config.get("model", {})}))
     return ["@", str(file)]
 
@@ -75,9 +80,9 @@ def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
             "parallel": {"dp": 8},
         },
     }
-    words = words_of(tmp_path, rl_config(orchestrator={"batch_size": 512}, **nodes))
+    words = words_of(tmp_path, rl_config(orchestrator={"batch_size": 144}, **nodes))
     setup = build_setup(load(RLConfig, words, verb="rl"), gpu="H100")
-    # Only the trainer's time counts: a row takes a second, and engines write at once.
+    # Only the trainer's time counts: six rollouts are a row of a second, and engines write at once.
     slow = replace(FREE, train=((1.0, 1.0), (2.0, 1.0)), decode=((1.0, 1e-5), (2.0, 1e-5)), load_s=0.0)
     found = check_promises(words, Costs(setup, measured=slow), Workload(Numbers(200), Numbers(1000)))
     best = found[0].words
@@ -87,9 +92,9 @@ def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
 def test_what_does_not_fit_gets_proposals_that_do(tmp_path) -> None:
     words = words_of(tmp_path, rl_config())
     cfg = load(RLConfig, words, verb="rl")
-    whole = build_setup(cfg, gpu="H100")
-    small = with_memory(GPUS["H100"], trainer_memory(whole, cfg.seq_len).peak.total * 0.8)
-    small = replace(small, reserved_bytes=0.0)
+    empty = replace(GPUS["H100"], reserved_bytes=0.0)
+    whole = trainer_memory(build_setup(cfg, hardware=empty), cfg.seq_len).peak.total
+    small = replace(empty, memory_bytes=0.8 * whole)
     setup = build_setup(cfg, hardware=small)
     assert not fits(setup)
     found = check_promises(

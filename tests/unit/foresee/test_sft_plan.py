@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from stretto.cli import main
-from stretto.config.load import load
+from stretto.config.load import build, load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.foresee.costs import Costs, Measured
-from stretto.foresee.samples import example_lengths, prompt_lengths
 from stretto.foresee.setup import build_setup
-from stretto.foresee.sft import sft_times
-from stretto.foresee.workload import Numbers
+from stretto.foresee.simulation import sft_times
+from stretto.foresee.workload import Numbers, example_lengths, prompt_lengths
 from stretto.orchestrator.build import build_scratch_renderer
 from stretto.trainer.batch.sft_data import load_examples
 
@@ -55,10 +54,10 @@ def test_prompts_are_those_of_the_environment(tmp_path) -> None:
 
 
 def test_why_lengths_are_assumed_is_said(tmp_path) -> None:
-    words = ["--data.type", "file", "--data.name", "somebody/rows"]
-    assert "data set of the Hub" in example_lengths(sft_config(*words))
-    words = ["--data.type", "file", "--data.name", str(tmp_path / "rows.jsonl")]
-    assert "rows.jsonl" in example_lengths(sft_config(*words))
+    values = {"model": {"scratch": {}}, "data": {"type": "file", "name": "somebody/rows"}}
+    assert "data set of the Hub" in example_lengths(build(SFTConfig, values))
+    values["data"]["name"] = str(tmp_path / "rows.jsonl")
+    assert "rows.jsonl" in example_lengths(build(SFTConfig, values))
 
 
 def test_sft_is_planned_by_the_verb(capsys) -> None:
