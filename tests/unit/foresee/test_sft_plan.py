@@ -7,13 +7,16 @@ import json
 import numpy as np
 import pytest
 
+from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.cli import main
 from stretto.config.load import build, load
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.sections.model import ScratchSection
 from stretto.foresee.costs import Costs, Measured
 from stretto.foresee.setup import build_setup
 from stretto.foresee.simulation import sft_times
 from stretto.foresee.workload import Numbers, example_lengths, prompt_lengths
+from stretto.models.config import scratch_config
 from stretto.orchestrator.build import build_scratch_renderer
 from stretto.trainer.batch.sft_data import load_examples
 
@@ -47,16 +50,18 @@ def test_lengths_of_examples_are_those_that_are_trained() -> None:
 
 
 def test_prompts_are_those_of_the_environment(tmp_path) -> None:
-    data = {"model": {"scratch": {}}, "orchestrator": {"env": [{"id": "sort-letters"}]}}
-    (tmp_path / "rl.json").write_text(json.dumps(data))
-    found = prompt_lengths(load(RLConfig, ["@", str(tmp_path / "rl.json")], verb="rl"))
+    vocab = load_tokenizer(build_letters_tokenizer(tmp_path)).vocab_size
+    (tmp_path / "config.json").write_text(json.dumps(scratch_config(ScratchSection(), vocab).hf))
+    values = {"model": {"name": str(tmp_path)}, "orchestrator": {"env": [{"id": "sort-letters"}]}}
+    found = prompt_lengths(build(RLConfig, values))
     assert len(found.values) == 64 and 10 < found.mean < 30
 
 
 def test_why_lengths_are_assumed_is_said(tmp_path) -> None:
-    values = {"model": {"scratch": {}}, "data": {"type": "file", "name": "somebody/rows"}}
+    data = {"type": "file", "name": "somebody/rows"}
+    values = {"model": {"scratch": {}}, "max_steps": 9, "data": data}
     assert "data set of the Hub" in example_lengths(build(SFTConfig, values))
-    values["data"]["name"] = str(tmp_path / "rows.jsonl")
+    data["name"] = str(tmp_path / "rows.jsonl")
     assert "rows.jsonl" in example_lengths(build(SFTConfig, values))
 
 
