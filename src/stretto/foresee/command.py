@@ -185,7 +185,7 @@ def _show_trial(text: str) -> None:
 def all_memory(setup: Setup, row_tokens: int | None = None) -> list[Memory]:
     """The memory of each kind of process; rows are as long as they may be if row_tokens is None."""
     return [
-        trainer_memory(setup, row_tokens or setup.cfg.row_tokens),
+        trainer_memory(setup, row_tokens or setup.row_tokens),
         *(engine_memory(setup, engine) for engine in setup.engines),
     ]
 

@@ -111,12 +111,12 @@ def alternatives(setup: Setup, candidates: Iterable[Words], reload: Reload) -> I
 
 def fits(setup: Setup) -> bool:
     """Whether every process of a run fits into its device's memory."""
-    memories = [trainer_memory(setup, setup.cfg.seq_len), *(engine_memory(setup, e) for e in setup.engines)]
+    memories = [trainer_memory(setup, setup.row_tokens), *(engine_memory(setup, e) for e in setup.engines)]
     return all(memory.fits for memory in memories)
 
 
 def _peak(setup: Setup) -> float:
-    return trainer_memory(setup, setup.cfg.seq_len).peak.total
+    return trainer_memory(setup, setup.row_tokens).peak.total
 
 
 def _words(**values: object) -> Words:
@@ -184,7 +184,11 @@ def _meshes(setup: Setup) -> Iterator[Words]:
             for ep in (degrees.ep // 2, degrees.ep * 2):
                 if ep >= 1:
                     yield _words(model__ep=ep)
-    yield _words(seq_len=2 * setup.cfg.seq_len)  # the micro batch is a row
+    # The micro batch is a row.
+    longer = 2 * setup.row_tokens
+    yield (
+        _words(orchestrator__row_tokens=longer) if isinstance(setup.cfg, RLConfig) else _words(seq_len=longer)
+    )
     if model.ac is not None and model.ac_offloading is None:
         yield ("--no-model.ac",)
     elif model.ac is None and not fits(setup):

@@ -86,6 +86,11 @@ class Setup:
         return self.cfg.model
 
     @property
+    def row_tokens(self) -> int:
+        """The longest row of the trainer."""
+        return self.cfg.seq_len if isinstance(self.cfg, SFTConfig) else self.cfg.row_tokens
+
+    @property
     def optim(self) -> Optim:
         return self.cfg.optim if isinstance(self.cfg, SFTConfig) else self.cfg.trainer.optim
 

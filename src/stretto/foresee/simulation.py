@@ -127,7 +127,9 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
     return cfg.model_copy(
         update={
             "output_dir": directory, "run": RunSection(name="plan"), "resume": None, "max_steps": max_steps,
-            "seq_len": max(2, int(cfg.seq_len / scale)), "train": train, "env": envs, "eval": None, "filters": [],
+            "seq_len": max(2, int(cfg.seq_len / scale)),
+            "row_tokens": None if cfg.row_tokens is None else max(2, int(cfg.row_tokens / scale)),
+            "train": train, "env": envs, "eval": None, "filters": [],
             "hooks": HooksSection(), "algo": GrpoAlgo(), "teacher": None, "monitors": MonitorsSection(),
             "stall_timeout_s": 3600.0, "rollout_timeout_s": None, "curriculum": CurriculumSection(),
         }

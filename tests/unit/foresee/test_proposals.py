@@ -58,7 +58,7 @@ def check_promises(words, costs, workload, *, hardware=None):
         assert times.step_s == pytest.approx(proposal.step_s, rel=1e-6), proposal.text
         assert 1 - times.step_s / now.step_s == pytest.approx(proposal.gain, abs=1e-6), proposal.text
         assert times.staleness_p95 == proposal.staleness_p95
-        assert fits(setup) and trainer_memory(setup, setup.cfg.seq_len).peak.total == proposal.peak_bytes
+        assert fits(setup) and trainer_memory(setup, setup.row_tokens).peak.total == proposal.peak_bytes
     assert [p.gain for p in found] == sorted((p.gain for p in found), reverse=True)
     return found
 
