@@ -5,7 +5,8 @@
 A random network (float32; by default 85M parameters) trains a few small steps on sort-letters with the embedded engine.
 Meanwhile the memory of both processes is read twenty times per second: PSS, the resident pages with shared ones divided
 among who has them, so that a version in shared memory counts once. The table has the peak after the first step, for
-each process and for the sum; start-up has the model twice in any case. The last line is one JSON object.
+each process and for the sum, the sum's peak since the start, and the seconds per step after the first. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def measure(model: Path, directory: Path, steps: int, words: list[str]) -> dict[
     ]
     run, peaks, first, last = (
         subprocess.Popen([*command, *words]),
-        dict.fromkeys((*ROLES, "together"), 0),
+        dict.fromkeys((*ROLES, "together", "started"), 0),
         None,
         0.0,
     )
@@ -120,10 +121,12 @@ def measure(model: Path, directory: Path, steps: int, words: list[str]) -> dict[
         try:
             if first is None and metrics.exists() and '"loss/mean"' in metrics.read_text():
                 first = time.perf_counter()
-            if first is not None and len(found := memory_of(run.pid)) == len(ROLES):
+            found = memory_of(run.pid)
+            peaks["started"] = max(peaks["started"], sum(found.values()))
+            if first is not None and len(found) == len(ROLES):
                 last = time.perf_counter()
                 found["together"] = sum(found.values())
-                peaks = {name: max(peaks[name], value) for name, value in found.items()}
+                peaks |= {name: max(peaks[name], value) for name, value in found.items()}
         except (OSError, TypeError):  # a process has ended meanwhile
             pass
         time.sleep(0.05)
@@ -150,9 +153,10 @@ def main() -> None:
     print(
         f"{num_parameters / 1e6:.0f}M parameters, {num_parameters * 4 / MIB:.0f} MiB of weights; MiB at the peak"
     )
-    print(f"{'offloads':10}{'trainer':>10}{'engine':>10}{'together':>10}{'step':>10}")
+    print(f"{'offloads':10}{'trainer':>10}{'engine':>10}{'together':>10}{'with start':>12}{'step':>10}")
     for name, row in rows.items():
-        print(f"{name:10}{row['trainer']:10}{row['inference']:10}{row['together']:10}{row['step_s']:8} s")
+        cells = f"{row['trainer']:10}{row['inference']:10}{row['together']:10}{row['started']:12}"
+        print(f"{name:10}{cells}{row['step_s']:8} s")
     print(json.dumps({"parameters": num_parameters, "rows": rows}))
 
 

@@ -273,7 +273,11 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
 
     if SUPERVISED_VAR not in os.environ and (note := unused_gpus(cfg)):
         sys.stderr.write(f"note: {note}\n")
-    if cfg.deployment.num_processes > 1 or cfg.kv_cache_offload is not None or has_router(cfg):
+    if (
+        max(cfg.deployment.num_processes, cfg.num_nodes) > 1
+        or cfg.kv_cache_offload is not None
+        or has_router(cfg)
+    ):
         from stretto.launch.run.serve import main as serve
 
         served = serve(cfg, dry_run=cfg.dry_run)

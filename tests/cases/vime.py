@@ -62,6 +62,12 @@ COMMANDS = {
         f"--advantage-estimator ppo --value-clip 0.3 --eps-clip 0.1 --global-batch-size 8 {SPLIT}"
     ),
     "taking turns": "--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2 --rollout-num-gpus 4",
+    "taking turns on two nodes": (
+        "--colocate --actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 4"
+    ),
+    "taking turns with an engine over two nodes": (
+        "--colocate --actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 16"
+    ),
     "reinforce++": f"--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages {SPLIT}",
     "parallelism": (
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 2 "
@@ -79,6 +85,20 @@ COMMANDS = {
         f"--attention-backend flash {SPLIT}"
     ),
     "two nodes": "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4",
+    "an engine over two nodes": "--actor-num-gpus-per-node 8 --rollout-num-gpus 32 --rollout-num-gpus-per-engine 16",
+    "experts of one engine over two nodes": (
+        "--actor-num-gpus-per-node 8 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16 "
+        "--vllm-enable-expert-parallel --vllm-data-parallel-size 16"
+    ),
+    "prefill and decode over nodes": (
+        "--actor-num-gpus-per-node 8 --rollout-num-gpus 24 --rollout-num-gpus-per-engine 4 --prefill-num-servers 2"
+    ),
+    "prefill and decode of two sizes": (
+        "--actor-num-gpus-per-node 8 --rollout-num-gpus 24 --vllm-config {dir}/two_sizes.yaml"
+    ),
+    "prefill and decode of two sizes on a node": (
+        "--actor-num-gpus-per-node 2 --rollout-num-gpus 6 --vllm-config {dir}/two_sizes_on_a_node.yaml"
+    ),
     "prefill and decode": (
         "--actor-num-gpus-per-node 2 --rollout-num-gpus 6 --rollout-num-gpus-per-engine 2 --prefill-num-servers 1"
     ),
@@ -102,6 +122,15 @@ def put_files(directory: Path) -> None:
     """The files that BASE names: the config of a model, and prompts."""
     (directory / "Qwen3-4B").mkdir()
     (directory / "Qwen3-4B" / "config.json").write_text(json.dumps(CONFIG))
+    for name, prefill, decode in (("two_sizes", (8, 4), (16, 16)), ("two_sizes_on_a_node", (2, 1), (4, 4))):
+        groups = [
+            {"worker_type": kind, "num_gpus": total, "num_gpus_per_engine": each}
+            for kind, (total, each) in (("prefill", prefill), ("decode", decode))
+        ]
+        groups[1]["overrides"] = {"max_num_seqs": 96}
+        (directory / f"{name}.yaml").write_text(
+            json.dumps({"vllm": [{"name": "actor", "server_groups": groups}]})
+        )
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
 

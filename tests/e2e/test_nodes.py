@@ -35,6 +35,38 @@ def test_nodes_train_together_and_each_starts_what_is_its_own(sorter: Path, tmp_
         assert RunDir(tmp_path / f"run-node-{rank}").log(name).exists()
 
 
+def test_trainer_and_engines_of_several_machines_take_turns(sorter: Path, tmp_path: Path) -> None:
+    """Two machines, each with a rank and an engine, learn what four do on which nobody sleeps."""
+    weights = {}
+    for name, num_hosts, more in (
+        ("turns", 2, {"colocate": {}}),
+        ("apart", 4, {}),
+    ):
+        settings = over_addresses(sorter, num_hosts=4, max_steps=3)
+        settings["deployment"]["hosts"] = settings["deployment"]["hosts"][:num_hosts]
+        settings["orchestrator"]["max_async_level"] = 0
+        settings["weight_broadcast"] = {"type": "filesystem"}
+        (tmp_path / name).mkdir()
+        words = ["--deployment.node-rank"]
+        nodes = [start_rl(tmp_path / name, settings | more, *words, str(rank)) for rank in range(num_hosts)]
+        try:
+            code, output = wait(nodes[0])
+            assert code == 0, output + "".join(end(node) for node in nodes[1:])
+            code, output = wait(nodes[1])
+            assert code == 0, output
+        finally:
+            for node in nodes[2:]:
+                end(node)
+            for node in nodes:
+                node.kill()
+        run = RunDir(tmp_path / name / "run")
+        assert audit(run) == []
+        weights[name] = (run.weights_step(3) / "model.safetensors").read_bytes()
+    for engine in (tmp_path / "turns").glob("run*/logs/inference_*.log"):
+        assert engine.read_text().count("asleep at level 2") == 4, engine
+    assert weights["turns"] == weights["apart"]
+
+
 def end(node: subprocess.Popen[str]) -> str:
     node.send_signal(signal.SIGTERM)
     return wait(node)[1]

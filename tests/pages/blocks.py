@@ -81,7 +81,10 @@ NOT_RUN = {
     ("docs/deployment.md", "export "): _SHELL,
     ("docs/deployment.md", "INFERENCE_SERVER_"): _BY_HAND,
     ("docs/deployment.md", "torchrun --n"): _BY_HAND,
-    ("docs/deployment.md", "--data-parallel-address"): "vLLM on two machines: tests/contract/test_wide.py",
+    (
+        "docs/deployment.md",
+        "--data-parallel-address",
+    ): "vLLM on two machines: tests/contract/nodes/test_wide.py",
     ("docs/deployment.md", "scripts/tmux.sh"): _BY_HAND,
     ("docs/deployment.md", "--trainer-gpu-ids"): "needs GPUs; without them: tests/cluster/test_by_hand.py",
 }

@@ -45,7 +45,11 @@ SUPERVISED_VAR = "STRETTO_SUPERVISED"
 FINISH_VAR = "STRETTO_FINISH"
 """Set in a job: the file that exists once the job has been asked to finish, which a process may have been too young to
 hear."""
-KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warning", "ready", "progress"})
+DEVICES_FREE = "devices_free"
+"""Kind of a status line of the orchestrator: engines sleep, so that what waits for their devices may be started."""
+KINDS = frozenset(
+    {"phase", "note", "step", "eval", "summary", "engine", "warning", "ready", "progress", DEVICES_FREE}
+)
 
 FIRST_SHOWN_S, SHOWN_EVERY_S = 1.0, 0.5
 """Seconds: shorter work has no progress of its own."""

@@ -59,7 +59,9 @@ def _derive_model(values: Values) -> dict[str, Any]:
 def _derive_wire(values: Values) -> dict[str, Any]:
     """Over several machines weights are broadcast by default, for shared memory ends at one machine."""
     is_wide = values.get("deployment.type") == "multi_node"
-    return {"weight_broadcast.type": "collective"} if is_wide else {}
+    # NCCL connects no two processes of one GPU.
+    kind = "filesystem" if _has(values, "colocate") else "collective"
+    return {"weight_broadcast.type": kind} if is_wide else {}
 
 
 def derive_copies(values: Values) -> dict[str, Any]:

@@ -194,7 +194,20 @@ class RLConfig(RunKeys, RunRoot):
         if self.deployment.type != "multi_node":
             return 1
         engines = 0 if self.inference is None else self.inference.deployment.num_nodes
-        return self.deployment.num_learning_nodes + self.deployment.num_infer_replicas * engines
+        last = self.first_infer_node + self.deployment.num_infer_replicas * engines
+        return max(self.deployment.num_learning_nodes, last)
+
+    @property
+    def trainer_waits_for_devices(self) -> bool:
+        """Whether engines must sleep before the trainer is started."""
+        is_on = self.colocate is not None and self.colocate.offload_rollout
+        return is_on and self.orchestrator.debug is None
+
+    @property
+    def first_infer_node(self) -> int:
+        """The number of the first node of inference: after the trainer's nodes; with [colocate] it has the same."""
+        shape = self.deployment
+        return shape.num_learning_nodes if shape.type == "multi_node" and self.colocate is None else 0
 
     @property
     def row_tokens(self) -> int:

@@ -157,6 +157,7 @@ def _splits(setup: Setup) -> Iterator[Words]:
                 )
     if deployment.type == "multi_node" and shape.type == "multi_node":
         for moved in (-2, -1, 1, 2):
+            moved *= shape.nodes_per_engine
             train, serve = deployment.num_train_nodes + moved, shape.num_nodes - moved
             if train >= 1 and serve >= 1:
                 yield _words(deployment__num_train_nodes=train, inference__deployment__num_nodes=serve)

@@ -76,7 +76,7 @@ def gpus_by_node(cfg: JobConfig, nodes: list[list[ProcessSpec]]) -> list[int]:
 
 def _gpus_of_one(cfg: JobConfig) -> int:
     if isinstance(cfg, InferenceConfig):
-        return 0 if cfg.device == "cpu" else cfg.parallel.num_gpus * cfg.deployment.num_engines
+        return 0 if cfg.device == "cpu" else cfg.num_gpus
     if isinstance(cfg, SFTConfig):
         return cfg.num_ranks if cfg.trainer_gpu_ids or cfg.deployment.num_train_gpus else 0
     shape, parts = cfg.deployment, ("train", "infer", "teacher", "critic")

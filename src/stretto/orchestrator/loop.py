@@ -19,7 +19,7 @@ import time
 
 from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
-from stretto.base.status import is_supervised, report
+from stretto.base.status import DEVICES_FREE, is_supervised, report
 from stretto.config.sections.concurrency import AdaptiveConcurrency
 from stretto.orchestrator import telemetry
 from stretto.orchestrator.batch.ship import BatchShipper
@@ -80,7 +80,7 @@ class Loop:
             watching = tasks.create_task(self.parts.engines.watch(), name="watch_engines")
             adapting = tasks.create_task(self.adapt_concurrency(), name="adapt_concurrency")
             await self._shipper.ship_batches()
-            await self._wait_for_last_step()
+            await self._wait_for_last_step(loading)
             await trainer_events
             if self._interrupting is not None:
                 await self._interrupting
@@ -146,8 +146,14 @@ class Loop:
         Raises: WireError for a rank that continues from another step than the orchestrator.
         """
         report("phase", text="waiting for the engine and the trainer", is_early=True)
+        turns = self.parts.versions.turns
+        if turns.are_taken:
+            await self.parts.engines.wait_ready(self.cfg.client.ready_timeout_s)
+            await turns.begin()
+            report(DEVICES_FREE, is_early=True)
         async with task_group() as tasks:
-            tasks.create_task(self.parts.engines.wait_ready(self.cfg.client.ready_timeout_s))
+            if not turns.are_taken:
+                tasks.create_task(self.parts.engines.wait_ready(self.cfg.client.ready_timeout_s))
             tasks.create_task(self.parts.teachers.wait_ready())
             registering = tasks.create_task(self.parts.control.wait_registered())
         for register in registering.result():
@@ -365,11 +371,12 @@ class Loop:
     def _is_complete(self) -> bool:
         return self.was_stopped or self.progress.step == self.cfg.max_steps
 
-    async def _wait_for_last_step(self) -> None:
+    async def _wait_for_last_step(self, loading: asyncio.Task[None]) -> None:
         """Wait until all shipped batches are trained.
 
         Then wait for the last version's eval, or tell the trainer to stop if the run was stopped.
         """
+        turns = self.parts.versions.turns
         shipped = self.buffer.next_step - 1
         async with self._step_trained:
             await self._step_trained.wait_for(lambda: self.progress.step >= shipped or self._is_trainer_gone)
@@ -377,5 +384,8 @@ class Loop:
             await self._has_last_version.wait()
         elif self.progress.step != self.cfg.max_steps:
             report("phase", text=f"stopping after step {self.progress.step}")
-            await self.parts.versions.turns.end_rollouts()  # the trainer takes its memory to save
+            if turns.are_taken and not self._is_trainer_gone:
+                await turns.wait_for_rollouts()
+                loading.cancel()  # an eval must not be asked of engines that sleep
+                await turns.end_rollouts()  # the trainer takes its memory to save
             await self.parts.control.send(Stop(reason="interrupted", save=self.progress.step > self.start))

@@ -282,7 +282,7 @@ def build_versions(
         timeout_s=cfg.weight_broadcast.timeout_s,
         tolerance=cfg.weight_broadcast.canary_tolerance,
         generation=lambda: engines.generation,
-        turns=Turns(engines, cfg.colocate),
+        turns=Turns(engines, cfg.colocate if cfg.debug is None else None),  # else there is one side alone
     )
 
 

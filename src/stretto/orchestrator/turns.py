@@ -1,15 +1,18 @@
 """Whose turn it is on devices that trainer and engines share ([colocate]), and who may hold what.
 
     turn        the trainer holds                           the engines hold
-    starting    weights, optimizer state                    weights, cache, as they were started
+    starting    nothing: it is not started yet              weights, cache, as they were started
     trainer     weights, gradients, optimizer state         nothing
     loading     nothing                                     weights
     rollouts    nothing                                     weights, cache
 
-    starting -> loading     the trainer has published its first version and put its memory away
+    starting -> trainer     the engines are ready and were put to sleep; the launcher then starts the trainer
     loading  -> rollouts    every engine has loaded the version; then it is checked, evaluated and sampled from
     rollouts -> trainer     a batch is ready, or the run is being stopped: engines sleep before the trainer is told
-    trainer  -> loading     the trainer has published the next version and put its memory away
+    trainer  -> loading     the trainer has published its first or next version and put its memory away
+
+A stop in another turn waits for that of rollouts: the trainer is not asked to save while engines take memory for a
+version that it has announced. An engine that comes back joins the turn that it finds: transports/engine/client.py.
 
 Who keeps its memory all the same (offload_train, offload_rollout = false) is not told to put it away; the turns are the
 same. A published version lies in shared memory, or with `ipc` on the GPU, from its publication to the next one's.
@@ -17,6 +20,7 @@ same. A published version lies in shared memory, or with `ipc` on the GPU, from 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from enum import StrEnum
@@ -35,7 +39,7 @@ class Turn(StrEnum):
 
 
 MOVES = {
-    (Turn.STARTING, Turn.LOADING),
+    (Turn.STARTING, Turn.TRAINER),
     (Turn.LOADING, Turn.ROLLOUTS),
     (Turn.ROLLOUTS, Turn.TRAINER),
     (Turn.TRAINER, Turn.LOADING),
@@ -48,36 +52,51 @@ class Turns:
     def __init__(self, engines: EngineClient, section: ColocateSection | None) -> None:
         self._engines, self._section = engines, section
         self.turn = Turn.STARTING
-        self._has_slept = False
+        self._are_rollouts = asyncio.Event()
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether this is a run with [colocate]."""
+        return self._section is not None
+
+    async def wait_for_rollouts(self) -> None:
+        """Wait until engines may sample: until the trainer's newest version is loaded."""
+        await self._are_rollouts.wait()
+
+    async def begin(self) -> None:
+        """Engines are ready: they sleep, and the trainer may be started."""
+        if self.turn is Turn.STARTING:
+            await self.end_rollouts()
 
     async def begin_loading(self) -> None:
         """A version was published, and the trainer's memory is away: engines take memory for weights."""
         if self._section is None:
             return
-        is_first = self.turn is Turn.STARTING
         self._move(Turn.LOADING)
-        if self._section.offload_rollout and not is_first:
+        if self._section.offload_rollout:
             await self._engines.wake_up("weights")
 
     async def begin_rollouts(self) -> None:
         """Every engine has the version: they take memory for the cache."""
         if self._section is None:
             return
-        self._move(Turn.ROLLOUTS)
-        if self._section.offload_rollout and self._has_slept:
+        if self._section.offload_rollout:
             await self._engines.wake_up("kv_cache")
+        self._move(Turn.ROLLOUTS)
+        self._are_rollouts.set()
 
     async def end_rollouts(self) -> None:
         """Put the engines to sleep; the trainer may be told to train or to save."""
-        if self._section is None or self.turn is Turn.TRAINER:
+        if self._section is None:
             return
         self._move(Turn.TRAINER)
+        self._are_rollouts.clear()
         if self._section.offload_rollout:
             started = time.perf_counter()
             await self._engines.sleep(self._section.sleep_level)
-            self._has_slept = True
             logger.debug("engines sleep after %.3f s", time.perf_counter() - started)
 
     def _move(self, turn: Turn) -> None:
         assert (self.turn, turn) in MOVES, f"the turn of {self.turn} was to become that of {turn}"
         self.turn = turn
+        logger.debug("the turn of %s", turn)

@@ -106,6 +106,26 @@ def _take(values: dict[str, Any], name: str, value: Any) -> None:
         values[name] = value
 
 
+def _engine_gpus(get: Callable[[str], Any]) -> tuple[int, int]:
+    """GPUs of the first engine that takes new weights, and of all."""
+    shape = "inference.deployment"
+    kind, replicas = get(f"{shape}.type"), get("deployment.num_infer_replicas") or 1
+    shards = (get("inference.parallel.pp") or 1) * (get("inference.parallel.dp") or 1)
+    tp = get("inference.parallel.tp") or 1
+    if kind == "disaggregated":
+        sides = [
+            (get(f"{shape}.num_{side}_replicas") or 1, (get(f"{shape}.{side}_tp") or tp) * shards)
+            for side in ("prefill", "decode")
+        ]
+    elif kind == "multi_node":
+        is_wide = get("inference.enable_expert_parallel") and (get(f"{shape}.nodes_per_engine") or 1) == 1
+        nodes = get(f"{shape}.num_nodes") or 2
+        sides = [(1 if is_wide else nodes // (get(f"{shape}.nodes_per_engine") or 1), tp * shards)]
+    else:
+        sides = [(get(f"{shape}.num_replicas") or 1, tp * shards)]
+    return sides[0][1], replicas * sum(count * gpus for count, gpus in sides)
+
+
 def _computed(config: Config) -> dict[str, Any]:
     """Flags that follow from several keys."""
     get: Callable[[str], Any] = lambda path: find(config, path)
@@ -116,10 +136,7 @@ def _computed(config: Config) -> dict[str, Any]:
     estimator = {"gspo": "gspo", "cispo": "cispo"}.get(loss, algo)
     if advantages == "gae":
         estimator = "ppo"
-    per_engine = 1
-    for axis in ("tp", "pp", "dp"):
-        per_engine *= get(f"inference.parallel.{axis}") or 1
-    engines = get("inference.deployment.num_replicas") or 1
+    per_engine, rollout_gpus = _engine_gpus(get)
     top_k, reward = get("orchestrator.train.sampling.top_k"), get(f"{ENV}.reward")
     is_function = isinstance(reward, str) and bool({":", "."} & set(reward))
     return {
@@ -130,7 +147,7 @@ def _computed(config: Config) -> dict[str, Any]:
         "use_tis": get("trainer.loss.correction.weights") is not None,
         "use_kl_loss": get("trainer.loss.reference_kl") is not None,
         "rollout_top_k": -1 if top_k is None else top_k,
-        "rollout_num_gpus": get("deployment.num_infer_gpus") or engines * per_engine,
+        "rollout_num_gpus": get("deployment.num_infer_gpus") or rollout_gpus,
         "rollout_num_gpus_per_engine": per_engine,
         "custom_rm_path": reward if is_function else None,
         "rm_type": None if is_function else reward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -101,6 +102,94 @@ def test_wide_expert_parallelism_is_one_engine_over_all_nodes():
         for start in (0, 4)
     ]
     assert [e.env for e in plan.engines] == [{PEERS_VAR: f"http://node-{other}:8100"} for other in (1, 0)]
+
+
+def test_nodes_of_an_engine_share_its_tensor_parallel_ranks_and_the_first_one_serves():
+    data = {
+        "deployment": {"type": "multi_node", "num_nodes": 4, "nodes_per_engine": 2},
+        "parallel": {"tp": 8, "pp": 2},
+    }
+    plan = planned(data)
+    assert [(e.name, e.node, e.num_gpus, e.num_nodes, e.is_served) for e in plan.engines] == [
+        ("inference_0_0", 0, 8, 2, True),
+        ("inference_0_1", 1, 8, 2, False),
+        ("inference_1_0", 2, 8, 2, True),
+        ("inference_1_1", 3, 8, 2, False),
+    ]
+    shared = {
+        "nnodes": 2,
+        "master_addr": "node-2",
+        "master_port": 29550,
+        "distributed_executor_backend": "mp",
+    }
+    assert plan.engines[2].section.vllm_extra == shared | {"node_rank": 0}
+    assert plan.engines[3].section.vllm_extra == shared | {"node_rank": 1, "headless": True}
+    assert plan.engines[3].env == {PEERS_VAR: "http://node-2:8100"}
+    assert plan.admin_urls == ("http://node-0:8100", "http://node-2:8100")
+    assert "--worker-urls http://node-0:8100 http://node-2:8100" in words(plan)
+
+
+def test_one_engine_over_all_nodes_has_no_router():
+    data = {
+        "deployment": {"type": "multi_node", "num_nodes": 2, "nodes_per_engine": 2},
+        "parallel": {"tp": 16},
+    }
+    plan = planned(data, NODES[:2])
+    assert plan.base_urls == plan.admin_urls == ("http://node-0:8000",) and not plan.routers
+
+
+def test_readers_and_writers_have_their_own_degrees_and_nodes():
+    """Four readers of 4 GPUs on two nodes, and a writer whose 16 are two more."""
+    shape = {"type": "disaggregated", "num_prefill_replicas": 4, "num_prefill_per_node": 2, "prefill_tp": 4}
+    plan = planned({"deployment": shape | {"decode_tp": 16, "num_decode_nodes": 2}}, NODES[:4])
+    assert [
+        (e.name, e.node, e.section.server.port, e.section.parallel.tp, e.num_gpus) for e in plan.engines
+    ] == [
+        ("prefill_0", 0, 8100, 4, 4),
+        ("prefill_1", 0, 8101, 4, 4),
+        ("prefill_2", 1, 8100, 4, 4),
+        ("prefill_3", 1, 8101, 4, 4),
+        ("decode_0_0", 2, 8200, 16, 8),
+        ("decode_0_1", 3, 8200, 16, 8),
+    ]
+    assert {e.section.parallel.dp for e in plan.engines} == {1}
+    assert len(plan.admin_urls) == 5 and "http://node-3:8200" not in words(plan)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "message"),
+    [
+        ({"num_nodes": 3, "nodes_per_engine": 2}, {"tp": 16}, "num_nodes = 3 is no multiple of"),
+        ({"nodes_per_engine": 2}, {"tp": 8, "dp": 2}, "nodes share the ranks of TP and PP"),
+        ({"nodes_per_engine": 2}, {"tp": 3}, "tp 3 = 3 GPUs are not divided among"),
+        ({"nodes_per_engine": 2}, {"tp": 32}, "tp 32 over 2 nodes need 16 GPUs and a node has"),
+        ({}, {"tp": 16}, "let nodes share the ranks of an engine with"),
+    ],
+)
+def test_engines_that_do_not_fit_their_nodes_are_refused(shape, parallel, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        planned({"deployment": {"type": "multi_node"} | shape, "parallel": parallel})
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (
+            {"num_prefill_replicas": 3, "num_prefill_per_node": 2, "prefill_tp": 4},
+            "3 engines leave a part of a node",
+        ),
+        ({"decode_tp": 12, "num_decode_nodes": 2}, "give a multiple of 8"),
+        ({"decode_tp": 16}, "num_decode_nodes = 2"),
+        (
+            {"prefill_tp": 4, "num_prefill_per_node": 4, "num_prefill_replicas": 4},
+            "x 4 engines does not divide the GPUs of a node",
+        ),
+        ({"num_prefill_per_node": 2, "num_prefill_nodes": 2}, "an engine over several nodes shares none"),
+    ],
+)
+def test_readers_and_writers_that_do_not_fit_their_nodes_are_refused(shape, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        planned({"deployment": {"type": "disaggregated"} | shape})
 
 
 def test_disaggregation_of_the_documents_spans_six_nodes():

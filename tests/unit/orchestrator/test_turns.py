@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from stretto.config.sections.run import ColocateSection
@@ -22,18 +24,18 @@ class Engines:
 
 
 async def two_steps(turns: Turns) -> None:
+    await turns.begin()
     for _ in range(2):
         await turns.begin_loading()
         await turns.begin_rollouts()
         await turns.end_rollouts()
-    await turns.end_rollouts()  # a stop after a batch
 
 
 @pytest.mark.asyncio
 async def test_weights_are_woken_first_and_the_cache_when_they_are_loaded():
     turns = Turns(engines := Engines(), ColocateSection())
     await two_steps(turns)
-    assert engines.told == ["sleep 2", "wake weights", "wake kv_cache", "sleep 2"]
+    assert engines.told == ["sleep 2", *["wake weights", "wake kv_cache", "sleep 2"] * 2]
     assert turns.turn is Turn.TRAINER
 
 
@@ -49,3 +51,25 @@ async def test_a_turn_out_of_order_is_a_fault():
     turns = Turns(Engines(), ColocateSection())
     with pytest.raises(AssertionError, match="the turn of starting was to become that of rollouts"):
         await turns.begin_rollouts()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("started", [Turn.STARTING, Turn.TRAINER, Turn.LOADING])
+async def test_a_stop_waits_until_engines_have_the_version_that_the_trainer_announces(started):
+    """Else the trainer would take its memory to save while engines take theirs to load."""
+    turns = Turns(engines := Engines(), ColocateSection())
+    if started is not Turn.STARTING:
+        await turns.begin()
+    if started is Turn.LOADING:
+        await turns.begin_loading()
+    assert turns.turn is started
+    stopping = asyncio.create_task(turns.wait_for_rollouts())
+    await asyncio.sleep(0)
+    assert not stopping.done()
+    await turns.begin()  # nothing but at the start
+    if started is not Turn.LOADING:
+        await turns.begin_loading()
+    await turns.begin_rollouts()
+    await stopping
+    await turns.end_rollouts()
+    assert turns.turn is Turn.TRAINER and engines.told[-1] == "sleep 2"

@@ -39,8 +39,17 @@ WRONG = {
                                ["--global-batch-size 8 and --num-steps-per-rollout 4 contradict"]),
     "GPUs that are no engines": ("--rollout-num-gpus 3",
         ["3 GPUs are no whole number of engines of 2; use 2 or 4 GPUs"]),
-    "an engine over nodes": ("--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16",
-        ["at most the GPUs of a node"]),
+    "an engine of one and a half nodes": ("--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12",
+        ["an engine of 12 GPUs is larger than a node and has whole nodes; use a multiple of 8"]),
+    "data-parallel ranks over nodes": (
+        "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 16 --vllm-data-parallel-size 2",
+        ["divide its data-parallel ranks only with --vllm-enable-expert-parallel"]),
+    "readers of half a node": (
+        "--rollout-num-gpus 16 --rollout-num-gpus-per-engine 4 --prefill-num-servers 1 --actor-num-gpus-per-node 8",
+        ["1 prefill engines x 4 GPUs = 4 do not fill whole nodes of 8"]),
+    "engines that leave a node half empty": (
+        "--rollout-num-gpus 12 --rollout-num-gpus-per-engine 4 --actor-num-gpus-per-node 8",
+        ["engines of 4 GPUs must fill whole nodes of 8"]),
     "nobody who writes": ("--prefill-num-servers 2",
         ["of 2 engines at least one must read prompts and one write replies"]),
     "GPUs of the critic": ("--advantage-estimator ppo --critic-num-gpus-per-node 3",
@@ -49,8 +58,6 @@ WRONG = {
         ["both are on GPUs, or both on the CPU"]),
     "GPUs of nobody's critic": ("--critic-num-gpus-per-node 4",
         ["--critic-num-gpus-per-node 4 does nothing with --advantage-estimator grpo"]),
-    "turns over several nodes": ("--colocate --actor-num-nodes 2",
-        ["--colocate, --actor-num-nodes 2: trainer and engines take turns on one node"]),
     "turns of nobody": ("--offload-train", ["--offload-train needs --colocate"]),
     "turns without memory": ("--colocate --no-offload", ["nobody puts memory away"]),
     "a critic beside turns": ("--colocate --advantage-estimator ppo --critic-num-nodes 1",

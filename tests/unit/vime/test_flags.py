@@ -17,7 +17,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.load import load, shown_text
 from stretto.config.root import RLConfig
 from stretto.config.section import find
-from stretto.launch.plan.table import gpu_sum
+from stretto.launch.plan.table import engine_sum, gpu_sum
 from stretto.launch.run.rl import plan_only
 from stretto.vime.flags.command import read_command
 from stretto.vime.flags.pages import counts, help_text, markdown
@@ -77,7 +77,13 @@ def test_a_command_of_the_guide_is_the_plan_that_is_written_down(name, files):
     rows = [f"node {each.node} {each.name}: {','.join(each.devices) or 'CPU'}" for each in plan.processes]
     text = (
         "\n".join(
-            [f"batch {plan.batch}", f"gpus {gpu_sum(plan)}", *rows, *(f"note: {note}" for note in notes)]
+            [
+                f"batch {plan.batch}",
+                f"gpus {gpu_sum(plan)}",
+                *[f"engines {counted}" for counted in [engine_sum(plan)] if counted],
+                *rows,
+                *(f"note: {note}" for note in notes),
+            ]
         )
         + "\n"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from stretto.base.errors import ConfigError
 from stretto.config.flags.router import arguments as router_arguments
@@ -14,7 +14,13 @@ from stretto.config.root import InferenceConfig
 from stretto.config.rules.batches import is_address
 from stretto.config.rules.rule import At, Each, Idle, Problem, Rule, Rules, problem
 from stretto.config.section import show
-from stretto.config.sections.engines import POLICIES, RouterSection, cache_aware_options
+from stretto.config.sections.engines import (
+    POLICIES,
+    Disaggregated,
+    MultiNode,
+    RouterSection,
+    cache_aware_options,
+)
 from stretto.config.sections.inference import InferenceSection, ParallelSection
 from stretto.config.spellings.inference import VLLM_KEYS
 
@@ -48,7 +54,7 @@ def check_vllm_options(section: InferenceSection, at: At) -> Iterator[Problem]:
             yield from _refused(VLLM.refuse_reserved, key, at(path))
         elif (own := VLLM_KEYS.get(name.replace("-", "_"))) is not None:
             yield problem(section, at, f"{path} | {own}", "{0.path}: the key is {1.path}; give it there")
-        elif name in PLANNED and shape.num_processes > 1:
+        elif name in PLANNED and max(shape.num_processes, shape.num_nodes) > 1:
             rule = "follows from inference.deployment where there are several engines or nodes; leave it out"
             yield problem(section, at, f"{path} deployment", f"{{0}} {rule}")
         elif name == "kv-transfer-config" and shape.type == "disaggregated":
@@ -66,6 +72,9 @@ def check_side_options(section: InferenceSection, at: At) -> Iterator[Problem]:
             path, name = f"{table}.{key}", option_of(key).removeprefix("--")
             if option_of(key) in VLLM.reserved:
                 yield from _refused(VLLM.refuse_reserved, key, at(path))
+            elif name == "tensor-parallel-size":
+                own = f"deployment.{side}_tp"
+                yield problem(section, at, f"{path} | {own}", "{0.path}: the key is {1.path}; give it there")
             elif "." in VLLM_KEYS.get(name.replace("-", "_"), "") or name in (*PLANNED, "kv-transfer-config"):
                 rule = "is the same on both sides, or follows from the deployment; leave it out"
                 yield problem(section, at, f"{path} deployment", f"{{0.path}} {rule}")
@@ -120,28 +129,93 @@ def _refused(check: Callable[..., object], *given: Any) -> Iterator[Problem]:
 
 def node_faults(section: InferenceSection) -> Iterator[tuple[str, str]]:
     """What one node holds of an engine fits into its GPUs."""
-    shape, parallel = section.deployment, section.parallel
-    if shape.type == "single_node" or (shape.type == "disaggregated" and shape.is_local):
-        return
-    is_wide = shape.type == "disaggregated" or section.enable_expert_parallel
-    spans = {"num_nodes": shape.num_nodes if is_wide else 1}
-    if shape.type == "disaggregated":  # with dp = 1 it is what the nodes have
-        sides = ("num_prefill_nodes", "num_decode_nodes") if parallel.dp > 1 else ()
-        spans = {key: getattr(shape, key) for key in sides}
-    for key, nodes in spans.items():
-        if parallel.dp % nodes:
-            yield f"parallel.dp deployment.{key}", "{0} is divided among {1} nodes; give a multiple"
-        elif (needed := parallel.num_gpus // nodes) > shape.gpus_per_node:
-            way = ", or spread one engine over the nodes with {2.path} = true" if not is_wide else ""
-            what = product(parallel) + (f" over {nodes} nodes" if nodes > 1 else "")
-            rule = f"{what} need {needed} GPUs and a node has {{1}}; lower one of the degrees{way}"
-            yield "parallel deployment.gpus_per_node | enable_expert_parallel", f"{{0.path}}: {rule}"
-    if shape.type == "disaggregated" and shape.gpus_per_node % parallel.gpus_per_rank:
-        factor = "" if parallel.pp == 1 else f" x pp {parallel.pp}"
-        yield (
-            "parallel.tp deployment.gpus_per_node",
-            f"{{0}}{factor} does not divide the GPUs of a node, {{1}}",
+    shape = section.deployment
+    if shape.type == "disaggregated" and not shape.is_local:
+        for kind in shape.sides:
+            yield from _side_faults(section, shape, kind)
+    elif shape.type == "multi_node" and shape.nodes_per_engine > 1:
+        yield from _shared_rank_faults(section, shape)
+    elif shape.type == "multi_node":
+        yield from _engine_faults(section, shape)
+
+
+def _engine_faults(section: InferenceSection, shape: MultiNode) -> Iterator[tuple[str, str]]:
+    """One engine per node, or one over all nodes, which divide its data-parallel ranks."""
+    parallel = section.parallel
+    nodes = shape.num_nodes if section.enable_expert_parallel else 1
+    if parallel.dp % nodes:
+        yield "parallel.dp deployment.num_nodes", "{0} is divided among {1} nodes; give a multiple"
+    elif (needed := parallel.num_gpus // nodes) > shape.gpus_per_node:
+        ways = (
+            ""
+            if section.enable_expert_parallel
+            else ", or spread one engine over the nodes with {2.path} = true"
         )
+        if parallel.gpus_per_rank > shape.gpus_per_node:
+            ways = ", or let nodes share the ranks of an engine with {3.path}"
+        what = product(parallel) + (f" over {nodes} nodes" if nodes > 1 else "")
+        rule = f"{what} need {needed} GPUs and a node has {{1}}; lower one of the degrees{ways}"
+        others = "enable_expert_parallel deployment.nodes_per_engine"
+        yield f"parallel deployment.gpus_per_node | {others}", f"{{0.path}}: {rule}"
+
+
+def _shared_rank_faults(section: InferenceSection, shape: MultiNode) -> Iterator[tuple[str, str]]:
+    """Engines whose nodes share the ranks of TP and PP."""
+    parallel, nodes = section.parallel, shape.nodes_per_engine
+    if shape.num_nodes % nodes:
+        yield (
+            "deployment.num_nodes deployment.nodes_per_engine",
+            "{0} is no multiple of {1}; change one of them",
+        )
+    if parallel.dp > 1:
+        rule = "{0} with {1}: nodes share the ranks of TP and PP of an engine without data parallelism"
+        way = "leave one of them out, or let nodes divide the data-parallel ranks: {2.path} = true without {1.path}"
+        yield "parallel.dp deployment.nodes_per_engine | enable_expert_parallel", f"{rule}; {way}"
+    elif parallel.gpus_per_rank % nodes:
+        rule = f"{product(parallel)} = {parallel.gpus_per_rank} GPUs are not divided among {{1}} nodes"
+        yield "parallel deployment.nodes_per_engine", f"{{0.path}}: {rule}; give a multiple"
+    elif (needed := parallel.gpus_per_rank // nodes) > shape.gpus_per_node:
+        rule = f"{product(parallel)} over {nodes} nodes need {needed} GPUs and a node has {{1}}"
+        way = "lower one of the degrees, or raise {2.path}"
+        yield "parallel deployment.gpus_per_node deployment.nodes_per_engine", f"{{0.path}}: {rule}; {way}"
+
+
+def _side_faults(
+    section: InferenceSection, shape: Disaggregated, kind: Literal["prefill", "decode"]
+) -> Iterator[tuple[str, str]]:
+    """The engines that read prompts, or those that write replies."""
+    parallel, side, has = section.parallel, shape.sides[kind], shape.gpus_per_node
+    dp, rank = parallel.dp, (side.tp or parallel.tp) * parallel.pp
+    tp = "parallel.tp" if side.tp is None else f"deployment.{kind}_tp"
+    nodes, per_node = f"deployment.num_{kind}_nodes", f"deployment.num_{kind}_per_node"
+    factor = "" if parallel.pp == 1 else f" x pp {parallel.pp}"
+    if side.per_node > 1 and side.nodes_each > 1:
+        yield (
+            f"{per_node} {nodes}",
+            "{0} with {1}: an engine over several nodes shares none; leave one of them out",
+        )
+    elif side.num_engines % side.per_node:
+        rule = f"{side.num_engines} engines leave a part of a node idle"
+        yield f"deployment.num_{kind}_replicas {per_node}", f"{{0}} with {{1}}: {rule}; give a multiple"
+    elif rank > has:
+        if dp > 1 or rank != has * side.nodes_each:
+            rule = f"{{0}}{factor} is more than a node's {has} GPUs: such an engine has whole nodes and no {{2.path}}"
+            way = f"give {{1.path}} = {rank // has}" if rank % has == 0 else f"give a multiple of {has}"
+            yield f"{tp} {nodes} parallel.dp", f"{rule}; {way}"
+    elif has % (rank * side.per_node):
+        times = f" x {side.per_node} engines" if side.per_node > 1 else ""
+        yield (
+            f"{tp} deployment.gpus_per_node",
+            f"{{0}}{factor}{times} does not divide the GPUs of a node, {{1}}",
+        )
+    elif dp > 1 and dp % side.nodes_each:
+        yield f"parallel.dp {nodes}", "{0} is divided among {1} nodes; give a multiple"
+    elif dp > 1 and (needed := rank * dp // side.nodes_each * side.per_node) > has:
+        what = f"tp {side.tp or parallel.tp}{factor} x dp {dp}"
+        what += f" over {side.nodes_each} nodes" if side.nodes_each > 1 else ""
+        what += f" x {side.per_node} engines" if side.per_node > 1 else ""
+        rule = f"{what} need {needed} GPUs and a node has {{1}}; lower one of the degrees"
+        yield "parallel deployment.gpus_per_node", f"{{0.path}}: {rule}"
 
 
 check_node_gpus = Each(node_faults)

@@ -147,7 +147,7 @@ def engine_gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         if section is None or not given or section.device == "cpu" or section.deployment.num_nodes > 1:
             continue
         engines = section.deployment.num_engines
-        needed = section.parallel.num_gpus * engines
+        needed = section.num_gpus
         way_out, verb = f"give {needed}, or lower a degree", "are missing"
         if given > needed:
             ways, verb, more = [f"give {needed}"], "would be idle", given // needed
@@ -164,6 +164,16 @@ def engine_gpu_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
 
 def _shape(section: InferenceSection) -> str:
     engines = section.deployment.num_engines
+    if (
+        section.deployment.type == "disaggregated"
+        and len({side.tp for side in section.deployment.sides.values()}) > 1
+    ):
+        sides = section.deployment.sides.items()
+        rest = product(section.parallel.model_copy(update={"tp": 1})).removeprefix("tp 1")
+        counted = " + ".join(
+            f"{side.num_engines} {kind} x tp {side.tp or section.parallel.tp}" for kind, side in sides
+        )
+        return f"({counted})" + (f" x {rest}" if rest else "")
     return product(section.parallel) + (f" x {engines} engines" if engines > 1 else "")
 
 
@@ -200,7 +210,7 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         rule = f"but {{1.path}} takes {needed} node{'s' * (needed != 1)}; make them agree, or leave it out"
         yield "deployment.num_infer_nodes inference.deployment", f"{{0}} {rule}"
     learning = shape.num_learning_nodes
-    total = learning + shape.num_infer_replicas * needed
+    total = cfg.num_nodes
     if shape.hosts is not None and len(shape.hosts) != total:
         who = "trainer" if learning == shape.num_train_nodes else "trainer and the critic"
         rule = f"{learning} of the {who} and {total - learning} of inference"
@@ -211,7 +221,7 @@ def node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         message = "{0} are divided among {1} nodes; give a multiple"
         yield "orchestrator.num_train_workers deployment.num_train_nodes", message
     if section is not None and section.deployment.type == "single_node" and section.device != "cpu":
-        gpus = section.parallel.num_gpus * section.deployment.num_engines
+        gpus = section.num_gpus
         own, key = shape.infer_gpus_per_node, "infer_gpus_per_node"
         has, key = (shape.gpus_per_node, "gpus_per_node") if own is None else (own, key)
         if 0 < has < gpus:
@@ -268,7 +278,7 @@ def critic_faults(cfg: RLConfig) -> Iterator[tuple[str, str] | tuple[str, str, A
 
 
 def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
-    """Trainer and engines that take turns: in synchronous steps, on one machine, with engines that can sleep."""
+    """Trainer and engines that take turns: in synchronous steps, with engines that can sleep."""
     section, inference, orchestrator = cfg.colocate, cfg.inference, cfg.orchestrator
     if section is None:
         return
@@ -278,8 +288,7 @@ def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
     if not section.offload_train and not section.offload_rollout:
         yield "colocate", "[{0.path}]: nobody puts memory away; make one of its keys true, or leave it out"
     if cfg.deployment.type == "multi_node":
-        rule = "trainer and engines of several machines have their own; leave [{1.path}] out"
-        yield "deployment.type colocate", f"{{0}}: {rule}"
+        yield from _colocated_node_faults(cfg)
     if cfg.critic_placement is not None:
         rule = "a critic on ranks of its own takes no turns; leave it out: then it is on the trainer's ranks"
         yield "trainer.critic.placement colocate", f"[{{0.path}}] with [{{1.path}}]: {rule}"
@@ -299,6 +308,38 @@ def colocate_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
         if is_partial and section.offload_rollout and section.sleep_level == 2:
             rule = "what engines load is not all of their weights, which level 2 drops; use 1"
             yield f"colocate.sleep_level {key}", f"{{0}} with {{1.path}}: {rule}"
+
+
+def _colocated_node_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:
+    """On every node of the trainer there are engines with as many GPUs; versions go over by files."""
+    shape, section = cfg.deployment, cfg.inference
+    if shape.type != "multi_node" or section is None:
+        return
+    own, nodes = section.deployment, shape.num_infer_replicas * section.deployment.num_nodes
+    if nodes != shape.num_train_nodes:
+        rule = (
+            f"engines take {shape.num_infer_replicas} x {own.num_nodes} = {nodes} nodes, those of the trainer"
+        )
+        yield (
+            "deployment.num_train_nodes deployment.num_infer_replicas",
+            f"{{0}}: {rule}; give {nodes}, or change {{1.path}}",
+        )
+    if cfg.weight_broadcast.type == "collective" and shape.gpus_per_node:
+        rule = 'NCCL connects no two processes of one GPU; use "filesystem"'
+        yield "weight_broadcast.type colocate", f"{{0}} with [{{1.path}}] on several nodes: {rule}"
+    each = section.num_gpus
+    if own.type == "multi_node":
+        each = section.parallel.num_gpus * own.num_engines // own.num_nodes
+    elif own.type == "disaggregated" and not own.is_local:
+        each = own.gpus_per_node
+    if shape.gpus_per_node and section.device != "cpu" and each != shape.gpus_per_node:
+        rule = (
+            f"the trainer takes {{0}} GPUs of a node and its engines {each}, and they take turns on the same"
+        )
+        yield (
+            "deployment.gpus_per_node inference.parallel",
+            f"[colocate]: {rule}; change {{1.path}}, or their number",
+        )
 
 
 def ipc_faults(cfg: RLConfig) -> Iterator[tuple[str, str]]:

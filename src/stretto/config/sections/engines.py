@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -119,23 +121,38 @@ class NodesSection(Section):
 
 
 class MultiNode(NodesSection):
-    """One independent engine per node; with enable_expert_parallel one engine over all nodes (wide EP)."""
+    """Independent engines, each on one node or on `nodes_per_engine`; with enable_expert_parallel and one node each
+    it is one engine over all nodes (wide EP)."""
 
     type: Literal["multi_node"] = "multi_node"
     num_nodes: int = Field(2, gt=0)
     """Nodes."""
+    nodes_per_engine: int = Field(1, gt=0)
+    """Nodes that share the tensor and pipeline parallel ranks of an engine, tp x pp / nodes_per_engine GPUs of each."""
     backend_port: int | None = Field(None, ge=1, le=65535)
     """Port of an engine; None: 100 above the router's."""
 
     @property
     def num_processes(self) -> int:
-        """Processes that serve requests."""
-        return self.num_nodes
+        """Processes that serve requests: of an engine that shares ranks among nodes, that of the first node."""
+        return self.num_engines
 
     @property
     def num_engines(self) -> int:
         """Engines where each is for itself."""
-        return self.num_nodes
+        return self.num_nodes // self.nodes_per_engine
+
+
+@dataclass(frozen=True)
+class Side:
+    """The engines of one kind in a disaggregated deployment."""
+
+    num_engines: int
+    nodes_each: int
+    per_node: int
+    """Engines on one node."""
+    tp: int | None
+    """None: inference.parallel.tp."""
 
 
 class Disaggregated(NodesSection):
@@ -150,6 +167,16 @@ class Disaggregated(NodesSection):
     """Engines that read prompts."""
     num_decode_replicas: int = Field(1, gt=0)
     """Engines that write replies."""
+    num_prefill_per_node: int = Field(1, gt=0)
+    """Engines that read prompts on one node, where they are smaller than a node."""
+    num_decode_per_node: int = Field(1, gt=0)
+    """Engines that write replies on one node, where they are smaller than a node."""
+    prefill_tp: int | None = Field(None, gt=0)
+    """Tensor parallel degree of the engines that read prompts; None: inference.parallel.tp. Above the GPUs of a node
+    the num_prefill_nodes of an engine share its ranks."""
+    decode_tp: int | None = Field(None, gt=0)
+    """Tensor parallel degree of the engines that write replies; None: inference.parallel.tp. Above the GPUs of a node
+    the num_decode_nodes of an engine share its ranks."""
     prefill_port: int = Field(8100, ge=1, le=65535)
     """Port of the engines that read prompts."""
     decode_port: int = Field(8200, ge=1, le=65535)
@@ -170,15 +197,30 @@ class Disaggregated(NodesSection):
     @property
     def num_nodes(self) -> int:
         """Nodes of the whole."""
-        return 1 if self.is_local else self.num_processes
+        if self.is_local:
+            return 1
+        return sum(
+            math.ceil(side.num_engines / side.per_node) * side.nodes_each for side in self.sides.values()
+        )
 
     @property
     def num_processes(self) -> int:
-        """Processes that serve requests: one per node of each engine."""
-        if self.is_local:
-            return self.num_prefill_replicas + self.num_decode_replicas
-        prefill = self.num_prefill_nodes * self.num_prefill_replicas
-        return prefill + self.num_decode_nodes * self.num_decode_replicas
+        """Processes of all engines: one per node of each."""
+        return sum(
+            side.num_engines * (1 if self.is_local else side.nodes_each) for side in self.sides.values()
+        )
+
+    @property
+    def sides(self) -> dict[Literal["prefill", "decode"], Side]:
+        """The engines of both kinds."""
+        return {
+            "prefill": Side(
+                self.num_prefill_replicas, self.num_prefill_nodes, self.num_prefill_per_node, self.prefill_tp
+            ),
+            "decode": Side(
+                self.num_decode_replicas, self.num_decode_nodes, self.num_decode_per_node, self.decode_tp
+            ),
+        }
 
     @property
     def num_engines(self) -> int:

@@ -143,6 +143,15 @@ class InferenceSection(Section):
         """The key that clients must send."""
         return self.api_key or os.environ.get(KEY_VAR) or None
 
+    @property
+    def num_gpus(self) -> int:
+        """Devices of all engines, where those of a disaggregated deployment are on one machine."""
+        shape, parallel = self.deployment, self.parallel
+        counts = [(shape.num_engines, parallel.tp)]
+        if shape.type == "disaggregated":
+            counts = [(side.num_engines, side.tp or parallel.tp) for side in shape.sides.values()]
+        return sum(engines * tp for engines, tp in counts) * parallel.pp * parallel.dp
+
     def vllm_only(self) -> dict[str, Any]:
         """What is set here and no other engine than vLLM does."""
         values = {

@@ -1,7 +1,8 @@
 """The engine on an event loop: requests and admin calls take effect between two steps.
 
     RUNNING <-> PAUSED               pause(keep), pause(abort), resume
-    RUNNING, PAUSED -> SLEEPING      sleep; -> RUNNING when weights and cache are both woken
+    RUNNING, PAUSED -> SLEEPING      sleep; pause and resume do not wake it
+    SLEEPING, PAUSED -> RUNNING      wake_up, when weights and cache are both there (from PAUSED too, as vLLM does)
     RUNNING -> DRAINING -> PAUSED    pause(wait); requests that arrive while draining are held until resume
     any -> FAILED                    a step raised; every request fails, `run` raises, the process ends
 
@@ -250,6 +251,8 @@ class Engine:
         async def command() -> asyncio.Future[None] | None:
             if mode == "abort":
                 self._deliver(self.core.abort())
+            if self.state is EngineState.SLEEPING:
+                return None
             if mode == "wait" and self.core.has_work:
                 self.state = EngineState.DRAINING
                 drained = asyncio.get_running_loop().create_future()
@@ -268,12 +271,16 @@ class Engine:
 
     async def resume(self) -> None:
         async def command() -> None:
-            self.state = EngineState.RUNNING
-            self._resolve_drained()
-            self._inbox.extend(self._held_requests)
-            self._held_requests.clear()
+            if self.state is not EngineState.SLEEPING:
+                self._go_on()
 
         await self._between_steps(command)
+
+    def _go_on(self) -> None:
+        self.state = EngineState.RUNNING
+        self._resolve_drained()
+        self._inbox.extend(self._held_requests)
+        self._held_requests.clear()
 
     async def sleep(self, level: int) -> None:
         """End running requests and free memory: the cache, and weights, which level 1 keeps in a file."""
@@ -293,11 +300,11 @@ class Engine:
         """Take memory for `weights` or `kv_cache` again; with both, requests go on."""
 
         async def command() -> None:
-            if self.state is not EngineState.SLEEPING:
+            if self.state not in _STANDING:
                 return
             work = lambda: self.core.bring_back(tags)
             if await asyncio.get_running_loop().run_in_executor(self._thread, work):
-                self.state = EngineState.RUNNING
+                self._go_on()
 
         await self._between_steps(command)
 

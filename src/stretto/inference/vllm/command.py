@@ -236,5 +236,6 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if section.parallel.dp == 1 else "1"
         else:
             # One core per worker, from the first core on: vLLM's own choice needs a NUMA node for each worker.
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(section.parallel.gpus_per_rank)))
+            here = section.parallel.gpus_per_rank // section.vllm_extra.get("nnodes", 1)
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(here)))
     return env

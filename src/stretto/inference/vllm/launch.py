@@ -30,6 +30,7 @@ from stretto.config.sections.engines import STORE_VARIABLE
 from stretto.config.sections.inference import KEY_VAR
 from stretto.inference.vllm.command import build_command
 from stretto.inference.vllm.install import vision_folder
+from stretto.inference.vllm.peers import HeadlessNode
 
 if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig
@@ -108,7 +109,7 @@ def main(cfg: InferenceConfig, directory: Path) -> int:
     logger.info(
         "vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(command.words)
     )
-    return _serve(command.words, descendants)
+    return _serve(command.words, descendants, cfg)
 
 
 def _record_on(descendants: keeper.Descendants) -> None:
@@ -126,7 +127,7 @@ def _set_own_address(cfg: InferenceConfig) -> None:
     from stretto.transports.weights.store import find_address, use_interface_to
 
     options = {option_of(name): value for name, value in cfg.vllm_extra.items()}
-    head = options.get(option_of("data_parallel_address"))
+    head = options.get(option_of("data_parallel_address")) or options.get(option_of("master_addr"))
     store = os.environ.get(STORE_VARIABLE)
     master = None if store is None else json.loads(store)["master_server_address"].rpartition(":")[0]
     for host in (head, master, cfg.server.host):
@@ -175,7 +176,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _serve(words: Sequence[str], descendants: keeper.Descendants) -> int:
+def _serve(words: Sequence[str], descendants: keeper.Descendants, cfg: InferenceConfig) -> int:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -191,12 +192,21 @@ def _serve(words: Sequence[str], descendants: keeper.Descendants) -> int:
     from stretto.inference.vllm.routes import engine_callbacks, failures, peers
 
     engine_callbacks.append(descendants.record_shared_memory)
+    shares_ranks = args.headless and args.nnodes > 1
     if args.headless:  # it has no server to call these
         threading.Thread(target=_record_on, args=(descendants,), daemon=True).start()
+    if shares_ranks and peers.urls:
+        HeadlessNode(cfg.server.host, cfg.server.port, peers).start()
     try:
         serve.cmd(args)
+        if shares_ranks:  # vLLM returns when a worker has died, and exits at a signal
+            peers.find_lost()
+            peers.failure = peers.failure or "a worker of this node has died; the reason is above"
     except KeyboardInterrupt:
         return 0
+    except SystemExit:
+        if peers.failure is None:
+            raise
     finally:
         descendants.kill()
     if peers.failure is not None:

@@ -1,22 +1,28 @@
 """Watches the other nodes of one engine: when one of them is gone, this node ends too.
 
-The ranks of a mixture of experts compute every step together. If the ranks of one node are gone, the others wait for
-them, or do not notice while they have no requests; and a restarted node cannot join the others. So each node's server
-polls /health of the others and ends if one does not answer; the supervisor then restarts all.
+Ranks that compute every step together are those of a mixture of experts, and those of TP and PP. If the ranks of one
+node are gone, the others wait for them, or do not notice while they have no requests; and a restarted node cannot join
+the others. So each node polls /health of the others and ends if one does not answer; the supervisor then restarts all.
+
+A node whose ranks belong to the server of another node (`headless`) has `HeadlessNode`, which answers /health too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
+import threading
 import time
+import uuid
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
+from aiohttp import web
 
 from stretto.base.aio import task_group
 from stretto.base.errors import EngineError
@@ -32,6 +38,8 @@ SILENT_S = 60.0
 START_S = 600.0
 """Time to the first answer of a peer: all nodes begin to serve when the last one is ready."""
 _CONNECT_S = 1.0
+PROCESS_HEADER = "X-Stretto-Process"
+"""By it a headless node says which process it is: it answers soon after it was started anew."""
 
 
 class Peers:
@@ -40,6 +48,7 @@ class Peers:
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = tuple(urls)
         self.failure: str | None = None
+        self.start_s = START_S
 
     async def watch(self) -> None:
         """Watch all peers; if one is gone, end this process by SIGTERM."""
@@ -68,25 +77,63 @@ class Peers:
                 self.failure = self.failure or _failure_message(url, str(error))
 
     async def _watch(self, http: aiohttp.ClientSession, url: str) -> None:
-        limit_s, last_answer = START_S, time.monotonic()
+        limit_s, last_answer = self.start_s, time.monotonic()
+        known: str | None = None
         while True:
-            reason = await _check(http, url)
+            reason, process = await _check(http, url)
             if reason is None:
                 limit_s, last_answer = REFUSED_S, time.monotonic()
+                if known not in (None, process):
+                    raise EngineError(_failure_message(url, "it was started anew"))
+                known = process
             elif time.monotonic() - last_answer > limit_s:
                 raise EngineError(_failure_message(url, reason))
             await asyncio.sleep(INTERVAL_S)
 
 
-async def _check(http: aiohttp.ClientSession, url: str) -> str | None:
-    """Why the server at `url` is not healthy; None if it is."""
+class HeadlessNode:
+    """A node without a server of vLLM's: says that it lives, and watches the others, in a thread of its own."""
+
+    def __init__(self, host: str, port: int, peers: Peers) -> None:
+        self._host, self._port, self._peers = host, port, peers
+        # The others serve when the weights of all are loaded. A node that ends before that breaks the connections
+        # of the ranks, which then end by themselves.
+        peers.start_s = math.inf
+
+    def start(self) -> None:
+        """Begin; it ends with the process."""
+        threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True, name="headless-node").start()
+
+    async def _run(self) -> None:
+        headers = {PROCESS_HEADER: uuid.uuid4().hex}
+
+        async def alive(_: web.Request) -> web.Response:
+            return web.json_response({"status": "ok"}, headers=headers)
+
+        app = web.Application()
+        app.router.add_routes([web.get(api.HEALTH, alive), web.get(api.LIVENESS, alive)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+        except OSError as error:
+            self._peers.failure = f"cannot listen at {self._host}:{self._port}: {error}"
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        await self._peers.watch()
+        await asyncio.Event().wait()  # answer until the process ends
+
+
+async def _check(http: aiohttp.ClientSession, url: str) -> tuple[str | None, str | None]:
+    """Why the server at `url` is not healthy, None if it is; and the process, if it says which it is."""
     try:
         async with http.get(url + api.HEALTH) as answer:
-            return None if answer.status == 200 else f"HTTP {answer.status}"
+            reason = None if answer.status == 200 else f"HTTP {answer.status}"
+            return reason, answer.headers.get(PROCESS_HEADER)
     except TimeoutError:
-        return f"no answer in {SILENT_S:g} s"
+        return f"no answer in {SILENT_S:g} s", None
     except (aiohttp.ClientError, OSError) as error:
-        return str(error)
+        return str(error), None
 
 
 def _failure_message(url: str, reason: str) -> str:

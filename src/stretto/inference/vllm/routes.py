@@ -142,8 +142,9 @@ class Routes:
         engine_client.start_weight_update = start_weight_update
         for call in engine_callbacks:
             call()
-        # Only the ranks of a mixture compute together; other ranks are independent engines.
-        if peers.urls and engine_client.vllm_config.model_config.is_moe:
+        config = engine_client.vllm_config
+        # Data-parallel ranks compute together in a mixture only; those of other models are independent engines.
+        if peers.urls and (config.model_config.is_moe or config.parallel_config.nnodes > 1):
             self._watching = asyncio.create_task(peers.watch())
         if args.enable_lora:
             targets = tuple(args.lora_target_modules or ())

@@ -145,6 +145,10 @@ def load_config(pod: Pod, words: Sequence[str]) -> RLConfig:
             "trainer.critic.placement: the chart has no pods for a critic of its own; leave it out: then the critic is "
             "on the trainer's ranks"
         )
+    if cfg.colocate is not None:
+        raise ConfigError(
+            "[colocate]: the chart has pods for the trainer and for inference, each with its own GPUs; leave it out"
+        )
     _check_router(pod, cfg)
     return cfg
 

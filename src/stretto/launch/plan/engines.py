@@ -6,8 +6,9 @@ processes (one per node); each is a `stretto inference` with its own section. Th
 
     single_node        num_replicas engines on the first node
     multi_node         one engine per node; with enable_expert_parallel one engine over all nodes (wide EP): each of
-                       its processes serves requests and balances them over its own devices
-    disaggregated      separate engines for prefill and decode; NIXL moves the KV caches between them
+                       its processes serves requests and balances them over its own devices; with nodes_per_engine
+                       its nodes share the ranks of TP and PP, and the process of the first one serves requests
+    disaggregated      separate engines for prefill and decode, each over nodes as above; NIXL moves the KV caches
 
 Rollouts go to the router. Admin calls go to every engine: the router would pass a call to one of them only.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -32,6 +34,7 @@ from stretto.config.sections.engines import (
     MooncakeOffload,
     MultiNode,
     RouterSection,
+    Side,
     SingleNode,
 )
 from stretto.config.sections.inference import InferenceSection
@@ -57,8 +60,7 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     match shape:
         case MultiNode():
             _need_nodes(hosts, shape.num_nodes, "inference.deployment.num_nodes")
-            is_wide = section.enable_expert_parallel
-            engines = _wide_engine(section, shape, hosts) if is_wide else _engine_per_node(section, shape)
+            engines = _engines_of_nodes(section, shape, hosts)
         case Disaggregated():
             _need_nodes(hosts, shape.num_nodes, "inference.deployment")
             engines = _disaggregated(section, shape, hosts, is_cpu=is_cpu)
@@ -67,14 +69,15 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     engines, stores = _with_offload(
         [_with_listen_address(engine, hosts) for engine in engines], section, hosts
     )
-    admin = tuple(engine.url(hosts) for engine in engines)
+    served = [engine for engine in engines if engine.is_served]
+    admin = tuple(engine.url(hosts) for engine in served)
     router = section.router
     if not is_routed or router is None:
         return EnginesPlan(tuple(engines), (), stores, admin, admin)
     if router.address is not None:
-        registrars = plan_registrars(router, engines, hosts)
+        registrars = plan_registrars(router, served, hosts)
         return EnginesPlan(tuple(engines), (), stores, (router.address,), admin, registrars)
-    spec, url = plan_router(router, engines, hosts, section)
+    spec, url = plan_router(router, served, hosts, section)
     return EnginesPlan(tuple(engines), (spec,), stores, (url,), admin)
 
 
@@ -84,7 +87,16 @@ def has_router(section: InferenceSection) -> bool:
     if section.router is None:
         return False
     ports = (shape.router_port, getattr(shape, "backend_port", None))
-    return shape.num_processes > 1 or section.router.is_needed or any(port is not None for port in ports)
+    is_several = shape.num_processes > 1 or is_wide(section)
+    return is_several or section.router.is_needed or any(port is not None for port in ports)
+
+
+def is_wide(section: InferenceSection) -> bool:
+    """Whether all nodes are one engine whose data-parallel ranks they share."""
+    shape = section.deployment
+    if not isinstance(shape, MultiNode) or not section.enable_expert_parallel:
+        return False
+    return shape.nodes_per_engine == 1 < shape.num_nodes
 
 
 def plan_replicas(
@@ -193,20 +205,17 @@ def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]
     ]
 
 
-def _engine_per_node(section: InferenceSection, shape: MultiNode) -> list[EngineSpec]:
-    port, gpus = _backend_port(section), section.parallel.num_gpus
-    return [
-        EngineSpec(f"inference_{node}", "engine", node, _process_section(section, port), num_gpus=gpus)
-        for node in range(shape.num_nodes)
-    ]
-
-
-def _wide_engine(section: InferenceSection, shape: MultiNode, hosts: Sequence[str]) -> list[EngineSpec]:
-    dp = section.parallel.dp
-    nodes = range(shape.num_nodes)
-    return _engine_over_nodes(
-        section, "inference", "engine", nodes, _backend_port(section), hosts, dp, shape.data_parallel_rpc_port
-    )
+def _engines_of_nodes(section: InferenceSection, shape: MultiNode, hosts: Sequence[str]) -> list[EngineSpec]:
+    dp, port = section.parallel.dp, _backend_port(section, is_routed=has_router(section))
+    each = shape.num_nodes if is_wide(section) else shape.nodes_per_engine
+    found = []
+    for first in range(0, shape.num_nodes, each):
+        name = "inference" if each == shape.num_nodes else f"inference_{first // each}"
+        nodes = range(first, first + each)
+        found += _engine_over_nodes(
+            section, name, "engine", nodes, port, hosts, dp, shape.data_parallel_rpc_port
+        )
+    return found
 
 
 def _engine_over_nodes(
@@ -220,12 +229,25 @@ def _engine_over_nodes(
     rpc_port: int,
     **vllm: Any,
 ) -> list[EngineSpec]:
-    """One engine over these nodes: one process per node, which serves requests on its own ranks."""
+    """One engine over these nodes, one process on each.
+
+    Nodes divide its data-parallel ranks: each process serves requests on its own. Or they divide the TP and PP ranks of
+    an engine without data parallelism: only the first one serves requests.
+    """
     local = dp // len(nodes)
+    num_gpus = section.parallel.gpus_per_rank * dp // len(nodes)
     specs = []
     for index, node in enumerate(nodes):
-        wide = {}
-        if len(nodes) > 1:
+        wide: dict[str, Any] = {}
+        if not local:
+            wide = {
+                "nnodes": len(nodes),
+                "node_rank": index,
+                "master_addr": hosts[nodes[0]],
+                "master_port": rpc_port,
+                "distributed_executor_backend": "mp",
+            } | ({"headless": True} if index else {})
+        elif len(nodes) > 1:
             wide = {
                 "data_parallel_size_local": local,
                 "data_parallel_start_rank": index * local,
@@ -237,7 +259,7 @@ def _engine_over_nodes(
         label = f"{name}_{index}" if len(nodes) > 1 else name
         others = " ".join(f"http://{in_url(hosts[other])}:{port}" for other in nodes if other != node)
         env = {PEERS_VAR: others} if others else {}
-        specs.append(EngineSpec(label, role, node, own, env, local * section.parallel.gpus_per_rank))
+        specs.append(EngineSpec(label, role, node, own, env, num_gpus, len(nodes)))
     return specs
 
 
@@ -245,27 +267,24 @@ def _disaggregated(
     section: InferenceSection, shape: Disaggregated, hosts: Sequence[str], *, is_cpu: bool
 ) -> list[EngineSpec]:
     engines: list[EngineSpec] = []
-    sides = (
-        ("prefill", shape.num_prefill_replicas, shape.num_prefill_nodes, shape.prefill_port),
-        ("decode", shape.num_decode_replicas, shape.num_decode_nodes, shape.decode_port),
-    )
-    next_node = 0
-    for role, replicas, nodes_each, port in sides:
+    first_node = 0
+    for role, side in shape.sides.items():
+        port = shape.prefill_port if role == "prefill" else shape.decode_port
         overrides = shape.prefill_env_overrides if role == "prefill" else shape.decode_env_overrides
         options = shape.prefill_vllm_overrides if role == "prefill" else shape.decode_vllm_overrides
-        own = _with_options(section, options)
-        for replica in range(replicas):
-            nodes = [0] if shape.is_local else list(range(next_node, next_node + nodes_each))
-            next_node += nodes_each
+        own = with_side_tp(_with_options(section, options), side)
+        per_node = side.num_engines if shape.is_local else side.per_node
+        for replica in range(side.num_engines):
+            node = first_node + replica // per_node * side.nodes_each
             specs = _engine_over_nodes(
                 own,
                 f"{role}_{replica}",
                 role,
-                nodes,
-                port + replica if shape.is_local else port,
+                [0] if shape.is_local else range(node, node + side.nodes_each),
+                port + replica % per_node,
                 hosts,
-                section.parallel.dp if shape.is_local else _num_dp_ranks(section, shape, nodes_each),
-                shape.data_parallel_rpc_port,
+                own.parallel.dp if shape.is_local else _num_dp_ranks(own, shape, side),
+                shape.data_parallel_rpc_port + replica % per_node,
                 **_disaggregated_options(section, shape, role, is_cpu=is_cpu),
             )
             for spec in specs:
@@ -275,7 +294,8 @@ def _disaggregated(
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channel),
                     **overrides,
                 }
-                engines.append(EngineSpec(spec.name, role, spec.node, spec.section, env, spec.num_gpus))
+                engines.append(replace(spec, env=env))
+        first_node += math.ceil(side.num_engines / per_node) * side.nodes_each
     return engines
 
 
@@ -287,11 +307,18 @@ def _with_options(section: InferenceSection, options: Mapping[str, Any]) -> Infe
     return section.model_copy(update=own | {"vllm_extra": section.vllm_extra | extra})
 
 
-def _num_dp_ranks(section: InferenceSection, shape: Disaggregated, num_nodes: int) -> int:
+def with_side_tp(section: InferenceSection, side: Side) -> InferenceSection:
+    """The section with the tensor parallel degree of one side."""
+    tp = section.parallel.tp if side.tp is None else side.tp
+    return section.model_copy(update={"parallel": section.parallel.model_copy(update={"tp": tp})})
+
+
+def _num_dp_ranks(section: InferenceSection, shape: Disaggregated, side: Side) -> int:
     """Data-parallel ranks of one engine: as many as its nodes' GPUs allow, unless the user gave a number."""
     if section.parallel.dp > 1:
         return section.parallel.dp
-    return shape.gpus_per_node // section.parallel.gpus_per_rank * num_nodes
+    gpus = shape.gpus_per_node // side.per_node
+    return max(1, gpus // section.parallel.gpus_per_rank * side.nodes_each)
 
 
 def _disaggregated_options(
@@ -340,7 +367,7 @@ def _with_offload(
         env = engine.env
         if isinstance(offload, MooncakeOffload):
             env = env | _store_env(offload, hosts) | {STORE_ADDRESS_VAR: hosts[engine.node]}
-        found.append(EngineSpec(engine.name, engine.role, engine.node, own, env, engine.num_gpus))
+        found.append(replace(engine, section=own, env=env))
     return found, _stores(offload, hosts[: section.deployment.num_nodes]) if isinstance(
         offload, MooncakeOffload
     ) else ()

@@ -48,7 +48,7 @@ def num_gpus(section: FrozenModelSection) -> int:
     """GPUs that a model's engines need; 0 on a CPU."""
     if section.device == "cpu" or section.base_url is not None:
         return 0
-    return section.parallel.num_gpus * section.deployment.num_engines
+    return section.num_gpus
 
 
 def assign_model_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str]) -> dict[str, list[str]]:

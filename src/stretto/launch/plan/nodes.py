@@ -37,6 +37,7 @@ from stretto.launch.plan.placement import (
     GPU_HOST_THREADS,
     MOST_THREADS,
     replaced,
+    share_gpu_memory,
     with_canary_tolerance,
     with_engines,
 )
@@ -71,8 +72,12 @@ def plan_nodes(
     assert isinstance(shape, MultiNodeDeployment), shape
     hosts = node_hosts(cfg)
     cfg = _with_addresses(cfg, hosts[0])
+    shared: list[str] = []
+    if cfg.colocate is not None and shape.gpus_per_node:
+        cfg = share_gpu_memory(cfg, {"0"}, shared)
     keyed, notes = with_engine_key(cfg, secret)
-    engines = _engines(cfg, hosts[shape.num_learning_nodes :])
+    notes += shared
+    engines = _engines(cfg, hosts[cfg.first_infer_node :])
     has_gpus, samples = bool(shape.gpus_per_node), cfg.inference is not None and cfg.inference.device != "cpu"
     cfg = with_canary_tolerance(cfg, trains_on_gpus=has_gpus, samples_on_gpus=has_gpus and samples)
     cfg = _with_engine_addresses(cfg, engines)
@@ -85,7 +90,7 @@ def plan_nodes(
     if engines is not None and cfg.inference is not None and keyed is not None:
         key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
         started = engine_processes(
-            cfg.inference, engines, run, first_node=shape.num_learning_nodes, is_held=True, key_env=key
+            cfg.inference, engines, run, first_node=cfg.first_infer_node, is_held=True, key_env=key
         )
         is_first = has_unguarded_router(cfg.inference)
         processes += [
@@ -110,8 +115,7 @@ def node_hosts(cfg: RLConfig) -> list[str]:
             'deployment.type = "multi_node" needs deployment.hosts: the addresses of the nodes, the trainer\'s first, '
             "in the same order on every node; a --dry-run needs none"
         )
-    nodes = 0 if cfg.inference is None else cfg.inference.deployment.num_nodes
-    return [f"node-{node}" for node in range(shape.num_learning_nodes + shape.num_infer_replicas * nodes)]
+    return [f"node-{node}" for node in range(cfg.num_nodes)]
 
 
 def find_node_rank(node_rank: int | None, hosts: Sequence[str], key: str) -> int:
@@ -270,7 +274,10 @@ def _trainers(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessS
             ports["weights"] = cfg.weight_broadcast.port
         if rank == 0 and cfg.critic_placement is not None:
             ports["critic"] = cfg.critic_placement.port
-        specs.append(ProcessSpec("trainer", rank, ranks, argv, env, gpus, threads, ports, node=node))
+        # Ranks of other nodes wait for the first one before they take memory.
+        waits = cfg.trainer_waits_for_devices and node == 0
+        spec = ProcessSpec("trainer", rank, ranks, argv, env, gpus, threads, ports, node=node)
+        specs.append(dataclasses.replace(spec, waits_for_devices=waits))
     return specs
 
 
@@ -358,6 +365,8 @@ def _engine_ports(engine: EngineSpec) -> dict[str, int]:
     extra = engine.section.vllm_extra
     if extra.get("data_parallel_start_rank") == 0:
         ports["data_parallel_rpc"] = extra["data_parallel_rpc_port"]
+    if extra.get("node_rank") == 0:
+        ports["ranks"] = extra["master_port"]
     if (channel := engine.env.get("VLLM_NIXL_SIDE_CHANNEL_PORT")) is not None:
         ports["nixl"] = int(channel)
     return ports

@@ -76,6 +76,8 @@ class ProcessSpec:
     """How often it is started anew when it ends; the run goes on meanwhile."""
     node: int = 0
     """Which of the plan's hosts it runs on."""
+    waits_for_devices: bool = False
+    """Whether it is started when the engines, which have its devices, sleep."""
 
     @property
     def name(self) -> str:
@@ -292,7 +294,9 @@ def _processes(
             ports = {}
             if role == "trainer" and rank == 0 and cfg.critic_placement is not None:
                 ports["critic"] = cfg.critic_placement.port
-            processes.append(spec(role, rank, ranks, own, ports, env))
+            waits = role == "trainer" and cfg.trainer_waits_for_devices
+            rank_spec = spec(role, rank, ranks, own, ports, env)
+            processes.append(dataclasses.replace(rank_spec, waits_for_devices=waits))
     return processes
 
 

@@ -23,6 +23,14 @@ class EngineSpec:
     """The section of this process: its port and vLLM options, the parallel degrees of the whole engine."""
     env: dict[str, str] = field(default_factory=dict)
     num_gpus: int = 1
+    """GPUs of this process."""
+    num_nodes: int = 1
+    """Processes of the whole engine, one per node."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether this process takes requests; of an engine that shares its ranks among nodes the first one does."""
+        return self.section.vllm_extra.get("headless") is not True
 
     def url(self, hosts: Sequence[str]) -> str:
         return f"http://{in_url(hosts[self.node])}:{self.section.server.port}"
@@ -51,6 +59,6 @@ class EnginesPlan:
     base_urls: tuple[str, ...]
     """Where rollouts go."""
     admin_urls: tuple[str, ...]
-    """Every engine process, for admin calls."""
+    """Every engine process that takes requests, for admin calls."""
     registrars: tuple[HelperSpec, ...] = ()
     """Per node, the process that enters its engines in a router that runs elsewhere."""

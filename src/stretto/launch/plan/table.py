@@ -8,6 +8,7 @@ from typing import TypeVar
 from stretto.base import process
 from stretto.config.sections.deployment import ResumeSection
 from stretto.launch.plan.plan import LaunchPlan, ProcessSpec
+from stretto.launch.plan.specs import EngineSpec
 
 T = TypeVar("T")
 
@@ -115,6 +116,26 @@ def gpu_sum(plan: LaunchPlan) -> str | None:
     return f"{counted} = {total}" + (f", {shared} of them shared" if shared else "")
 
 
+def engine_sum(plan: LaunchPlan) -> str | None:
+    """`2 prefill x 4 + 1 decode x 16 (over 2 nodes) = 24 GPUs`; None if all are alike, each on one node."""
+    if plan.engines is None or not any(spec.devices for spec in plan.processes if spec.role == "inference"):
+        return None
+    by_kind: dict[str, list[EngineSpec]] = {}
+    for spec in plan.engines.engines:
+        by_kind.setdefault(spec.role, []).append(spec)
+    firsts = [specs[0] for specs in by_kind.values()]
+    if len(firsts) == 1 and firsts[0].num_nodes == 1:
+        return None
+    parts = []
+    for role, specs in by_kind.items():
+        nodes = specs[0].num_nodes
+        name = f"{len(specs) // nodes} {role}" if len(by_kind) > 1 else str(len(specs) // nodes)
+        parts.append(
+            f"{name} x {specs[0].num_gpus * nodes}" + (f" (over {nodes} nodes)" if nodes > 1 else "")
+        )
+    return f"{' + '.join(parts)} = {sum(spec.num_gpus for spec in plan.engines.engines)} GPUs"
+
+
 def table(plan: LaunchPlan) -> str:
     """The plan as text."""
     cfg = plan.config
@@ -129,6 +150,7 @@ def table(plan: LaunchPlan) -> str:
         f"wires    rollouts {cfg.rollout_transport.type}, weights {cfg.weight_broadcast.type}",
         f"machine  {process.num_cores()} CPU cores, {len(process.visible_gpus())} GPUs",
         *[f"gpus     {counted}" for counted in [gpu_sum(plan)] if counted],
+        *[f"engines  {counted}" for counted in [engine_sum(plan)] if counted],
     ]
     if cfg.inference is None:
         urls = cfg.orchestrator.client.base_url

@@ -107,7 +107,7 @@ def unused_gpus(cfg: InferenceConfig) -> str | None:
     """A note if [parallel] and [deployment] leave GPUs of this machine unused."""
     if cfg.device == "cpu" or cfg.deployment.num_nodes > 1:
         return None
-    note = node_checks.unused_gpus(cfg.parallel.num_gpus * cfg.deployment.num_engines)
+    note = node_checks.unused_gpus(cfg.num_gpus)
     return note and note.replace("inference.", "")
 
 

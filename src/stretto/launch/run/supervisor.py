@@ -31,7 +31,7 @@ from stretto.base import process
 from stretto.base.errors import ENDED_FIRST
 from stretto.base.paths import RunDir
 from stretto.base.process import Child
-from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR, was_asked_to_finish
+from stretto.base.status import DEVICES_FREE, STATUS_FD_VAR, SUPERVISED_VAR, was_asked_to_finish
 from stretto.base.watch import EXIT_STALLED
 from stretto.launch.plan.plan import ProcessSpec
 from stretto.launch.run.console import Console
@@ -136,6 +136,7 @@ class Supervisor:
         self._status = _StatusPipe(self._on_status)
         self._stop_now = asyncio.Event()
         self._has_checked = asyncio.Event()
+        self._are_devices_free = False
         if console is None or self._lead is None:
             self._has_checked.set()
         # Is there something to finish? A status line of the orchestrator says so.
@@ -170,9 +171,11 @@ class Supervisor:
         return child
 
     def _start_due(self, running: dict[asyncio.Task, Child]) -> None:
-        """Start the lead and, once it has checked everything, the others."""
+        """Start the lead, the others once it has checked everything, and last who takes devices after engines."""
         for spec in self._specs.values():
-            is_due = spec.name == self._lead or self._has_checked.is_set()
+            is_due = spec.name == self._lead or (
+                self._has_checked.is_set() and (self._are_devices_free or not spec.waits_for_devices)
+            )
             if is_due and spec.name not in self._children:
                 child = self._start(spec)
                 running[asyncio.create_task(child.wait())] = child
@@ -233,10 +236,12 @@ class Supervisor:
         """Kill an engine that no longer answers, if it runs and may be started anew."""
         port = urlsplit(url).port
         for spec in self._specs.values():
-            child = self._children[spec.name]
+            child = self._children.get(spec.name)
             is_it = spec.role == "inference" and port in spec.ports.values()
+            if child is None or not is_it:
+                continue
             is_running = child.returncode is None and time.monotonic() - child.started_at > WEDGED_AFTER_S
-            if is_it and is_running and self._restarts_left[spec.name]:
+            if is_running and self._restarts_left[spec.name]:
                 logger.warning("%s (pid %d) does not answer: killed", child.name, child.pid)
                 child.signal_group(signal.SIGKILL)
 
@@ -344,6 +349,7 @@ class Supervisor:
             self._has_checked.set()
             self.has_begun |= not status.get("is_early")
         self._last_status_at = time.monotonic()
+        self._are_devices_free |= status.get("kind") == DEVICES_FREE
         if self._must_finish and self.has_begun:
             self._must_finish = False
             self._on_signal(FINISH)

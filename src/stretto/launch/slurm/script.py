@@ -203,7 +203,8 @@ def _command(cfg: JobConfig, section: SlurmSection, verb: str) -> str:
 def can_lose_nodes(cfg: JobConfig) -> bool:
     """Whether the run goes on without a node of inference: there is another replica."""
     is_wide = isinstance(cfg, RLConfig) and cfg.deployment.type == "multi_node"
-    return is_wide and cfg.inference is not None and cfg.deployment.num_infer_replicas > 1
+    has_others = is_wide and cfg.inference is not None and cfg.deployment.num_infer_replicas > 1
+    return has_others and cfg.colocate is None  # else each of them is a node of the trainer
 
 
 # -- GPUs --

@@ -65,7 +65,8 @@ class PutAway:
                 _give_pages_back(part.storage)
             else:
                 if keeps:
-                    part.host = _bytes_of(part.storage).to("cpu", non_blocking=False).pin_memory()
+                    part.host = torch.empty(part.num_bytes, dtype=torch.uint8, pin_memory=True)
+                    part.host.copy_(_bytes_of(part.storage))
                 part.storage.resize_(0)
         if self._file is not None:
             self._file.flush()

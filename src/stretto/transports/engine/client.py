@@ -94,6 +94,8 @@ class EngineClient:
         self._receivers: dict[str, updates.Receivers] = {}
         self.recovery_timeout_s = recovery_timeout_s
         self._load_between_steps: set[str] = set()  # engines that load weights between two steps
+        self._asleep: set[str] = set()  # api.SLEEP_TAGS that engines have put away
+        self._sleep_level: int | None = None  # at which they sleep; None: they never did
         self._failed_once: set[str] = set()  # live engines that failed to load the newest version once
         self._liveness_timeout_s = liveness_timeout_s
         self.fleet = Fleet(
@@ -249,9 +251,17 @@ class EngineClient:
     async def _restore(self, *urls: str) -> None:
         """Load the newest version on an engine that comes back, on all its nodes."""
         self._load_between_steps.difference_update(urls)
+        if self._sleep_level is not None and "weights" in self._asleep:
+            # The trainer has the device. With the others it wakes, and loads the next version.
+            await _gather_all(self._admin(url, _sleep_route(self._sleep_level)) for url in urls)
+            return
+        if self._sleep_level is not None:  # one that did not answer may sleep
+            await _gather_all(self._admin(url, f"{api.WAKE_UP}?tags=weights") for url in urls)
         if self._manifest is not None:
             groups = await self._groups(list(urls))
             await _gather_all(self._load(url, group) for url, group in zip(urls, groups))
+        if self._sleep_level is not None and not self._asleep:
+            await _gather_all(self._admin(url, f"{api.WAKE_UP}?tags=kv_cache") for url in urls)
 
     async def _group_nodes(self, urls: Iterable[str]) -> None:
         """Ask new addresses to which engine they belong.
@@ -305,7 +315,8 @@ class EngineClient:
         started = await self._admin(url, api.START_UPDATE)
         await self._admin(url, api.UPDATE_WEIGHTS, update)
         await self._admin(url, api.FINISH_UPDATE, updates.encode_finish(manifest.version))
-        await self._admin(url, api.RESUME)
+        if not self._asleep:  # else there is no cache for requests that wait; when it is woken, they go on
+            await self._admin(url, api.RESUME)
         if updates.decode_started(started):
             self._load_between_steps.add(url)
 
@@ -508,12 +519,32 @@ class EngineClient:
         return ready[(zlib.crc32(session_id.encode()) + attempt) % len(ready)]
 
     async def sleep(self, level: int) -> None:
-        """Have every engine free its memory: level 1 keeps the weights in that of the host, level 2 drops them."""
-        await self._all("POST", f"{api.SLEEP}?level={level}&mode=abort")
+        """Have every engine free its memory: level 1 keeps the weights in that of the host, level 2 drops them.
+
+        Requests are ended. One that comes later waits in its engine until weights and cache are woken.
+        """
+        async with self.fleet.updating:
+            self._asleep, self._sleep_level = {*api.SLEEP_TAGS}, level
+            await self._tell_all(_sleep_route(level))
 
     async def wake_up(self, tag: str) -> None:
         """Have every engine take memory again: `weights`, then, with new ones loaded, `kv_cache`."""
-        await self._all("POST", f"{api.WAKE_UP}?tags={tag}")
+        async with self.fleet.updating:
+            self._asleep.discard(tag)
+            await self._tell_all(f"{api.WAKE_UP}?tags={tag}")
+
+    async def _tell_all(self, path: str) -> None:
+        """Make the same call to every engine that is up; of several, one that fails is down.
+
+        Raises: EngineError if there is one engine and it fails.
+        """
+        urls = self.fleet.ready()
+        results = await asyncio.gather(*(self._admin(url, path) for url in urls), return_exceptions=True)
+        for url, result in zip(urls, results):
+            if isinstance(result, EngineError) and len(self.admin_urls) > 1:
+                await self.fleet.mark_down(url, str(result))
+            elif isinstance(result, BaseException):
+                raise result
 
     async def _all(self, method: str, path: str, body: bytes | None = None) -> list[bytes]:
         """Make the same call to every engine; if one fails, raise its error after all have answered."""
@@ -597,6 +628,10 @@ async def _gather_loads(loads: list[asyncio.Task[None]], grace_s: float | None) 
     outcomes = await asyncio.gather(*loads, return_exceptions=True)
     too_late = EngineError(f"no end of its update {grace_s} s after that of another engine had failed")
     return [too_late if load in late else outcome for load, outcome in zip(loads, outcomes)]
+
+
+def _sleep_route(level: int) -> str:
+    return f"{api.SLEEP}?level={level}&mode=abort"
 
 
 def _is_cancelled() -> bool:

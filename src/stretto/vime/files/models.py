@@ -201,7 +201,7 @@ def _group(table: dict[str, Any], at: str, per_engine: int, first_gpu: int) -> S
 
 
 def _check_kinds(groups: Sequence[ServerGroup], at: str) -> None:
-    """Regular engines, or both kinds of the others; alike in GPUs, and those of a kind in options."""
+    """Regular engines, or both kinds of the others; those of one kind are alike in GPUs and options."""
     engines = [group for group in groups if group.worker_type != "placeholder"]
     kinds = {group.worker_type for group in engines}
     if "regular" in kinds and len(kinds) > 1:
@@ -209,15 +209,15 @@ def _check_kinds(groups: Sequence[ServerGroup], at: str) -> None:
     if len(kinds) == 1 and "regular" not in kinds:
         missing = "decode" if "prefill" in kinds else "prefill"
         raise ConfigError(f"{at}: {kinds.pop()} engines need {missing} engines; add a group of them")
-    sizes = [group.num_gpus_per_engine for group in engines]
-    _check_alike(
-        "num_gpus_per_engine", sizes, "the engines of a model are alike, give all groups the same", at
-    )
-    for kind in kinds:
-        overrides = [group.overrides for group in engines if group.worker_type == kind]
-        _check_alike(
-            "overrides", overrides, f"{kind} engines of a model are alike, give these groups the same", at
+    for kind in sorted(kinds):
+        alike = [group for group in engines if group.worker_type == kind]
+        sizes, overrides = (
+            [group.num_gpus_per_engine for group in alike],
+            [group.overrides for group in alike],
         )
+        rule = f"{kind} engines of a model are alike, give these groups the same"
+        _check_alike("num_gpus_per_engine", sizes, rule, at)
+        _check_alike("overrides", overrides, rule, at)
 
 
 def _check_alike(name: str, values: Sequence[Any], rule: str, at: str) -> None:

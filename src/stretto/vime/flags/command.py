@@ -47,8 +47,8 @@ def read_command(words: Sequence[str]) -> tuple[RLConfig, list[str]]:
             settings += module.settings(flags)
         except ConfigError as error:
             problems.append(str(error))
-    if problems:
-        raise ConfigError(listed(problems))
+    if problems:  # parts may find the same
+        raise ConfigError(listed([*dict.fromkeys(problems)]))
     cfg = _build(flags, settings)
     if (unseen := _unseen(flags, cfg)) and (places := argument_tables(flags)):
         own = flags.extra | unseen

@@ -158,3 +158,12 @@ def _single(flag: Flag, word: str) -> Any:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{flag.name} {word}: must be {' or '.join(map(str, flag.choices))}{hint}")
     return value
+
+
+def typed(flags: Values, *names: str) -> str:
+    """The flags as they were typed, those that were not with vime's default."""
+    return ", ".join(
+        flags.given.get(name)
+        or f"{name} {getattr(flags, name.removeprefix('--').replace('-', '_'))} (the default)"
+        for name in names
+    )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
 from stretto.vime.flags.flag import Flag, Setting, Values, acts, equal, part, refused
+from stretto.vime.placement import count_engines
 
 MOVED = {
     "tensor-parallel-size": "it is --rollout-num-gpus-per-engine",
@@ -53,8 +54,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         equal("--no-vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.",
              "Send each weight by itself."),
         part("--vllm-config", "text", None, "models inference", "YAML of models and server groups.",
-             note="One model is updated; the others are [models.NAME]. Engines of a model are alike, but for the "
-             "overrides of prefill and decode."),
+             note="One model is updated; the others are [models.NAME]. The engines of a kind are alike."),
         refused("--vllm-enable-deterministic-inference", "switch", False,
                 "export VLLM_BATCH_INVARIANT=1 before the command; with --rollout-seed and no --partial-rollout "
                      "draws are the same",
@@ -98,7 +98,7 @@ def settings(flags: Values) -> Iterator[Setting]:
     Raises: ConfigError for models that do not fit the node.
     """
     yield from _models(flags)
-    engines = max(1, flags.rollout_num_gpus // flags.rollout_num_gpus_per_engine)
+    engines = sum(each.number for each in count_engines(flags))
     if flags.has("--vllm-server-concurrency"):
         yield Setting(
             "orchestrator.max_inflight_rollouts",
@@ -155,6 +155,8 @@ def _models(flags: Values) -> Iterator[Setting]:
             yield Setting(f"{at}.deployment.is_local", True, source)
             yield Setting(f"{at}.deployment.num_prefill_replicas", prefill, source)
             yield Setting(f"{at}.deployment.num_decode_replicas", model.count("decode"), source)
+            for group in model.engines:
+                yield Setting(f"{at}.deployment.{group.worker_type}_tp", group.num_gpus_per_engine, source)
         elif model.count("regular") > 1:
             yield Setting(f"{at}.deployment.num_replicas", model.count("regular"), source)
     if has_placeholders and flags.actor_num_gpus_per_node:

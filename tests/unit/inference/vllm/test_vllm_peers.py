@@ -6,9 +6,13 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 from aiohttp import web
+from ports import free_port
+from waiting import until
 
 from stretto.inference.vllm import peers
 from stretto.inference.vllm.peers import Peers
@@ -24,10 +28,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def ended(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set when this process gets SIGTERM."""
-    killed = asyncio.Event()
+    killed, kill_other = asyncio.Event(), os.kill
 
     def kill(pid: int, number: int) -> None:
-        assert (pid, number) == (os.getpid(), signal.SIGTERM)
+        if pid != os.getpid():
+            return kill_other(pid, number)
+        assert number == signal.SIGTERM
         killed.set()
 
     monkeypatch.setattr(peers.os, "kill", kill)
@@ -94,6 +100,59 @@ async def test_a_node_that_does_not_serve_yet_is_waited_for(ended: asyncio.Event
     async with asyncio.timeout(20):
         await ended.wait()
     await watching
+
+
+def start_headless(port: int, *others: str) -> subprocess.Popen[bytes]:
+    """A node whose ranks belong to the server of another one, without its ranks."""
+    node = f"HeadlessNode('127.0.0.1', {port}, Peers({others!r})).start()"
+    code = (
+        f"import time; from stretto.inference.vllm.peers import HeadlessNode, Peers; {node}; time.sleep(600)"
+    )
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+async def test_a_headless_node_that_is_started_anew_is_missed_although_it_answers_at_once(
+    ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("REFUSED_S", "SILENT_S"):
+        monkeypatch.setattr(peers, name, 60.0)
+    port = free_port()
+    watched = Peers([f"http://127.0.0.1:{port}"])
+    watching = asyncio.create_task(watched.watch())
+    node = start_headless(port)
+    try:
+        await until(lambda: can_connect(port))
+        await asyncio.sleep(0.5)
+        assert not ended.is_set()
+        node.kill()
+        node.wait()
+        node = start_headless(port)
+        async with asyncio.timeout(60):
+            await ended.wait()
+        await watching
+    finally:
+        node.kill()
+        node.wait()
+    assert watched.failure is not None and "it was started anew" in watched.failure
+
+
+async def test_a_headless_node_ends_when_the_server_of_its_engine_is_gone() -> None:
+    port, head = free_port(), Server()
+    node = start_headless(port, await head.start())
+    try:
+        await until(lambda: can_connect(port))
+        await asyncio.sleep(1)
+        assert node.poll() is None
+        await head.runner.cleanup()
+        assert await asyncio.to_thread(node.wait, 60) == -signal.SIGTERM
+    finally:
+        node.kill()
+        node.wait()
+
+
+def can_connect(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_an_engine_that_fails_says_which_node_has_ended_before() -> None:

@@ -1,0 +1,193 @@
+"""How many engines there are, what GPUs each has, and the nodes on which they lie.
+
+Engines are --rollout-num-gpus / --rollout-num-gpus-per-engine; with --prefill-num-servers some read prompts.
+In a --vllm-config the two kinds may differ in size. An engine is smaller than a node, as large, or has whole nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from stretto.base.errors import ConfigError
+from stretto.vime.flags.flag import Setting, Values, typed
+
+ENGINES = ("--rollout-num-gpus", "--rollout-num-gpus-per-engine")
+PREFILL = "--prefill-num-servers"
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines of one kind."""
+
+    kind: Literal["regular", "prefill", "decode"]
+    number: int
+    gpus: int
+    """Of each engine."""
+
+    def num_nodes(self, node: int) -> int:
+        """Nodes of one engine."""
+        return max(1, self.gpus // node)
+
+    def per_node(self, node: int) -> int:
+        """Engines on one node."""
+        return max(1, node // self.gpus)
+
+
+def count_engines(flags: Values) -> list[Engines]:
+    """The engines, by kind; one of no kind on the CPU.
+
+    Raises: ConfigError if they are no whole numbers, or do not fill whole nodes where they are larger than one.
+    """
+    total, each = flags.rollout_num_gpus, flags.rollout_num_gpus_per_engine
+    if total == 0 and flags.actor_num_gpus_per_node:
+        raise ConfigError(
+            f"{typed(flags, '--rollout-num-gpus')}: without engines nothing is sampled; use a number of GPUs, or "
+            f"engines "
+            'that run already: inference = "None" in the TOML of --print-config'
+        )
+    if total == 0:
+        return [Engines("regular", 1, 1)]
+    groups = next((model.engines for model in flags.models if model.is_updated), [])
+    sizes = {group.worker_type: group.num_gpus_per_engine for group in groups}
+    if len(set(sizes.values())) > 1:  # what the file says was checked against --rollout-num-gpus
+        numbers = {kind: sum(g.num_engines for g in groups if g.worker_type == kind) for kind in sizes}
+        found = [Engines(kind, numbers[kind], sizes[kind]) for kind in ("prefill", "decode")]
+    else:
+        found = _of_one_size(flags, total, each)
+    node, key = (
+        (flags.actor_num_gpus_per_node, "--actor-num-gpus-per-node")
+        if flags.colocate
+        else (flags.num_gpus_per_node, "--num-gpus-per-node")
+    )
+    for engines in found:
+        if engines.gpus > node and engines.gpus % node:
+            raise ConfigError(
+                f"{typed(flags, ENGINES[1], key)}: an engine of {engines.gpus} GPUs is larger than a "
+                f"node and has whole nodes; use a multiple of {node}"
+            )
+    return found
+
+
+def _of_one_size(flags: Values, total: int, each: int) -> list[Engines]:
+    if total % each:
+        fewer, more = total - total % each, total - total % each + each
+        raise ConfigError(
+            f"{typed(flags, *ENGINES)}: {total} GPUs are no whole number of engines of {each}; use {fewer or each} or "
+            f"{more} GPUs"
+        )
+    number, prefill = total // each, flags.prefill_num_servers
+    if prefill is None:
+        return [Engines("regular", number, each)]
+    if not 0 < prefill < number:
+        raise ConfigError(
+            f"{typed(flags, PREFILL, *ENGINES)}: of {number} engines at least one must read prompts and one write "
+            "replies"
+        )
+    return [Engines("prefill", prefill, each), Engines("decode", number - prefill, each)]
+
+
+def degrees(flags: Values, found: list[Engines]) -> Iterator[Setting]:
+    """Tensor parallel degrees: what pipeline and data parallelism leave of an engine's GPUs.
+
+    Raises: ConfigError if that is no whole number.
+    """
+    shards = flags.vllm_pipeline_parallel_size * flags.vllm_data_parallel_size
+    for engines in found:
+        if engines.gpus % shards:
+            raise ConfigError(
+                f"{typed(flags, ENGINES[1])}: its pipeline and data parallel sizes, {shards} together, must divide it, "
+                f"{engines.gpus}"
+            )
+    yield Setting("inference.parallel.tp", found[0].gpus // shards, ENGINES[1:])
+    if found[-1].gpus != found[0].gpus:
+        yield Setting("inference.deployment.decode_tp", found[-1].gpus // shards, ("--vllm-config",))
+
+
+def on_one_node(found: list[Engines]) -> Iterator[Setting]:
+    """Engines beside one another on a node."""
+    if found[0].kind == "regular":
+        yield Setting("inference.deployment.num_replicas", found[0].number, ENGINES)
+        return
+    yield from _numbers(found)
+    yield Setting("inference.deployment.is_local", True, (PREFILL,))
+
+
+def over_nodes(flags: Values, found: list[Engines]) -> Iterator[Setting]:
+    """Engines on nodes of their own.
+
+    Raises: ConfigError if they leave GPUs of a node idle.
+    """
+    node = min(flags.num_gpus_per_node, sum(engines.number * engines.gpus for engines in found))
+    if flags.colocate:
+        node = flags.actor_num_gpus_per_node
+    if found[0].kind != "regular":
+        yield from _sides_over_nodes(flags, found, node)
+        return
+    [engines] = found
+    yield Setting(
+        "deployment.num_infer_replicas", engines.number * engines.gpus // max(node, engines.gpus), ENGINES
+    )
+    if engines.gpus > node:
+        yield from _engine_over_nodes(flags, engines, node)
+        return
+    if engines.number % engines.per_node(node) or node % engines.gpus:
+        raise ConfigError(
+            f"{typed(flags, *ENGINES, '--num-gpus-per-node')}: engines of {engines.gpus} GPUs must fill whole nodes of "
+            f"{node}; change one of them"
+        )
+    if node > flags.actor_num_gpus_per_node:
+        yield Setting("deployment.infer_gpus_per_node", node, ENGINES)
+    yield Setting("inference.deployment.num_replicas", engines.per_node(node), ENGINES)
+
+
+def _engine_over_nodes(flags: Values, engines: Engines, node: int) -> Iterator[Setting]:
+    """Each engine on several nodes, which share its TP and PP ranks, or divide its data-parallel ones."""
+    nodes, dp = engines.num_nodes(node), flags.vllm_data_parallel_size
+    yield Setting("inference.deployment.type", "multi_node", ENGINES)
+    yield Setting("inference.deployment.num_nodes", nodes, (*ENGINES, "--num-gpus-per-node"))
+    yield Setting("inference.deployment.gpus_per_node", node, ("--num-gpus-per-node",))
+    if dp == 1:
+        yield Setting("inference.deployment.nodes_per_engine", nodes, ENGINES)
+    elif not flags.vllm_enable_expert_parallel or dp % nodes:
+        raise ConfigError(
+            f"{typed(flags, ENGINES[1], '--num-gpus-per-node', '--vllm-data-parallel-size')}: the {nodes} nodes of an "
+            f"engine divide its data-parallel ranks only with --vllm-enable-expert-parallel and a multiple of {nodes} "
+            "of them; else leave --vllm-data-parallel-size out, and the nodes share its tensor parallel ranks"
+        )
+
+
+def _sides_over_nodes(flags: Values, found: list[Engines], node: int) -> Iterator[Setting]:
+    yield Setting("deployment.num_infer_replicas", 1, (PREFILL,))
+    if sum(engines.number * engines.gpus for engines in found) <= node:
+        yield from on_one_node(found)
+        if node > flags.actor_num_gpus_per_node:
+            yield Setting("deployment.infer_gpus_per_node", node, ENGINES)
+        return
+    yield from _numbers(found)
+    yield Setting("inference.deployment.gpus_per_node", node, ("--num-gpus-per-node",))
+    for engines in found:
+        number, gpus, kind = engines.number, engines.gpus, engines.kind
+        if number * gpus % node or (gpus < node and node % gpus):
+            raise ConfigError(
+                f"{typed(flags, PREFILL, *ENGINES, '--num-gpus-per-node')}: {number} {kind} engines x {gpus} GPUs = "
+                f"{number * gpus} do not fill whole nodes of {node}, and either kind has nodes of its own; change one "
+                "of them"
+            )
+        if gpus > node:
+            yield Setting(
+                f"inference.deployment.num_{kind}_nodes", engines.num_nodes(node), (PREFILL, *ENGINES)
+            )
+        else:
+            yield Setting(
+                f"inference.deployment.num_{kind}_per_node", engines.per_node(node), (PREFILL, *ENGINES)
+            )
+
+
+def _numbers(found: list[Engines]) -> Iterator[Setting]:
+    yield Setting("inference.deployment.type", "disaggregated", (PREFILL,))
+    for engines in found:
+        yield Setting(
+            f"inference.deployment.num_{engines.kind}_replicas", engines.number, (PREFILL, *ENGINES)
+        )

@@ -1,0 +1,100 @@
+"""Ctrl-C, and the death of a process, in each turn of a run with [colocate]: its steps are kept, or it goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+from runs import merged, rl, sorting, start_rl, until, untrained_model, wait
+from test_kill import children, wait_for_child
+
+from stretto.base.paths import RunDir
+from stretto.ledger.audit import audit
+from stretto.orchestrator.turns import Turn
+
+STEPS = 8
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough that every turn takes some milliseconds."""
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 4}
+    return untrained_model(tmp_path_factory.mktemp("model"), **shape)
+
+
+def settings(model: Path, **more: Any) -> dict[str, Any]:
+    own = {"colocate": {}, "log": {"level": "debug"}, "ckpt": {"interval": 100}}
+    return merged(sorting(model, STEPS), own, {"orchestrator": {"filter_zero_advantages": False}}, more)
+
+
+def until_turn(run: RunDir, popen: Popen[str], turn: Turn, count: int) -> None:
+    """Wait until this turn has begun so many times."""
+    log = run.log("orchestrator")
+
+    def has_come() -> bool:
+        return log.exists() and len(re.findall(f"the turn of {turn}$", log.read_text(), re.M)) >= count
+
+    until(has_come, popen, f"the turn of {turn}", every_s=0.001)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The last weights of a run that nobody stops."""
+    return rl(tmp_path_factory.mktemp("undisturbed"), settings(model)).weights(STEPS)
+
+
+@pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])
+def test_a_run_that_is_stopped_in_any_turn_saves_its_step_and_goes_on_bit_for_bit(
+    turn: Turn, model: Path, undisturbed: bytes, tmp_path: Path
+) -> None:
+    popen, run = start_rl(tmp_path, settings(model)), RunDir(tmp_path / "run")
+    until_turn(run, popen, turn, 3)
+    popen.send_signal(signal.SIGINT)
+    code, output = wait(popen)
+    assert code in (0, 130) and "Traceback" not in output and "assert" not in output, output
+    saved = run.latest_complete_checkpoint()
+    assert saved is not None and 1 <= saved < STEPS, output
+    assert audit(run) == []
+    assert rl(tmp_path, settings(model), "--resume").weights(STEPS) == undisturbed
+
+
+def test_a_run_that_is_stopped_before_engines_have_weights_just_ends(model: Path, tmp_path: Path) -> None:
+    popen, run = start_rl(tmp_path, settings(model)), RunDir(tmp_path / "run")
+    wait_for_child(popen, "trainer")
+    until(lambda: run.log("orchestrator").exists(), popen, "the orchestrator")
+    popen.send_signal(signal.SIGINT)
+    code, output = wait(popen)
+    assert code in (0, 130) and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])
+def test_a_run_outlives_one_of_its_engines_whatever_the_turn(turn: Turn, model: Path, tmp_path: Path) -> None:
+    """It comes back and joins the turn that it finds: asleep while the trainer trains."""
+    own = {"inference": {"deployment": {"num_replicas": 2}, "kv_cache_tokens": 8192}}
+    client = {"orchestrator": {"client": {"liveness_interval_s": 0.2}}}
+    popen, run = start_rl(tmp_path, settings(model, **merged(own, client))), RunDir(tmp_path / "run")
+    until_turn(run, popen, turn, 2)
+    os.kill(children(popen.pid)["inference"], signal.SIGKILL)
+    code, output = wait(popen)
+    assert code == 0, output + run.log("orchestrator").read_text()
+    assert "started anew" in output and run.weights_step(STEPS).is_dir()
+    assert audit(run) == []
+
+
+@pytest.mark.parametrize("turn", [Turn.LOADING, Turn.ROLLOUTS, Turn.TRAINER])
+@pytest.mark.parametrize("role", ["trainer", "inference"])
+def test_a_run_that_loses_its_trainer_or_its_only_engine_ends_and_names_it(
+    role: str, turn: Turn, model: Path, tmp_path: Path
+) -> None:
+    popen, run = start_rl(tmp_path, settings(model)), RunDir(tmp_path / "run")
+    until_turn(run, popen, turn, 2)
+    os.kill(children(popen.pid)[role], signal.SIGKILL)
+    code, output = wait(popen)
+    assert code not in (0, 130) and re.search(f"{role}.*SIGKILL", output), output
+    assert [name for name in os.listdir("/dev/shm") if str(tmp_path) in name or run.path.name in name] == []
