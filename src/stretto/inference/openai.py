@@ -7,11 +7,9 @@ that needs them. A setting that this engine does not support is refused, never i
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import aclosing
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +38,15 @@ from stretto.inference.bodies import (
 from stretto.inference.boundary import hold_pixels, max_body_bytes, read_body
 from stretto.inference.embedded.engine import Engine, Ticket
 from stretto.inference.embedded.scheduler import EngineRequest
+from stretto.inference.events import (
+    PieceDecoder,
+    StreamPiece,
+    end_stream,
+    finish_fields,
+    merge_pieces,
+    open_stream,
+    send_event,
+)
 from stretto.inference.text import Decode, Detokenizer, cut_at_stop
 from stretto.records.generate import GenerateRequest
 from stretto.records.images import Image
@@ -47,7 +54,6 @@ from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.images import VisionSizes
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _OFFLOAD_SIZE = 4096  # characters or tokens
@@ -383,12 +389,12 @@ class OpenAIRoutes:
         done: list[EngineRequest] = []
         tickets = self._submit_all(specs, is_streamed=True)
         num_samples = specs[0].n
-        events = _merge([self._pieces(i * num_samples, t, body, done) for i, t in enumerate(tickets)])
+        events = merge_pieces([self._pieces(i * num_samples, t, body, done) for i, t in enumerate(tickets)])
         try:
-            async with aclosing(events), _open_stream(http) as response:
+            async with aclosing(events), open_stream(http) as response:
                 async for piece in events:
-                    await _send(response, frame | {"choices": [format_piece(body, piece)]})
-                await _finish_stream(response, body, frame, done)
+                    await send_event(response, frame | {"choices": [format_piece(body, piece)]})
+                await end_stream(response, _usage_event(body, frame, done))
         finally:  # requests that have not ended, if the reader has disconnected
             for ticket in tickets:
                 self._engine().cancel(ticket)
@@ -401,7 +407,7 @@ class OpenAIRoutes:
         engine, spec = self._engine(), ticket.request.spec
         decode = lambda ids: self._text(body, list(ids))
         num_held = max(map(len, spec.sampling.stop), default=1) - 1
-        decoders = [_PieceDecoder(decode, num_held) for _ in range(spec.n)]
+        decoders = [PieceDecoder(decode, num_held) for _ in range(spec.n)]
         async with aclosing(engine.stream(ticket)) as lists:
             async for events in lists:
                 pieces: dict[int, StreamPiece] = {}
@@ -423,7 +429,7 @@ class OpenAIRoutes:
         done.append(request)
 
     def _completion_piece(self, body: CompletionsBody, piece: StreamPiece) -> dict[str, Any]:
-        choice = {"index": piece.index, "text": piece.text} | _finish_fields(piece)
+        choice = {"index": piece.index, "text": piece.text} | finish_fields(piece)
         if body.logprobs is not None and piece.ids:
             choice["logprobs"] = self._completion_logprobs(piece.ids, piece.logprobs)
         return choice | ({"token_ids": piece.ids} if body.return_token_ids else {})
@@ -432,7 +438,7 @@ class OpenAIRoutes:
         delta = {"role": "assistant", "content": piece.text} if piece.is_first else {}
         if piece.text:
             delta["content"] = piece.text
-        choice = {"index": piece.index, "delta": delta} | _finish_fields(piece)
+        choice = {"index": piece.index, "delta": delta} | finish_fields(piece)
         if body.logprobs and piece.ids:
             choice["logprobs"] = {"content": self._chat_logprobs(body, piece.ids, piece.logprobs)}
         return choice | ({"token_ids": piece.ids} if body.return_token_ids else {})
@@ -447,85 +453,19 @@ class OpenAIRoutes:
     ) -> web.StreamResponse:
         """Stream one delta per choice: with tools, a reply can be parsed only when it is complete."""
         done = await self._engine().generate(spec)
-        async with _open_stream(http) as response:
+        async with open_stream(http) as response:
             for member in range(spec.n):
                 choice = self._chat_choice(body, renderer, done, member)
                 message = choice.pop("message")
                 for i, call in enumerate(message.get("tool_calls", ())):
                     call["index"] = i
                 finish = {k: choice.pop(k) for k in ("finish_reason", "stop_reason")}
-                await _send(
+                await send_event(
                     response, frame | {"choices": [choice | {"delta": message, "finish_reason": None}]}
                 )
-                await _send(response, frame | {"choices": [{"index": member, "delta": {}} | finish]})
-            await _finish_stream(response, body, frame, [done])
+                await send_event(response, frame | {"choices": [{"index": member, "delta": {}} | finish]})
+            await end_stream(response, _usage_event(body, frame, [done]))
         return response
-
-
-@dataclass(slots=True)
-class StreamPiece:
-    """What one step added to one streamed sample, or its end."""
-
-    index: int
-    text: str = ""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    is_first: bool = False
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class _PieceDecoder:
-    """Decodes one streamed sample; holds back num_held characters, which may begin a stop string."""
-
-    def __init__(self, decode: Decode, num_held: int) -> None:
-        self._detokenizer, self._num_held = Detokenizer(decode), num_held
-        self._held = ""
-        self.returned = ""
-        self.has_begun = False
-
-    def push(self, ids: list[int]) -> str:
-        self.has_begun = True
-        text = self._held + "".join(map(self._detokenizer.push, ids))
-        cut = max(len(text) - self._num_held, 0)
-        piece, self._held = text[:cut], text[cut:]
-        self.returned += piece
-        return piece
-
-
-async def _merge(sources: list[AsyncIterator[StreamPiece]]) -> AsyncIterator[StreamPiece]:
-    """Yield the items of all sources as they arrive; if one source fails, all end."""
-    queue: asyncio.Queue[StreamPiece | None] = asyncio.Queue()
-
-    async def drain(source: AsyncIterator[StreamPiece]) -> None:
-        try:
-            async with aclosing(source) as items:
-                async for item in items:
-                    queue.put_nowait(item)
-        finally:
-            queue.put_nowait(None)
-
-    tasks = [asyncio.create_task(drain(source)) for source in sources]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await queue.get()
-            if item is not None:
-                yield item
-                continue
-            num_open -= 1
-            await asyncio.sleep(0)  # let the task end that has put None
-            for task in tasks:
-                if task.done():
-                    task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _finish_fields(piece: StreamPiece) -> dict[str, Any]:
-    reasons: dict[str, Any] = {"logprobs": None, "finish_reason": piece.finish_reason}
-    return reasons | ({"stop_reason": piece.stop_reason} if piece.finish_reason else {})
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -557,37 +497,10 @@ def _usage(done: list[EngineRequest]) -> dict[str, Any]:
     )
 
 
-@asynccontextmanager
-async def _open_stream(http: web.Request) -> AsyncIterator[web.StreamResponse]:
-    """A response of server-sent events; the status line is sent at once, later errors are events."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(http)
-    try:
-        try:
-            yield response
-        except ConnectionError:
-            raise
-        except Exception as error:  # the boundary of this request: see boundary.py
-            if not isinstance(error, StrettoError):
-                logger.exception("a stream of %s failed", http.path)
-            status = error.status if isinstance(error, Refusal) else 500
-            await response.write(b"data: " + Refusal(str(error), status).body() + b"\n\n")
-            await response.write_eof()
-    except ConnectionError:
-        logger.debug("%s: the reader of a stream has disconnected", http.path)
-
-
-async def _finish_stream(
-    response: web.StreamResponse, body: TextBody, frame: dict[str, Any], done: list[EngineRequest]
-) -> None:
-    if (body.stream_options or {}).get("include_usage"):
-        await _send(response, frame | {"choices": [], "usage": _usage(done)})
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-
-
-async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+def _usage_event(body: TextBody, frame: dict[str, Any], done: list[EngineRequest]) -> dict[str, Any] | None:
+    """The last event of a stream that was asked for its usage; None for others."""
+    is_wanted = (body.stream_options or {}).get("include_usage")
+    return frame | {"choices": [], "usage": _usage(done)} if is_wanted else None
 
 
 def _json(body: dict[str, Any]) -> web.Response:

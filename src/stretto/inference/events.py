@@ -1,0 +1,120 @@
+"""Server-sent events of the text routes: pieces of text as they are sampled, from one request or several."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from stretto.base.errors import StrettoError
+from stretto.inference.text import Decode, Detokenizer
+from stretto.transports.engine.api import Refusal
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StreamPiece:
+    """What one step added to one streamed sample, or its end."""
+
+    index: int
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_first: bool = False
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class PieceDecoder:
+    """Decodes one streamed sample; holds back num_held characters, which may begin a stop string."""
+
+    def __init__(self, decode: Decode, num_held: int) -> None:
+        self._detokenizer, self._num_held = Detokenizer(decode), num_held
+        self._held = ""
+        self.returned = ""
+        self.has_begun = False
+
+    def push(self, ids: list[int]) -> str:
+        """The text that these tokens add, as far as no stop string can begin in it."""
+        self.has_begun = True
+        text = self._held + "".join(map(self._detokenizer.push, ids))
+        cut = max(len(text) - self._num_held, 0)
+        piece, self._held = text[:cut], text[cut:]
+        self.returned += piece
+        return piece
+
+
+async def merge_pieces(sources: list[AsyncIterator[StreamPiece]]) -> AsyncIterator[StreamPiece]:
+    """Yield the items of all sources as they arrive; if one source fails, all end."""
+    queue: asyncio.Queue[StreamPiece | None] = asyncio.Queue()
+
+    async def drain(source: AsyncIterator[StreamPiece]) -> None:
+        try:
+            async with aclosing(source) as items:
+                async for item in items:
+                    queue.put_nowait(item)
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(drain(source)) for source in sources]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if item is not None:
+                yield item
+                continue
+            num_open -= 1
+            await asyncio.sleep(0)  # let the task end that has put None
+            for task in tasks:
+                if task.done():
+                    task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def finish_fields(piece: StreamPiece) -> dict[str, Any]:
+    """The fields of a choice that say why it ended; None in them before its end."""
+    reasons: dict[str, Any] = {"logprobs": None, "finish_reason": piece.finish_reason}
+    return reasons | ({"stop_reason": piece.stop_reason} if piece.finish_reason else {})
+
+
+@asynccontextmanager
+async def open_stream(http: web.Request) -> AsyncIterator[web.StreamResponse]:
+    """A response of server-sent events; the status line is sent at once, later errors are events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(http)
+    try:
+        try:
+            yield response
+        except ConnectionError:
+            raise
+        except Exception as error:  # the boundary of this request: see boundary.py
+            if not isinstance(error, StrettoError):
+                logger.exception("a stream of %s failed", http.path)
+            status = error.status if isinstance(error, Refusal) else 500
+            await response.write(b"data: " + Refusal(str(error), status).body() + b"\n\n")
+            await response.write_eof()
+    except ConnectionError:
+        logger.debug("%s: the reader of a stream has disconnected", http.path)
+
+
+async def end_stream(response: web.StreamResponse, last: dict[str, Any] | None) -> None:
+    """Send a last event, if there is one, and end the stream."""
+    if last is not None:
+        await send_event(response, last)
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+
+
+async def send_event(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    """Send one event."""
+    await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
