@@ -1,0 +1,98 @@
+"""Adapters in engines: more versions than room, none unloaded while it is used."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from stretto.base.errors import EngineError
+from stretto.service.engines import AdapterSlots
+
+
+class FakeEngines:
+    """The part of EngineClient that slots use; says when more adapters are loaded than there is room for."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.generation, self.loaded = room, 0, []
+        self.broken: set[str] = set()
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        await asyncio.sleep(0)
+        if name in self.broken:
+            raise EngineError("no such adapter")
+        self.loaded.append(name)
+        assert len(self.loaded) <= self.room
+
+    async def unload_adapter(self, name: str) -> None:
+        await asyncio.sleep(0)
+        self.loaded.remove(name)
+
+    async def adapters(self) -> set[str]:
+        return set(self.loaded)
+
+
+async def test_the_version_that_was_not_used_for_longest_makes_room() -> None:
+    engines = FakeEngines(2)
+    slots = AdapterSlots(engines, 2)
+    for name in ("a", "b", "a", "c"):
+        async with slots.use(name, name):
+            assert name in engines.loaded
+    assert sorted(engines.loaded) == ["a", "c"]
+    assert (slots.num_loads, slots.num_hits) == (3, 1)
+
+
+async def test_a_version_in_use_stays_and_who_needs_room_waits() -> None:
+    engines = FakeEngines(1)
+    slots, order = AdapterSlots(engines, 1), []
+
+    async def work(name: str, gate: asyncio.Event) -> None:
+        async with slots.use(name, name):
+            order.append(name)
+            await gate.wait()
+            assert engines.loaded == [name]
+
+    first, second = asyncio.Event(), asyncio.Event()
+    tasks = [asyncio.create_task(work("a", first)), asyncio.create_task(work("b", second))]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert order == ["a"]
+    first.set()
+    second.set()
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b"]
+
+
+async def test_many_users_of_one_version_load_it_once() -> None:
+    engines = FakeEngines(1)
+    slots = AdapterSlots(engines, 1)
+
+    async def use() -> None:
+        async with slots.use("a", "a"):
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(use() for _ in range(20)))
+    assert slots.num_loads == 1
+
+
+async def test_a_version_that_cannot_be_loaded_takes_no_room() -> None:
+    engines = FakeEngines(1)
+    engines.broken = {"bad"}
+    slots = AdapterSlots(engines, 1)
+    for _ in range(2):
+        with pytest.raises(EngineError):
+            async with slots.use("bad", "bad"):
+                pass
+    async with slots.use("a", "a"):
+        assert engines.loaded == ["a"]
+
+
+async def test_what_a_hub_before_this_one_has_loaded_is_unloaded() -> None:
+    engines = FakeEngines(2)
+    engines.loaded = ["old", "older"]
+    slots = AdapterSlots(engines, 2)
+    async with slots.use("a", "a"):
+        assert engines.loaded == ["a"]
+    engines.generation, engines.loaded = 1, []
+    async with slots.use("a", "a"):
+        assert engines.loaded == ["a"]

@@ -1,0 +1,95 @@
+"""Tokens, futures, the journal and the database: what outlives a hub, and who may have it."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.base.secret import ADMIN, prepare_tokens
+from stretto.config.service import UserSection
+from stretto.records.tenants import TenantSpec
+from stretto.service.access import Access
+from stretto.service.futures import Futures, Result
+from stretto.service.journal import REFUSED, Journal
+from stretto.service.store import Run, Store
+from stretto.transports.engine.api import Refusal
+
+
+def test_tokens_are_made_once_and_only_the_owner_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    tokens = prepare_tokens(path, {"alice": None, "bob": "tml-" + "b" * 20})
+    assert tokens["bob"] == "tml-" + "b" * 20 and tokens["alice"].startswith("tml-")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert prepare_tokens(path, {"alice": None, "bob": None}) == tokens
+
+
+def test_two_users_cannot_have_one_token_nor_the_admins_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="same token"):
+        prepare_tokens(tmp_path / "tokens.json", dict.fromkeys(("a", "b"), "tml-" + "x" * 20))
+    with pytest.raises(ConfigError, match=ADMIN):
+        prepare_tokens(tmp_path / "tokens.json", {ADMIN: None})
+
+
+def test_a_user_is_found_by_either_header_and_nobody_without_one() -> None:
+    access = Access({"alice": UserSection()}, {"alice": "tml-a", ADMIN: "tml-z"})
+    assert access.user({"X-API-Key": "tml-a"}).name == "alice"
+    assert access.user({"Authorization": "Bearer tml-z"}).is_admin
+    assert not access.user({"X-API-Key": "tml-a"}).may_reach("bob")
+    for headers in ({}, {"X-API-Key": "tml-"}, {"Authorization": "Bearer "}, {"X-API-Key": "tml-é"}):
+        with pytest.raises(Refusal) as refused:
+            access.user(headers)
+        assert refused.value.status == 401
+
+
+async def test_a_future_is_its_owners() -> None:
+    futures = Futures()
+    future = futures.open("run/1", "alice")
+    assert futures.open("run/1", "alice") is future
+    with pytest.raises(Refusal) as refused:
+        futures.of("run/1", "bob")
+    assert refused.value.status == 403
+    with pytest.raises(Refusal) as refused:
+        futures.of("run/2", "alice")
+    assert refused.value.status == 410
+    assert await futures.wait(future, 0.01) is None
+    asyncio.get_running_loop().call_later(0.01, future.set, Result.of({"a": 1}))
+    result = await futures.wait(future, 10.0)
+    assert result is not None and result.json() == b'{"a":1}'
+
+
+def test_a_journal_gives_back_requests_in_order_after_the_saved_one(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    for seq in (3, 1, 2, 10):
+        journal.write(seq, "pass", f"body {seq}".encode())
+    journal.write(11, REFUSED, b"")
+    journal.write_result(2, Result(b"two", is_protobuf=True))
+    journal.write_result(3, Result.failed("no"))
+    again = Journal(tmp_path / "journal")
+    assert [(entry.seq, entry.kind, entry.body) for entry in again.requests(2)] == [
+        (3, "pass", b"body 3"),
+        (10, "pass", b"body 10"),
+        (11, REFUSED, b""),
+    ]
+    assert again.results() == {2: Result(b"two", is_protobuf=True), 3: Result.failed("no")}
+    again.forget(3, unsent={3})
+    assert [entry.seq for entry in again.requests()] == [10, 11]
+    assert list(again.results()) == [3]
+
+
+def test_records_are_there_when_the_database_is_opened_again(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    run = Run(id="r", owner="alice", spec=TenantSpec(name="r", rank=3), base_model="m", created_at=1.0)
+    store.put(run)
+    run.state, run.saved_seq = "active", 7
+    store.put(run)
+    store.close()
+    again = Store(tmp_path)
+    found = again.get(Run, "r")
+    assert found == run and found is not run
+    again.delete(found)
+    again.close()
+    assert Store(tmp_path).get(Run, "r") is None
