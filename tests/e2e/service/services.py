@@ -136,10 +136,10 @@ def serving(directory: Path, model: Path, **service: Any) -> Iterator[Service]:
 
 
 def sentence(seed: int, length: int = 12) -> Any:
-    """A pattern to learn: two tokens in turn."""
+    """A pattern to learn: two letters in turn."""
     from tinker import types
 
-    tokens = (np.random.default_rng(seed).integers(5, 60, 2).tolist() * length)[: length + 1]
+    tokens = (np.random.default_rng(seed).integers(15, 25, 2).tolist() * length)[: length + 1]
     weights = [0.0] + [1.0] * (length - 1)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),

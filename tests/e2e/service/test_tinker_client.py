@@ -30,8 +30,8 @@ def service(running: Service) -> Iterator[Service]:
 
 def test_a_supervised_loop_learns_and_its_weights_can_be_sampled(service: Service) -> None:
     training = service.client().create_lora_training_client(service.model, rank=8, seed=1).result()
-    losses = learn(training, 60, lr=1e-2)
-    assert losses[-1] < 0.5 * losses[0], losses
+    losses = learn(training, 60, lr=2e-3)
+    assert losses[-1] < 0.5 * losses[0], [round(loss) for loss in losses[::6]]
     datum = sentence(0)
     sampler = training.save_weights_and_get_sampling_client().result()
     scores = sampler.compute_logprobs(datum.model_input).result()
