@@ -1,9 +1,10 @@
 """Layers with one frozen weight and the adapters of many tenants beside it.
 
 A pass says which rows are whose (`Turn`): its rows are ordered tenant by tenant, so that each tenant's are a range. The
-product with the weight is computed once for all rows, those with the adapters in one grouped product (or a loop over
-ranges, where torch has none for these sizes). With one tenant in a pass, the operations are those of models/lora.py,
-so that its bits are those of a run with [model.lora]. Gradients of a range reach the adapter of its tenant only.
+product with the weight is computed once for all rows. Those with the adapters are one grouped product on a GPU, and a
+loop over ranges on a CPU, where it is as fast, and for sizes that torch's grouped product does not take. With one tenant
+in a pass, the operations are those of models/lora.py, so that its bits are those of a run with [model.lora]. Gradients
+of a range reach the adapter of its tenant only.
 """
 
 from __future__ import annotations
