@@ -2,9 +2,9 @@
 
 A pass says which rows are whose (`Turn`): its rows are ordered tenant by tenant, so that each tenant's are a range. The
 product with the weight is computed once for all rows. Those with the adapters are one grouped product on a GPU, and a
-loop over ranges on a CPU, where it is as fast, and for sizes that torch's grouped product does not take. With one tenant
-in a pass, the operations are those of models/lora.py, so that its bits are those of a run with [model.lora]. Gradients
-of a range reach the adapter of its tenant only.
+loop over ranges on a CPU, where it is as fast, and for sizes that torch's grouped product does not take. With a tenant
+alone in a pass, the operations are those of models/lora.py, so that its bits are those of a run with [model.lora].
+Gradients of a range reach the adapter of its tenant only.
 """
 
 from __future__ import annotations
