@@ -155,7 +155,8 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             logger.exception("%s %s failed, request %s", http.method, http.path, name)
             refusal = Refusal(f"internal error in request {name}: {type(error).__name__}: {error}", 500)
         finally:
-            if refusal is not None or http.path not in QUIET_ROUTES | OPEN_ROUTES:
+            is_quiet = http.path in QUIET_ROUTES | OPEN_ROUTES or http.path.startswith("/v1/futures/")
+            if refusal is not None or not is_quiet:
                 status = 200 if refusal is None else refusal.status
                 details = {} if refusal is None else {"error": str(refusal)[:500]}
                 action = f"{http.method} {http.path[:300]}"

@@ -225,7 +225,9 @@ def operation(job: Job, directory: str | None) -> Any:
     match job.kind:
         case "optim_step":
             return OptimStep(number=0, tenant=tenant, adam=adam_settings(job.body))
-        case "save_weights" | "save_state":
+        case "step":
+            return OptimStep(number=0, tenant=tenant, adam=job.body.adam)
+        case "save_weights" | "save_state" | "save":
             return SaveTenant(number=0, tenant=tenant, path=directory or "", progress=progress_of(job))
         case "save_weights_for_sampler" | "save_weights_external" | "publish":
             return ExportAdapter(number=0, tenant=tenant, directory=directory or "")

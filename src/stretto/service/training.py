@@ -298,10 +298,13 @@ class Training:
                 return RemoveTenant(number=0, tenant=run.spec.name)
         try:
             directory = self._directory_of(job)
+            return operation(job, None if directory is None else str(directory))
         except StrettoError as error:
             job.error = str(error)
-            return None
-        return operation(job, None if directory is None else str(directory))
+        except Exception as error:  # the boundary of one request: it must not end the service of all
+            logger.exception("%s: %s %s", run.id, job.kind, job.seq)
+            job.error = f"{type(error).__name__}: {error}"
+        return None
 
     def _read(self, share: Share, units: list[dict[str, list[int]]], answers: list[Done]) -> None:
         job: Job = share.request.payload

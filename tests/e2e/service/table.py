@@ -74,7 +74,7 @@ class Calls:
             "ServiceClient.create_training_client_from_state_with_optimizer": lambda f: f(self.state),
             "ServiceClient.create_sampling_client": lambda f: f(model_path=self.sampler_path),
             "ServiceClient.create_custom_loss": lambda f: f(
-                lambda logprobs: -logprobs.sum(), {"logprobs": 1}
+                lambda logprobs: (-logprobs.sum(), {}), {"logprobs": 1}
             ),
             "ServiceClient.close": closing,
             "TrainingClient.forward": lambda f: f(self.data, "cross_entropy"),
