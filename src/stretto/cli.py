@@ -187,7 +187,24 @@ def _rl(cfg: RLConfig, words: list[str]) -> int:
 
     if cfg.slurm is None and cfg.ray is None:  # else other machines have the functions
         _check_trainer_hooks(cfg)
+    if cfg.service is not None:
+        _check_service(cfg)
     return run(cfg)
+
+
+def _check_service(cfg: RLConfig) -> None:
+    """Ask the training service whether it takes the run; with --clean, end an earlier one of its name there.
+
+    Raises: ConfigError with its reason.
+    """
+    from stretto.service.runs.client import check, end_earlier
+
+    try:
+        check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
+    except ConnectionError as error:
+        raise ConfigError(f"{error}; start one with `stretto serve`, or correct service.url") from None
+    if cfg.clean:
+        end_earlier(cfg.trainer_config())
 
 
 def _check_trainer_hooks(cfg: RLConfig) -> None:
@@ -241,6 +258,11 @@ def _check_first_rows(cfg: SFTConfig) -> None:
 
 
 def _trainer(cfg: TrainerConfig, words: list[str]) -> int:
+    if cfg.service is not None:
+        from stretto.service.runs.bridge import main as bridge
+
+        _restore_python_signals()
+        return bridge(cfg)
     _let_waiting_threads_sleep()
     from stretto.trainer.rl import main as run
 

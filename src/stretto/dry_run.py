@@ -35,6 +35,7 @@ from stretto.orchestrator.dry_run import (
     preview,
     preview_eval,
 )
+from stretto.service.runs.client import check
 
 WIDTH = 118
 PROMPT_LINES = 14
@@ -51,14 +52,36 @@ def rl(cfg: RLConfig) -> str:
 
     checked = [*check_user_code(cfg.orchestrator), *check_trainer_hooks(cfg.trainer.hooks)]
     router = check_router(cfg.inference, is_dry_run=True)
+    service = _service(cfg)
     plan, directory = plan_only(cfg)
     tasks, missing = preview(cfg.orchestrator_config())
     models = [*_model(cfg.model, missing), *_other_models(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors)]
+    rows += service
     rows += [("router", f"NOT READY: {router}")] if router else []
     rows += _images(cfg.model) if cfg.inference is None else []
     written = f"{_run_directory(cfg)}\nits configs and commands are in {directory / 'configs'} and plan.json"
     return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
+
+
+def _service(cfg: RLConfig) -> Rows:
+    """Whether the training service takes this run.
+
+    Raises: ConfigError with its reason if it does not.
+    """
+    if cfg.service is None:
+        return []
+    try:
+        found = check(cfg.trainer_config(), may_exist=cfg.resume is not None or cfg.clean)
+    except ConnectionError as error:
+        return [("service", f"NOT CHECKED: {error}")]
+    lora = cfg.model.lora
+    assert lora is not None, "checked with the config"
+    user, state = (
+        found["user"],
+        "" if found["state"] == "new" else f"; it has this run already, {found['state']}",
+    )
+    return [("service", f"{cfg.service.url} takes an adapter of rank {lora.rank} for user {user}{state}")]
 
 
 def _images(model: ModelSection) -> Rows:

@@ -49,7 +49,7 @@ BELOW = {
         "vime",
     },
     "inference": {"base", "records", "config", "monitors", "chat", "models", "transports"},
-    "service": {"base", "records", "config", "transports", "data"},
+    "service": {"base", "records", "config", "monitors", "transports", "data"},
     "launch": {"base", "records", "config", "ledger", "monitors", "data"},
     "view": {"base", "records", "config", "ledger", "monitors", "chat"},
     "foresee": {
@@ -67,7 +67,7 @@ BELOW = {
         "view",
         "transports",
     },
-    "dry_run": {"base", "config", "data", "launch", "monitors", "orchestrator", "trainer"},
+    "dry_run": {"base", "config", "data", "launch", "monitors", "orchestrator", "service", "trainer"},
     "doctor": {
         "base",
         "records",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,19 +23,10 @@ from stretto.algorithms.custom import LossInputs, custom_loss
 from stretto.algorithms.policy_loss import PolicyLoss, cispo, dppo_kl, gspo, ipo, ppo, ref_kl, reinforce
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.config.sections.algorithm import CustomLoss, LossSection
+from stretto.records.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Shaped
-
-
-class TokenCounts(NamedTuple):
-    """Number of tokens of non-zero weight in each component, and of samples with such rl tokens (of rollouts, if
-    cfg.reduction is `rollout`)."""
-
-    rl: float
-    ce: float
-    ref_kl: float
-    rl_samples: float = 0.0
 
 
 @dataclass(frozen=True)

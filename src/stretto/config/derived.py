@@ -13,6 +13,7 @@ from typing import Any
 
 from stretto.base.ports import in_url
 from stretto.config.sections.model import ModelSection
+from stretto.config.sections.run import ServiceRunSection
 
 Values = Mapping[str, Any]
 """Given values by dotted path, under the keys' own names."""
@@ -31,7 +32,7 @@ def _has(values: Values, table: str) -> bool:
 
 
 def _starts_engine(values: Values) -> bool:
-    return values.get("inference", {}) is not None
+    return values.get("inference", {}) is not None and not _has(values, "service")
 
 
 def _derive_engine(values: Values) -> dict[str, Any]:
@@ -118,6 +119,18 @@ def _derive_client_url(values: Values) -> dict[str, Any]:
     return {"orchestrator.client.base_url": f"http://{in_url(str(host))}:{8000 if port is None else port}/v1"}
 
 
+def _derive_service(values: Values) -> dict[str, Any]:
+    """A run on a training service starts no engine, shows its token as an engine's key, and exports no weights."""
+    if not _has(values, "service"):
+        return {}
+    found: dict[str, Any] = {} if _has(values, "inference") else {"inference": None}
+    variable = values.get("service.token_var", ServiceRunSection().token_var)
+    found["orchestrator.client.api_key_var"] = variable
+    if values.get("ckpt", {}) is not None and not _has(values, "ckpt.weights"):
+        found["ckpt.weights"] = None
+    return found
+
+
 def _derive_turns(values: Values) -> dict[str, Any]:
     """Trainer and engines that take turns do so in synchronous steps, and engines can sleep."""
     if not _has(values, "colocate"):
@@ -199,6 +212,7 @@ DERIVED = (
     _derive_infer_nodes,
     _derive_infer_gpus,
     _derive_client_url,
+    _derive_service,
     _derive_num_train_workers,
     _derive_critic_workers,
     _derive_turns,

@@ -93,7 +93,7 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
     if key is not None and key.sections and not equals and rest and rest[0].startswith("@"):
         return _file(target.path, rest.pop(0), rest)
     if equals:
-        return Assignment(target.path, read_value(key, [value]), word)
+        return _assignment(target, [value], word)
     given = _up_to_next(rest)
     if key is not None and key.is_bool:
         given = [each for each in given[:1] if each.lower() in ("true", "false")]
@@ -101,11 +101,21 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
         given = given[:1]
     del rest[: len(given)]
     if given:
-        return Assignment(target.path, read_value(key, given), " ".join([word, *given]))
+        return _assignment(target, given, " ".join([word, *given]))
     if target.is_foreign or (key is not None and (bool in key.members or key.sections)):
         is_true = key is None or bool in key.members
         return Assignment(target.path, True if is_true else {}, word)
     return ArgumentProblem("a value must follow", word)
+
+
+def _assignment(target: Target, words: list[str], flag: str) -> Assignment:
+    """The words as the target's value; a text for a section goes to the key that its class names as SHORT."""
+    value = read_value(target.key, words)
+    sections = target.key.sections if target.key is not None else ()
+    short = next((str(section.SHORT) for section in sections if hasattr(section, "SHORT")), None)
+    if isinstance(value, str) and short is not None:
+        return Assignment((*target.path, short), value, flag)
+    return Assignment(target.path, value, flag)
 
 
 def _file(prefix: Path, word: str, rest: list[str]) -> FileArgument | ArgumentProblem:

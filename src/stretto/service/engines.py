@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +140,15 @@ class Engines:
         if self.queue.waiting(user.name) >= self._max_waiting:
             raise Refusal(f"{self._max_waiting} of your requests are waiting already; send this later", 429)
 
-    async def generate(self, user: User, sampler: Sampler, request: GenerateRequest) -> Sequence[Completion]:
-        """The samples of a request, as soon as this user has a slot. Raises: EngineError."""
+    async def generate(
+        self,
+        user: User,
+        sampler: Sampler,
+        request: GenerateRequest,
+        *,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> Sequence[Completion]:
+        """The samples of a request, as soon as this user has a slot; then on_start is called. Raises: EngineError."""
         self._admit(user)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.queue.push(user.name, turn)
@@ -155,6 +162,7 @@ class Engines:
                 self.queue.drop(user.name, turn)
             raise
         try:
+            on_start()
             return await self._generate(sampler, request)
         finally:
             self._release(user)

@@ -48,6 +48,9 @@ QUIET_ROUTES = frozenset(
 )
 """Routes that are not written to the audit log while they succeed: they read, or there are thousands of them."""
 
+READ_OFTEN = ("/runs/", "/v1/futures/")
+"""What orchestrators ask engines, and results that are waited for."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -155,8 +158,7 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             logger.exception("%s %s failed, request %s", http.method, http.path, name)
             refusal = Refusal(f"internal error in request {name}: {type(error).__name__}: {error}", 500)
         finally:
-            is_quiet = http.path in QUIET_ROUTES | OPEN_ROUTES or http.path.startswith("/v1/futures/")
-            if refusal is not None or not is_quiet:
+            if refusal is not None or not is_quiet(http.path):
                 status = 200 if refusal is None else refusal.status
                 details = {} if refusal is None else {"error": str(refusal)[:500]}
                 action = f"{http.method} {http.path[:300]}"
@@ -166,6 +168,11 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
         return answer(body, refusal.status)
 
     return middleware
+
+
+def is_quiet(path: str) -> bool:
+    """Whether what succeeds at this path is not written to the audit log."""
+    return path in QUIET_ROUTES or path in OPEN_ROUTES or path.startswith(READ_OFTEN)
 
 
 def is_signed(hub: Hub, http: web.Request) -> bool:

@@ -25,6 +25,8 @@ from stretto.service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts
 from stretto.service.jobs import Limits
 from stretto.service.native import NativeRoutes
 from stretto.service.rest import RestRoutes, routes_of
+from stretto.service.runs.engine import EngineRoutes
+from stretto.service.runs.routes import RunRoutes
 from stretto.service.store import Audit, Session, Store
 from stretto.service.tinker import TinkerRoutes
 from stretto.service.training import Training
@@ -69,7 +71,15 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
     hub = Hub(cfg, store, futures, audit, access, training, engines, vocab_size, max_model_len, time.time())
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary(hub)])
     app.add_routes(
-        routes_of((TinkerRoutes(hub), NativeRoutes(hub), RestRoutes(hub, secret.key("service.download"))))
+        routes_of(
+            (
+                TinkerRoutes(hub),
+                NativeRoutes(hub),
+                RunRoutes(hub),
+                EngineRoutes(hub),
+                RestRoutes(hub, secret.key("service.download")),
+            )
+        )
     )
     return hub, app
 

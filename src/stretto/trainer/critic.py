@@ -28,8 +28,9 @@ from stretto.models.families import FAMILIES
 from stretto.models.lm_head import head_logits
 from stretto.models.tensor_map import LazyTensor, TensorSlice, as_whole_slices
 from stretto.records.sample import MicroBatch
+from stretto.records.token_counts import ComponentWeights
 from stretto.trainer.batch.metrics import StepSums
-from stretto.trainer.batch.pass_inputs import ComponentWeights, PassInputs
+from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.network import Network
 from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.parallel import context

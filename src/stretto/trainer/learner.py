@@ -31,9 +31,10 @@ from stretto.models.lm_head import token_logprobs
 from stretto.models.lora import Adapter
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
+from stretto.records.token_counts import count_tokens, weigh_by_rollout
 from stretto.records.weights import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, sums_by_env
-from stretto.trainer.batch.pass_inputs import PassInputs, count_tokens, weigh_by_rollout
+from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.batch.routing import build_routers
 from stretto.trainer.critic import Critic
 from stretto.trainer.network import Network, PassCounts

@@ -147,6 +147,15 @@ class ServiceRun:
     async def end(self) -> None:
         await self._call("POST", f"{RUNS}/{self.id}/end")
 
+    async def end_named(self, name: str) -> None:
+        """End what this user has running under a name, if anything."""
+        await self._call("POST", f"/runs/{name}/end")
+
+    async def forget(self, name: str) -> None:
+        """Delete a saved state of this run."""
+        path = f"/api/v1/training_runs/{self.id}/checkpoints/weights/{name}"
+        await self._call("DELETE", path)
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()

@@ -26,6 +26,7 @@ OTHERS = (
     "broken",
     "gsm8k",
     "judge",
+    "service",
     *LARGE,
 )  # laid over the demo; recipes for models of the Hub: test_recipes.py
 RL = [path for path in sorted(EXAMPLES.glob("*/rl.toml")) if path.parent.name not in OTHERS]

@@ -25,7 +25,8 @@ from stretto.config.sections.trainer import (
     num_steps,
 )
 from stretto.models.attention import PackedLayout
-from stretto.trainer.batch.pass_inputs import build_pass_inputs, count_tokens
+from stretto.records.token_counts import count_tokens
+from stretto.trainer.batch.pass_inputs import build_pass_inputs
 from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.parallel.mesh import Mesh
 

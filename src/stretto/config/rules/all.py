@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.config.root import RLConfig
-from stretto.config.rules import batches, engine, learning, machines, model, ray, run, slurm
+from stretto.config.rules import batches, engine, learning, machines, model, ray, run, service, slurm
 from stretto.config.rules.rule import At, Problem, Rule, Rules, below, of_part, walk
 from stretto.config.section import Section
 from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
-ROOMS = (run, model, learning, batches, engine, machines, slurm, ray)
+ROOMS = (run, model, learning, batches, engine, machines, slurm, ray, service)
 TABLES: tuple[Rules, ...] = tuple(room.RULES for room in ROOMS)
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.SHORT_ROLLOUTS),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from stretto.config.section import Section
 from stretto.config.sections.model import ModelSection, TokenizerSection
@@ -32,6 +33,38 @@ class ColocateSection(Section):
     version brings all. A version that is an adapter or a delta does not bring all."""
 
 
+class ServiceRunSection(Section):
+    """Present (`--service URL`): a training service trains this run's adapter and samples from it (`stretto serve`);
+    only the orchestrator and a process that stands for the trainer are here."""
+
+    SHORT: ClassVar[str] = "url"
+    """What a text in place of the table is."""
+
+    url: str = "http://127.0.0.1:8700"
+    """Address of the service."""
+    token_var: str = Field("STRETTO_SERVICE_TOKEN", pattern=r"^[A-Za-z_]\w*$")
+    """Environment variable that holds your token of the service."""
+    max_bytes: int = Field(64 << 20, gt=0)
+    """Micro batches of a step are sent in requests of about so many bytes; the service takes up to 256 MiB."""
+
+    def engine_url(self, run_name: str) -> str:
+        """Where the service speaks an engine's API for a run."""
+        return f"{self.url.rstrip('/')}/runs/{name_at_service(run_name)}/engine"
+
+
+def name_at_service(run_name: str) -> str:
+    """A run's name as services have it: letters, digits, dots, `_` and `-`."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", run_name)
+
+
+def _as_table(value: Any) -> Any:
+    """`service = URL` is short for `service.url = URL`."""
+    return {ServiceRunSection.SHORT: value} if isinstance(value, str) and value != "None" else value
+
+
+ServiceOfRun = Annotated[ServiceRunSection | None, BeforeValidator(_as_table)]
+
+
 class RunKeys(Section):
     """Keys of the whole run."""
 
@@ -47,5 +80,6 @@ class RunKeys(Section):
     weight_broadcast: WeightBroadcast = ShmWeights()
     colocate: ColocateSection | None = None
     control: ControlSection = ControlSection()
+    service: ServiceOfRun = None
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()

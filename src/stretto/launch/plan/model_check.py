@@ -164,7 +164,10 @@ def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     names += [trainer.advantages.kl_model] if trainer.advantages and trainer.advantages.kl_model else []
     names = [name for name in names if cfg.model.scratch is None or name != cfg.model.name]
     tokenizers = [cfg.tokenizer.name] if cfg.tokenizer.name is not None else []
-    return [(name, True) for name in dict.fromkeys(names)] + [(name, False) for name in tokenizers]
+    is_remote = {cfg.model.name} if cfg.service is not None else set()
+    return [(name, name not in is_remote) for name in dict.fromkeys(names)] + [
+        (name, False) for name in tokenizers
+    ]
 
 
 def check_served(section: InferenceSection, name: str, *, is_cpu: bool, is_updated: bool = False) -> None:

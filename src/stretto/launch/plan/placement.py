@@ -253,6 +253,7 @@ def assign_gpus(
         wanted = (
             cfg.deployment.num_train_gpus if cfg.deployment.num_train_gpus is not None else ranks * bool(gpus)
         )
+        wanted = 0 if cfg.service is not None else wanted  # what stands for the trainer computes nothing
         free = [index for index in range(len(gpus)) if index not in inference_ids]
         if cfg.colocate is not None:
             free = _colocated(inference_ids, wanted)
@@ -393,6 +394,8 @@ def assign_threads(
         "trainer": min(for_rank, GPU_HOST_THREADS if trainer_gpus else MOST_THREADS),
         "inference": min(for_engine, GPU_HOST_THREADS if inference_gpus else MOST_THREADS),
     }
+    if cfg.service is not None:
+        threads["trainer"] = 1
     if cfg.trainer.num_threads is not None:
         threads["trainer"] = cfg.trainer.num_threads
     if cfg.inference is not None and cfg.inference.num_threads is not None:

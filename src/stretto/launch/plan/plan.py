@@ -43,6 +43,7 @@ from stretto.launch.plan.placement import (
     free_port,
     local_engines,
     planned_gpus,
+    replaced,
     share_gpu_memory,
     share_with_teacher,
     teacher_threads,
@@ -168,6 +169,8 @@ def plan(
     Raises: ConfigError if a port given by the user is taken, or GPUs are missing.
     """
     notes: list[str] = []
+    if cfg.service is not None:
+        cfg = replaced(cfg, "orchestrator.client.base_url", cfg.service.engine_url(cfg.run_name))
     keyed = cfg.inference
     if cfg.inference is not None and (reached := with_reachable_host(cfg.inference)) is not cfg.inference:
         cfg = cfg.model_copy(update={"inference": reached})

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
-from stretto.algorithms.losses import TokenCounts, TokenStreams
+from stretto.algorithms.losses import TokenStreams
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.base.errors import DataError
 from stretto.models.attention import PackedLayout
@@ -26,6 +25,7 @@ from stretto.models.parts.vision import ImageBatch
 from stretto.models.shape import VisionShape
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
+from stretto.records.token_counts import ComponentWeights, find_documents
 from stretto.trainer.batch.images import RowImages
 
 if TYPE_CHECKING:
@@ -68,73 +68,10 @@ IDLE_MICRO_BATCH = MicroBatch(
 """Two tokens, for a pass whose result is not used."""
 
 
-@dataclass(frozen=True)
-class ComponentWeights:
-    """The weight of every token in each loss component; None if all weights are 0."""
-
-    rl: Float[np.ndarray, " tokens"] | None
-    ce: Float[np.ndarray, " tokens"] | None
-    ref_kl: Float[np.ndarray, " tokens"] | None
-
-    @classmethod
-    def of(cls, mb: MicroBatch) -> ComponentWeights:
-        """The weights of a micro batch.
-
-        Without a stream, rl is 1 where loss_mask is set, ce and ref_kl are 0.
-        """
-        rl = mb.loss_mask.astype(np.float32) if mb.rl_weights is None else mb.rl_weights * mb.loss_mask
-        return cls(
-            *(w if w is not None and np.any(w) else None for w in (rl, mb.ce_weights, mb.ref_kl_weights))
-        )
-
-    @property
-    def is_trained(self) -> Bool[np.ndarray, " tokens"] | None:
-        """True for tokens with a weight in any component; None if there are none."""
-        present = [w != 0 for w in (self.rl, self.ce, self.ref_kl) if w is not None]
-        return np.logical_or.reduce(present) if present else None
-
-
 def has_trained_tokens(mb: MicroBatch) -> bool:
     """True if a micro batch has a trained token, so that it needs a forward pass."""
     is_trained = ComponentWeights.of(mb).is_trained
     return is_trained is not None and bool(is_trained.any())
-
-
-def count_tokens(micro_batches: Sequence[MicroBatch], *, by_sample: bool = False) -> TokenCounts:
-    """The tokens of each component on this rank; samples are counted only if `by_sample`."""
-    counts = np.zeros(4)
-    for mb in micro_batches:
-        weights = ComponentWeights.of(mb)
-        streams = (weights.rl, weights.ce, weights.ref_kl)
-        samples = 0
-        if by_sample and weights.rl is not None:
-            samples = len(np.unique(_find_documents(np.flatnonzero(weights.rl), np.asarray(mb.cu_seqlens))))
-        counts += [*(0 if w is None else np.count_nonzero(w) for w in streams), samples]
-    return TokenCounts(*counts.tolist())
-
-
-def weigh_by_rollout(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], float]:
-    """The micro batches with rl weights divided by the rl tokens of each token's rollout; their number of rollouts.
-
-    A rollout that is partly here counts with the share of its rl tokens, so that the numbers of all ranks add up.
-    """
-    found, num_rollouts = [], 0.0
-    for mb in micro_batches:
-        weights = ComponentWeights.of(mb).rl
-        if weights is not None:
-            tokens = np.flatnonzero(weights)
-            documents = _find_documents(tokens, np.asarray(mb.cu_seqlens))
-            totals = np.array(mb.rollout_tokens, np.float64)[documents]
-            weights = weights.copy()
-            weights[tokens] /= totals
-            num_rollouts += float((1 / totals).sum())
-            mb = replace(mb, rl_weights=weights)
-        found.append(mb)
-    return found, num_rollouts
-
-
-def _find_documents(tokens: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    return np.searchsorted(bounds, tokens, side="right") - 1
 
 
 def build_pass_inputs(
@@ -166,7 +103,7 @@ def build_pass_inputs(
     _check_micro_batch(mb, bounds, wanted, vocab_size)
     row_images = _find_images(mb, wanted, vision)
     tokens = np.flatnonzero(wanted)
-    documents = _find_documents(tokens, bounds)
+    documents = find_documents(tokens, bounds)
     routes = mb.routed_experts if with_routes else None
     equal = [mb.token_ids, routes, None if row_images is None else row_images.identity]
     segments = _lay_out_segments(
@@ -336,7 +273,7 @@ def _find_images(mb: MicroBatch, wanted: np.ndarray, vision: VisionShape | None)
     if not mb.images and not is_image.any():
         return None
     if (wrong := np.flatnonzero(is_image & wanted)).size:
-        document = int(_find_documents(wrong[:1], np.asarray(mb.cu_seqlens))[0])
+        document = int(find_documents(wrong[:1], np.asarray(mb.cu_seqlens))[0])
         raise DataError(
             f"micro batch: a token of an image in {_sample_name(mb, document)} is trained; images are never predicted"
         )

@@ -30,13 +30,12 @@ from stretto.records.generate import NO_EXPERT
 from stretto.records.sample import MicroBatch
 from stretto.records.support import concat_supports
 from stretto.records.tenants import Pass, TenantResult, TenantWork
+from stretto.records.token_counts import count_tokens, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import (
     IDLE_MICRO_BATCH,
     PassInputs,
     build_pass_inputs,
-    count_tokens,
-    weigh_by_rollout,
 )
 from stretto.trainer.parallel.mesh import Mesh
 from stretto.trainer.tenants.checks import check_micro_batch, read_loss
