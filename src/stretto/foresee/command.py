@@ -7,7 +7,8 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,12 +49,10 @@ def plan(words: Sequence[str]) -> int:
     texts = [report.setup_text(setup), report.memory_text(memories)]
     assumptions = list(setup.notes)
     if not args.memory_only:
-        # The command line's own handlers end the process at once, and would leave the simulated run's directory.
-        signal.signal(signal.SIGTERM, _exit)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         reload = lambda added: load(type(cfg), [*rest, *added], verb="stretto plan")
         time_part = _sft_time if isinstance(cfg, SFTConfig) else _rl_time
-        texts += time_part(args, setup, reload, found, assumptions)
+        with _signals_unwind():
+            texts += time_part(args, setup, reload, found, assumptions)
     found["assumptions"] = assumptions
     if args.json:
         print(json.dumps(found, indent=2, default=str))
@@ -245,6 +244,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-only", action="store_true", help="no simulation")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
+
+
+@contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """Make signals end the block as exceptions do; the handlers that were there before come back.
+
+    The command line's own handlers end the process at once, and would leave the simulated run's directory.
+    """
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, _exit),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _exit(number: int, frame: object) -> None:

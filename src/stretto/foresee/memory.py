@@ -362,7 +362,8 @@ def engine_memory(setup: Setup, engine: EngineSetup) -> Memory:
     received = (
         min(published_bytes(setup), 4 * 64e6) if setup.rl.weight_broadcast.type == "collective" else 0.0
     )
-    steady = base | {"cache": cache}
+    states = state_bytes(setup, engine)
+    steady = base | {"cache": cache} | ({"states of sequences": states} if states else {})
     phases = (
         Phase("reading and writing", steady | {"activations": work, "logits": logits}),
         Phase("new weights", steady | {"staging of a broadcast": received}),
@@ -371,6 +372,8 @@ def engine_memory(setup: Setup, engine: EngineSetup) -> Memory:
     notes = [
         f"cache for {tokens:,.0f} tokens per {'engine' if engine.groups == 1 else 'data-parallel group'}"
     ]
+    if states:
+        notes.append(f"states of recurrent layers for {running_sequences(setup, engine):,} sequences")
     if engine.kind == "embedded":
         notes.append("the cache of a CPU is touched as sequences need it; this is all of it")
     return Memory(f"{engine.role} ({engine.kind})", phases, setup.hardware.memory_bytes, tuple(notes))
@@ -407,9 +410,28 @@ def cache_tokens(setup: Setup, engine: EngineSetup) -> float:
     if not per_token:
         return math.inf
     budget = setup.hardware.memory_bytes * engine.section.gpu_memory_utilization
-    used = setup.hardware.reserved_bytes + engine_weight_bytes(setup, engine)
+    used = setup.hardware.reserved_bytes + engine_weight_bytes(setup, engine) + state_bytes(setup, engine)
     work = engine.section.max_num_batched_tokens * setup.shape.hidden_size * 10 * 2.0
     return max(budget - used - work, 0.0) / per_token
+
+
+def running_sequences(setup: Setup, engine: EngineSetup) -> int:
+    """Sequences that one data-parallel group computes at one time, if the rollouts in flight are spread evenly."""
+    orchestrator = setup.rl.orchestrator
+    in_flight = (orchestrator.max_async_level + 1) * orchestrator.batch_size
+    in_flight = min(in_flight, orchestrator.max_inflight_rollouts or in_flight)
+    return min(engine.section.max_num_seqs, math.ceil(in_flight / (engine.count * engine.groups)))
+
+
+def state_bytes(setup: Setup, engine: EngineSetup) -> float:
+    """Bytes of what recurrent layers keep of all running sequences, on one device; their heads are spread over tp."""
+    recent, state = setup.size.state_values
+    per_sequence = recent * BYTES[engine.dtype if engine.dtype != "float8" else "bfloat16"] + state * 4.0
+    places = running_sequences(setup, engine)
+    if engine.kind == "embedded":  # one for padding; room is doubled as more run at one time
+        needed = places + 1
+        places = min(max(16, 2 ** math.ceil(math.log2(needed))), engine.section.max_num_seqs + 1)
+    return places * per_sequence / engine.tp
 
 
 def cache_bytes(setup: Setup, engine: EngineSetup) -> float:

@@ -124,6 +124,15 @@ class NetworkSize:
                 values += latent.indexer.head_dim
         return values
 
+    @cached_property
+    def state_values(self) -> tuple[int, int]:
+        """Numbers that recurrent layers keep of a sequence, however long it is: latest inputs, and float32 states."""
+        recent = state = 0
+        for layer in range(self.shape.num_layers):
+            own = _state_values(self.shape, self.shape.mixer_of(layer))
+            recent, state = recent + own[0], state + own[1]
+        return recent, state
+
 
 # -- weights of a block --
 
@@ -222,6 +231,22 @@ def _mamba(cfg: ModelConfig) -> tuple[int, int, int]:
     found = width * (out + size) + (out + width) * mamba.has_bias
     small = channels * (mamba.conv_width + mamba.has_conv_bias) + 3 * mamba.num_heads + size
     return found, small, 0
+
+
+def _state_values(cfg: ModelConfig, kind: str) -> tuple[int, int]:
+    """Latest inputs of the convolution of one recurrent layer, and its state."""
+    if kind == "gated_delta":
+        delta = cfg.gated_delta
+        assert delta is not None
+        state = delta.num_value_heads * delta.key_head_dim * delta.value_head_dim
+        channels = 2 * delta.num_key_heads * delta.key_head_dim + delta.num_value_heads * delta.value_head_dim
+        return (delta.conv_width - 1) * channels, state
+    if kind == "mamba":
+        mamba = cfg.mamba
+        assert mamba is not None
+        channels = mamba.num_heads * mamba.head_dim + 2 * mamba.num_groups * mamba.state_dim
+        return (mamba.conv_width - 1) * channels, mamba.num_heads * mamba.head_dim * mamba.state_dim
+    return 0, 0
 
 
 def _vision(cfg: ModelConfig) -> int:

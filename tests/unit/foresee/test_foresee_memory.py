@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import json
 
+import numpy as np
 import pytest
 import torch
+from engine_runs import ask, build_core, submit
 from foresee_rows import rows_of
 
 from stretto.config.load import build
 from stretto.config.root import RLConfig
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
-from stretto.foresee.memory import trainer_memory
+from stretto.foresee.memory import engine_memory, state_bytes, trainer_memory
 from stretto.foresee.setup import build_setup
 from stretto.models import hub
 from stretto.models.config import scratch_config
@@ -90,6 +92,38 @@ def test_peak_of_a_pass_is_the_allocators(shape, settings, vocab, tmp_path) -> N
     passes = [phase for phase in memory.phases if phase.name != "update"]
     predicted = max(phase.total - sum(phase.parts.get(name, 0) for name in steady) for phase in passes)
     assert predicted == pytest.approx(measured_peak(shape, settings, vocab), rel=0.03)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+@pytest.mark.parametrize("num_seqs", [9, 20, 24])
+def test_states_of_sequences_are_those_of_the_engine(family, num_seqs, tmp_path) -> None:
+    """As many as rollouts in flight, or as max_num_seqs allows; they begin one after the other."""
+    shape = DENSE.model_copy(update={"family": family})
+    batch = {
+        "batch_size": 10,
+        "rollouts_per_example": 2,
+        "max_async_level": 1,
+        "env": [{"id": "sort-letters"}],
+    }
+    config_of(shape, tmp_path, {})
+    cfg = build(
+        RLConfig,
+        {
+            "model": {"name": str(tmp_path), "dtype": "float32"},
+            "seq_len": TOKENS,
+            "orchestrator": batch,
+            "inference": {"max_num_seqs": num_seqs, "dtype": "float32"},
+        },
+    )
+    setup = build_setup(cfg, gpu="CPU")
+    [engine] = setup.engines
+    core = build_core(hub.random_model(shape, VOCAB), max_num_seqs=num_seqs)
+    for number in range(20):
+        submit(core, ask(str(number), np.arange(2, 9), max_tokens=60))
+        core.step()
+    assert core.states is not None and core.states.num_bytes > 0
+    assert state_bytes(setup, engine) == core.states.num_bytes
+    assert engine_memory(setup, engine).peak.parts["states of sequences"] == core.states.num_bytes
 
 
 def test_sharding_divides_what_a_rank_holds(tmp_path) -> None:

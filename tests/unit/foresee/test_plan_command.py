@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -72,6 +73,13 @@ def test_steps_are_at_least_one(option, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["plan", GLM_5, option, "0"])
     assert f"{option}: 0: give at least 1" in capsys.readouterr().err
+
+
+def test_a_plan_leaves_the_handlers_of_signals_as_they_were(capsys) -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    words = ["--gpu", "CPU", "--no-propose", "--simulated-steps", "2", "--prompt-tokens", "20"]
+    assert main(["plan", "examples/qwen3_0.6b/rl.toml", *words]) == 0
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 def test_a_plan_that_is_ended_leaves_no_directory(tmp_path) -> None:

@@ -1,4 +1,4 @@
-import { fill, h, input, message, ofRun } from "./dom.js";
+import { fill, h, input, message, ofRun, words } from "./dom.js";
 
 export const SUBJECTS = [];
 
@@ -11,7 +11,7 @@ export async function render(root, context) {
   const body = h("tbody");
   const draw = () => {
     const wanted = keys.filter((key) => (!settings.differs || !isSame(key)) && `${key} ${configs.map((config) => shown(config, key)).join(" ")}`.toLowerCase().includes(settings.text.toLowerCase()));
-    fill(body, wanted.map((key) => h("tr", { class: isSame(key) ? null : "differs" }, h("td", {}, h("code", {}, key)), configs.map((config) => h("td", {}, h("code", {}, shown(config, key)))))));
+    fill(body, wanted.map((key) => h("tr", { class: isSame(key) ? null : "differs" }, h("td", {}, h("code", { class: "key" }, words(key))), configs.map((config) => h("td", {}, h("code", {}, shown(config, key)))))));
     if (!wanted.length) fill(body, h("tr", {}, h("td", {}, settings.differs ? "no difference" : "no such key")));
   };
   if (!keys.length) {

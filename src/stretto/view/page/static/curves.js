@@ -124,6 +124,6 @@ function options(place, series, axis) {
     scales: { x: { time: false } },
     cursor: { drag: { x: true, y: false }, sync: { key: "curves" } },
     series: [{ label: NAMES[axis] }, ...series],
-    axes: [{ ...own, values: (plot, values) => values.map(short) }, { ...own, size: 56, values: (plot, values) => values.map(short) }],
+    axes: [{ ...own, size: 30, values: (plot, values) => values.map(short) }, { ...own, size: 56, values: (plot, values) => values.map(short) }],
   };
 }

@@ -86,6 +86,11 @@ export function message(text, kind = "note") {
   return h("p", { class: kind, role: kind === "error" ? "alert" : "status" }, text);
 }
 
+// A name of several words that may be broken after its dots, slashes and underscores, and nowhere else.
+export function words(name) {
+  return name.split(/(?<=[./_])/).flatMap((part) => [part, h("wbr")]);
+}
+
 // A line of the latest values, drawn without a library: it is small and there are many.
 export function sparkline(values, width = 120, height = 28) {
   const numbers = values.filter((value) => Number.isFinite(value));

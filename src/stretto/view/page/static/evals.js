@@ -29,7 +29,13 @@ function table(run, rows, open) {
   const columns = ["version", "env", "mode", ...new Set(rows.flatMap(Object.keys).filter((name) => !FRAME.has(name)))];
   return h("section", {}, h("h2", {}, run), h("div", { class: "wide" }, h("table", {}, h("thead", {}, h("tr", {}, columns.map((name) => h("th", {}, name)))),
     h("tbody", {}, rows.map((row) => h("tr", { tabindex: 0, onclick: () => open(row.version), onkeydown: (event) => event.key === "Enter" && open(row.version) },
-      columns.map((name) => h("td", {}, typeof row[name] === "object" && row[name] !== null ? JSON.stringify(row[name]) : short(row[name])))))))));
+      columns.map((name) => h("td", {}, cell(row[name])))))))));
+}
+
+// Numbers by k are written one after the other.
+function cell(value) {
+  if (typeof value !== "object" || value === null) return short(value);
+  return Object.entries(value).map(([key, each]) => `${key}: ${typeof each === "number" ? short(Number(each.toFixed(3))) : each}`).join(", ") || "–";
 }
 
 function reply(row) {

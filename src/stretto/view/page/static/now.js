@@ -1,4 +1,4 @@
-import { clock, duration, fill, h, message, ofRuns, short, sparkline } from "./dom.js";
+import { clock, duration, fill, h, message, ofRuns, short, sparkline, words } from "./dom.js";
 
 export const SUBJECTS = ["metrics", "ledger", "state", "logs"];
 
@@ -32,7 +32,7 @@ function warning(row) {
 }
 
 function tile(metric) {
-  return h("div", { class: "tile", title: metric.reading }, h("span", {}, metric.name),
+  return h("div", { class: "tile", title: metric.reading }, h("span", {}, words(metric.name)),
     h("strong", {}, short(metric.value)), h("small", {}, metric.unit === "-" ? "" : metric.unit), sparkline(metric.recent));
 }
 

@@ -53,7 +53,7 @@ export async function render(root, context) {
       h("td", {}, `g${name}`), h("td", {}, short(row.step)), h("td", {}, row.env), h("td", { class: `state ${row.status}` }, row.status),
       h("td", {}, short(row.reward)), h("td", {}, short(row.advantage)), h("td", {}, short(row.num_sampled_tokens)), h("td", {}, short(row.num_turns)),
       h("td", {}, row.first_version === row.last_version ? short(row.first_version) : `${short(row.first_version)}–${short(row.last_version)}`),
-      h("td", {}, row.finished_at && row.started_at ? duration(row.finished_at - row.started_at) : "–"));
+      h("td", {}, row.finished_at && row.started_at ? took(row.finished_at - row.started_at) : "–"));
   }
 
   async function open(at) {
@@ -81,12 +81,13 @@ export async function render(root, context) {
     load(true);
   };
   const number = (name, label) => input(label, { type: "number", step: "any", value: filters[name], size: 6, name }, change(name));
+  const range = (name) => h("span", { class: "range" }, number(`min_${name}`, `${name} from `), number(`max_${name}`, " to "));
   const { envs, statuses, last } = first.choices;
   fill(root, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
     number("step", last ? `step (to ${last}) ` : "step "),
     select("environment ", [["", "all"], ...envs.map((env) => [env, env])], filters.env, change("env")),
     select("status ", [["", "all"], ...statuses.map((status) => [status, status])], filters.status, change("status")),
-    number("min_reward", "reward from "), number("max_reward", "to "), number("min_tokens", "tokens from "), number("max_tokens", "to "), number("version", "version "),
+    range("reward"), range("tokens"), number("version", "version "),
     select("order ", [["newest", "newest"], ["best", "best of the step"], ["worst", "worst of the step"], ["longest", "longest of the step"]], filters.sort || "newest", change("sort"))),
     h("div", { class: "split" }, h("div", { class: "rows" }, h("table", {}, h("thead", {}, h("tr", {},
       ["rollout", "step", "environment", "status", "reward", "advantage", "tokens", "turns", "version", "took"].map((name) => h("th", {}, name)))), table), end), panel));
@@ -109,4 +110,9 @@ export async function render(root, context) {
       return true;
     },
   };
+}
+
+// Seconds of a rollout, which may be a small part of one.
+function took(seconds) {
+  return seconds < 10 ? `${short(Number(seconds.toFixed(2)))}s` : duration(seconds);
 }

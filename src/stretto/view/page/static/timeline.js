@@ -14,7 +14,7 @@ export async function render(root, context) {
   let found = null;
   const canvas = h("canvas", { tabindex: 0, role: "img", "aria-label": "timeline" });
   const says = h("p", { class: "note", role: "status" });
-  const legend = h("p", { class: "legend" }, Object.entries(COLORS).map(([kind, color]) => h("span", {}, h("i", { style: { backgroundColor: color } }), ` ${kind} `)));
+  const legend = h("p", { class: "legend" });
 
   const load = async () => {
     found = await ofRun(run, "timeline", view, context.signal);
@@ -65,6 +65,9 @@ export async function render(root, context) {
       const time = found.start + ((found.end - found.start) * at) / 4;
       paint.fillText(clock(time), Math.min(width - 52, x(time, width)), height - 6);
     }
+    const kinds = new Set(found.lanes.flatMap((lane) => lane.spans.map((span) => span.kind)));
+    fill(legend, Object.entries(COLORS).filter(([kind]) => kinds.has(kind)).map(([kind, color]) =>
+      h("span", {}, h("i", { style: { backgroundColor: color } }), ` ${kind} `)));
     fill(says, stretch());
   }
 
@@ -106,7 +109,7 @@ export async function render(root, context) {
       view = {};
       context.remember({ start: null, end: null });
       return load();
-    })), says, place, legend);
+    })), says, legend, place);
   try {
     await load();
   } catch (error) {
