@@ -25,9 +25,9 @@ from stretto.records.tenants import (
     TenantResult,
     TenantWork,
 )
-from stretto.service import bodies, data, protobuf
 from stretto.service.futures import Future
 from stretto.service.store import Run
+from stretto.service.tinker import bodies, data, protobuf
 from stretto.transports import service
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal

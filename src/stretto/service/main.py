@@ -23,12 +23,12 @@ from stretto.service.engines import Engines
 from stretto.service.futures import Futures
 from stretto.service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts
 from stretto.service.jobs import Limits
-from stretto.service.rest import RestRoutes, routes_of
 from stretto.service.runs.engine import EngineRoutes
 from stretto.service.runs.native import NativeRoutes
 from stretto.service.runs.routes import RunRoutes
 from stretto.service.store import Audit, Session, Store
-from stretto.service.tinker import TinkerRoutes
+from stretto.service.tinker.rest import RestRoutes, routes_of
+from stretto.service.tinker.routes import TinkerRoutes
 from stretto.service.training import Training
 from stretto.transports.engine.client import EngineClient
 

@@ -316,7 +316,7 @@ RULES = {
         "trainer.env_vars.CUDA_VISIBLE_DEVICES is the launcher's to set; give GPUs as trainer_gpu_ids"
     ),
     'inference.deployment = { type = "disaggregated", decode_vllm_overrides = { tensor_parallel_size = 2 } }': (
-        "inference.deployment.decode_vllm_overrides.tensor_parallel_size is the same on both sides"
+        "inference.deployment.decode_vllm_overrides.tensor_parallel_size: the key is inference.deployment.decode_tp"
     ),
     'inference.deployment = { type = "disaggregated", decode_vllm_overrides = { max_num_sequences = 2 } }': (
         "has no option --max-num-sequences; did you mean"

@@ -28,7 +28,7 @@ OTHERS = (
     "judge",
     "service",
     *LARGE,
-)  # laid over the demo; recipes for models of the Hub: test_recipes.py
+)  # laid over the demo, or over its model; recipes for models of the Hub: test_recipes.py
 RL = [path for path in sorted(EXAMPLES.glob("*/rl.toml")) if path.parent.name not in OTHERS]
 SFT = [path for path in sorted(EXAMPLES.glob("*/sft.toml")) if path.parent.name not in OTHERS]
 FOLDERS = [path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name not in OTHERS]

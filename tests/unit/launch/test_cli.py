@@ -127,12 +127,14 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    verb = "sft" if path.stem == "sft" else "rl"
+    verb = path.stem if path.stem in ("sft", "serve") else "rl"
     base = [] if verb == path.stem else ["@", str(ROOT / "examples/sort_letters/rl.toml")]
     words = [*base, "@", str(path)]
     assert cli.main([verb, *words, "--print-config"]) == 0
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
     assert dump(load(ROOTS[verb], ["@", "printed.toml"])) == dump(load(ROOTS[verb], words))
+    if verb == "serve":
+        return  # its model is one that `sft` has made
     assert cli.main([verb, *words, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 130, "\n".join(lines)

@@ -19,12 +19,12 @@ from aiohttp import web
 from stretto.base.errors import StrettoError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.tenants import TenantSpec
-from stretto.service import bodies, protobuf
 from stretto.service.access import User
 from stretto.service.engines import adapter_name
 from stretto.service.futures import Future, Result
 from stretto.service.hub import Hub, answer, read, touch
 from stretto.service.store import Run, Sampler, Session
+from stretto.service.tinker import bodies, protobuf
 from stretto.transports.engine.api import Refusal
 
 logger = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from stretto.service import bodies
 from stretto.service.access import User
 from stretto.service.hub import Hub, answer, page, read, when
 from stretto.service.store import SEGMENTS, Checkpoint, Run, Sampler, Session
+from stretto.service.tinker import bodies
 from stretto.transports.engine.api import Refusal
 
 LINK_S = 3600.0
