@@ -24,7 +24,7 @@ class Engines:
     kind: Literal["regular", "prefill", "decode"]
     number: int
     gpus: int
-    """Of each engine."""
+    """GPUs of one engine."""
 
     def num_nodes(self, node: int) -> int:
         """Nodes of one engine."""
