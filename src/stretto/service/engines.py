@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class AdapterSlots:
             self._loaded.pop(name, None)
             entry.ready.set_exception(error if isinstance(error, EngineError) else EngineError(str(error)))
             entry.ready.exception()  # seen, whoever waits
+            async with self._freed:
+                self._freed.notify_all()
             raise
         return entry
 
@@ -150,14 +153,14 @@ class Engines:
     ) -> Sequence[Completion]:
         """The samples of a request, as soon as this user has a slot; then on_start is called. Raises: EngineError."""
         self._admit(user)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.queue.push(user.name, turn)
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.queue.push(user.name, turn, size=request.n)
         self._start_next()
         try:
-            await turn
+            size = await turn
         except BaseException:
             if turn.done() and not turn.cancelled():
-                self._release(user)
+                self._release(user.name, turn.result())
             else:
                 self.queue.drop(user.name, turn)
             raise
@@ -165,12 +168,13 @@ class Engines:
             on_start()
             return await self._generate(sampler, request)
         finally:
-            self._release(user)
+            self._release(user.name, size)
 
     async def _generate(self, sampler: Sampler, request: GenerateRequest) -> Sequence[Completion]:
         if sampler.directory is None:
             return await self._count(self.client.generate(request))
-        name = adapter_name(sampler)
+        name = request.adapter
+        assert name is not None, f"{request.request_id} names no adapter"
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with self.slots.use(name, sampler.directory):
@@ -193,21 +197,28 @@ class Engines:
     def _admit(self, user: User) -> None:
         self.queue.add(user.name, weight=user.section.weight, max_running=user.section.max_samples)
 
-    def _release(self, user: User) -> None:
-        self.queue.release(user.name)
+    def _release(self, user: str, size: int) -> None:
+        self.queue.release(user, size)
         self._start_next()
 
     def _start_next(self) -> None:
         while (found := self.queue.pop()) is not None:
-            name, turn = found
+            name, turn, size = found
             if turn.cancelled():
-                self.queue.release(name)
+                self.queue.release(name, size)
             else:
-                turn.set_result(None)
+                turn.set_result(size)
 
 
 def adapter_name(sampler: Sampler) -> str:
-    """Under which engines serve this version; no two directories have one name."""
+    """Under which engines serve this version; one that was saved again in the same place has another name.
+
+    Raises: Refusal 404 if it was deleted.
+    """
     assert sampler.directory is not None, f"{sampler.id} has no adapter"
     run, _, version = sampler.directory.rsplit("/", 3)[-3:]
-    return f"{run}/{version}"
+    try:
+        saved_at = os.stat(sampler.directory).st_mtime_ns
+    except OSError:
+        raise Refusal(f"{run}/{version}: these weights were deleted", 404) from None
+    return f"{run}/{version}@{saved_at}"

@@ -145,6 +145,8 @@ def read_job(run: Run, kind: str, body: bytes, limits: Limits, *, seq: int | Non
     job = Job(run, kind, api.decode_json(body, KINDS[kind]), seq)
     if kind == "optim_step":
         adam_settings(job.body)
+    if kind == "step" and job.body.adam is not None:
+        check_adam(job.body.adam)
     return job
 
 
@@ -179,7 +181,11 @@ def check_work(work: TenantWork, limits: Limits) -> None:
     """Raises: DataError for a batch that cannot be one of this service's model."""
     if not work.micro_batches:
         raise DataError("micro_batches: there are none")
+    if len(work.targets) not in (0, len(work.micro_batches)):
+        raise DataError(f"targets: {len(work.targets)} for {len(work.micro_batches)} micro batches")
     for i, each in enumerate(work.micro_batches):
+        if each.token_ids.ndim != 1:
+            raise DataError(f"micro_batches[{i}].token_ids has {each.token_ids.ndim} dims, not 1")
         ids, size = each.token_ids, len(each.token_ids)
         if size > limits.seq_len:
             raise DataError(
@@ -197,19 +203,9 @@ def adam_settings(body: bodies.OptimStepBody) -> AdamSettings:
     if body.optimizer_params is not None:
         raise Refusal("optimizer_params: this service has AdamW; send AdamParams")
     given = body.adam_params or bodies.AdamBody()
-    ranges = {
-        "learning_rate": (0, math.inf),
-        "beta1": (0, 1),
-        "beta2": (0, 1),
-        "eps": (0, math.inf),
-        "weight_decay": (0, math.inf),
-        "grad_clip_norm": (0, math.inf),
-    }
-    for name, (low, high) in ranges.items():
-        value = getattr(given, name)
-        if not (low <= value < high):
-            raise DataError(f"adam_params.{name} = {value} must be at least {low} and less than {high}")
-    return AdamSettings(
+    if not given.grad_clip_norm >= 0:
+        raise DataError(f"adam_params.grad_clip_norm = {given.grad_clip_norm} must be at least 0")
+    settings = AdamSettings(
         lr=given.learning_rate,
         beta1=given.beta1,
         beta2=given.beta2,
@@ -217,6 +213,17 @@ def adam_settings(body: bodies.OptimStepBody) -> AdamSettings:
         weight_decay=given.weight_decay,
         max_norm=given.grad_clip_norm or None,
     )
+    check_adam(settings, where="adam_params", lr="learning_rate", max_norm="grad_clip_norm")
+    return settings
+
+
+def check_adam(settings: AdamSettings, *, where: str = "adam", **names: str) -> None:
+    """Raises: DataError for a setting that is out of range; names: what the request calls those of other names."""
+    for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "max_norm"):
+        value, high = getattr(settings, name), 1 if name in ("beta1", "beta2") else math.inf
+        if value is not None and not 0 <= value < high:
+            key = names.get(name, name)
+            raise DataError(f"{where}.{key} = {value} must be at least 0 and less than {high}")
 
 
 def operation(job: Job, directory: str | None) -> Any:

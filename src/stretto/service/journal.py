@@ -42,11 +42,22 @@ class Journal:
     def write_result(self, seq: int, result: Result) -> None:
         write_atomic(self._path(seq, _RESULT), msgspec.msgpack.encode(result))
 
+    def refuse(self, seq: int) -> None:
+        """Use a number up: what came with it is not computed, now or later."""
+        self.write(seq, REFUSED, b"")
+        for path in self._files():
+            number, kind = self._parts(path)
+            if number == seq and kind not in (REFUSED, _RESULT):
+                path.unlink(missing_ok=True)
+
     def requests(self, after: int = 0) -> list[Entry]:
-        """Requests with a higher number than `after`, in order."""
-        found = [(*self._parts(path), path) for path in self._files()]
-        wanted = sorted((seq, kind, path) for seq, kind, path in found if seq > after and kind != _RESULT)
-        return [Entry(seq, kind, path.read_bytes()) for seq, kind, path in wanted]
+        """Requests with a higher number than `after`, in order, one per number."""
+        found: dict[int, tuple[str, Path]] = {}
+        for path in self._files():
+            seq, kind = self._parts(path)
+            if seq > after and kind != _RESULT and (seq not in found or kind == REFUSED):
+                found[seq] = (kind, path)
+        return [Entry(seq, kind, path.read_bytes()) for seq, (kind, path) in sorted(found.items())]
 
     def results(self) -> dict[int, Result]:
         """Kept results by number."""

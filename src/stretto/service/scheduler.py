@@ -230,7 +230,8 @@ class _Slots:
     weight: float
     max_running: int | None
     running: int = 0
-    waiting: deque[Any] = field(default_factory=deque)
+    waiting: deque[tuple[Any, int]] = field(default_factory=deque)
+    """Items and how many slots each takes."""
 
 
 class SlotQueue:
@@ -251,34 +252,43 @@ class SlotQueue:
     def waiting(self, tenant: Hashable) -> int:
         return len(self._tenants[tenant].waiting)
 
-    def push(self, tenant: Hashable, item: Any) -> None:
-        self._tenants[tenant].waiting.append(item)
+    def push(self, tenant: Hashable, item: Any, *, size: int = 1) -> None:
+        """Let an item wait that takes so many slots, or all that its tenant may have."""
+        state = self._tenants[tenant]
+        most = self.num_slots if state.max_running is None else min(state.max_running, self.num_slots)
+        state.waiting.append((item, min(size, most)))
 
     def drop(self, tenant: Hashable, item: Any) -> None:
         """Forget an item that waits."""
-        if item in (waiting := self._tenants[tenant].waiting):
-            waiting.remove(item)
+        state = self._tenants[tenant]
+        state.waiting = deque(each for each in state.waiting if each[0] is not item)
 
-    def pop(self) -> tuple[Hashable, Any] | None:
-        """The next item to run, which takes a slot; None if all are taken or nobody waits."""
-        if self.num_running >= self.num_slots:
-            return None
+    def pop(self) -> tuple[Hashable, Any, int] | None:
+        """The next item to run and its size, which it takes; None if there is no room for it or nobody waits.
+
+        What is next waits until there is room: smaller ones behind it do not keep it from running.
+        """
         ready = [
             (state.running / state.weight if state.weight else math.inf, name)
             for name, state in self._tenants.items()
-            if state.waiting and (state.max_running is None or state.running < state.max_running)
+            if state.waiting
+            and (state.max_running is None or state.running + state.waiting[0][1] <= state.max_running)
         ]
         if not ready:
             return None
         _, name = min(ready, key=lambda pair: pair[0])
         state = self._tenants[name]
-        state.running += 1
-        self.num_running += 1
+        item, size = state.waiting[0]
+        if self.num_running + size > self.num_slots:
+            return None
+        state.waiting.popleft()
+        state.running += size
+        self.num_running += size
         # Last in the order of those with as many running slots.
         self._tenants[name] = self._tenants.pop(name)
-        return name, state.waiting.popleft()
+        return name, item, size
 
-    def release(self, tenant: Hashable) -> None:
-        """Give a slot back."""
-        self._tenants[tenant].running -= 1
-        self.num_running -= 1
+    def release(self, tenant: Hashable, size: int = 1) -> None:
+        """Give slots back."""
+        self._tenants[tenant].running -= size
+        self.num_running -= size

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 _TICK_S = 1.0
 _PAUSE_S = 0.5  # between two tries to reach the ranks
 FROZEN = 423
+SAVE_REQUESTS = 256
+"""A run that makes no steps is saved after so many requests, which are then forgotten."""
 KEPT_VERSIONS = 4
 """Versions of a run's adapter that were published for its engines and stay on disk: requests may still use them."""
 
@@ -51,7 +53,10 @@ class Tenant:
     gap_since: float | None = None
     failures: int = 0
     unsaved_steps: int = 0
+    unsaved_requests: int = 0
     has_gradients: bool = False
+    spoiled: str | None = None
+    """Why a pass failed of which some gradients may be there: a step with them would be another one."""
     clean_seq: int = 0
     """The last request after which there were no gradients: where a saved state can be continued."""
 
@@ -111,11 +116,15 @@ class Training:
             return known
         if seq < tenant.next_seq or seq in tenant.early:
             raise Refusal(f"seq_id = {seq}: this request was made before; the next is {tenant.next_seq}")
+        waiting = self.queue.waiting(run.id)
+        if waiting + seq - tenant.next_seq >= self._cfg.service.max_waiting_requests:
+            raise Refusal(
+                f"{run.id} has {waiting} requests waiting, and the next is {tenant.next_seq}; send this later",
+                429,
+            )
         if run.state == "frozen":
             self._take(tenant, seq, None)
             raise Refusal(f"{run.id} is frozen: {run.reason}; resume it, or end it", FROZEN)
-        if self.queue.waiting(run.id) + len(tenant.early) >= self._cfg.service.max_waiting_requests:
-            raise Refusal(f"{run.id} has {self.queue.waiting(run.id)} requests waiting; send this later", 429)
         try:
             job = read_job(run, kind, body, self.limits, seq=seq)
             self._check(job)
@@ -149,8 +158,13 @@ class Training:
         self._store.put(run)
         self._audit.write(None, "freeze", run.id, reason=reason)
         logger.warning("%s is frozen: %s", run.id, reason)
-        for request in self.queue.freeze(run.id):
-            self._answer(request.payload, Result.failed(f"{run.id} is frozen: {reason}"))
+        tenant = self.tenants[run.id]
+        early = [job for job in tenant.early.values() if job is not None]
+        tenant.early = dict.fromkeys(tenant.early)
+        for job in [*(request.payload for request in self.queue.freeze(run.id)), *early]:
+            if job.seq is not None:
+                tenant.journal.refuse(job.seq)
+            self._answer(job, Result.failed(f"{run.id} is frozen: {reason}"))
 
     def resume(self, run: Run) -> None:
         """Let a frozen run go on."""
@@ -160,7 +174,7 @@ class Training:
         run.state, run.reason, tenant.failures = "active", "", 0
         self._store.put(run)
         self.queue.thaw(run.id)
-        self._push(Job(run, "drop", None), is_first=True)
+        self._push(Job(run, "drop", None))
 
     def evict(self, run: Run, reason: str) -> None:
         """Save a run and give its place to others; it comes back with its next request."""
@@ -296,6 +310,10 @@ class Training:
                 return DropGradients(number=0, tenant=run.spec.name)
             case "remove":
                 return RemoveTenant(number=0, tenant=run.spec.name)
+        tenant = self.tenants.get(run.id)
+        if job.kind in ("optim_step", "step") and tenant is not None and tenant.spoiled is not None:
+            job.error = f"a pass since the last step failed, and the gradients are dropped: {tenant.spoiled}"
+            return None
         try:
             directory = self._directory_of(job)
             return operation(job, None if directory is None else str(directory))
@@ -321,13 +339,18 @@ class Training:
         """A share is done; if its request is, answer it."""
         job: Job = share.request.payload
         tenant = self.tenants.get(job.run.id)
-        if not self.queue.finish(share) or tenant is None:
+        # A run that was ended, and another of its name made, while this was computed: it is not the other's.
+        if not self.queue.finish(share) or tenant is None or tenant.run is not job.run:
             return
         result = result or TenantResult(error=job.error)
         if job.adds_gradients:
             tenant.has_gradients = True
-        elif job.kind in ("create", "optim_step", "step", "load_weights", "load", "drop"):
+        elif job.kind in ("create", "optim_step", "step", "drop"):
             tenant.has_gradients = False
+        elif job.kind in ("load_weights", "load") and job.error is None:
+            tenant.has_gradients, tenant.spoiled = False, None
+        if job.kind in ("optim_step", "step"):
+            tenant.spoiled = None
         if job.seq is not None and job.kind != "save_state" and not tenant.has_gradients:
             tenant.clean_seq = job.seq
         if job.on_done is not None:
@@ -336,6 +359,14 @@ class Training:
             self._failed(tenant, job)
         else:
             self._done(tenant, job, result)
+        tenant.unsaved_requests += job.seq is not None
+        if tenant.unsaved_requests >= SAVE_REQUESTS and not tenant.has_gradients:
+            self._save_soon(tenant)
+
+    def _save_soon(self, tenant: Tenant) -> None:
+        """Save a run before its next request."""
+        tenant.unsaved_requests = 0
+        self._push(Job(tenant.run, "save_state", None), is_first=True)
 
     def _failed(self, tenant: Tenant, job: Job) -> None:
         run = job.run
@@ -344,7 +375,9 @@ class Training:
         if job.kind == "create":
             self._drop(run.id, "failed", job.error or "")
             return
-        if job.kind in ("optim_step", "step"):
+        if job.adds_gradients:
+            tenant.spoiled = job.error
+        if job.kind in ("optim_step", "step") or job.adds_gradients:
             self._push(Job(run, "drop", None), is_first=True)
         if job.kind in ("optim_step", "step", "pass", "batch"):
             tenant.failures += 1
@@ -360,6 +393,8 @@ class Training:
                 run.step = int(result.metrics.get("step", run.step))
                 self._store.put(run)
                 answer = {"model_id": run.id, "type": "create_model"}
+                if run.start is not None and run.saved is None:
+                    self._save_soon(tenant)  # whoever owns the checkpoint that it began with may delete it
                 if run.start is not None:
                     answer = {"model_id": run.id, "path": run.start, "type": "load_weights"}
             case "pass":
@@ -372,7 +407,7 @@ class Training:
                 tenant.unsaved_steps += 1
                 run.step = int(result.metrics.get("step", run.step + 1))
                 if tenant.unsaved_steps >= self._cfg.service.save_steps:
-                    self._push(Job(run, "save_state", None), is_first=True)
+                    self._save_soon(tenant)
                 suffix = ":mean" if job.kind == "optim_step" else ""
                 answer = {"metrics": {f"{name}{suffix}": value for name, value in result.metrics.items()}}
             case "save_state":
@@ -382,8 +417,10 @@ class Training:
                 answer = self._recorded(job)
             case "load":
                 run.step = int(result.metrics.get("step", 0))
+                self._save_soon(tenant)  # the checkpoint may be replaced: it must not be loaded again
                 answer = {"step": run.step, "progress": result.progress}
             case "load_weights":
+                self._save_soon(tenant)
                 answer = {"path": job.body.path, "model_id": run.id, "type": "load_weights"}
             case _:
                 answer = {}
@@ -425,12 +462,7 @@ class Training:
             self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id).set(result)
         for seq, kind, body in tenant.journal.requests(run.saved_seq):
             job = None if kind == REFUSED else self._read_again(run, kind, body, seq)
-            if job is None and kind != REFUSED:
-                self._skip(tenant, seq)
-                continue
             self._take(tenant, seq, job, is_known=True)
-        if run.state == "frozen":
-            self.queue.freeze(run.id)
 
     def _read_again(self, run: Run, kind: str, body: bytes, seq: int) -> Job | None:
         """The job of a request in the journal; None if there is nothing left to do."""
@@ -443,10 +475,6 @@ class Training:
         job.future = future
         is_written = kind in WRITES and future.result is not None
         return None if is_written else job
-
-    def _skip(self, tenant: Tenant, seq: int) -> None:
-        if seq == tenant.next_seq:
-            tenant.next_seq += 1
 
     def _rebuild(self) -> None:
         """Put all runs into the queue anew: the ranks have forgotten them."""
@@ -515,8 +543,9 @@ class Training:
 
     def _evicted(self, run: Run, reason: str, result: TenantResult) -> None:
         if result.error is not None:
-            logger.warning("%s was not saved, and keeps its place: %s", run.id, result.error)
-            return
+            logger.warning(
+                "%s was not saved; what is saved and its requests since are kept: %s", run.id, result.error
+            )
 
         def drop() -> None:
             tenant = self.tenants.get(run.id)
@@ -665,7 +694,7 @@ class Training:
         error = f"the request with seq_id = {missing} never came, so those behind it are not computed"
         for seq in range(missing, last + 1):
             job = tenant.early.pop(seq, None)
-            tenant.journal.write(seq, REFUSED, b"")
+            tenant.journal.refuse(seq)
             if job is not None:
                 self._answer(job, Result.failed(error))
         tenant.next_seq, tenant.gap_since = last + 1, None

@@ -54,6 +54,7 @@ class TenantServer(RankServer[RankAnswer]):
         self._pending: dict[int, _Pending] = {}
         self._shutdown: int | None = None
         self._collector: asyncio.Task[None] | None = None
+        self._order = asyncio.Lock()
 
     async def open(self) -> None:
         """Bind the port and start to receive.
@@ -87,6 +88,10 @@ class TenantServer(RankServer[RankAnswer]):
         ranks = range(self._world_size)
         of_rank = list(operation) if isinstance(operation, Sequence) else [operation] * len(ranks)
         assert len(of_rank) == len(ranks), f"{len(of_rank)} operations for {len(ranks)} ranks"
+        async with self._order:  # all ranks get operations of several tasks in one order
+            return await self._submit(of_rank)
+
+    async def _submit(self, of_rank: Sequence[Operation]) -> asyncio.Future[list[Done]]:
         self._check()
         self._number += 1
         number, numbered = self._number, [msgspec.structs.replace(op, number=self._number) for op in of_rank]
@@ -95,7 +100,7 @@ class TenantServer(RankServer[RankAnswer]):
         future: asyncio.Future[list[Done]] = asyncio.get_running_loop().create_future()
         future.add_done_callback(_mark_seen)
         self._pending[number] = _Pending(future)
-        for rank, each in zip(ranks, numbered):
+        for rank, each in enumerate(numbered):
             await self._post(self._peer(rank), encode(each))
         return future
 

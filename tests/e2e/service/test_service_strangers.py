@@ -64,6 +64,22 @@ def test_one_user_reaches_nothing_of_another(service: Service, alice: Any) -> No
     assert service.call("GET", run)[0] == 200  # the admin's
 
 
+def test_a_copy_is_made_in_a_session_of_ones_own_only(service: Service, alice: Any) -> None:
+    path = alice.save_state("copied").result().path
+    session = alice.model_id.partition(":")[0]
+    assert (
+        service.call("POST", f"/api/v1/training_runs/{alice.model_id}/checkpoints/weights/copied/publish")[0]
+        == 204
+    )
+    for name, status in (("../../../outside", 404), (session, 403)):
+        body = {"source_path": path, "session_id": name, "model_seq_id": 0}
+        assert service.call("POST", "/api/v1/copy_weights", body, user="bob")[0] == status
+    assert not list(service.run.parent.rglob("outside*"))
+    body = {"source_path": path, "session_id": session, "model_seq_id": 0}
+    first, again = (service.call("POST", "/api/v1/copy_weights", body, user="alice") for _ in range(2))
+    assert first == again and first[0] == 200
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -170,7 +170,7 @@ def test_slots_go_to_who_has_fewest_for_his_weight() -> None:
     queue.add("half", weight=2.0)
     for i in range(100):
         queue.push("flood", i)
-    assert [queue.pop() for _ in range(6)] == [("flood", i) for i in range(6)]
+    assert [queue.pop() for _ in range(6)] == [("flood", i, 1) for i in range(6)]
     for i in range(4):
         queue.push("half", i)
     for _ in range(6):
@@ -186,6 +186,26 @@ def test_a_limit_of_slots_holds() -> None:
     queue.add("a", max_running=2)
     for i in range(5):
         queue.push("a", i)
-    assert [queue.pop() for _ in range(3)] == [("a", 0), ("a", 1), None]
+    assert [queue.pop() for _ in range(3)] == [("a", 0, 1), ("a", 1, 1), None]
     queue.release("a")
-    assert queue.pop() == ("a", 2)
+    assert queue.pop() == ("a", 2, 1)
+
+
+def test_a_request_takes_as_many_slots_as_it_has_sequences() -> None:
+    queue = SlotQueue(10)
+    queue.add("a", max_running=8)
+    queue.add("b")
+    queue.push("a", "large", size=6)
+    queue.push("a", "more", size=6)
+    queue.push("b", "fits", size=4)
+    queue.push("b", "huge", size=99)
+    assert [queue.pop() for _ in range(3)] == [("a", "large", 6), ("b", "fits", 4), None]
+    queue.release("b", 4)
+    assert queue.pop() is None  # room for four; what is next does not fit
+    queue.drop("b", "huge")
+    assert queue.pop() is None  # at most eight of a's
+    queue.release("a", 6)
+    assert queue.pop() == ("a", "more", 6)
+    queue.release("a", 6)
+    queue.push("b", "huge", size=99)
+    assert queue.pop() == ("b", "huge", 10)  # all that there are

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 
 import pytest
 
 from stretto.base.errors import EngineError
-from stretto.service.engines import AdapterSlots
+from stretto.service.engines import AdapterSlots, adapter_name
+from stretto.service.store import Sampler
+from stretto.transports.engine.api import Refusal
 
 
 class FakeEngines:
@@ -96,3 +100,33 @@ async def test_what_a_hub_before_this_one_has_loaded_is_unloaded() -> None:
     engines.generation, engines.loaded = 1, []
     async with slots.use("a", "a"):
         assert engines.loaded == ["a"]
+
+
+def test_weights_that_were_saved_again_have_another_name(tmp_path: Path) -> None:
+    directory = tmp_path / "run" / "sampler_weights" / "v1"
+    sampler = Sampler(id="s", owner="alice", base_model="m", directory=str(directory))
+    directory.mkdir(parents=True)
+    first = adapter_name(sampler)
+    assert first.startswith("run/v1@") and adapter_name(sampler) == first
+    os.utime(directory, ns=(1, 1))
+    assert adapter_name(sampler) == "run/v1@1"
+    directory.rmdir()
+    with pytest.raises(Refusal) as refused:
+        adapter_name(sampler)
+    assert refused.value.status == 404
+
+
+async def test_who_waits_for_room_gets_that_of_one_that_could_not_be_loaded() -> None:
+    engines = FakeEngines(1)
+    engines.broken = {"bad"}
+    slots = AdapterSlots(engines, 1)
+
+    async def use(name: str) -> None:
+        async with slots.use(name, name):
+            pass
+
+    bad, good = asyncio.create_task(use("bad")), asyncio.create_task(use("good"))
+    async with asyncio.timeout(5.0):
+        await good
+    with pytest.raises(EngineError):
+        await bad

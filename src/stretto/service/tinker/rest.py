@@ -140,7 +140,6 @@ class RestRoutes:
         found = self._own(http)
         self.hub.store.delete(found)
         await asyncio.to_thread(shutil.rmtree, found.directory, ignore_errors=True)
-        self.hub.engines.slots.forget()
         return web.Response(status=204)
 
     async def publish(self, http: web.Request) -> web.Response:
@@ -179,7 +178,13 @@ class RestRoutes:
         found = self.hub.checkpoint(user, body.source_path)
         origin = self.hub.store.get(Run, found.run)
         assert origin is not None, f"{found.path} is of no run"
-        name = f"{body.session_id or uuid4().hex}:copy:{body.model_seq_id or 0}"
+        if body.session_id is not None:
+            self.hub.session(user, body.session_id)
+        number = uuid4().hex if body.model_seq_id is None else body.model_seq_id
+        name = f"{body.session_id or uuid4().hex}:copy:{number}"
+        if (known := self.hub.store.get(Run, name)) is not None:  # the same request sent again
+            path = self.hub.training.path_of(known, found.kind, found.name)
+            return answer({"tinker_path": self.hub.checkpoint(user, path).path})
         spec = msgspec.structs.replace(origin.spec, name=name.replace(":", "."))
         directory = self.hub.training.directory / spec.name / SEGMENTS[found.kind] / found.name
         await asyncio.to_thread(shutil.copytree, found.directory, directory, dirs_exist_ok=True)

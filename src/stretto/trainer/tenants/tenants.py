@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from stretto.base.errors import ConfigError, DataError, StrettoError
+from stretto.base.errors import ConfigError, DataError, StrettoError, boundary
 from stretto.base.files import put_in_place
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.models.lora import save_adapter
@@ -174,7 +174,12 @@ class Tenants:
         spec = operation.spec
         if spec.name in self._tenants:
             raise DataError(f"there is a tenant {spec.name!r} already; remove it, or choose another name")
-        tenant = Tenant(spec, read_spec(spec, self._max_rank), self._layers, self.model, self.mesh)
+
+        def build() -> Tenant:
+            with boundary(ConfigError, f"the adapter and optimizer of {spec.name}"):
+                return Tenant(spec, read_spec(spec, self._max_rank), self._layers, self.model, self.mesh)
+
+        tenant = self._agree(build)
         result = TenantResult(metrics=_size(tenant))
         if operation.path is not None:
             result = self._load(tenant, operation.path, with_optimizer=operation.with_optimizer)
