@@ -131,8 +131,11 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 def _check_schema(connection: sqlite3.Connection, path: Path) -> None:
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     if found != SCHEMA:
+        way_out = "update stretto" if found > SCHEMA else "read it with the stretto that wrote it"
         older = "the ledger" if found < SCHEMA else "this stretto"
-        raise DataError(f"{path}: ledger schema {found}, this stretto knows {SCHEMA}; {older} is older.")
+        raise DataError(
+            f"{path}: ledger schema {found}, this stretto knows {SCHEMA}; {older} is older: {way_out}."
+        )
 
 
 def to_error(path: Path, cause: sqlite3.Error) -> StrettoError:

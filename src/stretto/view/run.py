@@ -303,4 +303,6 @@ def _what_is_there(path: Path) -> str:
             f"; {path.parent} has {', '.join(near[:10])}." if near else "."
         )
     runs = sorted(p.parent.parent.name for p in path.glob("*/configs/run.json"))
-    return "this is no run directory" + (f"; it holds the runs {', '.join(runs[:10])}." if runs else ".")
+    return "this is no run directory" + (
+        f"; it holds the runs {', '.join(runs[:10])}." if runs else "; `stretto runs DIR` lists those in DIR."
+    )

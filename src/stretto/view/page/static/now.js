@@ -22,7 +22,7 @@ function card(state, isNamed) {
     state.metrics.length ? h("section", { class: "tiles" }, state.metrics.map(tile)) : message("No step has ended yet."),
     state.waits ? h("section", {}, h("h3", {}, "who waits, of the last steps' time"), bars(state.waits)) : null,
     state.no_queues ? message(state.no_queues, "error") : null,
-    state.queues ? h("section", {}, h("h3", {}, "under way"), list(queues(state.queues))) : null,
+    state.queues ? h("section", {}, h("h3", {}, state.state === "running" ? "under way" : "under way when it ended"), list(queues(state.queues))) : null,
     h("section", {}, h("h3", {}, `machine ${state.machine.host}`), list(machine(state.machine)), state.machine.gpus.map(gpu)));
 }
 

@@ -14,7 +14,8 @@ export async function render(root, context) {
 
   const first = await ofRun(run, "rollouts", filters, context.signal);
   if (!first.choices) {
-    fill(root, message("This run has no rollouts: it is not one of reinforcement learning."));
+    fill(root, message(context.rows[0]?.verb === "rl" ? "There is no ledger.sqlite in this run: it has not started yet, or the file was deleted."
+      : "This run has no rollouts: it is not one of reinforcement learning."));
     return {};
   }
 
