@@ -65,7 +65,7 @@ def test_a_request_that_comes_while_engines_sleep_is_answered_when_weights_and_c
 
 
 async def test_an_engine_without_a_cache_is_not_resumed(tmp_path: Path) -> None:
-    """An engine that must be paused to load, as vLLM must, is not resumed before it has its cache: requests would run on memory that is not there."""
+    """Like vLLM it is paused to load; resumed without a cache, it would run requests on memory that is not there."""
     called: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
