@@ -156,11 +156,12 @@ def _make_directory(token: str) -> tuple[Path, int]:
     Other users may traverse it, because a sandboxed program must.
     """
     directory = Path(tempfile.gettempdir()) / f"{PREFIX}{token}"
-    directory.mkdir(mode=0o711)
-    directory.chmod(0o711)
-    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    hidden = directory.with_name(f".{directory.name}")  # until it is locked, another keeper would remove it as stale
+    hidden.mkdir(mode=0o711)
+    hidden.chmod(0o711)
+    lock = os.open(hidden, os.O_RDONLY | os.O_CLOEXEC)
     lock_within(lock, _SWEEP_S)
-    return directory, lock
+    return hidden.rename(directory), lock
 
 
 def persistent_caches() -> dict[str, str]:

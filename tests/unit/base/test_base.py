@@ -69,14 +69,23 @@ async def test_a_timeout_of_the_awaited_itself_is_not_taken_for_the_deadline() -
 # -- long work in slices --
 
 
-def counting(until: int, each_s: float = 0.0):
-    for _ in range(until):
-        time.sleep(each_s)
-        yield
-    return until
+class Clock:
+    """The time module of run_in_slices, whose clock moves when the work says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def counting(self, until: int, each_s: float = 0.0):
+        for _ in range(until):
+            self.now += each_s
+            yield
+        return until
 
 
-async def test_others_run_between_the_slices_of_long_work() -> None:
+async def test_others_run_between_the_slices_of_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = 0
 
     async def count_turns() -> None:
@@ -85,11 +94,14 @@ async def test_others_run_between_the_slices_of_long_work() -> None:
             turns += 1
             await asyncio.sleep(0)
 
+    clock = Clock()
     other = asyncio.create_task(count_turns())
-    assert await aio.run_in_slices(counting(20, each_s=0.002)) == 20
-    assert 5 <= turns <= 21  # the whole is 40 ms or more, a slice some 4 ms
-    turns = 0
-    assert await aio.run_in_slices(counting(20)) == 20 and turns <= 1
+    with monkeypatch.context() as patch:
+        patch.setattr(aio, "time", clock)
+        assert await aio.run_in_slices(clock.counting(20, each_s=aio.SLICE_S / 2)) == 20
+        assert turns == 10
+        turns = 0
+        assert await aio.run_in_slices(clock.counting(20)) == 20 and turns == 0
     other.cancel()
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker, shared_memory
@@ -219,6 +220,28 @@ def test_directories_of_dead_keepers_are_removed_and_those_of_live_ones_stay(
     assert keeper.remove_stale() == 1
     os.close(live)
     assert sorted(os.listdir(tmp_path)) == ["stretto-89abcdef", "stretto-ports-0", "stretto-sandbox-x"]
+
+
+def test_a_directory_is_never_taken_for_stale_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    is_over = threading.Event()
+
+    def sweep() -> None:
+        while not is_over.is_set():
+            keeper.remove_stale()
+
+    sweeper = threading.Thread(target=sweep)
+    sweeper.start()
+    try:
+        for number in range(200):
+            directory, lock = keeper._make_directory(f"{number:08x}")
+            assert directory.is_dir()
+            os.close(lock)
+    finally:
+        is_over.set()
+        sweeper.join()
 
 
 def test_shared_memory_of_a_killed_keeper_goes_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
