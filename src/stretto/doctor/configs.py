@@ -180,9 +180,11 @@ def _missing_model(name: str, has_weights: bool) -> Finding:
     try:
         offer = look_up(name, has_weights=has_weights)
     except ConfigError as error:
-        return Finding(
-            f"model {name}", State.BAD, str(error), "or make it first, if a warm-up (sft) makes it"
-        )
+        if has_weights:
+            fix = "or make it first, if a warm-up (sft) makes it"
+            return Finding(f"model {name}", State.BAD, str(error), fix)
+        fix = "give a directory with tokenizer.json; without tokenizer.name it is the model's own"
+        return Finding(f"tokenizer {name}", State.BAD, str(error).split("; give ")[0], fix)
     text = f"is not here; would be downloaded, {offer}"
     if offer.missing_bytes > offer.free_bytes:
         fix = f"set HF_HOME to a disk with {size(offer.missing_bytes)} free"
