@@ -156,7 +156,8 @@ def _make_directory(token: str) -> tuple[Path, int]:
     Other users may traverse it, because a sandboxed program must.
     """
     directory = Path(tempfile.gettempdir()) / f"{PREFIX}{token}"
-    hidden = directory.with_name(f".{directory.name}")  # until it is locked, another keeper would remove it as stale
+    # Until it is locked, another keeper would remove it as stale.
+    hidden = directory.with_name(f".{directory.name}")
     hidden.mkdir(mode=0o711)
     hidden.chmod(0o711)
     lock = os.open(hidden, os.O_RDONLY | os.O_CLOEXEC)
