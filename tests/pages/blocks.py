@@ -27,6 +27,7 @@ CONFIG_VERBS = ("rl", "sft", "trainer", "orchestrator", "inference", "eval")
 VIEW_VERBS = ("show", "rollouts", "runs", "view", "plot", "init")
 
 _DEMO = "the demo itself: tests/e2e/documents trains with its files for fewer steps"
+_SERVICE = "needs a service that runs: tests/e2e/service"
 _BY_HAND = "on several hosts: tests/cluster/test_by_hand.py"
 _ELSEWHERE = "an engine or teacher is on another machine"
 _PUSH = "uploads to a server with the Hub's API: tests/unit/hub/test_push.py"
@@ -47,6 +48,15 @@ NOT_RUN = {
     ("README.md", "stretto completion bash"): "tests/unit/launch/test_completion.py",
     ("README.md", "push outputs"): _PUSH,
     ("docs/analyse.md", "push outputs"): _PUSH,
+    ("docs/tenants.md", "Qwen/Qwen3-0.6B"): "its model is on the Hub: tests/e2e/service has one of its own",
+    ("docs/tenants.md", "serve"): _SERVICE,
+    ("docs/tenants.md", "export"): _SHELL,
+    ("docs/tenants.md", "--service"): _SERVICE,
+    ("docs/tinker.md", "tinker.ServiceClient"): _SERVICE,
+    ("examples/service/README.md", "serve"): _SERVICE,
+    ("examples/service/README.md", "learn.py"): _SERVICE,
+    ("examples/service/README.md", "export"): _SHELL,
+    ("examples/service/README.md", "--service"): _SERVICE,
     ("docs/debugging.md", "doctor"): "tests/unit/doctor",
     ("docs/planning.md", "plan"): "tests/unit/foresee",
     ("docs/debugging.md", "stacks"): "tests/unit/launch/jobs/test_stacks.py",

@@ -43,6 +43,8 @@ ENVS = {"episode_agents": "solvers:Solvers"}
 def whole_config(block: Block) -> tuple[str, str]:
     """The verb and the configuration of a reader who has put the block into a file, with what must be said besides."""
     given = tomllib.loads(block.text)
+    if "users" in given.get("service", {}):
+        return "serve", block.text
     if "data" in given:
         return "sft", _MODEL + block.text
     if "eval" in given:

@@ -19,7 +19,7 @@ from pages.workplace import build_workplace, link_models, reader_files, whole_co
 from stretto.base import ports
 from stretto.cli import main
 from stretto.config.load import load
-from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.root import RLConfig, ServeConfig, SFTConfig
 
 pytestmark = pytest.mark.heavy
 
@@ -78,6 +78,9 @@ def test_every_command_is_understood(
     if command.verb in ("sft", "rl") and "--output-dir" not in words:
         runs = link_models(workplace / "outputs", tmp_path / "runs") if command.verb == "rl" else tmp_path
         words += ["--output-dir", str(runs)]
+    if "--service" in words:  # whether that service takes the run is asked: tests/e2e/service
+        load(RLConfig, [word for word in words[1:] if word != "--dry-run"])
+        return
     assert_dry_run([*words, "--dry-run"], capsys)
 
 
@@ -103,7 +106,11 @@ def test_every_configuration_plans(
     verb, text = whole_config(block)
     (tmp_path / "config.toml").write_text(text)
     if "on the Hub" in (block.reason or ""):
-        load({"rl": RLConfig, "sft": SFTConfig}[verb], ["@", str(tmp_path / "config.toml")], verb=verb)
+        load(
+            {"rl": RLConfig, "sft": SFTConfig, "serve": ServeConfig}[verb],
+            ["@", str(tmp_path / "config.toml")],
+            verb=verb,
+        )
         return
     runs = link_models(workplace / "outputs", tmp_path / "runs")
     words = [verb, "@", str(tmp_path / "config.toml"), "--output-dir", str(runs), "--dry-run"]
