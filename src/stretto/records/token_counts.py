@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from stretto.records.sample import MicroBatch
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 
 class TokenCounts(NamedTuple):
@@ -87,7 +87,9 @@ def weigh_by_rollout(micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBat
     return found, num_rollouts
 
 
-def find_documents(tokens: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def find_documents(
+    tokens: Int[np.ndarray, " found"], bounds: Int[np.ndarray, " bounds"]
+) -> Int[np.ndarray, " found"]:
     return np.searchsorted(bounds, tokens, side="right") - 1
 
 
