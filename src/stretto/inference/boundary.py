@@ -36,7 +36,7 @@ NO_KEY = "the API key is missing or wrong; send `Authorization: Bearer <key>`"
 MAX_ADMIN_BYTES = 64 << 20  # a manifest of 400,000 tensors
 MAX_SETTINGS_BYTES = 1 << 20
 """Size of a body without its prompts."""
-_HOLD = "hold"  # of a request for tokens: OpenBytes counts it
+_HOLD = web.RequestKey("hold", Callable[[int], None])  # of a request for tokens: OpenBytes counts it
 _ID_BYTES = 12  # a token id in JSON, with its separator
 _MAX_ESCAPED_BYTES = 6  # JSON for one byte of text
 _MAX_ID_CHARACTERS = 128

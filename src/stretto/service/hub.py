@@ -51,6 +51,8 @@ QUIET_ROUTES = frozenset(
 READ_OFTEN = ("/runs/", "/v1/futures/")
 """What orchestrators ask engines, and results that are waited for."""
 
+USER = web.RequestKey("user", User)
+"""Who has sent a request."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -140,7 +142,7 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
         try:
             if http.path not in OPEN_ROUTES and not is_signed(hub, http):
                 user = hub.access.user(http.headers)
-                http["user"] = user
+                http[USER] = user
             return await handler(http)
         except Refusal as error:
             refusal = error

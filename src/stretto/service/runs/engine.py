@@ -18,7 +18,7 @@ from aiohttp import web
 
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.service.engines import adapter_name
-from stretto.service.hub import Hub, answer, read
+from stretto.service.hub import USER, Hub, answer, read
 from stretto.service.runs.routes import find_run
 from stretto.service.store import Checkpoint, Run, Sampler
 from stretto.transports.engine import api, updates
@@ -73,14 +73,14 @@ class EngineRoutes:
         return found + [web.post(PREFIX + path, handler) for path, handler in posts.items()]
 
     def _find(self, http: web.Request) -> tuple[Run, _State]:
-        run = find_run(self.hub, http["user"], http.match_info["run"])
+        run = find_run(self.hub, http[USER], http.match_info["run"])
         return run, self._states[run.id]
 
     # -- samples --
 
     async def generate(self, http: web.Request) -> web.Response:
         """Samples of the loaded version, as soon as this user has a slot."""
-        user, (run, state) = http["user"], self._find(http)
+        user, (run, state) = http[USER], self._find(http)
         run.last_request_at = time.time()
         request, _ = api.decode_generate(await http.read())
         await state.awake.wait()

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from stretto.records.tenants import TenantSpec
 from stretto.service.engines import adapter_name
-from stretto.service.hub import Hub, answer, read
+from stretto.service.hub import USER, Hub, answer, read
 from stretto.service.store import Checkpoint, Run, Sampler
 from stretto.service.training import check_name
 from stretto.transports import service
@@ -40,7 +40,7 @@ class NativeRoutes:
 
     async def create(self, http: web.Request) -> web.Response:
         """A run with a name of its own; making it again is an error unless it is the same."""
-        body, user, hub = await read(http, CreateRun), http["user"], self.hub
+        body, user, hub = await read(http, CreateRun), http[USER], self.hub
         hub.check_model(body.base_model)
         check_name(body.spec.name)
         spec, largest = body.spec, hub.cfg.service.max_lora_rank
@@ -72,11 +72,11 @@ class NativeRoutes:
         return answer({"id": run.id, "request_id": future.id}, 201)
 
     async def runs(self, http: web.Request) -> web.Response:
-        found = [run for run in self.hub.store.all(Run) if http["user"].may_reach(run.owner)]
+        found = [run for run in self.hub.store.all(Run) if http[USER].may_reach(run.owner)]
         return answer({"runs": [self._state(run) for run in found]})
 
     async def run(self, http: web.Request) -> web.Response:
-        return answer(self._state(self.hub.run(http["user"], http.match_info["run"])))
+        return answer(self._state(self.hub.run(http[USER], http.match_info["run"])))
 
     def _state(self, run: Run) -> dict:
         tenant = self.hub.training.tenants.get(run.id)
@@ -91,7 +91,7 @@ class NativeRoutes:
         }
 
     async def submit(self, http: web.Request) -> web.Response:
-        run = self.hub.run(http["user"], http.match_info["run"])
+        run = self.hub.run(http[USER], http.match_info["run"])
         number = http.query.get("seq", "")
         if not number.isdigit() or int(number) < 1:
             raise Refusal("seq: the number of this request is missing, 1 for the first")
@@ -100,14 +100,14 @@ class NativeRoutes:
         return answer({"request_id": future.id})
 
     async def future(self, http: web.Request) -> web.Response:
-        user = http["user"]
+        user = http[USER]
         future = self.hub.futures.of(http.match_info["future"], user.name, is_admin=user.is_admin)
         result = await self.hub.futures.wait(future, service.POLL_S)
         return answer({"type": "try_again"} if result is None else result.json())
 
     async def generate(self, http: web.Request) -> web.Response:
         """Sample from the newest version of the run, or from the model before there is one."""
-        user, hub = http["user"], self.hub
+        user, hub = http[USER], self.hub
         run = hub.run(user, http.match_info["run"])
         run.last_request_at = time.time()
         request, _ = api.decode_generate(await http.read())

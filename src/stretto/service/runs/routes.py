@@ -9,7 +9,7 @@ from aiohttp import web
 
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import User
-from stretto.service.hub import Hub, answer, read
+from stretto.service.hub import USER, Hub, answer, read
 from stretto.service.runs.client import CheckRun, tokenizer_digest
 from stretto.service.store import Run
 from stretto.service.training import check_name
@@ -39,7 +39,7 @@ class RunRoutes:
 
     async def check(self, http: web.Request) -> web.Response:
         """Whether this run could begin now. Raises: Refusal with the first reason why it could not."""
-        body, user = await read(http, CheckRun), http["user"]
+        body, user = await read(http, CheckRun), http[USER]
         known = self._check(body, user)
         state = "new" if known is None else known.state
         return answer({"user": user.name, "model": self.hub.model_name, "state": state})
@@ -68,12 +68,12 @@ class RunRoutes:
         return known
 
     async def run(self, http: web.Request) -> web.Response:
-        run = find_run(self.hub, http["user"], http.match_info["run"])
+        run = find_run(self.hub, http[USER], http.match_info["run"])
         return answer({"id": run.id, "state": run.state, "reason": run.reason, "step": run.step})
 
     async def end(self, http: web.Request) -> web.Response:
         """End the run of this name, if the user has one that takes a place or could again."""
-        user, name = http["user"], http.match_info["run"]
+        user, name = http[USER], http.match_info["run"]
         run = self.hub.store.get(Run, f"{user.name}:{name}")
         is_there = run is not None and run.state not in GONE
         if is_there:

@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from stretto.service.access import User
-from stretto.service.hub import Hub, answer, page, read, when
+from stretto.service.hub import USER, Hub, answer, page, read, when
 from stretto.service.store import SEGMENTS, Checkpoint, Run, Sampler, Session
 from stretto.service.tinker import bodies
 from stretto.transports.engine.api import Refusal
@@ -93,13 +93,13 @@ class RestRoutes:
 
     async def training_runs(self, http: web.Request) -> web.Response:
         offset, limit = page(http)
-        found = self._of(Run, http["user"])
+        found = self._of(Run, http[USER])
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         shown = [self._run(run) for run in found[offset : offset + limit]]
         return answer({"training_runs": shown, "cursor": cursor})
 
     async def training_run(self, http: web.Request) -> web.Response:
-        return answer(self._run(self.hub.run(http["user"], http.match_info["run"])))
+        return answer(self._run(self.hub.run(http[USER], http.match_info["run"])))
 
     def _run(self, run: Run) -> dict[str, Any]:
         checkpoints = self._checkpoints_of(run)
@@ -118,12 +118,12 @@ class RestRoutes:
         }
 
     async def checkpoints(self, http: web.Request) -> web.Response:
-        run = self.hub.run(http["user"], http.match_info["run"])
+        run = self.hub.run(http[USER], http.match_info["run"])
         return answer({"checkpoints": [_checkpoint(each) for each in self._checkpoints_of(run)]})
 
     async def user_checkpoints(self, http: web.Request) -> web.Response:
         offset, limit = page(http, 100)
-        found = self._of(Checkpoint, http["user"])
+        found = self._of(Checkpoint, http[USER])
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         shown = [_checkpoint(each) for each in found[offset : offset + limit]]
         return answer({"checkpoints": shown, "cursor": cursor})
@@ -131,8 +131,8 @@ class RestRoutes:
     def _own(self, http: web.Request) -> Checkpoint:
         """The checkpoint in an address. Raises: Refusal 404, 403 if it is another user's."""
         path = f"tinker://{http.match_info['run']}/{http.match_info['checkpoint']}"
-        found = self.hub.checkpoint(http["user"], path)
-        if not http["user"].may_reach(found.owner):
+        found = self.hub.checkpoint(http[USER], path)
+        if not http[USER].may_reach(found.owner):
             raise Refusal(f"{path} belongs to another user", 403)
         return found
 
@@ -158,7 +158,7 @@ class RestRoutes:
 
     async def weights_info(self, http: web.Request) -> web.Response:
         path = (await read(http, bodies.PathBody)).tinker_path
-        run = self.hub.store.get(Run, self.hub.checkpoint(http["user"], path).run)
+        run = self.hub.store.get(Run, self.hub.checkpoint(http[USER], path).run)
         assert run is not None, f"{path} is of no run"
         targets = run.spec.target_modules or ()
         return answer(
@@ -174,7 +174,7 @@ class RestRoutes:
 
     async def copy_weights(self, http: web.Request) -> web.Response:
         """Copy a checkpoint into a run of its own, which belongs to who asks."""
-        body, user = await read(http, CopyBody), http["user"]
+        body, user = await read(http, CopyBody), http[USER]
         found = self.hub.checkpoint(user, body.source_path)
         origin = self.hub.store.get(Run, found.run)
         assert origin is not None, f"{found.path} is of no run"
@@ -235,11 +235,11 @@ class RestRoutes:
 
     async def sessions(self, http: web.Request) -> web.Response:
         offset, limit = page(http)
-        found = self._of(Session, http["user"])
+        found = self._of(Session, http[USER])
         return answer({"sessions": [session.id for session in found[offset : offset + limit]]})
 
     async def session(self, http: web.Request) -> web.Response:
-        session = self.hub.session(http["user"], http.match_info["session"])
+        session = self.hub.session(http[USER], http.match_info["session"])
         return answer(
             {
                 "training_run_ids": [r.id for r in self.hub.store.all(Run) if r.session == session.id],
@@ -251,7 +251,7 @@ class RestRoutes:
 
     async def trace_export(self, http: web.Request) -> web.Response:
         """A file with a session, its runs, its checkpoints, and what its user did since it began."""
-        hub, session = self.hub, self.hub.session(http["user"], http.match_info["session"])
+        hub, session = self.hub, self.hub.session(http[USER], http.match_info["session"])
         runs = [run for run in hub.store.all(Run) if run.session == session.id]
         names = {run.id for run in runs}
         trace = {
@@ -280,7 +280,7 @@ class RestRoutes:
     async def storage(self, http: web.Request) -> web.Response:
         """Bytes of checkpoints by user."""
         sizes: dict[str, list[int]] = defaultdict(list)
-        for checkpoint in self._of(Checkpoint, http["user"]):
+        for checkpoint in self._of(Checkpoint, http[USER]):
             sizes[checkpoint.owner].append(checkpoint.size_bytes)
         rows = [
             {
@@ -295,7 +295,7 @@ class RestRoutes:
 
     async def finish_session(self, http: web.Request) -> web.Response:
         """The client has ended: its runs are saved and give their places back."""
-        session = self.hub.session(http["user"], http.match_info["session"])
+        session = self.hub.session(http[USER], http.match_info["session"])
         body = await read(http, bodies.FinishBody)
         session.finished = str(body.reason.get("type", "success"))
         self.hub.store.put(session)
@@ -306,7 +306,7 @@ class RestRoutes:
 
     async def search_sessions(self, http: web.Request) -> web.Response:
         body, found = await read(http, dict), []
-        for session in self._of(Session, http["user"]):
+        for session in self._of(Session, http[USER]):
             wanted = {"session_id": session.id, "display_name": session.display_name}
             if any(body.get(key) not in (None, value) for key, value in wanted.items()):
                 continue
@@ -336,7 +336,7 @@ class RestRoutes:
         return answer({"sessions": shown, "next_cursor": None})
 
     async def sampler(self, http: web.Request) -> web.Response:
-        found = self.hub.sampler(http["user"], http.match_info["sampler"])
+        found = self.hub.sampler(http[USER], http.match_info["sampler"])
         return answer(
             {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.model_path}
         )
@@ -345,7 +345,7 @@ class RestRoutes:
 
     async def audit(self, http: web.Request) -> web.Response:
         """The newest entries, of whoever asks; of all for the admin."""
-        user, day = http["user"], http.query.get("day")
+        user, day = http[USER], http.query.get("day")
         entries = [
             {
                 "timestamp": when(entry["time"]),
@@ -361,7 +361,7 @@ class RestRoutes:
 
     async def status(self, http: web.Request) -> web.Response:
         """The service, and the runs that whoever asks may see."""
-        hub, user = self.hub, http["user"]
+        hub, user = self.hub, http[USER]
         runs = [
             {
                 "id": run.id,
@@ -402,7 +402,7 @@ class RestRoutes:
 
     async def act(self, http: web.Request) -> web.Response:
         """Freeze, resume, evict or end a run."""
-        run, action = self.hub.run(http["user"], http.match_info["run"]), http.match_info["action"]
+        run, action = self.hub.run(http[USER], http.match_info["run"]), http.match_info["action"]
         match action:
             case "freeze":
                 self.hub.training.freeze(run, f"{http['user'].name} has frozen it")

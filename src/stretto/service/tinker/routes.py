@@ -22,7 +22,7 @@ from stretto.records.tenants import TenantSpec
 from stretto.service.access import User
 from stretto.service.engines import adapter_name
 from stretto.service.futures import Future, Result
-from stretto.service.hub import Hub, answer, read, touch
+from stretto.service.hub import USER, Hub, answer, read, touch
 from stretto.service.store import Run, Sampler, Session
 from stretto.service.tinker import bodies, protobuf
 from stretto.transports.engine.api import Refusal
@@ -113,7 +113,7 @@ class TinkerRoutes:
         body, now = await read(http, bodies.CreateSessionBody), time.time()
         session = Session(
             id=uuid4().hex,
-            owner=http["user"].name,
+            owner=http[USER].name,
             created_at=now,
             last_seen_at=now,
             tags=body.tags,
@@ -125,7 +125,7 @@ class TinkerRoutes:
 
     async def heartbeat(self, http: web.Request) -> web.Response:
         body = await read(http, bodies.SessionBody)
-        touch(self.hub, self.hub.session(http["user"], body.session_id))
+        touch(self.hub, self.hub.session(http[USER], body.session_id))
         return answer({"type": "session_heartbeat"})
 
     async def telemetry(self, http: web.Request) -> web.Response:
@@ -143,7 +143,7 @@ class TinkerRoutes:
             )
         check_optimizer(body.optimizer_config)
         return self._create(
-            http["user"], body.session_id, body.model_seq_id, self._spec(body), body.user_metadata
+            http[USER], body.session_id, body.model_seq_id, self._spec(body), body.user_metadata
         )
 
     def _spec(self, body: bodies.CreateModelBody) -> TenantSpec:
@@ -198,7 +198,7 @@ class TinkerRoutes:
         return self._promised(self.hub.futures.open(f"{name}/0", user.name, run=name), name)
 
     async def get_info(self, http: web.Request) -> web.Response:
-        run = self.hub.run(http["user"], (await read(http, bodies.ModelBody)).model_id)
+        run = self.hub.run(http[USER], (await read(http, bodies.ModelBody)).model_id)
         data = {"arch": None, "model_name": run.base_model, "tokenizer_id": self.hub.tokenizer_id}
         return answer(
             {
@@ -216,22 +216,22 @@ class TinkerRoutes:
             raise Refusal(f"Content-Type: {http.content_type!r}; this route takes {PROTOBUF}", 415)
         body = await http.read()
         request = protobuf.read_forward_backward(body)
-        return self._submit(http["user"], request.model_id, "pass", request.seq_id, body)
+        return self._submit(http[USER], request.model_id, "pass", request.seq_id, body)
 
     async def optim_step(self, http: web.Request) -> web.Response:
         body = await read(http, bodies.OptimStepBody)
-        return self._submit(http["user"], body.model_id, "optim_step", body.seq_id, await http.read())
+        return self._submit(http[USER], body.model_id, "optim_step", body.seq_id, await http.read())
 
     async def save_weights(self, http: web.Request) -> web.Response:
         body = await read(http, bodies.SaveBody)
-        return self._submit(http["user"], body.model_id, "save_weights", body.seq_id, await http.read())
+        return self._submit(http[USER], body.model_id, "save_weights", body.seq_id, await http.read())
 
     async def save_weights_for_sampler(self, http: web.Request) -> web.Response:
         body = await read(http, bodies.SaveBody)
         if body.path is None and body.sampling_session_seq_id is None:
             raise Refusal("path or sampling_session_seq_id: one is needed")
         return self._submit(
-            http["user"], body.model_id, "save_weights_for_sampler", body.seq_id, await http.read()
+            http[USER], body.model_id, "save_weights_for_sampler", body.seq_id, await http.read()
         )
 
     async def save_weights_external(self, http: web.Request) -> web.Response:
@@ -241,11 +241,11 @@ class TinkerRoutes:
         if body.path is None:
             raise Refusal("path: a name is needed")
         return self._submit(
-            http["user"], body.model_id, "save_weights_external", body.seq_id, await http.read()
+            http[USER], body.model_id, "save_weights_external", body.seq_id, await http.read()
         )
 
     async def load_weights(self, http: web.Request) -> web.Response:
-        body, user = await read(http, bodies.LoadBody), http["user"]
+        body, user = await read(http, bodies.LoadBody), http[USER]
         if body.weights_access_token is not None:
             raise Refusal("weights_access_token: checkpoints of others are read when they are published")
         found = self.hub.checkpoint(user, body.path, "training")
@@ -270,7 +270,7 @@ class TinkerRoutes:
         )
 
     async def unload_model(self, http: web.Request) -> web.Response:
-        run = self.hub.run(http["user"], (await read(http, bodies.ModelBody)).model_id)
+        run = self.hub.run(http[USER], (await read(http, bodies.ModelBody)).model_id)
         return self._promised(self.hub.training.end(run), run.id)
 
     def _submit(self, user: User, model_id: str, kind: str, seq: int, body: bytes) -> web.Response:
@@ -283,7 +283,7 @@ class TinkerRoutes:
     # -- samples --
 
     async def create_sampling_session(self, http: web.Request) -> web.Response:
-        body, user = await read(http, bodies.SamplingSessionBody), http["user"]
+        body, user = await read(http, bodies.SamplingSessionBody), http[USER]
         session = self.hub.session(user, body.session_id)
         name = f"{session.id}:sample:{body.sampling_session_seq_id}"
         if self.hub.store.get(Sampler, name) is None:
@@ -311,13 +311,13 @@ class TinkerRoutes:
 
     async def join_sampling_session(self, http: web.Request) -> web.Response:
         body = await read(http, bodies.JoinBody)
-        sampler = self.hub.sampler(http["user"], body.sampling_session_id)
+        sampler = self.hub.sampler(http[USER], body.sampling_session_id)
         sampler.num_clients += 1
         self.hub.store.put(sampler)
         return answer({"type": "join_sampling_session", "client_counter": sampler.num_clients})
 
     async def sample(self, http: web.Request) -> web.Response:
-        body, user = await read(http, bodies.SampleBody), http["user"]
+        body, user = await read(http, bodies.SampleBody), http[USER]
         if body.sampling_session_id is not None:
             sampler = self.hub.sampler(user, body.sampling_session_id)
         else:
@@ -398,7 +398,7 @@ class TinkerRoutes:
     # -- futures --
 
     async def retrieve_future(self, http: web.Request) -> web.Response:
-        body, user = await read(http, bodies.FutureBody), http["user"]
+        body, user = await read(http, bodies.FutureBody), http[USER]
         future = self.hub.futures.of(body.request_id, user.name, is_admin=user.is_admin)
         result = await self.hub.futures.wait(future, POLL_S)
         if result is None:
@@ -415,7 +415,7 @@ class TinkerRoutes:
         return {}
 
     async def cancel_future(self, http: web.Request) -> web.Response:
-        body, user = await read(http, bodies.FutureBody), http["user"]
+        body, user = await read(http, bodies.FutureBody), http[USER]
         future = self.hub.futures.of(body.request_id, user.name, is_admin=user.is_admin)
         if future.cancel is None:
             raise Refusal("only samples can be cancelled; the requests of a model are computed in order")
