@@ -6,10 +6,12 @@ In: status lines (schema in base/status.py) and texts. A pipe, a file and a term
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from stretto.base.status import duration, printable, quantity
@@ -83,7 +85,7 @@ class Console:
         self._write_delayed_line()
         self._clear()
         self._is_closed = True
-        self._stream.flush()
+        self._flush()
 
     def _show_step(self, status: Mapping[str, Any]) -> None:
         now = self._clock()
@@ -109,9 +111,9 @@ class Console:
 
     def _write(self, text: str) -> None:
         self._clear()
-        self._stream.write(text + "\n")
+        self._put(text + "\n")
         self._draw()
-        self._stream.flush()
+        self._flush()
 
     def _show_progress(self, text: str, done: int, total: int) -> None:
         self._footer.set_progress(text, done, total)
@@ -129,7 +131,7 @@ class Console:
             columns = max(shutil.get_terminal_size().columns, 1)
             rows = sum(max(1, -(-len(line) // columns)) for line in self._drawn)
             up = f"\x1b[{rows - 1}A" if rows > 1 else ""
-            self._stream.write(f"\r{up}\x1b[J")
+            self._put(f"\r{up}\x1b[J")
             self._drawn = []
 
     def _draw(self, *, is_forced: bool = False) -> None:
@@ -142,9 +144,28 @@ class Console:
         size = shutil.get_terminal_size()
         lines = self._footer.lines(size.columns - 1)[: max(1, size.lines - 2)]
         self._clear()
-        self._stream.write("\n".join(map(self._dim, lines)))
+        self._put("\n".join(map(self._dim, lines)))
         self._drawn = lines
-        self._stream.flush()
+        self._flush()
+
+    def _put(self, text: str) -> None:
+        with self._while_it_is_there():
+            self._stream.write(text)
+
+    def _flush(self) -> None:
+        with self._while_it_is_there():
+            self._stream.flush()
+
+    @contextmanager
+    def _while_it_is_there(self) -> Iterator[None]:
+        """Where the terminal was closed nothing more is shown: the run still has to stop and save."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self._is_tty, self._drawn = False, []
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _dim(self, text: str) -> str:
         return f"\x1b[2m{text}\x1b[0m" if self._has_color else text

@@ -218,3 +218,20 @@ def test_a_warning_cannot_steer_the_terminal() -> None:
     console.show({"kind": "warning", "role": "orchestrator", "text": "env: \x1b[2J\x1b]0;title\x07gone"})
     console.close()
     assert stream.getvalue() == "warning (orchestrator): env:  [2J ]0;title gone\n"
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_that_was_closed_ends_no_run(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    theirs, ours = pty.openpty()
+    with os.fdopen(ours, "w") as stream:
+        console = Console(stream, max_steps=3)
+        console.show({"kind": "phase", "text": "waiting for the engine"})
+        os.close(theirs)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(ours, b"nobody reads this")
+        for step in (1, 2, 3):
+            console.show({"kind": "step", "step": step, "reward": 0.5})
+        console.line("saved")
+        console.close()
+        stream.flush()
