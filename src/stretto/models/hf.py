@@ -13,7 +13,7 @@ letting transformers convert small tensors of numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +265,19 @@ def _find_slice(
     return SharedSlice(name, starts, lengths, theirs, (0,) * (len(shape) - lead), lead)
 
 
+def _check_complete(directory: str | Path, found: Mapping[str, Any]) -> None:
+    """transformers fills what it does not find with random numbers.
+
+    found: what it says of missing and mismatched tensors. Raises: DataError if there are any.
+    """
+    faults = [f"{name} is missing" for name in sorted(found["missing_keys"])]
+    for name, theirs, ours in sorted(found["mismatched_keys"], key=str):
+        faults.append(f"{name} is {list(theirs)}, and config.json makes it {list(ours)}")
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise DataError(f"{directory}: weights and config.json do not fit: {'; '.join(faults[:3])}{more}")
+
+
 def load_hf_model(
     directory: str | Path,
     *,
@@ -287,11 +300,17 @@ def load_hf_model(
     if method not in (None, "mxfp4"):
         raise refusal
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True
+        model, found = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused here, with their names
         )
     except (OSError, ValueError, KeyError) as cause:
         raise _unloadable(directory, cause) from cause
+    _check_complete(directory, found)
     if getattr(model, "is_quantized", False):
         raise refusal
     decoder = HFDecoder(model.to(device).train())

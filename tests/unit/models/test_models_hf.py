@@ -207,6 +207,21 @@ def test_an_unknown_architecture_is_named(tmp_path):
         load_hf_model(tmp_path, dtype=torch.float32)
 
 
+def test_weights_that_do_not_fit_config_json_are_named_and_not_made_up(tmp_path):
+    build_hf("llama").save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    norm = files.pop("model.norm.weight")
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"do not fit: model\.norm\.weight is missing$"):
+        load_hf_model(tmp_path, dtype=torch.float32)
+    files["model.norm.weight"] = norm.repeat(2)
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        DataError, match=rf"norm\.weight is \[{2 * len(norm)}\], and config.json makes it \[{len(norm)}\]"
+    ):
+        load_hf_model(tmp_path, dtype=torch.float32)
+
+
 def test_scratch_models_are_ours_only():
     with pytest.raises(ConfigError, match=r"model\.scratch"):
         load_policy(ModelSection(impl="hf", scratch=ScratchSection()), vocab_size=9)
