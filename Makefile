@@ -104,10 +104,10 @@ $(VENV)/installed-dev: pyproject.toml | $(VENV)/torch
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,docs]'
 	@touch $(VENV)/installed $@
 
-# Environments of other packages, and trackers. One is built by a C compiler: where there is none its tests are skipped.
+# Environments of other packages, trackers, and the client of Tinker. One is built by a C compiler: where there is none its tests are skipped.
 # They come last: what vLLM has chosen stays as it is.
 $(VENV)/installed-envs: pyproject.toml | $(VENV)/installed-dev $(VENV)/installed-vllm
-	@for extra in verifiers reasoning-gym mcp wandb tensorboard trackio; do \
+	@for extra in verifiers reasoning-gym mcp wandb tensorboard trackio tinker; do \
 		$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[dev,docs,$$extra]" || \
 			echo "note: the extra $$extra cannot be installed here; its tests are skipped" >&2; done
 	@touch $@
