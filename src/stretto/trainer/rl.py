@@ -5,7 +5,7 @@
     -> at max_steps, Stop or Ctrl-C: checkpoint, wait until engines have loaded the last version, send Bye
 
 The orchestrator sends Stop and completes checkpoints. Every wait for it has a deadline, and ends if the orchestrator
-dies (transports/control.py). Training itself is learner.py.
+dies (transports/orchestrator.py). Training itself is learner.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import runpy
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from stretto.base import rundir
-from stretto.base.errors import ConfigError, EngineError, WireError
+from stretto.base.errors import ConfigError
 from stretto.base.runtime import freeze_objects
-from stretto.base.secret import load_secret
 from stretto.base.status import report
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.trainer import CkptSection, num_kept
@@ -34,13 +32,9 @@ from stretto.monitors import build_monitors
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
-    CheckpointComplete,
     CheckpointSaved,
-    Failed,
     Register,
     StepDone,
-    Stop,
-    VersionLoaded,
     VersionReady,
 )
 from stretto.records.sample import TrainBatch
@@ -61,14 +55,12 @@ from stretto.trainer.state.canary import is_canary_due, score_canary
 from stretto.trainer.state.export import export_critic, export_weights
 from stretto.trainer.throughput import Throughput
 from stretto.trainer.updates import Updates
-from stretto.transports.control import ControlClient
-from stretto.transports.rollouts import build_receiver
+from stretto.transports.orchestrator import Orchestrator
 from stretto.transports.weights import build_publisher, meeting_host
 
 logger = logging.getLogger(__name__)
 
 ROLE = "trainer"
-POLL_S = 0.1  # how often Stop is checked while waiting for a batch
 MONITOR_CLOSE_S = 10.0
 LOGGED = ("loss/mean", "mismatch_kl/mean", "entropy/mean", "optim/grad_norm", "optim/lr")
 
@@ -116,14 +108,13 @@ class Trainer:
             delete_after(self.run_dir.trained_tokens, self.learner.step)
         self.is_batch_lead = mesh.is_batch_lead
         if self.is_batch_lead:
-            self.control = ControlClient(cfg.control, cfg.run_name, load_secret(self.run_dir))
-            stack.callback(self.control.close)
+            self.orchestrator = Orchestrator(
+                cfg, stack, self.learner.step, on_loaded=self.release, on_complete=self.prune
+            )
         self.throughput = Throughput()
         self.tracer = Tracer(cfg.run_dir, rank_name(ROLE))
-        self.stop: Stop | None = None
-        self.loaded_version = -1
-        self.num_published, self.wants_canary = 0, True
-        self.saved_step = self.complete_step = self.exported_step = self.learner.step
+        self.num_published = 0
+        self.saved_step = self.exported_step = self.learner.step
         self.is_checkpoint_due = checkpoint.Due(cfg.ckpt, mesh)
         self.num_tokens = 0
 
@@ -151,7 +142,14 @@ class Trainer:
     def run(self) -> None:
         """Train every step, then end the run; an error is reported to the orchestrator first."""
         if self.is_batch_lead:
-            self.register()
+            self.orchestrator.register(
+                Register(
+                    rank=self.dp_rank,
+                    world_size=self.dp,
+                    resumed_step=self.resumed_step,
+                    version=self.learner.step,
+                )
+            )
         try:
             self.open()
             self.announce(self.publish())
@@ -174,10 +172,10 @@ class Trainer:
             self.end_run()
         except Exception as error:
             if self.is_batch_lead:
-                self.report_failure(error)
+                self.orchestrator.report_failure(error)
             raise
         if self.is_batch_lead:
-            self.control.send(Bye())
+            self.orchestrator.send(Bye())
         logger.info("done at step %d", self.learner.step)
 
     # -- a step --
@@ -190,36 +188,18 @@ class Trainer:
         Raises: EngineError when none comes in batch_timeout_s.
         """
         self.wait_s = -time.perf_counter()
-        batch = self.receive(self.should_stop) if self.is_lead else None
+        step = self.learner.step + 1
+        batch = self.orchestrator.receive(step, self.should_stop) if self.is_lead else None
         # A signal may reach any rank: a preemption can take one machine of several.
         ranks = self.mesh.gather((batch is not None, self.interrupt.is_set), tuple[bool, bool])
         lead_has_batch = ranks[0][0]
         if not lead_has_batch or any(is_interrupted for _, is_interrupted in ranks):
             return None
         if self.is_batch_lead and not self.is_lead:
-            batch = self.receive(lambda: False)
+            batch = self.orchestrator.receive(step, lambda: False)
         batch = self.mesh.broadcast_to_cp_tp(batch, TrainBatch | None)
         self.wait_s += time.perf_counter()
         return batch
-
-    def receive(self, should_stop: Callable[[], bool]) -> TrainBatch | None:
-        """This rank's batch of the next step; None once should_stop() is true.
-
-        Raises: EngineError when none comes in batch_timeout_s.
-        """
-        step = self.learner.step + 1
-        deadline = time.monotonic() + self.cfg.batch_timeout_s
-        while not should_stop():
-            batch = self.receiver.try_receive(POLL_S)
-            if batch is not None:
-                check_batch(batch, step, self.dp_rank, self.dp)
-                return batch
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the orchestrator sent no batch for step {step} within batch_timeout_s = "
-                    f"{self.cfg.batch_timeout_s:g}; see its log for what it waits for"
-                )
-        return None
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step, reported to the orchestrator; its metrics."""
@@ -246,7 +226,7 @@ class Trainer:
         if self.is_lead:
             step, wait_s = self.learner.step, self.wait_s
             done = StepDone(step=step, metrics=metrics, num_tokens=num_tokens, time_s=time_s, wait_s=wait_s)
-            self.control.post(done)
+            self.orchestrator.post(done)
         return metrics
 
     def log(self, metrics: dict[str, float]) -> None:
@@ -268,17 +248,17 @@ class Trainer:
     def publish(self) -> VersionReady | None:
         """Publish the current weights; what the lead announces. The version is the number of steps done."""
         start = time.perf_counter()
+        loaded_version, wants_canary = -1, True
         if self.is_lead:
             self.handle_messages()
-        self.loaded_version, self.wants_canary = self.mesh.broadcast(
-            (self.loaded_version, self.wants_canary), tuple[int, bool]
-        )
-        self.publisher.release(self.loaded_version - 1)
+            loaded_version, wants_canary = self.orchestrator.loaded_version, self.orchestrator.wants_canary
+        loaded_version, wants_canary = self.mesh.broadcast((loaded_version, wants_canary), tuple[int, bool])
+        self.release(loaded_version)
         tensors = self.learner.export_tensors()
         if self.layout is not None:
             tensors = to_8_bits(tensors, self.layout)
         manifest = self.publisher.publish(self.learner.step, tensors)
-        canary = self.canary()
+        canary = self.canary(is_wanted=wants_canary)
         self.num_published += 1
         if not self.is_lead:
             return None
@@ -294,14 +274,12 @@ class Trainer:
         if self.is_colocated:
             self.mesh.barrier()
         if ready is not None:
-            self.control.post(ready)
+            self.orchestrator.post(ready)
 
-    def canary(self) -> Canary | None:
+    def canary(self, *, is_wanted: bool) -> Canary | None:
         """Log-probabilities that engines must reproduce with this version; None if not checked."""
         cfg = self.cfg.weight_broadcast
-        if not is_canary_due(
-            self.learner.step, self.num_published, cfg.canary_interval, is_wanted=self.wants_canary
-        ):
+        if not is_canary_due(self.learner.step, self.num_published, cfg.canary_interval, is_wanted=is_wanted):
             return None
         return score_canary(self.learner, cfg.canary_tokens, self.layout)
 
@@ -335,7 +313,7 @@ class Trainer:
         if is_saving and step != self.saved_step:
             self.learner.check_finite()
             if self.is_lead:
-                self.control.send(CheckpointBegun(step=step))
+                self.orchestrator.send(CheckpointBegun(step=step))
             if self.remote_critic is not None:
                 self.remote_critic.save(step)
             self.saver.save(self.learner)
@@ -352,79 +330,37 @@ class Trainer:
         """Report checkpoints whose files are written; the orchestrator then completes them."""
         remote = self.remote_critic
         while self.written and (remote is None or self.written[0] in remote.saved):
-            self.control.send(CheckpointSaved(step=self.written.popleft()))
+            self.orchestrator.send(CheckpointSaved(step=self.written.popleft()))
 
     # -- the orchestrator --
-
-    def register(self) -> None:
-        """Register with the orchestrator, and open the connection for batches.
-
-        Raises: ConfigError when the orchestrator continues from another step.
-        """
-        step = self.learner.step
-        registered = self.control.register(
-            Register(rank=self.dp_rank, world_size=self.dp, resumed_step=self.resumed_step, version=step)
-        )
-        if (registered.resume_step or 0) != step:
-            raise ConfigError(
-                f"the orchestrator continues after step {registered.resume_step or 0}, this trainer after "
-                f"step {step}; start both with the same --resume"
-            )
-        # Only after registration, so that a trainer that is refused never receives batches.
-        self.receiver = build_receiver(
-            self.cfg.rollout_transport, self.run_dir, self.dp_rank, self.control.session
-        )
-        self.stack.callback(self.receiver.close)
-        logger.info("registered with the orchestrator; starting at step %d", step + 1)
 
     def handle_messages(self) -> None:
         """Handle the orchestrator's messages without waiting; report written checkpoints."""
         self.report_saved()
-        for message in self.control.poll():
-            self.handle_message(message)
+        self.orchestrator.poll()
 
-    def handle_message(self, message: object) -> None:
-        match message:
-            case Stop():
-                logger.info("the orchestrator asks to stop: %s", message.reason)
-                self.stop = message
-            case VersionLoaded(version=version, wants_canary=wants_canary):
-                self.loaded_version, self.wants_canary = version, wants_canary
-                self.publisher.release(version - 1)
-            case CheckpointComplete(step=step):
-                self.complete_step = step
-                ckpt = self.cfg.ckpt
-                deleted = checkpoint.prune(self.run_dir, num_kept(ckpt), ckpt.keep_interval) if ckpt else []
-                if deleted:
-                    logger.info("deleted checkpoints of steps %s", ", ".join(map(str, deleted)))
-            case _:
-                raise WireError(
-                    f"the orchestrator sent {type(message).__name__}, which only a trainer may send"
-                )
+    def release(self, loaded_version: int) -> None:
+        """Free what was kept of versions that no engine loads any more."""
+        self.publisher.release(loaded_version - 1)
+
+    def prune(self, complete_step: int) -> None:
+        """Delete checkpoints beyond those that [ckpt] keeps, once another one is complete."""
+        ckpt = self.cfg.ckpt
+        deleted = checkpoint.prune(self.run_dir, num_kept(ckpt), ckpt.keep_interval) if ckpt else []
+        if deleted:
+            logger.info("deleted checkpoints of steps %s", ", ".join(map(str, deleted)))
 
     def should_stop(self) -> bool:
         self.handle_messages()
-        return self.stop is not None or self.interrupt.is_set
-
-    def wait_until(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Handle the orchestrator's messages until is_done().
-
-        Raises: EngineError after timeout_s, naming `what`.
-        """
-        deadline = time.monotonic() + timeout_s
-        while not is_done():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise EngineError(f"waited {timeout_s:g} s for {what}; see the orchestrator's log")
-            for message in self.control.wait(left):
-                self.handle_message(message)
+        return self.orchestrator.stop is not None or self.interrupt.is_set
 
     # -- the end --
 
     def end_run(self) -> None:
         """Save unless Stop says not to; return once no other process needs this one."""
         step = self.learner.step
-        should_save = self.stop is None or self.stop.save
+        stop = self.orchestrator.stop if self.is_lead else None
+        should_save = stop is None or stop.save
         if self.mesh.broadcast(should_save, bool):
             ckpt = self.cfg.ckpt
             if ckpt and (step != self.saved_step or (ckpt.weights and step != self.exported_step)):
@@ -433,24 +369,11 @@ class Trainer:
         if self.is_lead:
             if self.cfg.ckpt is None and step:
                 logger.warning("nothing was saved: ckpt = None")
-            timeout_s = self.cfg.weight_broadcast.timeout_s
-            self.wait_until(
-                lambda: self.complete_step == self.saved_step,
-                timeout_s,
-                f"the orchestrator to complete the checkpoint of step {self.saved_step}",
-            )
-            what = f"the engines to load the last version, {step}"
-            self.wait_until(lambda: self.loaded_version == step, timeout_s, what)
+            self.orchestrator.wait_complete(saved_step=self.saved_step, version=step)
         # All ranks wait here: closing a publisher frees the memory from which engines load a version.
         self.mesh.barrier()
         if self.remote_critic is not None:
             self.remote_critic.end()
-
-    def report_failure(self, error: Exception) -> None:
-        try:
-            self.control.send(Failed(reason=f"{type(error).__name__}: {error}"), timeout_s=2.0)
-        except (EngineError, WireError) as also:
-            logger.debug("could not report the failure to the orchestrator: %s", also)
 
 
 def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
@@ -471,15 +394,6 @@ def resume(cfg: TrainerConfig, learner: Learner) -> int | None:
         learner.begin_schedule()
     logger.info("resumed after step %d%s", step, "" if run == cfg.run_dir else f" of {run}")
     return step
-
-
-def check_batch(batch: TrainBatch, step: int, rank: int, world_size: int) -> None:
-    """Raises: WireError when it is not the batch of this step for this data-parallel rank."""
-    if (batch.step, batch.rank, batch.world_size) != (step, rank, world_size):
-        raise WireError(
-            f"got the batch of step {batch.step} for rank {batch.rank} of {batch.world_size}; "
-            f"expected step {step} for rank {rank} of {world_size}"
-        )
 
 
 if __name__ == "__main__":  # torchrun src/stretto/trainer/rl.py @ train.toml

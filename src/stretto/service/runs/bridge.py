@@ -17,14 +17,13 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from types import FrameType
 
 from stretto.base import log, rundir
-from stretto.base.errors import ConfigError, EngineError, WireError
+from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
-from stretto.base.secret import load_secret
 from stretto.base.status import is_supervised, report, stop_signals
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.trainer import CkptSection, num_kept
@@ -33,13 +32,9 @@ from stretto.records.codec import encode
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
-    CheckpointComplete,
     CheckpointSaved,
-    Failed,
     Register,
     StepDone,
-    Stop,
-    VersionLoaded,
     VersionReady,
 )
 from stretto.records.sample import MicroBatch, TrainBatch
@@ -47,8 +42,7 @@ from stretto.records.tenants import TenantWork
 from stretto.records.token_counts import counts_of_step
 from stretto.records.weights import WeightManifest
 from stretto.service.runs.client import find_token, spec_of
-from stretto.transports.control import ControlClient
-from stretto.transports.rollouts import build_receiver
+from stretto.transports.orchestrator import Orchestrator
 from stretto.transports.service import CreateRun, ServiceRun, encode_work
 
 logger = logging.getLogger(__name__)
@@ -57,7 +51,6 @@ ROLE = "trainer"
 TRANSPORT = "service"
 STATE = "service.json"
 """File in the trainer's part of a checkpoint: where its state lies."""
-POLL_S = 0.1
 MONITOR_CLOSE_S = 10.0
 
 
@@ -83,19 +76,20 @@ class Bridge:
         self.runner = stack.enter_context(asyncio.Runner())
         self.remote = ServiceRun(self.section.url, find_token(self.section))
         stack.callback(lambda: self.runner.run(self.remote.close()))
-        self.control = ControlClient(cfg.control, cfg.run_name, load_secret(self.run_dir))
-        stack.callback(self.control.close)
         self.step, self.num_tokens = 0, 0
         self.resumed_step: int | None = None
-        self.stop: Stop | None = None
-        self.loaded_version = -1
         self.saved_at = time.monotonic()
 
     def run(self) -> None:
         """Train every step, then end the run; an error is reported to the orchestrator first."""
         self.open_run()
-        self.saved_step = self.complete_step = self.step
-        self.register()
+        self.saved_step = self.step
+        self.orchestrator = Orchestrator(
+            self.cfg, self.stack, self.step, on_loaded=lambda _: None, on_complete=self.prune
+        )
+        self.orchestrator.register(
+            Register(rank=0, world_size=1, resumed_step=self.resumed_step, version=self.step)
+        )
         try:
             monitors = build_monitors(
                 self.cfg.monitors, self.run_dir, ROLE, self.cfg.run_name, resumed_step=self.resumed_step
@@ -111,9 +105,9 @@ class Bridge:
                 self.save_if_due()
             self.end_run()
         except Exception as error:
-            self.report_failure(error)
+            self.orchestrator.report_failure(error)
             raise
-        self.control.send(Bye())
+        self.orchestrator.send(Bye())
         self.runner.run(self.remote.end())
         logger.info("done at step %d", self.step)
 
@@ -150,12 +144,12 @@ class Bridge:
 
     def publish(self) -> None:
         """Have engines offer the weights as they are now, and tell the orchestrator; the version is the step."""
-        self.handle_messages()
+        self.orchestrator.poll()
         self.runner.run(self.remote.publish(self.step))
         manifest = WeightManifest(
             version=self.step, transport=TRANSPORT, location=self.remote.id, shards=(), tensors=(), checksum=0
         )
-        self.control.post(VersionReady(manifest=manifest))
+        self.orchestrator.post(VersionReady(manifest=manifest))
 
     async def _train(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         counts = counts_of_step(micro_batches, self.cfg.loss.reduction)
@@ -175,22 +169,10 @@ class Bridge:
 
         Raises: EngineError when none comes in batch_timeout_s, WireError for one of another step.
         """
-        start, step = time.perf_counter(), self.step + 1
-        while not self.should_stop():
-            if (batch := self.receiver.try_receive(POLL_S)) is not None:
-                self.wait_s = time.perf_counter() - start
-                if (batch.step, batch.rank, batch.world_size) != (step, 0, 1):
-                    raise WireError(
-                        f"got the batch of step {batch.step} for rank {batch.rank} of {batch.world_size}; expected "
-                        f"step {step} for the only rank"
-                    )
-                return batch
-            if time.perf_counter() - start > self.cfg.batch_timeout_s:
-                raise EngineError(
-                    f"the orchestrator sent no batch for step {step} within batch_timeout_s = "
-                    f"{self.cfg.batch_timeout_s:g}; see its log for what it waits for"
-                )
-        return None
+        start = time.perf_counter()
+        batch = self.orchestrator.receive(self.step + 1, self.should_stop)
+        self.wait_s = time.perf_counter() - start
+        return batch
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step at the service, reported to the orchestrator; its metrics."""
@@ -214,7 +196,7 @@ class Bridge:
         done = StepDone(
             step=self.step, metrics=metrics, num_tokens=num_tokens, time_s=time_s, wait_s=self.wait_s
         )
-        self.control.post(done)
+        self.orchestrator.post(done)
         logger.info(
             "step %d loss=%.4f grad_norm=%.3f %.3fs (waited %.3fs)",
             self.step,
@@ -230,13 +212,13 @@ class Bridge:
         ckpt, step = self.cfg.ckpt, self.step
         if ckpt is None or step == self.saved_step or not (is_last or self._is_due(ckpt)):
             return
-        self.control.send(CheckpointBegun(step=step))
+        self.orchestrator.send(CheckpointBegun(step=step))
         answer = self.runner.run(self.remote.save(state_name(step), {"step": step}))
         place = {"url": self.section.url, "run": self.remote.id, "path": answer["path"], "step": step}
         path = self.run_dir.checkpoint(step) / ROLE / STATE
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(place, indent=2).encode() + b"\n", is_durable=True)
-        self.control.send(CheckpointSaved(step=step))
+        self.orchestrator.send(CheckpointSaved(step=step))
         self.saved_step, self.saved_at = step, time.monotonic()
 
     def _is_due(self, ckpt: CkptSection) -> bool:
@@ -244,8 +226,8 @@ class Bridge:
             return ckpt.interval is not None and self.step % ckpt.interval == 0
         return time.monotonic() - self.saved_at >= 60 * ckpt.minutes
 
-    def prune(self) -> None:
-        """Delete checkpoints beyond those that [ckpt] keeps, here and at the service."""
+    def prune(self, complete_step: int) -> None:
+        """Once a checkpoint is complete, delete checkpoints beyond those that [ckpt] keeps, here and at the service."""
         ckpt, complete = self.cfg.ckpt, self.run_dir.complete_checkpoints()
         kept = None if ckpt is None else num_kept(ckpt)
         for step in [] if kept is None else complete[:-kept]:
@@ -255,80 +237,17 @@ class Bridge:
             shutil.rmtree(self.run_dir.checkpoint(step), ignore_errors=True)
             self.runner.run(self.remote.forget(state_name(step)))
 
-    # -- the orchestrator --
-
-    def register(self) -> None:
-        """Register with the orchestrator, and open the connection for batches.
-
-        Raises: ConfigError when the orchestrator continues from another step.
-        """
-        registered = self.control.register(
-            Register(rank=0, world_size=1, resumed_step=self.resumed_step, version=self.step)
-        )
-        if (registered.resume_step or 0) != self.step:
-            raise ConfigError(
-                f"the orchestrator continues after step {registered.resume_step or 0}, this process after step "
-                f"{self.step}; start both with the same --resume"
-            )
-        self.receiver = build_receiver(self.cfg.rollout_transport, self.run_dir, 0, self.control.session)
-        self.stack.callback(self.receiver.close)
-
-    def handle_messages(self) -> None:
-        for message in self.control.poll():
-            self.handle_message(message)
-
-    def handle_message(self, message: object) -> None:
-        match message:
-            case Stop():
-                logger.info("the orchestrator asks to stop: %s", message.reason)
-                self.stop = message
-            case VersionLoaded(version=version):
-                self.loaded_version = version
-            case CheckpointComplete(step=step):
-                self.complete_step = step
-                self.prune()
-            case _:
-                raise WireError(
-                    f"the orchestrator sent {type(message).__name__}, which only a trainer may send"
-                )
-
     def should_stop(self) -> bool:
-        self.handle_messages()
-        return self.stop is not None or self.is_interrupted
-
-    def wait_until(self, is_done: Callable[[], bool], what: str) -> None:
-        """Handle the orchestrator's messages until is_done().
-
-        Raises: EngineError after weight_broadcast.timeout_s, naming `what`.
-        """
-        timeout_s = self.cfg.weight_broadcast.timeout_s
-        deadline = time.monotonic() + timeout_s
-        while not is_done():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise EngineError(f"waited {timeout_s:g} s for {what}; see the orchestrator's log")
-            for message in self.control.wait(left):
-                self.handle_message(message)
+        self.orchestrator.poll()
+        return self.orchestrator.stop is not None or self.is_interrupted
 
     # -- the end --
 
     def end_run(self) -> None:
         """Save unless Stop says not to; return once the orchestrator does not need this process."""
-        if self.stop is None or self.stop.save:
+        if (stop := self.orchestrator.stop) is None or stop.save:
             self.save_if_due(is_last=True)
-        self.wait_until(
-            lambda: self.complete_step == self.saved_step,
-            f"the orchestrator to complete the checkpoint of step {self.saved_step}",
-        )
-        self.wait_until(
-            lambda: self.loaded_version == self.step, f"the engines to load the last version, {self.step}"
-        )
-
-    def report_failure(self, error: Exception) -> None:
-        try:
-            self.control.send(Failed(reason=f"{type(error).__name__}: {error}"), timeout_s=2.0)
-        except (EngineError, WireError) as also:
-            logger.debug("could not report the failure to the orchestrator: %s", also)
+        self.orchestrator.wait_complete(saved_step=self.saved_step, version=self.step)
 
 
 def state_name(step: int) -> str:
