@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -74,6 +76,18 @@ class Service:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(60)
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        """Close the connections that clients keep idle: nobody closes them before they are garbage."""
+        loops = set()
+        for each in gc.get_objects():
+            if issubclass(type(each), asyncio.Transport) and not each.is_closing():
+                if (each.get_extra_info("peername") or (None, None))[1] == self.port:
+                    loops.add(loop := each._loop)
+                    loop.call_soon_threadsafe(each.abort)
+        for loop in loops:  # what was asked before is done
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1), loop).result(10)
 
     def pid(self, role: str) -> int:
         """The process of a role, found by its command among the service's own."""
