@@ -81,11 +81,10 @@ class Service:
     def _close_connections(self) -> None:
         """Close the connections that clients keep idle: nobody closes them before they are garbage."""
         loops = set()
-        for each in gc.get_objects():
-            if issubclass(type(each), asyncio.Transport) and not each.is_closing():
-                if (each.get_extra_info("peername") or (None, None))[1] == self.port:
-                    loops.add(loop := each._loop)
-                    loop.call_soon_threadsafe(each.abort)
+        for each in [each for each in gc.get_objects() if issubclass(type(each), asyncio.Transport)]:
+            if not each.is_closing() and each.get_extra_info("peername", ("", 0))[1] == self.port:
+                loops.add(loop := each._loop)
+                loop.call_soon_threadsafe(each.abort)
         for loop in loops:  # what was asked before is done
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1), loop).result(10)
 
