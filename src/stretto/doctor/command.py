@@ -104,7 +104,8 @@ def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[
     try:
         verb, cfg = configs.load_config(words)
     except ConfigError as error:
-        found = [Finding("config", State.BAD, str(error))]
+        found = run_checks(machine_checks(Path("outputs")))
+        found.append(Finding("config", State.BAD, str(error)))
         root = configs.likeliest_root(words)
         return found, smallest_edits(words, str(error), root, configs.why_not)
     cfg = hosts.in_job(cfg)

@@ -462,6 +462,7 @@ def write_summary(session: Session, evals: dict[int, dict[str, float]]) -> None:
     wall_s = time.perf_counter() - session.started_at
     summary = {
         "steps": session.learner.step,
+        "max_steps": session.max_steps,
         "epochs": session.order.epoch,
         "val_loss": session.val_loss,
         "evals": evals,

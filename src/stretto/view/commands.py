@@ -128,9 +128,10 @@ def summary(run: Run) -> dict[str, Any]:
 
 def _summary_text(found: dict[str, Any]) -> str:
     row = _listed(found)
-    lines = [
-        f"{found['path']}: {found['verb']}, {found['state']}, step {row['step']}, last one {row['age']} ago"
-    ]
+    step = "no step yet" if found["step"] is None else f"step {row['step']}, last one {row['age']} ago"
+    lines = [f"{found['path']}: {found['verb']}, {found['state']}, {step}"]
+    if found["missing"]:
+        lines.append(found["missing"])
     if found["metrics"]:
         lines += ["", table([{"metric": key, "latest": value} for key, value in found["metrics"].items()])]
     if found["evals"]:
@@ -174,8 +175,7 @@ def rollouts(words: Sequence[str]) -> int:
     run = Run(args.run)
     step = args.step
     if step is None and not (args.best or args.worst or args.failed or args.min_reward is not None):
-        trained = [row["step"] for row in run.metrics() if row["step"] > 0]
-        step = trained[-1] if trained else None
+        step = _last_trained(run)
     rows = run.rollouts(
         step=step,
         env=args.env,
@@ -196,6 +196,13 @@ def rollouts(words: Sequence[str]) -> int:
     for row in rows:
         print(as_text(row, is_raw=args.raw), end="\n\n")
     return 0
+
+
+def _last_trained(run: Run) -> int | None:
+    if not run.dir.ledger.exists():
+        return None
+    with LedgerReader(run.dir) as ledger:
+        return max((row["step"] for row in ledger.batches() if row["state"] == "trained"), default=None)
 
 
 def _print_json(value: Any) -> None:

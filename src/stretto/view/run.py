@@ -26,6 +26,7 @@ from stretto.config.load import masked
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Branch, Rollout
+from stretto.view.state import describe
 
 T = TypeVar("T")
 
@@ -233,7 +234,11 @@ def plot(runs: Sequence[Run | Path | str], *keys: str, path: Path | str | None =
     from stretto.view.plot import plot
 
     found = [run if isinstance(run, Run) else Run(run) for run in runs]
-    return plot({_label(run, found): run.metrics() for run in found}, keys, path)
+    rows = {_label(run, found): run.metrics() for run in found}
+    missing = [f"{run.dir}: {text}" for run in found if (text := describe(run.dir)["missing"])]
+    if missing and not any(rows.values()):
+        raise ConfigError(f"plot: no step is logged: {'; '.join(missing)}.")
+    return plot(rows, keys, path)
 
 
 def _label(run: Run, runs: Sequence[Run]) -> str:

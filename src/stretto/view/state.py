@@ -12,11 +12,17 @@ from typing import Any
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.locked import holder
 from stretto.base.paths import RunDir
+from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import newest_values
 
 ROLES = ("orchestrator", "sft")
 """Roles whose metrics say how far a run is; the first one that has some counts."""
 _RESULT = {"orchestrator": "reward/mean", "sft": "nll/mean"}
+_TRAINED = """
+    SELECT b.step, b.trained_at AS changed, avg(r.reward) AS reward
+    FROM batches b LEFT JOIN batch_rollouts USING (batch) LEFT JOIN rollouts r USING (row)
+    WHERE b.state = 'trained' AND b.step = (SELECT max(step) FROM batches WHERE state = 'trained') GROUP BY b.batch
+"""
 _DEPTH = 3  # directories below a given one in which runs are looked for
 _KEPT = ("logs", "tokens", "weights", "checkpoints", "broadcasts", "rollouts", "evals", "configs", "metrics")
 
@@ -56,38 +62,69 @@ def _runs_below(path: Path, depth: int) -> Iterator[Path]:
 def describe(run: RunDir) -> dict[str, Any]:
     """One row: name, path, verb, state, step, max_steps, reward, loss (of sft), host, changed (unix seconds), age_s.
 
-    state: running, done, ended (before its last step), or damaged. What is not known is None.
+    state: running, done, stopped (by a signal, before its last step), ended (in another way before its last step), or
+    damaged. missing: what was deleted of the run, and where `step` comes from then. What is not known is None.
     """
     row: dict[str, Any] = {"name": run.path.resolve().name, "path": str(run.path), "verb": None}
-    row |= dict.fromkeys(("state", "step", "max_steps", "reward", "loss", "host", "changed"))
+    row |= dict.fromkeys(("state", "step", "max_steps", "reward", "loss", "host", "changed", "missing"))
     try:
-        config = _read(run.config("run"))
+        config, summary = _read(run.config("run")), _read(run.summary)
         row |= {"verb": "sft" if "data" in config and "orchestrator" not in config else "rl"}
-        row["max_steps"] = config.get("max_steps")
-        for role in ROLES:
-            if run.metrics(role).exists():
-                newest = newest_values(run.metrics(role), "step", _RESULT[role])
-                row |= {
-                    "step": newest.get("step"),
-                    "reward": newest.get("reward/mean"),
-                    "loss": newest.get("nll/mean"),
-                }
-                row["changed"] = run.metrics(role).stat().st_mtime
-                break
+        row["max_steps"] = config.get("max_steps") or summary.get("max_steps")
+        row |= _from_metrics(run) or _without_metrics(run, row["verb"], summary)
         row["host"] = _read(run.launch).get("host")
-        row["state"] = _state(run, row)
+        row["state"] = _state(run, row, summary)
     except (OSError, StrettoError) as error:
         row |= {"state": "damaged", "error": str(error)}
     row["age_s"] = None if row["changed"] is None else max(0.0, time.time() - row["changed"])
     return row
 
 
-def _state(run: RunDir, row: dict[str, Any]) -> str:
+def _from_metrics(run: RunDir) -> dict[str, Any]:
+    """How far the metrics say that the run is; {} without a metrics file, or if it was emptied."""
+    for role in ROLES:
+        file = run.metrics(role)
+        if file.exists() and (about := file.stat()).st_size:
+            newest = newest_values(file, "step", _RESULT[role])
+            return {
+                "step": newest.get("step"),
+                "reward": newest.get("reward/mean"),
+                "loss": newest.get("nll/mean"),
+                "changed": about.st_mtime,
+            }
+    return {}
+
+
+def _without_metrics(run: RunDir, verb: str, summary: dict[str, Any]) -> dict[str, Any]:
+    """How far the ledger, the summary or a checkpoint say that the run is; {} if none of them knows of a step."""
+    found: dict[str, Any] = {}
+    if run.ledger.exists():
+        with LedgerReader(run) as ledger:
+            found = next(iter(ledger.rows(_TRAINED)), {})
+        source = "ledger"
+    elif summary.get("steps"):
+        found, source = {"step": summary["steps"], "changed": run.summary.stat().st_mtime}, "summary"
+    elif step := run.latest_complete_checkpoint():
+        changed = run.complete_marker(step).stat().st_mtime
+        found, source = {"step": step, "changed": changed}, "newest checkpoint"
+    if not found:
+        return {}
+    file = run.metrics("sft" if verb == "sft" else "orchestrator")
+    where = file.relative_to(run.path)
+    return {**found, "missing": f"{where} is missing: the step is the {source}'s, and there are no curves"}
+
+
+def _state(run: RunDir, row: dict[str, Any], summary: dict[str, Any]) -> str:
     if holder(run.lock) is not None:
         return "running"
-    if run.summary.exists() or (row["step"] and row["step"] == row["max_steps"]):
+    step, last = row["step"] or summary.get("steps"), row["max_steps"]
+    if step and last and step >= last:
         return "done"
-    return "ended"
+    if not run.summary.exists() or step != summary.get(
+        "steps", step
+    ):  # its summary is older than its last step
+        return "ended"
+    return "done" if row["verb"] == "sft" and not last else "stopped"
 
 
 def _read(file: Path) -> dict[str, Any]:

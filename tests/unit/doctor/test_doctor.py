@@ -85,6 +85,16 @@ def test_this_machine_is_looked_at_and_json_says_the_same(tmp_path: Path, monkey
     assert not any(tmp_path.iterdir()), "nothing stays behind"
 
 
+@pytest.mark.heavy
+def test_a_config_that_does_not_load_is_one_finding_beside_the_machine(words, tmp_path: Path, capsys) -> None:
+    (tmp_path / "rl.toml").write_text(ENV + "\n[orchestrator]\nbatch_sise = 8\ngroup_size = -1\n")
+    assert cli.main(["doctor", "rl.toml", *words[2:], "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    [wrong] = [row for row in findings if row["state"] == "bad"]
+    assert wrong["name"] == "config" and "batch_sise" in wrong["text"] and "group_size" in wrong["text"]
+    assert {"python", "torch", "packages", "disk", "open files"} <= {row["name"] for row in findings}
+
+
 def test_torch_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         software, "_PROBE", "import sys; sys.exit('ImportError: libcudart.so.13: cannot open')"

@@ -12,7 +12,8 @@ export async function render(root, context) {
   const runs = context.runs.filter((run, at) => !lists[at].error);
   const metrics = new Map(lists.filter((list) => !list.error).flat().map((metric) => [metric.name, metric]));
   if (!metrics.size) {
-    fill(root, faults.length ? faults : message("No step has ended yet."));
+    const missing = context.rows.flatMap((row) => (row?.missing ? [message(`${row.id}: ${row.missing}`, "error")] : []));
+    fill(root, faults.length || missing.length ? [faults, missing] : message("No step has ended yet."));
     return { update: () => render(root, context) };
   }
   const asked = query.getAll("key").filter((key) => metrics.has(key));
