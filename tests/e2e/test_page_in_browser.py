@@ -213,7 +213,7 @@ def test_what_is_drawn_stays_as_the_run_goes_on(tab: Any, address: str, ended: P
 
 def test_two_runs_are_compared(tab: Any, address: str) -> None:
     tab.goto(f"{address}#/config?run=live&run=copy")
-    tab.locator("tr.differs code:text-is('seed_of_the_copy')").wait_for()
+    tab.locator("tr.differs code:has-text('seed_of_the_copy')").wait_for()
     tab.goto(f"{address}#/curves?run=live&run=copy&key=reward/mean")
     tab.locator("figure canvas").first.wait_for()
     assert tab.locator(".legend span").count() == 2

@@ -97,8 +97,8 @@ def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[
     """What was found for a config, and edits that make it fit if it does not."""
     from stretto.config.root import RLConfig, SFTConfig
     from stretto.doctor import configs, hosts
-    from stretto.doctor.edits import smallest_edits
-    from stretto.doctor.memory import check_memory
+    from stretto.doctor.edits import smallest_edits, without_gpus
+    from stretto.doctor.memory import check_memory, saving_edits
 
     command = f"stretto doctor {shlex.join(words)}".replace("'@'", "@")
     try:
@@ -117,10 +117,13 @@ def _check_config(words: list[str], wait_s: float) -> tuple[list[Finding], list[
         findings.append(Finding("config", State.GOOD, f"of `{verb}`: {fit}"))
     except StrettoError as error:
         findings.append(Finding("config", State.BAD, str(error)))
-        edits = smallest_edits(words, str(error), type(cfg), configs.why_not)
+        edits = smallest_edits(words, str(error), type(cfg), configs.why_not, without_gpus(cfg))
     findings += configs.check_config(cfg)
     if isinstance(cfg, RLConfig | SFTConfig) and not edits:
-        findings += guarded("memory", lambda: check_memory(cfg, words))
+        foreseen = guarded("memory", lambda: check_memory(cfg, words))
+        if any(finding.state is State.BAD for finding in foreseen):
+            edits = saving_edits(cfg, words)
+        findings += foreseen
     findings += hosts.elsewhere(cfg, command)
     if reports is not None:
         findings += guarded("hosts", reports.reach)

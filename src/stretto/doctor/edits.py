@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 from stretto.config.section import Section, all_paths
 
@@ -42,11 +43,16 @@ Edit = tuple[str, str]
 
 
 def smallest_edits(
-    words: Sequence[str], error: str, root: type[Section], why_not: Callable[[Sequence[str]], str | None]
+    words: Sequence[str],
+    error: str,
+    root: type[Section],
+    why_not: Callable[[Sequence[str]], str | None],
+    gpu_edits: Sequence[Edit] = (),
 ) -> list[list[Edit]]:
     """Sets of edits with which a config fits, the smallest first; [] if none was found in TRY_S.
 
     words: the command line that does not fit; error: why. why_not: the same of another command line, None if it fits.
+    gpu_edits: those of `without_gpus`, of which as few as possible are offered.
     """
     deadline = time.monotonic() + TRY_S
     level = logging.root.manager.disable
@@ -63,6 +69,8 @@ def smallest_edits(
                 found.append([edit])
             elif left != error:
                 next_errors.append((edit, left))
+        if gpu_edits and not found and why_not([*words, *itertools.chain(*gpu_edits)]) is None:
+            found.append(_needed(words, gpu_edits, why_not))
         if found:
             return found
         for edit, left in next_errors:  # it solved one fault, and another is left
@@ -74,6 +82,30 @@ def smallest_edits(
         return []
     finally:
         logging.disable(level)
+
+
+def _needed(
+    words: Sequence[str], edits: Sequence[Edit], why_not: Callable[[Sequence[str]], str | None]
+) -> list[Edit]:
+    """The edits of a set with which a config fits, without those that it fits without, too."""
+    kept = list(edits)
+    for edit in edits:
+        fewer = [other for other in kept if other != edit]
+        if fewer and why_not([*words, *itertools.chain(*fewer)]) is None:
+            kept = fewer
+    return kept
+
+
+def without_gpus(cfg: Section) -> list[Edit]:
+    """Edits that take back every key with which a config asks for GPUs."""
+    edits = []
+    for key, values in GPU_KEYS:
+        value: Any = cfg
+        for name in key.split("."):
+            value = getattr(value, name, None)
+        if value is not None and str(value) != values[-1]:
+            edits.append((flag(key), values[-1]))
+    return edits
 
 
 def _candidates(error: str, root: type[Section]) -> Iterator[Edit]:
@@ -138,7 +170,11 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
+def written(edits: Sequence[Edit]) -> str:
+    """A set of edits as it would be typed."""
+    return " ".join(itertools.chain.from_iterable(edits))
+
+
 def as_text(found: Sequence[Sequence[Edit]]) -> str:
     """What to type, one line per choice."""
-    lines = [" ".join(itertools.chain.from_iterable(edits)) for edits in found]
-    return "\n".join(f"    {line}" for line in lines)
+    return "\n".join(f"    {written(edits)}" for edits in found)

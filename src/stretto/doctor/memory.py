@@ -1,8 +1,10 @@
-"""Whether the processes of a config fit into memory, as `stretto plan` foresees it, and an edit that helps."""
+"""Whether the processes of a config fit into memory, as `stretto plan` foresees it, and edits that help."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
@@ -10,12 +12,15 @@ from stretto.base.process import visible_gpus
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.data.hub_model import is_hub_name
+from stretto.doctor.edits import MOST_OFFERED, Edit, written
 from stretto.doctor.finding import Finding, State
 from stretto.doctor.machine import gib, output_of
 from stretto.foresee.command import all_memory
 from stretto.foresee.hardware import GPUS, find_hardware
 from stretto.foresee.memory import Memory
 from stretto.foresee.setup import build_setup
+
+NO_EDIT = "`stretto plan` shows what takes it; more GPUs, or a smaller model"
 
 
 def check_memory(cfg: RLConfig | SFTConfig, words: Sequence[str]) -> Iterator[Finding]:
@@ -40,10 +45,8 @@ def check_memory(cfg: RLConfig | SFTConfig, words: Sequence[str]) -> Iterator[Fi
         if memory.fits:
             yield Finding("memory", State.GOOD, text)
         else:
-            fix = (
-                saving_edit(cfg, words, gpu, memory.who)
-                or "`stretto plan` shows what takes it; more GPUs, or a smaller model"
-            )
+            edits = saving_edits(cfg, words, [memory.who])
+            fix = written(edits[0]) if edits else NO_EDIT
             yield Finding("memory", State.BAD, f"{text}, while: {memory.peak.name}", fix)
 
 
@@ -53,22 +56,42 @@ def memories(cfg: RLConfig | SFTConfig, gpu: str | None) -> list[Memory]:
     return all_memory(build_setup(cfg, hardware=hardware))
 
 
-def saving_edit(cfg: RLConfig | SFTConfig, words: Sequence[str], gpu: str | None, who: str) -> str | None:
-    """The first edit with which this process fits, as it would be typed; None if none of them suffices.
+def saving_edits(
+    cfg: RLConfig | SFTConfig, words: Sequence[str], whos: Collection[str] | None = None
+) -> list[list[Edit]]:
+    """Sets of edits with which these processes fit, the smallest change to what is learned first; [] if none suffices.
 
-    The smallest change to what is learned comes first.
+    whos: names of processes; None: all of them. Two edits are offered only where one does not suffice.
     """
-    verb, optim = ("sft", "--optim.type") if isinstance(cfg, SFTConfig) else ("rl", "--trainer.optim.type")
+    gpu = _gpu()
+    single = [[edit] for edit in _savings(cfg)]
+    pairs = [[*one, *two] for one, two in itertools.combinations(single, 2) if one[0][0] != two[0][0]]
+    for sets in (single, pairs):
+        fitting = (edits for edits in sets if _fits(cfg, [*words, *itertools.chain(*edits)], gpu, whos))
+        if found := list(itertools.islice(fitting, MOST_OFFERED)):
+            return found
+    return []
+
+
+def _savings(cfg: RLConfig | SFTConfig) -> list[Edit]:
+    """What takes less memory, the smallest change to what is learned first."""
+    optim = "--optim.type" if isinstance(cfg, SFTConfig) else "--trainer.optim.type"
     shorter = [("--seq-len", str(cfg.seq_len // by)) for by in (2, 4) if cfg.seq_len // by >= 256]
-    for flag, value in (("--model.ac.mode", "full"), *shorter, (optim, "sgd"), ("--model.lora.rank", "16")):
-        try:
-            changed = load(type(cfg), [*words, flag, value], verb=verb)
-            found = {memory.who: memory for memory in memories(changed, gpu)}
-        except ConfigError:
-            continue
-        if who in found and found[who].fits:
-            return f"{flag} {value}"
-    return None
+    return [("--model.ac.mode", "full"), *shorter, (optim, "sgd"), ("--model.lora.rank", "16")]
+
+
+def _fits(
+    cfg: RLConfig | SFTConfig, words: Sequence[str], gpu: str | None, whos: Collection[str] | None
+) -> bool:
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # doubts about what is only tried
+    try:
+        changed = load(type(cfg), words, verb="sft" if isinstance(cfg, SFTConfig) else "rl")
+        return all(memory.fits for memory in memories(changed, gpu) if whos is None or memory.who in whos)
+    except ConfigError:
+        return False
+    finally:
+        logging.disable(level)
 
 
 def _gpu() -> str | None:

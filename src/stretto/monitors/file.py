@@ -9,6 +9,7 @@ as nan.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -23,7 +24,7 @@ from stretto.monitors.tables import Values, images_of
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _TAIL_BYTES = 1 << 16
-_FARTHEST = 20  # rows from the end in which newest values are looked for
+_FARTHEST = 20  # rows from the end in which a name is looked for
 
 
 class MetricsFile:
@@ -125,15 +126,18 @@ class MetricsTail:
         self._rows[step] = self._rows.get(step, {}) | new  # a row that somebody has does not change
 
 
-def newest_values(path: Path, *names: str) -> dict[str, Any]:
-    """The newest value of each of these names, read from the file's end; a name without one is left out."""
-    found: dict[str, Any] = {}
+def newest_row(path: Path, name: str) -> dict[str, Any]:
+    """The newest row that has this name, read from the file's end.
+
+    Without one it is the newest row of a step, or {}. An eval of an earlier step may be logged after it.
+    """
+    newest: dict[str, Any] = {}
     with path.open("rb") as file:
-        for number, row in enumerate(_rows_from_end(file.fileno())):
-            found = {name: row[name] for name in names if name in row} | found
-            if len(found) == len(names) or number == _FARTHEST:
-                break
-    return found
+        for row in itertools.islice(_rows_from_end(file.fileno()), _FARTHEST):
+            if name in row:
+                return row
+            newest = newest or (row if "step" in row else {})
+    return newest
 
 
 def moving_mean(values: Sequence[float]) -> list[float]:

@@ -13,7 +13,7 @@ from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.locked import holder
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
-from stretto.monitors.file import newest_values
+from stretto.monitors.file import newest_row
 
 ROLES = ("orchestrator", "sft")
 """Roles whose metrics say how far a run is; the first one that has some counts."""
@@ -85,7 +85,7 @@ def _from_metrics(run: RunDir) -> dict[str, Any]:
     for role in ROLES:
         file = run.metrics(role)
         if file.exists() and (about := file.stat()).st_size:
-            newest = newest_values(file, "step", _RESULT[role])
+            newest = newest_row(file, _RESULT[role])
             return {
                 "step": newest.get("step"),
                 "reward": newest.get("reward/mean"),

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -237,9 +238,52 @@ def test_the_first_edit_that_saves_enough_is_offered(words, monkeypatch) -> None
     monkeypatch.setattr(memory, "memories", rows_alone)
     words = [*words, "--seq-len", "512"]
     cfg = configs.load_config(words)[1]
-    assert memory.saving_edit(cfg, words, None, "trainer") == "--seq-len 256"
+    assert memory.saving_edits(cfg, words, ["trainer"])[0] == [("--seq-len", "256")]
     (found,) = memory.check_memory(cfg, words)
     assert found.state is State.BAD and found.fix == "--seq-len 256"
+
+
+def doctor_says(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `stretto doctor --json` prints."""
+    capsys.readouterr()
+    code = cli.main(["doctor", *words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (not found["good"])
+    return found
+
+
+def longest_rows(words: list[str]) -> list[str]:
+    """A run of `sft` whose rows take more than this machine's memory; its model is planned, and never made."""
+    Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    words = ["--data.name", str(Path("rows.jsonl").absolute()), "--batch-size", "1", "--max-steps", "2"]
+    words += ["--model.scratch.num-layers", "8", "--model.scratch.hidden-size", "1024"]
+    words += ["--model.scratch.max-position-embeddings", str(2**24)]
+    for doubled in range(10, 24):
+        longer = [*words, "--seq-len", str(2**doubled)]
+        found = memory.check_memory(configs.load_config(longer)[1], longer)
+        if any(finding.state is State.BAD for finding in found):
+            return longer
+    raise AssertionError("any row fits")
+
+
+MISFITS = {
+    "memory": longest_rows,
+    "GPUs": lambda words: [*words, "--deployment.num-train-gpus", "2", "--deployment.num-infer-gpus", "2"],
+    "engines": lambda words: [*words, "--inference.device", "cuda"],
+    "batch": lambda words: [*words, "--orchestrator.batch-size", "30", "--orchestrator.group-size", "8"],
+    "cp": lambda words: [*words, "--model.cp", "3"],
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_the_doctor_is_satisfied_with_the_edits_that_it_offers(misfit: str, words: list[str], capsys) -> None:
+    words = MISFITS[misfit](words)
+    found = doctor_says(words, capsys)
+    assert not found["good"] and found["edits"], [row for row in found["findings"] if row["state"] == "bad"]
+    for edits in found["edits"]:
+        left = doctor_says([*words, *(word for edit in edits.items() for word in edit)], capsys)
+        assert left["good"] and not left["edits"], (edits, left["findings"])
 
 
 def test_a_server_that_nobody_started_is_said(words: list[str]) -> None:

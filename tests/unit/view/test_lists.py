@@ -77,10 +77,10 @@ def copy(path: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(path, tmp_path / "copy"))
 
 
-def with_steps(run: Path, steps: int, **summary: int) -> None:
+def with_steps(run: Path, last: int, **summary: int) -> None:
     """Let the run's metrics end with this step, and its summary say this."""
     file = run / "metrics" / "orchestrator.jsonl"
-    rows = [line for line in file.read_text().splitlines() if json.loads(line).get("step", 0) <= steps]
+    rows = [line for line in file.read_text().splitlines() if json.loads(line).get("step", 0) <= last]
     file.write_text("\n".join(rows) + "\n")
     (run / "summary.json").write_text(json.dumps(summary))
 

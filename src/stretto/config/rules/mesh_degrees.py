@@ -112,7 +112,11 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
     Raises: ConfigError naming the key, and the values it may have.
     """
     _check_uncut(section, shape)
-    _divides("cp x tp", section.cp * section.tp, world_size, f"the {world_size} trainer ranks")
+    if world_size % (section.cp * section.tp):
+        raise ConfigError(
+            f"[model] cp = {section.cp} x tp = {section.tp} does not divide the {world_size} trainer ranks; valid "
+            f"products: {_listed(_divisors(world_size))}"
+        )
     if section.tp > 1 and (reason := WITHOUT_TP.get(shape.family)):
         raise ConfigError(
             f"[model] tp = {section.tp}: a {shape.family} {reason}, so its attention is not spread over tp; "

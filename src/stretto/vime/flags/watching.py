@@ -39,7 +39,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Report pass rates."),
         refused("--log-reward-category", "text", None,
              "return numbers as metrics beside the reward (docs/environments.md)", "Report rewards by category."),
-        equal("--log-correct-samples", "switch", False, "`stretto show RUN --best 3` prints them.",
+        equal("--log-correct-samples", "switch", False, "`stretto rollouts RUN --best 3` prints them.",
              "Report good samples."),
     ),
     "Debugging": (
