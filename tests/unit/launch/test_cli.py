@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto import cli
+from stretto import cli, verbs
 from stretto.base import keeper
 from stretto.config.describe import COMMON_KEYS, ROOTS, help_text, markdown
 from stretto.config.load import dump, load
@@ -204,11 +204,11 @@ def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
 def test_a_second_signal_at_once_writes_no_second_line() -> None:
     code = (
         "import os, signal\n"
-        "from stretto import cli\n"
+        "from stretto import signals\n"
         "write = os.write\n"
         "def write_and_signal(*args): write(*args); os.kill(os.getpid(), signal.SIGINT)\n"
         "os.write = write_and_signal\n"
-        "cli._start_command()\n"
+        "signals.start_command()\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -236,7 +236,7 @@ def test_an_unexpected_error_is_one_line_and_a_file(
     def fail(verb: str, words: list[str], called: str) -> int:
         return {}["absent"]
 
-    monkeypatch.setattr(cli, "_run_config_verb", fail)
+    monkeypatch.setattr(verbs, "run_config_verb", fail)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv(keeper.VARIABLE, raising=False)
     assert cli.main(["rl"]) == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.cli import _check_trainer_hooks
 from stretto.config.root import RLConfig
+from stretto.verbs import _check_trainer_hooks
 
 HOOKS = """
 import os
