@@ -2,7 +2,7 @@
 
 A pass says which rows are whose (`Turn`): its rows are ordered tenant by tenant, so that each tenant's are a range. The
 product with the weight is computed once for all rows. Those with the adapters are one grouped product on a GPU, and a
-loop over ranges on a CPU, where it is as fast, and for sizes that torch's grouped product does not take. With a tenant
+few batched ones elsewhere, or where sizes are none that torch's grouped product takes (grouped.py). With a tenant
 alone in a pass, the operations are those of models/lora.py, so that its bits are those of a run with [model.lora].
 Gradients of a range reach the adapter of its tenant only.
 """
@@ -22,6 +22,7 @@ from stretto.models.fp8.reference import product
 from stretto.models.lora import LoRAExperts, Times, adapted_rows, dropped
 from stretto.models.moe import Experts
 from stretto.models.parts.router import Routing
+from stretto.trainer.tenants.grouped import add_products
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -84,9 +85,10 @@ class TenantLinear(nn.Linear):
         if len(pairs) == 1:
             pair = pairs[0]
             return out + adapted_rows(x, pair.a, pair.b, pair.scaling, pair.dropout)
+        if x.dim() == 2:
+            return add_rows(out, x, pairs, self.turn.counts(len(x)))
         rows = x.reshape(-1, x.shape[-1])
-        added = grouped_rows(rows, pairs, self.turn.counts(len(rows)), self.out_features)
-        return out + added.view(*x.shape[:-1], self.out_features)
+        return add_rows(out.flatten(0, -2), rows, pairs, self.turn.counts(len(rows))).view(out.shape)
 
 
 class TenantExperts(LoRAExperts):
@@ -132,32 +134,22 @@ class TenantExperts(LoRAExperts):
             return out + pair.scaling * times(times(dropped(x, pair.dropout), first), second)
         assert self._groups is not None
         groups = [None if pair is None else self._oriented(pair) for pair in pairs]
-        return out + self._mixed(x, groups, [pair.scaling if pair else 0.0 for pair in pairs], out.shape[1])
+        return self._mixed(out, x, groups, [pair.scaling if pair else 0.0 for pair in pairs])
 
     def _oriented(self, pair: Pair) -> tuple[Tensor, Tensor]:
         """[experts, rank, in] and [experts, out, rank], however the experts are stored."""
         return (pair.b.mT, pair.a.mT) if self.shape.is_transposed else (pair.a, pair.b)
 
     def _mixed(
-        self, x: Tensor, groups: list[tuple[Tensor, Tensor] | None], scalings: list[float], num_out: int
+        self, out: Tensor, x: Tensor, groups: list[tuple[Tensor, Tensor] | None], scalings: list[float]
     ) -> Tensor:
-        """The adapters' part of rows that are sorted by expert, then by tenant."""
-        by_group = self._groups
-        if _use_grouped_mm(x, num_out) and self.use_grouped_mm:
-            first, second = _stacked(groups, x, num_out, self.gate_up_proj.shape[0])
-            scales = torch.tensor(scalings, device=x.device, dtype=x.dtype).repeat(self.gate_up_proj.shape[0])
-            return _scaled_products(x, first.flatten(0, 1), second.flatten(0, 1), scales, by_group)
-        parts = []
-        for number, rows in enumerate(x.split(by_group.tolist())):
-            expert, tenant = divmod(number, len(groups))
-            if not len(rows):
-                continue
-            if groups[tenant] is None:
-                parts.append(rows.new_zeros(len(rows), num_out))
-                continue
-            a, b = groups[tenant]
-            parts.append(scalings[tenant] * F.linear(F.linear(rows, a[expert]), b[expert]))
-        return torch.cat(parts) if parts else x.new_zeros(0, num_out)
+        """`out` with the adapters' part of rows that are sorted by expert, then by tenant."""
+        num_experts = self.gate_up_proj.shape[0]
+        if not (_use_grouped_mm(x, out.shape[1]) and self.use_grouped_mm):
+            return add_products(out, x, groups, scalings, self._groups.tolist())
+        first, second = _stacked(groups, x, out.shape[1], num_experts)
+        scales = torch.tensor(scalings, device=x.device, dtype=x.dtype).repeat(num_experts)
+        return out + _scaled_products(x, first.flatten(0, 1), second.flatten(0, 1), scales, self._groups)
 
     def _is_aligned(self, dtype: torch.dtype) -> bool:
         ranks = [pair.a.shape[1] for t in self.turn.tenants for pair in self.pairs.get(t, {}).values()]
@@ -166,30 +158,21 @@ class TenantExperts(LoRAExperts):
         return Experts._is_aligned(self, dtype)
 
 
-def grouped_rows(
-    x: Float[Tensor, "rows in"], pairs: Sequence[Pair | None], counts: Sequence[int], num_out: int
+def add_rows(
+    out: Float[Tensor, "rows out"],
+    x: Float[Tensor, "rows in"],
+    pairs: Sequence[Pair | None],
+    counts: Sequence[int],
 ) -> Float[Tensor, "rows out"]:
-    """What adapters add to the products of rows that are sorted by tenant; None: nothing."""
-    if _use_grouped_mm(x, num_out):
-        groups = [None if pair is None else (pair.a[None], pair.b[None]) for pair in pairs]
-        first, second = _stacked(groups, x, num_out, 1)
-        scales = torch.tensor([p.scaling if p else 0.0 for p in pairs], device=x.device, dtype=x.dtype)
-        sizes = torch.tensor(counts, device=x.device)
-        return _scaled_products(x, first[0], second[0], scales, sizes)
-    return looped_rows(x, pairs, counts, num_out)
-
-
-def looped_rows(
-    x: Float[Tensor, "rows in"], pairs: Sequence[Pair | None], counts: Sequence[int], num_out: int
-) -> Float[Tensor, "rows out"]:
-    """`grouped_rows`, one product per tenant."""
-    parts = [
-        part.new_zeros(len(part), num_out)
-        if pair is None
-        else adapted_rows(part, pair.a, pair.b, pair.scaling, 0.0)
-        for part, pair in zip(x.split(list(counts)), pairs, strict=True)
-    ]
-    return torch.cat(parts)
+    """`out`, which may change, with what adapters add to the products of rows sorted by tenant; None: nothing."""
+    scalings = [pair.scaling if pair else 0.0 for pair in pairs]
+    if not _use_grouped_mm(x, out.shape[1]):
+        halves = [None if pair is None else (pair.a, pair.b) for pair in pairs]
+        return add_products(out, x, halves, scalings, counts)
+    groups = [None if pair is None else (pair.a[None], pair.b[None]) for pair in pairs]
+    first, second = _stacked(groups, x, out.shape[1], 1)
+    scales = torch.tensor(scalings, device=x.device, dtype=x.dtype)
+    return out + _scaled_products(x, first[0], second[0], scales, torch.tensor(counts, device=x.device))
 
 
 def _use_grouped_mm(x: Tensor, num_out: int) -> bool:

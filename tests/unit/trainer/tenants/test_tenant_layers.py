@@ -8,6 +8,7 @@ from tiny import build_policy
 from torch import nn
 
 from stretto.config.sections.model import LoRASection
+from stretto.models.lora import adapted_rows
 from stretto.models.moe import Experts
 from stretto.models.parts.router import Routing
 from stretto.trainer.tenants import layers
@@ -16,7 +17,6 @@ from stretto.trainer.tenants.layers import (
     TenantExperts,
     TenantLinear,
     Turn,
-    looped_rows,
     prepare_layers,
 )
 
@@ -43,21 +43,59 @@ def gradients(pairs) -> list[torch.Tensor]:
     return found
 
 
-def test_a_grouped_product_equals_one_product_per_tenant(monkeypatch):
-    monkeypatch.setattr(layers, "_use_grouped_mm", lambda x, num_out: True)
+def looped_rows(out, x, pairs, counts):
+    """The slow reference: one tenant's product after another."""
+    parts = [
+        part.new_zeros(len(part), out.shape[1])
+        if pair is None
+        else adapted_rows(part, pair.a, pair.b, pair.scaling, 0.0)
+        for part, pair in zip(x.split(counts), pairs, strict=True)
+    ]
+    return out + torch.cat(parts)
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize("counts", [COUNTS, (4, 4, 4, 4), (6, 6, 6, 0), (1, 90, 40, 9)])
+def test_a_grouped_product_equals_one_product_per_tenant(is_grouped, counts, monkeypatch):
+    monkeypatch.setattr(layers, "_use_grouped_mm", lambda x, num_out: is_grouped)
     pairs = pairs_of(24, 16)
-    x = torch.randn(sum(COUNTS), 16, requires_grad=True)
-    weights = torch.randn(sum(COUNTS), 24)
+    x, base = torch.randn(sum(counts), 16, requires_grad=True), torch.randn(16, 24)
+    weights = torch.randn(sum(counts), 24)
     results = []
-    for function in (layers.grouped_rows, looped_rows):
-        out = function(x, pairs, COUNTS, 24)
+    for function in (layers.add_rows, looped_rows):
+        out = function(x @ base, x, pairs, counts)
         (out * weights).sum().backward()
         results.append([out.detach(), x.grad.clone(), *gradients(pairs)])
         x.grad = None
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert not results[0][0][-COUNTS[-1] :].any(), "rows of a tenant without an adapter"
-    assert not results[0][4].any() and not results[0][5].any(), "gradients of a tenant without rows"
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+    if counts == COUNTS:
+        last = slice(-COUNTS[-1], None)
+        assert torch.equal(results[0][0][last], (x @ base)[last].detach()), "a tenant without an adapter"
+        assert not results[0][4].any() and not results[0][5].any(), "gradients of a tenant without rows"
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4, 4), COUNTS])
+def test_what_is_not_finite_stays_with_its_tenant(counts):
+    pairs = pairs_of(24, 16)
+    with torch.no_grad():
+        pairs[0].a.fill_(torch.nan)
+        pairs[0].b.fill_(torch.inf)
+    x = torch.randn(sum(counts), 16, requires_grad=True)
+    out = layers.add_rows(x @ torch.randn(16, 24), x, pairs, counts)
+    out.sum().backward()
+    assert not out[: counts[0]].isfinite().any() and out[counts[0] :].isfinite().all()
+    assert x.grad[counts[0] :].isfinite().all()
+    assert all(grad.isfinite().all() for grad in gradients(pairs)[2:])
+
+
+def test_a_pass_without_gradients_leaves_none():
+    pairs = pairs_of(24, 16)
+    x = torch.randn(sum(COUNTS), 16)
+    with torch.no_grad():
+        out = layers.add_rows(torch.zeros(sum(COUNTS), 24), x, pairs, COUNTS)
+        torch.testing.assert_close(out, looped_rows(torch.zeros_like(out), x, pairs, COUNTS))
+    assert not out.requires_grad and not any(grad.any() for grad in gradients(pairs))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
