@@ -122,7 +122,7 @@ def _block_size(used: np.ndarray) -> int:
 def add_products(
     out: Float[Tensor, "rows out"],
     x: Float[Tensor, "rows in"],
-    pairs: Sequence[tuple[Tensor, Tensor] | None],
+    pairs: Sequence[tuple[Float[Tensor, " ..."], Float[Tensor, " ..."]] | None],
     scalings: Sequence[float],
     counts: Sequence[int],
 ) -> Float[Tensor, "rows out"]:
