@@ -134,7 +134,9 @@ def add_products(
     known = tuple(None if pair is None else scaling for pair, scaling in zip(pairs, scalings, strict=True))
     blocks = cut_blocks(tuple(counts), known, x.dtype, x.device)
     halves = [half for pair in pairs if pair is not None for half in pair]
-    return _AddProducts.apply(out, x, blocks, *halves) if blocks.num_entries else out
+    if not blocks.num_entries:
+        return out
+    return _AddProducts.apply(out.contiguous(), x.contiguous(), blocks, *halves)
 
 
 class _AddProducts(torch.autograd.Function):
@@ -176,6 +178,8 @@ class _AddProducts(torch.autograd.Function):
 
 def _stack(halves: Sequence[Tensor], blocks: Blocks, dim: int) -> Tensor:
     """One stack of the matrices that have rows, of the largest rank: filled up with zeros along `dim`."""
+    if _are_alike([half.shape for half in halves], blocks):
+        return torch.stack(list(halves))
     parts = []
     rank = max(half.shape[dim - 2] for half in halves)
     for half, pick in zip(halves, blocks.picks, strict=True):
@@ -191,6 +195,8 @@ def _stack(halves: Sequence[Tensor], blocks: Blocks, dim: int) -> Tensor:
 
 def _unstack(stack: Tensor, shapes: Sequence[torch.Size], blocks: Blocks, dim: int) -> list[Tensor | None]:
     """The gradient of each adapter's matrices; None where none has rows."""
+    if _are_alike(shapes, blocks):
+        return list(stack.unbind())
     found: list[Tensor | None] = []
     start = 0
     for shape, pick in zip(shapes, blocks.picks, strict=True):
@@ -206,3 +212,8 @@ def _unstack(stack: Tensor, shapes: Sequence[torch.Size], blocks: Blocks, dim: i
             found.append(whole)
         start = stop
     return found
+
+
+def _are_alike(shapes: Sequence[torch.Size], blocks: Blocks) -> bool:
+    """Whether adapters are single matrices of one rank that all have rows: the usual case, and the fast one."""
+    return len(shapes[0]) == 2 and len(set(shapes)) == 1 and all(pick is None for pick in blocks.picks)
