@@ -46,6 +46,8 @@ class ServiceSection(Section):
     """Most tokens that the trainer computes before it looks who is next."""
     max_waiting_requests: int = Field(256, gt=0)
     """Most requests of one run that wait for the trainer; one more is refused with 429, and clients send it again."""
+    max_waiting_bytes: int = Field(1 << 30, gt=0)
+    """Most bytes of one user's requests that are read or wait for the trainer; one more is refused with 429."""
     max_samples: int = Field(256, gt=0)
     """Sequences that the engines generate at a time, of all users."""
     max_waiting_samples: int = Field(1024, gt=0)
@@ -55,6 +57,11 @@ class ServiceSection(Section):
     save_steps: int = Field(10, gt=0)
     """A run's state is saved after so many of its steps. Requests since are kept beside it and computed again after a
     crash, so that nothing is lost."""
+    kept_versions: int = Field(4, gt=0)
+    """Published versions of a run's adapter that stay on disk; requests may still use the older ones of them."""
+    sampler_timeout_s: float | None = Field(3600.0, gt=0)
+    """Weights for sampling that were saved without a name are deleted when nobody has sampled from them for so long;
+    None: never."""
     idle_timeout_s: float | None = Field(1800.0, gt=0)
     """A run whose client is silent for so long is saved and gives its place back; None: never."""
     max_failures: int = Field(3, gt=0)

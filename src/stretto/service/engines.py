@@ -1,19 +1,21 @@
 """Samples for users from the engines: each version of an adapter is loaded under a name of its own when it is needed.
 
 An engine has room for some adapters. `AdapterSlots` loads a version that is asked for and unloads the one that was not
-asked for longest, never one in use. Names are those of versions, and requests carry them as cache salt too, so that no
-cached prefix is shared between users or versions. Requests of users take turns at the engines (scheduler.SlotQueue).
+asked for longest, never one in use; if all are, they take turns. Names are those of versions, and requests carry them
+as cache salt too, so that no cached prefix is shared between users or versions. Requests of users take turns at the
+engines (scheduler.SlotQueue).
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stretto.base.errors import EngineError
@@ -22,100 +24,136 @@ from stretto.service.access import User
 from stretto.service.scheduler import SlotQueue
 from stretto.service.store import Sampler
 from stretto.transports.engine.api import Refusal
-from stretto.transports.engine.client import EngineClient
+from stretto.transports.engine.client import EngineClient, RequestRefused
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 4
 RECOVERY_S = 300.0
 """Longest wait for an engine that was started anew."""
+TURN_S = 1.0
+"""How long an adapter in use may stay while others wait for its room."""
 
 
 @dataclass(eq=False)
 class _Loaded:
-    """An adapter in the engines. ready: done once they have it."""
+    """An adapter in the engines. ready: done once they have it; since: when it was loaded, seconds of a clock."""
 
     ready: asyncio.Future[None]
     num_users: int = 0
+    since: float = field(default_factory=time.monotonic)
+    is_leaving: bool = False
+    """Others need its room: no new user gets it."""
+    is_stale: bool = False
+    """An engine may have lost it: it is unloaded before it is used again."""
 
 
 class AdapterSlots:
-    """The adapters that are loaded in all engines."""
+    """The adapters that are loaded in all engines.
+
+    Who needs room waits in order of arrival. If all adapters are in use, the one that was loaded first has to leave
+    after `TURN_S`: it gets no new users, and makes room when those that it has are done.
+    """
 
     def __init__(self, client: EngineClient, max_adapters: int) -> None:
         self._client, self._max = client, max_adapters
         self._loaded: dict[str, _Loaded] = {}  # the one that was not used for longest first
         self._generation = -1
-        self._freed = asyncio.Condition()
+        self._freed = asyncio.Event()
+        self._turn = asyncio.Lock()  # of who needs room
         self.num_loads = self.num_hits = 0
 
     @asynccontextmanager
     async def use(self, name: str, directory: str) -> AsyncIterator[None]:
-        """Have an adapter loaded while inside."""
+        """Have an adapter loaded while inside. If an engine fails in there, the next user gets it loaded anew."""
         entry = await self._enter(name, directory)
         try:
             yield
+        except EngineError as error:
+            entry.is_stale |= not isinstance(error, RequestRefused)
+            raise
         finally:
             entry.num_users -= 1
-            async with self._freed:
-                self._freed.notify_all()
-
-    def forget(self, name: str | None = None) -> None:
-        """An engine does not have it, or, without a name, any: load it again."""
-        for each in [name] if name is not None else list(self._loaded):
-            self._loaded.pop(each, None)
+            self._freed.set()
 
     async def _enter(self, name: str, directory: str) -> _Loaded:
         if self._client.generation != self._generation:
             await self._begin_anew()
-        if (entry := self._loaded.pop(name, None)) is not None:
-            self._loaded[name] = entry
-            entry.num_users += 1
-            self.num_hits += 1
-            await self._wait(name, entry)
-            return entry
-        entry = _Loaded(asyncio.get_running_loop().create_future(), 1)
-        async with self._freed:
-            while len(self._loaded) >= self._max:
-                idle = next((key for key, other in self._loaded.items() if not other.num_users), None)
-                if idle is not None:
-                    del self._loaded[idle]
-                    await self._unload(idle)
-                    continue
-                await self._freed.wait()
-            if (known := self._loaded.get(name)) is None:
-                self._loaded[name] = entry
-        if known is not None:
-            known.num_users += 1
-            await self._wait(name, known)
-            return known
+        if (entry := self._find(name)) is not None:
+            return await self._join(name, entry)
+        async with self._turn:
+            if (entry := self._find(name)) is None:
+                await self._make_room(name)
+                entry = self._loaded[name] = _Loaded(asyncio.get_running_loop().create_future(), 1)
+                is_first = True
+            else:
+                is_first = False
+        if not is_first:
+            return await self._join(name, entry)
         self.num_loads += 1
         try:
             await self._client.load_adapter(name, directory)
             entry.ready.set_result(None)
         except BaseException as error:
-            self._loaded.pop(name, None)
+            if self._loaded.get(name) is entry:
+                del self._loaded[name]
             entry.ready.set_exception(error if isinstance(error, EngineError) else EngineError(str(error)))
             entry.ready.exception()  # seen, whoever waits
-            async with self._freed:
-                self._freed.notify_all()
+            self._freed.set()
             raise
         return entry
 
-    async def _begin_anew(self) -> None:
-        """An engine or this hub was started anew: nothing is known to be loaded, and what is there is unknown."""
-        self._generation = self._client.generation
-        self.forget()
-        for name in await self._client.adapters():
-            if name not in self._loaded:
-                await self._unload(name)
+    def _find(self, name: str) -> _Loaded | None:
+        """The adapter, if new users may have it."""
+        entry = self._loaded.get(name)
+        return None if entry is None or entry.is_leaving or entry.is_stale else entry
 
-    async def _wait(self, name: str, entry: _Loaded) -> None:
+    async def _join(self, name: str, entry: _Loaded) -> _Loaded:
+        self._loaded[name] = self._loaded.pop(name)
+        entry.num_users += 1
+        self.num_hits += 1
         try:
             await asyncio.shield(entry.ready)
         except BaseException:
             entry.num_users -= 1
             raise
+        return entry
+
+    async def _make_room(self, name: str) -> None:
+        """Return when one more adapter may be loaded, and none of this name is."""
+        try:
+            while len(self._loaded) >= self._max or name in self._loaded:
+                self._freed.clear()
+                own = self._loaded.get(name)
+                idle = name if own is not None else self._oldest_idle()
+                if idle is not None and not self._loaded[idle].num_users:
+                    del self._loaded[idle]
+                    await self._unload(idle)
+                    continue
+                wait_s = None
+                if own is None:
+                    first = min(self._loaded.values(), key=lambda entry: entry.since)
+                    wait_s = first.since + TURN_S - time.monotonic()
+                    if wait_s <= 0:
+                        first.is_leaving, wait_s = True, None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._freed.wait()
+        finally:
+            for entry in self._loaded.values():
+                entry.is_leaving = False
+
+    def _oldest_idle(self) -> str | None:
+        return next((name for name, entry in self._loaded.items() if not entry.num_users), None)
+
+    async def _begin_anew(self) -> None:
+        """An engine or this hub was started anew: nothing is known to be loaded, and what is there is unknown."""
+        self._generation = self._client.generation
+        self._loaded.clear()
+        self._freed.set()
+        for name in await self._client.adapters():
+            if name not in self._loaded:
+                await self._unload(name)
 
     async def _unload(self, name: str) -> None:
         try:
@@ -134,7 +172,7 @@ class Engines:
         self.slots = AdapterSlots(client, max_adapters)
         self.queue = SlotQueue(max_samples)
         self._max_waiting = max_waiting
-        self._numbers = itertools.count(1)
+        self._uses: Counter[str] = Counter()
         self.num_tokens = 0
 
     def check_room(self, user: User) -> None:
@@ -153,6 +191,21 @@ class Engines:
     ) -> Sequence[Completion]:
         """The samples of a request, as soon as this user has a slot; then on_start is called. Raises: EngineError."""
         self._admit(user)
+        place = sampler.directory or ""
+        self._uses[place] += 1
+        try:
+            return await self._in_turn(user, sampler, request, on_start)
+        finally:
+            self._uses[place] -= 1
+            sampler.used_at = time.time()
+
+    def is_used(self, directory: str) -> bool:
+        """Whether a request for samples from these weights waits or runs."""
+        return self._uses[directory] > 0
+
+    async def _in_turn(
+        self, user: User, sampler: Sampler, request: GenerateRequest, on_start: Callable[[], None]
+    ) -> Sequence[Completion]:
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.queue.push(user.name, turn, size=request.n)
         self._start_next()
@@ -179,12 +232,13 @@ class Engines:
             try:
                 async with self.slots.use(name, sampler.directory):
                     return await self._count(self.client.generate(request))
+            except RequestRefused as error:
+                raise Refusal(str(error)) from None
             except EngineError as error:
                 # An engine that was started anew has forgotten the adapter; one that is dead comes back.
                 if attempt == ATTEMPTS or not Path(sampler.directory).is_dir():
                     raise
                 logger.info("%s: %s; trying again", name, error)
-                self.slots.forget(name)
                 await asyncio.sleep(attempt)
                 await self.client.wait_ready(RECOVERY_S)
         raise AssertionError("the last attempt returns or raises")

@@ -23,7 +23,8 @@ from aiohttp import web
 from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
-from stretto.service.access import Access, User
+from stretto.service.access import Access, Reading, User
+from stretto.service.checkpoints import Checkpoints
 from stretto.service.engines import Engines
 from stretto.service.futures import Futures
 from stretto.service.store import Audit, Checkpoint, Run, Sampler, Session, Store
@@ -67,9 +68,14 @@ class Hub:
     access: Access
     training: Training
     engines: Engines
+    reading: Reading
     vocab_size: int
     max_model_len: int
     started_at: float
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return self.training.checkpoints
 
     @property
     def model_name(self) -> str:
@@ -102,7 +108,7 @@ class Hub:
         """A checkpoint that this user may read. Raises: Refusal 404, or 400 for one of another kind."""
         found = self.store.get(Checkpoint, path)
         owner = found.owner if found is not None and user.is_admin else user.name
-        return self.training.checkpoint(path, owner, kind)
+        return self.checkpoints.find(path, owner, kind)
 
 
 def _owned(record: Any, user: User, what: str) -> Any:
@@ -143,7 +149,8 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
             if http.path not in OPEN_ROUTES and not is_signed(hub, http):
                 user = hub.access.user(http.headers)
                 http[USER] = user
-            return await handler(http)
+            with hub.reading.body(user.name if user is not None else "", body_size(http)):
+                return await handler(http)
         except Refusal as error:
             refusal = error
         except web.HTTPException as error:
@@ -170,6 +177,13 @@ def boundary(hub: Hub) -> Callable[[web.Request, Handler], Awaitable[web.StreamR
         return answer(body, refusal.status)
 
     return middleware
+
+
+def body_size(http: web.Request) -> int:
+    """Bytes of the body; if the client does not say, as many as there may be."""
+    if http.content_length is not None:
+        return http.content_length
+    return MAX_BODY_BYTES if http.can_read_body else 0
 
 
 def is_quiet(path: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,11 +22,13 @@ from stretto.records.tenants import (
     ExportAdapter,
     LoadTenant,
     OptimStep,
+    Pass,
     SaveTenant,
     TenantResult,
     TenantWork,
 )
 from stretto.service.futures import Future
+from stretto.service.scheduler import Share
 from stretto.service.store import Run
 from stretto.service.tinker import bodies, data, protobuf
 from stretto.transports import service
@@ -55,8 +58,17 @@ class Job:
     """Log-probabilities by micro batch, as far as they are computed."""
     sums: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    num_bytes: int = 0
+    """Size of its body."""
+    directory: Path | None = None
+    """Where its operation reads or writes."""
     on_done: Callable[[TenantResult], None] | None = None
     """Called with the result of an operation of the hub's own."""
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        """What it is called after a restart too."""
+        return self.run.id, self.kind, self.seq
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -115,7 +127,9 @@ class Job:
                 self.scores[unit] = scores
         if is_first:
             for name, value in result.metrics.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value
+                known = self.sums.get(name)
+                largest = value if known is None else max(known, value)
+                self.sums[name] = largest if name.startswith("max/") else (known or 0.0) + value
 
     def outputs(self) -> bytes:
         """The result of a pass as its client reads it."""
@@ -243,3 +257,26 @@ def operation(job: Job, directory: str | None) -> Any:
                 number=0, tenant=tenant, path=directory or "", with_optimizer=job.body.optimizer
             )
     raise AssertionError(f"a job of kind {job.kind}")
+
+
+def assign(shares: Sequence[Share], num_ranks: int) -> list[dict[str, list[int]]]:
+    """Which micro batches each rank computes, by run: each goes to the rank with the fewest tokens."""
+    load = [0] * num_ranks
+    units: list[dict[str, list[int]]] = [
+        {share.request.payload.run.id: [] for share in shares} for _ in range(num_ranks)
+    ]
+    for share in shares:
+        for unit in range(share.start, share.stop):
+            rank = load.index(min(load))
+            load[rank] += share.request.units[unit]
+            units[rank][share.request.payload.run.id].append(unit)
+    return units
+
+
+def passes_of(shares: Sequence[Share], units: Sequence[dict[str, list[int]]], max_tokens: int) -> list[Pass]:
+    """The pass of each rank over its micro batches of these shares."""
+    jobs: list[Job] = [share.request.payload for share in shares]
+    return [
+        Pass(number=0, works=tuple(job.work(own[job.run.id]) for job in jobs), max_tokens=max_tokens)
+        for own in units
+    ]

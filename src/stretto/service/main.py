@@ -18,7 +18,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.runtime import raise_file_limit
 from stretto.base.secret import load_secret, prepare_tokens
 from stretto.config.root import ServeConfig
-from stretto.service.access import Access
+from stretto.service.access import Access, Reading
 from stretto.service.engines import Engines
 from stretto.service.futures import Futures
 from stretto.service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts
@@ -34,9 +34,10 @@ from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
-SAVE_S = 30.0
+SAVE_S = 20.0
 """Longest wait for the runs to be saved at the end."""
 _IDLE_POLL_S = 5.0
+SWEEP_S = 10.0
 
 
 def main(cfg: ServeConfig) -> int:
@@ -68,7 +69,9 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
     )
     given = {name: user.token for name, user in section.users.items()}
     access = Access(section.users, prepare_tokens(cfg.run_dir.path / "tokens.json", given))
-    hub = Hub(cfg, store, futures, audit, access, training, engines, vocab_size, max_model_len, time.time())
+    reading = Reading(section.max_waiting_bytes, training.waiting_bytes)
+    facts = (vocab_size, max_model_len, time.time())
+    hub = Hub(cfg, store, futures, audit, access, training, engines, reading, *facts)
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[boundary(hub)])
     app.add_routes(
         routes_of(
@@ -105,6 +108,7 @@ async def serve(cfg: ServeConfig) -> int:
         asyncio.create_task(hub.training.work()),
         asyncio.create_task(hub.engines.client.watch()),
         asyncio.create_task(_evict_idle(hub)),
+        asyncio.create_task(_sweep(hub)),
     ]
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -123,6 +127,19 @@ async def serve(cfg: ServeConfig) -> int:
         await hub.engines.client.close()
         hub.store.close()
         hub.audit.close()
+
+
+async def _sweep(hub: Hub) -> None:
+    """Delete what has expired."""
+    while True:
+        num_deleted = await hub.checkpoints.sweep(
+            hub.engines.is_used,
+            since=hub.started_at,
+            sampler_timeout_s=hub.cfg.service.sampler_timeout_s,
+        )
+        if num_deleted:
+            logger.info("%d checkpoints and samplers have expired and are deleted", num_deleted)
+        await asyncio.sleep(SWEEP_S)
 
 
 async def _evict_idle(hub: Hub) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,6 @@ class _Tenant:
     bucket: float = 0.0
     filled_at: float = 0.0
     credit: float = 0.0
-    is_frozen: bool = False
     queue: deque[Request] = field(default_factory=deque)
 
     def fill(self, now: float) -> None:
@@ -78,7 +77,7 @@ class _Tenant:
     @property
     def may_run(self) -> bool:
         has_tokens = self.tokens_per_minute is None or self.bucket > 0
-        return bool(self.queue) and not self.is_frozen and has_tokens
+        return bool(self.queue) and has_tokens
 
 
 class TrainQueue:
@@ -120,24 +119,20 @@ class TrainQueue:
         else:
             queue.append(request)
 
-    def freeze(self, tenant: Hashable) -> list[Request]:
-        """Serve this tenant no more; returns and forgets its requests that have not begun."""
+    def drop(self, tenant: Hashable, is_dropped: Callable[[Request], bool]) -> list[Request]:
+        """Forget those requests of a tenant that have not begun and for which this is true; returns them."""
         state = self._tenants[tenant]
-        state.is_frozen, state.credit = True, 0.0
-        dropped = [request for request in state.queue if not request.num_sent]
-        state.queue = deque(request for request in state.queue if request.num_sent)
+        dropped = [request for request in state.queue if not request.num_sent and is_dropped(request)]
+        state.queue = deque(request for request in state.queue if request not in dropped)
         return dropped
 
-    def thaw(self, tenant: Hashable) -> None:
-        """Serve a frozen tenant again."""
-        self._tenants[tenant].is_frozen = False
-
-    def is_frozen(self, tenant: Hashable) -> bool:
-        return self._tenants[tenant].is_frozen
-
     def waiting(self, tenant: Hashable) -> int:
-        """Requests of a tenant that are not finished."""
+        """How many requests of a tenant are not finished."""
         return len(self._tenants[tenant].queue)
+
+    def requests(self, tenant: Hashable) -> list[Request]:
+        """Requests of a tenant that are not finished, in order."""
+        return list(self._tenants[tenant].queue)
 
     def next(self, now: float) -> list[Share]:
         """The next turn: at most one share per tenant; [] if nobody may run now.
@@ -176,7 +171,7 @@ class TrainQueue:
         times = [
             now + max(0.0, -state.bucket) * _MINUTE_S / state.tokens_per_minute
             for state in self._tenants.values()
-            if state.queue and not state.is_frozen and state.tokens_per_minute and state.bucket <= 0
+            if state.queue and state.tokens_per_minute and state.bucket <= 0
         ]
         return min(times) + 1e-3 if times else None
 

@@ -66,6 +66,10 @@ class Run(msgspec.Struct, kw_only=True):
     saved_seq: int = 0
     step: int = 0
     last_request_at: float = 0.0
+    is_held: bool = False
+    """The admin has frozen it: only the admin resumes it."""
+    key: str | None = None
+    """What its client chose for the request that made it: the same request again gets the same run."""
     published: str | None = None
     """Path of the version of its adapter that its engine requests are answered with."""
 
@@ -107,6 +111,8 @@ class Sampler(msgspec.Struct, kw_only=True):
     """Where the adapter is; None: the base model."""
     run: str | None = None
     num_clients: int = 0
+    used_at: float = 0.0
+    """When it was last asked for a sample, as far as that was written."""
 
 
 Record = Session | Run | Checkpoint | Sampler

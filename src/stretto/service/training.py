@@ -11,22 +11,26 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.base.secret import Secret
 from stretto.config.root import ServeConfig
-from stretto.records.tenants import CreateTenant, Done, DropGradients, Pass, RemoveTenant, TenantResult
+from stretto.config.service import UserSection
+from stretto.records.tenants import CreateTenant, Done, DropGradients, RemoveTenant, TenantResult
+from stretto.service.access import check_bytes
+from stretto.service.checkpoints import Checkpoints
 from stretto.service.futures import Future, Futures, Result
-from stretto.service.jobs import WRITES, Job, Limits, operation, read_job
+from stretto.service.jobs import WRITES, Job, Limits, assign, operation, passes_of, read_job
 from stretto.service.journal import REFUSED, Journal
+from stretto.service.place import Tenant
+from stretto.service.ranks import connected_ranks
 from stretto.service.scheduler import Request, Share, TrainQueue
-from stretto.service.store import SEGMENTS, Audit, Checkpoint, Run, Sampler, Store
+from stretto.service.store import Audit, Run, Store
+from stretto.service.suspects import KILLS, Suspects
 from stretto.transports.engine.api import Refusal
 from stretto.transports.tenants import TenantServer
 
@@ -37,28 +41,6 @@ _PAUSE_S = 0.5  # between two tries to reach the ranks
 FROZEN = 423
 SAVE_REQUESTS = 256
 """A run that makes no steps is saved after so many requests, which are then forgotten."""
-KEPT_VERSIONS = 4
-"""Versions of a run's adapter that were published for its engines and stay on disk: requests may still use them."""
-
-
-@dataclass(eq=False)
-class Tenant:
-    """A run that has a place in the trainer."""
-
-    run: Run
-    journal: Journal
-    next_seq: int = 1
-    early: dict[int, Job | None] = field(default_factory=dict)
-    """Requests that came before one with a lower number; None: not valid."""
-    gap_since: float | None = None
-    failures: int = 0
-    unsaved_steps: int = 0
-    unsaved_requests: int = 0
-    has_gradients: bool = False
-    spoiled: str | None = None
-    """Why a pass failed of which some gradients may be there: a step with them would be another one."""
-    clean_seq: int = 0
-    """The last request after which there were no gradients: where a saved state can be continued."""
 
 
 class Training:
@@ -71,13 +53,14 @@ class Training:
         self._store, self._futures, self._audit = store, futures, audit
         self.limits = limits
         self.directory = cfg.run_dir.path / "service" / "runs"
+        self.checkpoints = Checkpoints(store, audit, self.directory, kept_versions=cfg.service.kept_versions)
         self.tenants: dict[str, Tenant] = {}
         self.queue = TrainQueue(quantum=cfg.seq_len, max_tokens=cfg.service.max_tokens_per_turn)
         self.is_ready = False
         self.num_turns = self.num_tokens = self.num_recoveries = 0
+        self._suspects = Suspects()
         self._changed = asyncio.Event()
         self._server: TenantServer | None = None
-        self._watcher: asyncio.Task[None] | None = None
         self._removals: set[asyncio.Task[None]] = set()
         for run in store.all(Run):
             if run.is_placed:
@@ -86,20 +69,36 @@ class Training:
     # -- what handlers call --
 
     def create(self, run: Run) -> Future:
-        """Give a new run, or one that comes back, a place in the trainer. Raises: Refusal 403 if all are taken."""
-        section = self._cfg.service
-        if len(self.tenants) >= section.max_concurrent_runs:
-            raise Refusal(
-                f"all {section.max_concurrent_runs} places of this service are taken (service.max_concurrent_runs); "
-                "wait until a run ends, or is idle for long enough",
-                403,
-            )
+        """Give a new run, or one that comes back, a place in the trainer. Raises: Refusal 403 if there is none."""
+        self.check_place(run.owner)
         run.state, run.reason = "creating", ""
         self._store.put(run)
         future = self._futures.open(f"{run.id}/0", run.owner, run=run.id)
         self._admit(run)
         self._changed.set()
         return future
+
+    def check_place(self, owner: str) -> None:
+        """Raises: Refusal 403 if this user, or anybody, may have no more runs now."""
+        section = self._cfg.service
+        user = section.users.get(owner, UserSection())
+        own = sum(tenant.run.owner == owner for tenant in self.tenants.values())
+        if user.max_runs is not None and own >= user.max_runs:
+            raise Refusal(f"you have {own} runs, as many as you may (service.users.{owner}.max_runs)", 403)
+        if len(self.tenants) >= section.max_concurrent_runs:
+            raise Refusal(
+                f"all {section.max_concurrent_runs} places of this service are taken (service.max_concurrent_runs); "
+                "wait until a run ends, or is idle for long enough",
+                403,
+            )
+
+    def waiting_bytes(self, owner: str, *, with_early: bool = False) -> int:
+        """Size of the bodies of a user's requests that are in the queue, and of those that came too early."""
+        own = [tenant for tenant in self.tenants.values() if tenant.run.owner == owner]
+        jobs = [request.payload for tenant in own for request in self.queue.requests(tenant.run.id)]
+        if with_early:
+            jobs += [job for tenant in own for job in tenant.early.values() if job is not None]
+        return sum(job.num_bytes for job in jobs)
 
     def submit(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
         """Take a request; the same one sent again gets the same future.
@@ -122,17 +121,20 @@ class Training:
                 f"{run.id} has {waiting} requests waiting, and the next is {tenant.next_seq}; send this later",
                 429,
             )
+        if waiting or seq > tenant.next_seq:  # there is always room for the next
+            held = self.waiting_bytes(run.owner, with_early=True)
+            check_bytes(held, len(body), self._cfg.service.max_waiting_bytes)
         if run.state == "frozen":
             self._take(tenant, seq, None)
             raise Refusal(f"{run.id} is frozen: {run.reason}; resume it, or end it", FROZEN)
         try:
             job = read_job(run, kind, body, self.limits, seq=seq)
-            self._check(job)
+            self.checkpoints.check(job)
         except StrettoError as error:
             self._take(tenant, seq, None)
             raise error if isinstance(error, Refusal) else Refusal(str(error), 400) from error
         tenant.journal.write(seq, kind, body)
-        job.future = self._futures.open(name, run.owner, run=run.id)
+        job.future, job.num_bytes = self._futures.open(name, run.owner, run=run.id), len(body)
         self._take(tenant, seq, job)
         return job.future
 
@@ -150,38 +152,58 @@ class Training:
         future.set(answer)
         return future
 
-    def freeze(self, run: Run, reason: str) -> None:
-        """Compute nothing more for this run; requests that wait fail."""
-        if run.id not in self.tenants or run.state == "frozen":
+    def freeze(self, run: Run, reason: str, *, by_admin: bool = False, since: int | None = None) -> None:
+        """Take nothing more for this run; its requests that nobody has got an answer for, from number `since` on, fail.
+
+        What the admin freezes only the admin resumes. What is computed again after a restart goes on, since the run's
+        client has its results. Raises: Refusal 400 if the run has ended.
+        """
+        if run.state in ("ended", "failed"):
+            raise Refusal(f"{run.id} has {run.state}: there is nothing to freeze")
+        is_new = by_admin and not run.is_held
+        if run.state in ("frozen", "evicted") and not is_new:
             return
-        run.state, run.reason = "frozen", reason
+        run.is_held |= by_admin
+        run.reason = reason
+        if run.state != "evicted":  # else it stays away
+            run.state = "frozen"
         self._store.put(run)
         self._audit.write(None, "freeze", run.id, reason=reason)
         logger.warning("%s is frozen: %s", run.id, reason)
-        tenant = self.tenants[run.id]
-        early = [job for job in tenant.early.values() if job is not None]
-        tenant.early = dict.fromkeys(tenant.early)
-        for job in [*(request.payload for request in self.queue.freeze(run.id)), *early]:
-            if job.seq is not None:
-                tenant.journal.refuse(job.seq)
-            self._answer(job, Result.failed(f"{run.id} is frozen: {reason}"))
+        if (tenant := self.tenants.get(run.id)) is not None:
+            self._refuse_waiting(tenant, since or 0)
 
-    def resume(self, run: Run) -> None:
-        """Let a frozen run go on."""
-        if run.state != "frozen":
+    def _refuse_waiting(self, tenant: Tenant, since: int) -> None:
+        """Fail requests without an answer from this number on; they are not computed after a restart either."""
+        run = tenant.run
+
+        def is_refused(request: Request) -> bool:
+            job: Job = request.payload
+            is_answered = job.future is None or job.future.result is not None
+            return job.seq is not None and job.seq >= since and not is_answered
+
+        dropped = [request.payload for request in self.queue.drop(run.id, is_refused)]
+        for job in [*dropped, *tenant.refuse_early()]:
+            tenant.journal.refuse(job.seq)
+            self._answer(job, Result.failed(f"{run.id} is frozen: {run.reason}"))
+
+    def resume(self, run: Run, *, by_admin: bool = False) -> None:
+        """Let a frozen run go on. Raises: Refusal 403 if the admin has frozen it and does not ask, 400 if it is not."""
+        if run.is_held and not by_admin:
+            raise Refusal(f"{run.id} is frozen: {run.reason}; only the admin resumes it", 403)
+        if run.state != "frozen" and not run.is_held:
             raise Refusal(f"{run.id} is {run.state}, not frozen", 400)
-        tenant = self._tenant(run)
-        run.state, run.reason, tenant.failures = "active", "", 0
+        run.is_held, run.reason = False, ""
+        if run.state == "frozen":
+            tenant = self._tenant(run)
+            run.state, tenant.failures = "active", 0
+            self._push(Job(run, "drop", None))
         self._store.put(run)
-        self.queue.thaw(run.id)
-        self._push(Job(run, "drop", None))
 
     def evict(self, run: Run, reason: str) -> None:
         """Save a run and give its place to others; it comes back with its next request."""
         if run.id not in self.tenants:
             raise Refusal(f"{run.id} is {run.state}: it has no place to give back", 400)
-        if run.state == "frozen":
-            self.queue.thaw(run.id)
         self._push(Job(run, "save_state", None, on_done=lambda result: self._evicted(run, reason, result)))
 
     def save_all(self) -> asyncio.Future[list[Any]]:
@@ -203,44 +225,31 @@ class Training:
         try:
             while True:
                 try:
-                    await self._connect()
-                    await self._serve()
+                    async with connected_ranks(self._cfg, self._secret) as self._server:
+                        self.is_ready = True
+                        await self._serve()
                 except (EngineError, WireError) as error:
                     logger.warning("the trainer is gone (%s); runs continue from their saved states", error)
                     self._audit.write(None, "trainer lost", reason=str(error))
                     self.num_recoveries += 1
+                    for job in self._suspects.died():
+                        self._give_up(job, str(error))
                     self._rebuild()
                     await asyncio.sleep(_PAUSE_S)
                 finally:
-                    self.is_ready = False
-                    await self._disconnect()
+                    self.is_ready, self._server = False, None
         finally:
             ticker.cancel()
-
-    async def _connect(self) -> None:
-        cfg = self._cfg
-        server = TenantServer(cfg.control, cfg.run_name, self._secret, world_size=cfg.trainer.num_ranks)
-        await server.open()
-        self._server = server
-        await server.wait_registered(cfg.control.register_timeout_s)
-        self._watcher = asyncio.create_task(_watch_ranks(server))
-        self.is_ready = True
-        logger.info("%d trainer ranks are here", cfg.trainer.num_ranks)
-
-    async def _disconnect(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
-        if self._server is not None:
-            with contextlib.suppress(StrettoError):
-                await self._server.close()
-            self._server = None
 
     async def _serve(self) -> None:
         while True:
             self._changed.clear()
             now = time.monotonic()
             if shares := self.queue.next(now):
-                await self._turn(shares)
+                for group in self._suspects.groups(shares):
+                    self._suspects.begin(group)
+                    await self._turn(group)
+                    self._suspects.end()
                 continue
             wake = self.queue.next_at(now)
             with contextlib.suppress(TimeoutError):
@@ -256,8 +265,9 @@ class Training:
         passes = [share for share in shares if share.request.is_pass]
         sent: list[tuple[Sequence[Share], list[dict[str, list[int]]], asyncio.Future[list[Done]]]] = []
         if passes:
-            units = self._assign(passes)
-            sent.append((passes, units, await server.submit(self._passes(passes, units))))
+            units = assign(passes, self._cfg.trainer.num_ranks)
+            most = self._cfg.service.max_tokens_per_pass or self._cfg.seq_len
+            sent.append((passes, units, await server.submit(passes_of(passes, units, most))))
         for share in shares:
             if not share.request.is_pass:
                 if (op := self._operation(share.request.payload)) is not None:
@@ -270,33 +280,6 @@ class Training:
                 self._read(share, units, answers)
         self.num_turns += 1
         self.num_tokens += sum(sum(share.request.units[share.start : share.stop]) for share in passes)
-
-    def _assign(self, shares: Sequence[Share]) -> list[dict[str, list[int]]]:
-        """Which micro batches each rank computes, by run: each goes to the rank with the fewest tokens."""
-        ranks = self._cfg.trainer.num_ranks
-        load, units = (
-            [0] * ranks,
-            [{share.request.payload.run.id: [] for share in shares} for _ in range(ranks)],
-        )
-        for share in shares:
-            for unit in range(share.start, share.stop):
-                rank = load.index(min(load))
-                load[rank] += share.request.units[unit]
-                units[rank][share.request.payload.run.id].append(unit)
-        return units
-
-    def _passes(self, shares: Sequence[Share], units: list[dict[str, list[int]]]) -> list[Pass]:
-        max_tokens = self._cfg.service.max_tokens_per_pass or self._cfg.seq_len
-        return [
-            Pass(
-                number=0,
-                works=tuple(
-                    share.request.payload.work(of_rank[share.request.payload.run.id]) for share in shares
-                ),
-                max_tokens=max_tokens,
-            )
-            for of_rank in units
-        ]
 
     def _operation(self, job: Job) -> Any:
         """What a job without data asks of the ranks; None if it has failed already."""
@@ -315,8 +298,8 @@ class Training:
             job.error = f"a pass since the last step failed, and the gradients are dropped: {tenant.spoiled}"
             return None
         try:
-            directory = self._directory_of(job)
-            return operation(job, None if directory is None else str(directory))
+            job.directory = self._directory_of(job)
+            return operation(job, None if job.directory is None else str(job.directory))
         except StrettoError as error:
             job.error = str(error)
         except Exception as error:  # the boundary of one request: it must not end the service of all
@@ -342,6 +325,7 @@ class Training:
         # A run that was ended, and another of its name made, while this was computed: it is not the other's.
         if not self.queue.finish(share) or tenant is None or tenant.run is not job.run:
             return
+        self._suspects.clear(job)
         result = result or TenantResult(error=job.error)
         if job.adds_gradients:
             tenant.has_gradients = True
@@ -414,7 +398,7 @@ class Training:
                 self._saved(tenant, job)
                 return
             case kind if kind in WRITES:
-                answer = self._recorded(job)
+                answer = self.checkpoints.record(job)
             case "load":
                 run.step = int(result.metrics.get("step", 0))
                 self._save_soon(tenant)  # the checkpoint may be replaced: it must not be loaded again
@@ -439,6 +423,8 @@ class Training:
         """The place of a run; an evicted one gets one again. Raises: Refusal if it has ended or there is none."""
         if (tenant := self.tenants.get(run.id)) is not None:
             return tenant
+        if run.state == "evicted" and run.is_held:
+            raise Refusal(f"{run.id} is frozen: {run.reason}; only the admin resumes it", FROZEN)
         if run.state == "evicted":
             self.create(run)
             return self.tenants[run.id]
@@ -472,9 +458,39 @@ class Training:
         except StrettoError as error:
             future.set(Result.failed(str(error)))
             return None
-        job.future = future
+        job.future, job.num_bytes = future, len(body)
         is_written = kind in WRITES and future.result is not None
         return None if is_written else job
+
+    def _directory_of(self, job: Job) -> Path | None:
+        """Where an operation reads or writes. Raises: Refusal if what it reads is gone."""
+        if job.kind != "save_state":
+            return self.checkpoints.directory_of(job)
+        name = f"{self.tenants[job.run.id].clean_seq:08d}-{time.time_ns()}"
+        return self.directory / job.run.spec.name / "state" / name
+
+    def _give_up(self, job: Job, error: str) -> None:
+        """Freeze the run of a request that ends the trainer; it and those behind it fail, those before are kept."""
+        tenant, run = self.tenants.get(job.run.id), job.run
+        if tenant is None or tenant.run is not run:
+            return
+        what = job.kind if job.seq is None else f"request {job.seq} ({job.kind})"
+        reason = f"{what} ended the trainer {KILLS} times, the last time alone: {error}"
+        logger.error("%s is given up: %s", run.id, reason)
+        if job.kind == "create" and run.saved is None:
+            self._answer(job, Result.failed(f"{run.id}: {reason}"))
+            self._drop(run.id, "failed", reason)
+        elif job.kind == "create":
+            run.is_held, run.reason = True, reason
+            self._drop(run.id, "evicted", reason)
+        else:
+            if job.on_done is not None:
+                job.on_done(TenantResult(error=reason))
+                job.on_done = None
+            if job.seq is not None:
+                tenant.journal.refuse(job.seq)
+                self._answer(job, Result.failed(reason))
+            self.freeze(run, reason, since=job.seq)
 
     def _rebuild(self) -> None:
         """Put all runs into the queue anew: the ranks have forgotten them."""
@@ -493,18 +509,8 @@ class Training:
 
     def _take(self, tenant: Tenant, seq: int, job: Job | None, *, is_known: bool = False) -> None:
         """Queue a request, in the order of numbers; those after a gap wait."""
-        if job is None and not is_known:
-            tenant.journal.write(seq, REFUSED, b"")
-        tenant.early[seq] = job
-        while tenant.next_seq in tenant.early:
-            ready = tenant.early.pop(tenant.next_seq)
-            tenant.next_seq += 1
-            if ready is not None:
-                self._push(ready)
-        if not tenant.early:
-            tenant.gap_since = None
-        elif tenant.gap_since is None:
-            tenant.gap_since = time.monotonic()
+        for ready in tenant.take(seq, job, is_known=is_known):
+            self._push(ready)
 
     def _push(self, job: Job, *, is_first: bool = False) -> None:
         if job.run.id in self.tenants:
@@ -517,7 +523,9 @@ class Training:
         if tenant is None:
             return
         run = tenant.run
-        run.state, run.reason = state, reason
+        run.state = state
+        if not run.is_held:  # else it says why it is
+            run.reason = reason
         self._store.put(run)
         jobs = [request.payload for request in self.queue.remove(run_id)]
         jobs += [job for job in tenant.early.values() if job is not None]
@@ -525,8 +533,10 @@ class Training:
             if job.future is not None and job.future.result is None:
                 self._answer(job, Result.failed(f"{run.id}: {reason}"))
         del self.tenants[run_id]
+        self._suspects.forget(run_id)
         if state in ("ended", "failed"):
             tenant.journal.delete()
+            shutil.rmtree(self.directory / run.spec.name / "state", ignore_errors=True)
 
     def _spawn_removal(self, run: Run) -> None:
         """Let the ranks forget a run, outside of the queue, which no longer knows it."""
@@ -557,116 +567,10 @@ class Training:
 
         asyncio.get_running_loop().call_soon(drop)  # when its save is recorded
 
-    # -- files --
-
-    def path_of(self, run: Run, kind: str, name: str) -> str:
-        return f"tinker://{run.id}/{SEGMENTS[kind]}/{name}"
-
-    def _named(self, job: Job) -> tuple[str, str]:
-        """Kind and name of the checkpoint that a job writes."""
-        if job.kind == "publish":
-            return "sampler", f"v{job.body.version}"
-        if job.kind == "save":
-            return "training", job.body.name
-        return WRITES[job.kind], job.body.path or f"unnamed-{job.seq}"
-
-    def _check(self, job: Job) -> None:
-        """Raises: Refusal for a name that is taken or cannot be one, a path that is not there or another's."""
-        if job.kind in WRITES:
-            kind, name = self._named(job)
-            check_name(name)
-            path = self.path_of(job.run, kind, name)
-            may_replace = job.kind in ("save", "publish") or job.body.overwrite
-            if self._store.get(Checkpoint, path) is not None and not may_replace:
-                raise Refusal(f"path: there is {path} already; choose another name, or overwrite = true", 400)
-            if getattr(job.body, "kind", "snapshot") != "snapshot":
-                raise Refusal(
-                    f"kind = {job.body.kind!r}: samplers of this service keep their weights; use snapshot"
-                )
-        elif job.kind in ("load_weights", "load"):
-            self.checkpoint(self._loaded_path(job), job.run.owner, "training")
-
-    def _loaded_path(self, job: Job) -> str:
-        return (
-            job.body.path if job.kind == "load_weights" else self.path_of(job.run, "training", job.body.name)
-        )
-
-    def checkpoint(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
-        """The checkpoint at a path. Raises: Refusal 404 if there is none that this user may read, 400 for its kind."""
-        found = self._store.get(Checkpoint, path)
-        if found is not None and found.expires_at is not None and found.expires_at < time.time():
-            found = None
-        if found is None or not (found.owner == owner or found.is_public):
-            raise Refusal(f"{path}: you have no such checkpoint", 404)
-        if kind is not None and found.kind != kind:
-            raise Refusal(f"{path} is of kind {found.kind}; one of kind {kind} is needed", 400)
-        return found
-
-    def _directory_of(self, job: Job) -> Path | None:
-        own = self.directory / job.run.spec.name
-        if job.kind == "save_state":
-            return own / "state" / f"{self.tenants[job.run.id].clean_seq:08d}-{time.time_ns()}"
-        if job.kind in ("load_weights", "load"):
-            return Path(self.checkpoint(self._loaded_path(job), job.run.owner).directory)
-        if job.kind in WRITES:
-            kind, name = self._named(job)
-            directory = own / SEGMENTS[kind] / name
-            shutil.rmtree(directory, ignore_errors=True)
-            return directory
-        return None
-
-    def _recorded(self, job: Job) -> dict[str, Any]:
-        """Enter what a job has written; its answer."""
-        kind, name = self._named(job)
-        run, path = job.run, self.path_of(job.run, kind, name)
-        directory = self.directory / run.spec.name / SEGMENTS[kind] / name
-        ttl = getattr(job.body, "ttl_seconds", None)
-        expires = None if ttl is None else time.time() + ttl
-        if job.kind in ("save", "publish") or job.body.path is not None:
-            self._store.put(
-                Checkpoint(
-                    path=path,
-                    run=run.id,
-                    owner=run.owner,
-                    kind=kind,  # type: ignore[arg-type]
-                    name=name,
-                    directory=str(directory),
-                    created_at=time.time(),
-                    size_bytes=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
-                    expires_at=expires,
-                    user_metadata=getattr(job.body, "user_metadata", None),
-                )
-            )
-            self._audit.write(run.owner, "save", path)
-            if job.kind == "publish":
-                return self._published(run, job, path)
-            return {"path": path, "type": job.kind}
-        sampler = Sampler(
-            id=f"{run.session}:sample:{job.body.sampling_session_seq_id}",
-            owner=run.owner,
-            base_model=run.base_model,
-            session=run.session,
-            directory=str(directory),
-            run=run.id,
-        )
-        self._store.put(sampler)
-        return {"sampling_session_id": sampler.id, "type": job.kind}
-
-    def _published(self, run: Run, job: Job, path: str) -> dict[str, Any]:
-        """The version that engines sample from now; older ones than the last few are deleted."""
-        run.published = path
-        self._store.put(run)
-        own = [each for each in self._store.all(Checkpoint) if each.run == run.id and each.kind == "sampler"]
-        for old in own[:-KEPT_VERSIONS]:
-            if old.path != path:
-                self._store.delete(old)
-                shutil.rmtree(old.directory, ignore_errors=True)
-        return {"version": job.body.version, "path": path}
-
     def _saved(self, tenant: Tenant, job: Job) -> None:
         """The state of a run is on disk: forget what came before it."""
-        run, own = tenant.run, self.directory / tenant.run.spec.name / "state"
-        newest = max((path for path in own.iterdir() if path.is_dir()), key=lambda path: path.name)
+        run, newest = tenant.run, job.directory
+        assert newest is not None, "a state is saved into a directory"
         run.saved, run.saved_seq = str(newest), tenant.clean_seq
         tenant.unsaved_steps = 0
         self._store.put(run)
@@ -676,7 +580,7 @@ class Training:
             if (future := self._futures.find(f"{run.id}/{seq}")) is not None and future.sent_at is None
         }
         tenant.journal.forget(run.saved_seq, unsent=unsent)
-        for path in own.iterdir():
+        for path in newest.parent.iterdir():
             if path != newest:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -690,29 +594,6 @@ class Training:
                     self._close_gap(tenant)
 
     def _close_gap(self, tenant: Tenant) -> None:
-        missing, last = tenant.next_seq, max(tenant.early)
-        error = f"the request with seq_id = {missing} never came, so those behind it are not computed"
-        for seq in range(missing, last + 1):
-            job = tenant.early.pop(seq, None)
-            tenant.journal.refuse(seq)
-            if job is not None:
-                self._answer(job, Result.failed(error))
-        tenant.next_seq, tenant.gap_since = last + 1, None
-
-
-async def _watch_ranks(server: TenantServer) -> None:
-    """End the wire as soon as a rank of this machine is dead, long before its heartbeats are missed."""
-    while True:
-        await asyncio.sleep(_TICK_S)
-        for rank, info in server.ranks.items():
-            if info.host == socket.gethostname() and not Path(f"/proc/{info.pid}").exists():
-                server.fail(f"trainer rank {rank} (pid {info.pid}) has died")
-                return
-
-
-def check_name(name: str) -> None:
-    """Raises: Refusal for a name that is no file name."""
-    if not name or len(name) > 100 or name[0] == "." or not all(c.isalnum() or c in "._-" for c in name):
-        raise Refusal(
-            f"path: {name!r} must be up to 100 letters, digits, '_', '-' and '.', the first not '.'"
-        )
+        error = f"the request with seq_id = {tenant.next_seq} never came, so those behind it are not computed"
+        for job in tenant.close_gap():
+            self._answer(job, Result.failed(error))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import msgspec
@@ -40,10 +41,14 @@ _TRIES = 300
 
 
 class CreateRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A new run. base_model: what the run believes it trains; checked."""
+    """A new run. base_model: what the run believes it trains; checked.
+
+    key: chosen by the client; the same request with the same key gets the same run, so that it can be repeated.
+    """
 
     spec: TenantSpec
     base_model: str
+    key: str | None = None
     metadata: dict[str, Any] = {}
 
 
@@ -92,6 +97,7 @@ class ServiceRun:
 
     async def create(self, body: CreateRun) -> dict[str, Any]:
         """Make the run, and wait until the trainer has its adapter. Raises: EngineError with the service's reason."""
+        body = msgspec.structs.replace(body, key=body.key or uuid4().hex)
         answer = await self._call("POST", RUNS, msgspec.json.encode(body))
         self.id = answer["id"]
         return await self.wait(answer["request_id"])

@@ -111,15 +111,17 @@ def test_a_higher_priority_goes_first() -> None:
     assert served(queue, 1) == {"low": 800}
 
 
-def test_a_frozen_tenant_gets_nothing_until_it_thaws() -> None:
-    queue = busy_queue({"a": 1, "b": 1})
-    queue.push(waiting := Request("b", [100]))
-    dropped = queue.freeze("b")
-    assert waiting in dropped
-    assert set(served(queue, 20)) == {"a"}
-    queue.thaw("b")
-    queue.push(Request("b", [100]))
-    assert served(queue, 20)["b"] == 100
+def test_what_is_dropped_is_not_served_and_what_has_begun_goes_on() -> None:
+    queue = TrainQueue(quantum=100, max_tokens=100)
+    queue.add("a")
+    begun, kept, waiting = (Request("a", [100] * 2) for _ in range(3))
+    for request in (begun, kept, waiting):
+        queue.push(request)
+    [share] = queue.next(0.0)
+    queue.finish(share)
+    assert queue.drop("a", lambda request: request is not kept) == [waiting]
+    assert queue.requests("a") == [begun, kept]
+    assert served(queue, 20) == {"a": 300}
 
 
 def test_a_unit_larger_than_a_turn_is_given_out_alone() -> None:

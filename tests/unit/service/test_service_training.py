@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from stretto.base.errors import DataError
+from stretto.base.errors import DataError, EngineError
 from stretto.base.secret import load_secret
 from stretto.config.root import ServeConfig
+from stretto.config.service import UserSection
 from stretto.records.sample import MicroBatch
 from stretto.records.tenants import (
     AdamSettings,
     Done,
+    Pass,
+    SaveTenant,
     TenantResult,
     TenantSpec,
     TenantWork,
@@ -25,10 +30,10 @@ from stretto.records.tenants import (
 from stretto.service.futures import Futures
 from stretto.service.jobs import Limits, read_job
 from stretto.service.journal import REFUSED, Journal
-from stretto.service.store import Audit, Run, Store
+from stretto.service.store import Audit, Checkpoint, Run, Sampler, Store
 from stretto.service.training import Training
 from stretto.transports.engine.api import Refusal
-from stretto.transports.service import StepBody, encode_work
+from stretto.transports.service import PublishBody, SaveBody, StepBody, encode_work
 
 STEP = b"{}"
 
@@ -54,6 +59,9 @@ class Ranks:
             else [spec.name if spec is not None else operation.tenant]
         )
         future = asyncio.get_running_loop().create_future()
+        if name == "SaveTenant":
+            assert isinstance(operation, SaveTenant)
+            Path(operation.path).mkdir(parents=True, exist_ok=True)
         self.before_answer()
         future.set_result([Done(number=1, results=dict.fromkeys(tenants, results))])
         return future
@@ -66,13 +74,13 @@ class Ranks:
         return [type(operation).__name__ for operation in self.operations]
 
 
-Open = Callable[[], tuple[Training, Ranks]]
+Open = Callable[..., tuple[Training, Ranks]]
 
 
 @pytest.fixture
 def open_training(tmp_path: Path) -> Iterator[Open]:
     """Opens a service's hub, as often as a test starts it anew, without processes."""
-    cfg = ServeConfig.model_validate(
+    base = ServeConfig.model_validate(
         {
             "output_dir": str(tmp_path),
             "seq_len": 64,
@@ -80,10 +88,11 @@ def open_training(tmp_path: Path) -> Iterator[Open]:
             "service": {"max_waiting_requests": 8},
         }
     )
-    service = cfg.run_dir.path / "service"
+    service = base.run_dir.path / "service"
     with ExitStack() as stack:
 
-        def open_one() -> tuple[Training, Ranks]:
+        def open_one(**section: object) -> tuple[Training, Ranks]:
+            cfg = base.model_copy(update={"service": base.service.model_copy(update=section)})
             store, audit, ranks = Store(service), Audit(service / "audit.jsonl"), Ranks()
             stack.callback(store.close)
             stack.callback(audit.close)
@@ -256,3 +265,194 @@ def test_a_refused_number_has_one_request(tmp_path: Path) -> None:
     assert [entry.kind for entry in journal.requests()] == [REFUSED]
     journal.refuse(1)
     assert [path.name for path in tmp_path.iterdir()] == ["00000001.refused"]
+
+
+async def test_waiting_requests_are_bounded_in_bytes_per_user(open_training: Open) -> None:
+    size = len(batch())
+    training, _ = open_training(max_waiting_bytes=2 * size)
+    run, other = make_run(training), make_run(training, "other")
+    await serve(training)
+    training.submit(run, "batch", 1, batch())
+    training.submit(run, "batch", 3, batch())
+    assert training.waiting_bytes("alice") == size
+    for refused_run, seq in ((run, 4), (run, 2)):
+        with pytest.raises(Refusal, match="max_waiting_bytes") as refused:
+            training.submit(refused_run, "batch", seq, batch())
+        assert refused.value.status == 429
+    training.submit(other, "batch", 1, batch())  # the next of a run that has nothing waiting
+    await serve(training)
+    training.submit(run, "batch", 2, batch())
+    await serve(training)
+    assert training.waiting_bytes("alice", with_early=True) == 0
+
+
+async def test_what_the_admin_froze_no_user_resumes(open_training: Open) -> None:
+    training, ranks = open_training()
+    run = make_run(training)
+    await serve(training)
+    training.freeze(run, "by alice")
+    training.freeze(run, "by the admin", by_admin=True)
+    with pytest.raises(Refusal, match="by the admin; only the admin") as refused:
+        training.resume(run)
+    assert refused.value.status == 403
+    training.evict(run, "idle")
+    await serve(training)
+    assert run.state == "evicted" and run.reason == "by the admin"
+    with pytest.raises(Refusal, match="only the admin") as refused:
+        training.submit(run, "step", 1, STEP)
+    assert refused.value.status == 423 and not training.tenants
+    training.resume(run, by_admin=True)
+    training.submit(run, "step", 1, STEP)
+    await serve(training)
+    assert run.state == "active" and ranks.names[-1] == "OptimStep"
+
+
+async def test_a_run_that_is_frozen_before_it_is_created_is_created(open_training: Open) -> None:
+    training, ranks = open_training()
+    run = make_run(training)
+    training.freeze(run, "because")
+    await serve(training)
+    assert ranks.names == ["CreateTenant"] and run.state == "frozen"
+    training.resume(run)
+    training.submit(run, "step", 1, STEP)
+    await serve(training)
+    assert ranks.names[1:] == ["DropGradients", "OptimStep"]
+
+
+async def test_a_run_that_comes_back_counts_among_its_users_runs(open_training: Open) -> None:
+    training, _ = open_training(users={"alice": UserSection(max_runs=1)})
+    first = make_run(training, "first")
+    await serve(training)
+    training.evict(first, "idle")
+    await serve(training)
+    second = make_run(training, "second")
+    await serve(training)
+    with pytest.raises(Refusal, match="max_runs") as refused:
+        training.submit(first, "step", 1, STEP)
+    assert refused.value.status == 403 and first.state == "evicted"
+    training.end(second)
+    training.submit(first, "step", 1, STEP)
+    await serve(training)
+    assert first.state == "active"
+
+
+def test_largest_values_of_several_turns_are_not_summed() -> None:
+    run = Run(id="r", owner="a", spec=TenantSpec(name="r"), base_model="m", created_at=1.0)
+    job = read_job(run, "batch", batch(), Limits(64, 100), seq=1)
+    for loss, most in ((1.0, -5.0), (2.0, -3.0), (3.0, -4.0)):
+        job.add(TenantResult(metrics={"loss": loss, "max/mismatch_kl": most}), [0], is_first=True)
+    assert job.sums == {"loss": 6.0, "max/mismatch_kl": -3.0}
+
+
+async def test_saving_over_a_checkpoint_keeps_the_old_one_until_the_new_one_is_there(
+    open_training: Open,
+) -> None:
+    training, ranks = open_training()
+    run = make_run(training)
+    await serve(training)
+    body = msgspec.json.encode(SaveBody(name="best"))
+    training.submit(run, "save", 1, body)
+    await serve(training)
+    found = training.checkpoints.find("tinker://r/weights/best", "alice")
+    (Path(found.directory) / "old").touch()
+    ranks.errors = {"SaveTenant": "no space left on device"}
+    failed = training.submit(run, "save", 2, body)
+    await serve(training)
+    assert "no space" in (failed.result.error or "")
+    assert training.checkpoints.find("tinker://r/weights/best", "alice") == found
+    assert (Path(found.directory) / "old").exists()
+
+
+async def test_the_state_that_a_run_continues_from_is_the_one_just_saved(open_training: Open) -> None:
+    training, ranks = open_training(save_steps=1)
+    run = make_run(training)
+    await serve(training)
+    left = training.directory / "r" / "state" / "99999999-1"  # by name it is newer than all
+    left.mkdir(parents=True)
+    training.submit(run, "step", 1, STEP)
+    await serve(training)
+    [saved] = [operation for operation in ranks.operations if isinstance(operation, SaveTenant)]
+    assert run.saved == saved.path and run.saved_seq == 1
+    assert [path.name for path in left.parent.iterdir()] == [Path(saved.path).name]
+
+
+async def test_only_the_last_published_versions_stay(open_training: Open) -> None:
+    training, _ = open_training(kept_versions=2)
+    run = make_run(training)
+    await serve(training)
+    body = msgspec.json.encode({"model_id": "r", "seq_id": 1, "path": "mine"})
+    training.submit(run, "save_weights_for_sampler", 1, body)
+    for seq in range(2, 7):
+        training.submit(run, "publish", seq, msgspec.json.encode(PublishBody(version=seq)))
+    await serve(training)
+    names = [each.name for each in training._store.all(Checkpoint)]
+    assert names == ["mine", "v5", "v6"] and run.published == "tinker://r/sampler_weights/v6"
+
+
+async def test_what_has_expired_is_deleted_unless_it_is_used(open_training: Open) -> None:
+    training, _ = open_training()
+    run = make_run(training)
+    await serve(training)
+    for seq, extra in enumerate(({"path": "short", "ttl_seconds": 1}, {"path": "long"}, {}, {}), 1):
+        body = {"model_id": "r", "seq_id": seq, "sampling_session_seq_id": seq} | extra
+        training.submit(run, "save_weights_for_sampler", seq, msgspec.json.encode(body))
+    await serve(training)
+    store, checkpoints = training._store, training.checkpoints
+    idle, busy = store.all(Sampler)
+    for record in (*store.all(Checkpoint), idle, busy):
+        Path(record.directory).mkdir(parents=True)
+    short = checkpoints.find("tinker://r/sampler_weights/short", "alice")
+    short.expires_at = time.time() - 1
+    idle.used_at = busy.used_at = time.time() - 100
+    sweep = partial(checkpoints.sweep, since=0.0)
+    assert await sweep(lambda _: True, sampler_timeout_s=60.0) == 0
+    assert await sweep(lambda path: path == busy.directory, sampler_timeout_s=60.0) == 2
+    assert [each.name for each in store.all(Checkpoint)] == ["long"] and list(store.all(Sampler)) == [busy]
+    assert not Path(short.directory).exists() and not Path(idle.directory).exists()
+    assert await sweep(lambda _: False, sampler_timeout_s=None) == 0
+    assert await checkpoints.sweep(lambda _: False, since=time.time(), sampler_timeout_s=60.0) == 0
+
+
+async def test_a_request_that_ends_the_trainer_twice_is_given_up_and_others_go_on(
+    open_training: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, ranks = open_training()
+    bad, good = make_run(training, "bad"), make_run(training, "good")
+    turns: list[list[str]] = []
+
+    @asynccontextmanager
+    async def ranks_until_poison(*_: object) -> AsyncIterator[Ranks]:
+        yield ranks
+
+    submit = ranks.submit
+
+    async def dies(operation: object) -> asyncio.Future:
+        [one] = operation if isinstance(operation, list) else [operation]
+        if isinstance(one, Pass):
+            turns.append(sorted(work.tenant for work in one.works))
+            if any(len(work.targets) for work in one.works):
+                raise EngineError("trainer rank 0 has died")
+        return await submit(operation)
+
+    monkeypatch.setattr(ranks, "submit", dies)
+    monkeypatch.setattr(ranks, "check", lambda: None, raising=False)
+    monkeypatch.setattr("stretto.service.training.connected_ranks", ranks_until_poison)
+    monkeypatch.setattr("stretto.service.training._PAUSE_S", 0.0)
+    training.submit(bad, "step", 1, STEP)
+    poison = training.submit(bad, "batch", 2, batch(2))
+    behind = training.submit(bad, "step", 3, STEP)
+    training.submit(good, "step", 1, STEP)
+    passed = training.submit(good, "batch", 2, batch())
+    work = asyncio.create_task(training.work())
+    async with asyncio.timeout(20.0):
+        for future in (poison, behind, passed):
+            await future.changed.wait()
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    assert turns == [["bad", "good"], ["bad"], ["good"]] or turns == [["bad", "good"], ["good"], ["bad"]]
+    assert "ended the trainer 2 times" in (poison.result.error or "") and "frozen" in behind.result.error
+    assert passed.result.error is None and training.num_recoveries == 2
+    assert (bad.state, good.state) == ("frozen", "active")
+    again, _ = open_training()
+    await serve(again)  # what the journal still has does no harm
+    assert again.tenants["bad"].next_seq == 4 and again.tenants["bad"].run.state == "frozen"

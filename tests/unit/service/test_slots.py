@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from stretto.base.errors import EngineError
 from stretto.service.engines import AdapterSlots, adapter_name
 from stretto.service.store import Sampler
 from stretto.transports.engine.api import Refusal
+from stretto.transports.engine.client import RequestRefused
 
 
 class FakeEngines:
@@ -130,3 +132,65 @@ async def test_who_waits_for_room_gets_that_of_one_that_could_not_be_loaded() ->
         await good
     with pytest.raises(EngineError):
         await bad
+
+
+async def test_more_versions_in_constant_use_than_room_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.service.engines.TURN_S", 0.0)
+    engines = FakeEngines(8)
+    slots, served = AdapterSlots(engines, 8), Counter()
+
+    async def use(name: str) -> None:
+        while min(served[f"v{i}"] for i in range(9)) < 5:
+            async with slots.use(name, name):
+                assert engines.loaded.count(name) == 1
+                await asyncio.sleep(0.001)
+            served[name] += 1
+
+    async with asyncio.timeout(30.0), asyncio.TaskGroup() as group:
+        for i in range(9):  # each has always two requests, one of which holds it
+            group.create_task(use(f"v{i}"))
+            group.create_task(use(f"v{i}"))
+    assert len(engines.loaded) <= 8
+
+
+async def test_a_version_stays_for_its_turn_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.service.engines.TURN_S", 3600.0)
+    slots = AdapterSlots(FakeEngines(1), 1)
+    async with slots.use("a", "a"):
+        waiting = asyncio.create_task(slots.use("b", "b").__aenter__())
+        await asyncio.sleep(0.01)
+        async with slots.use("a", "a"):
+            assert not waiting.done()
+    await asyncio.wait_for(waiting, 5.0)
+
+
+async def test_a_version_whose_engine_failed_is_unloaded_before_it_is_used_again() -> None:
+    engines = FakeEngines(1)
+    slots = AdapterSlots(engines, 1)
+    done = asyncio.Event()
+
+    async def go_on() -> None:
+        async with slots.use("a", "a"):
+            await done.wait()
+
+    other = asyncio.create_task(go_on())
+    await asyncio.sleep(0.01)
+    with pytest.raises(EngineError):
+        async with slots.use("a", "a"):
+            raise EngineError("no answer")
+    again = asyncio.create_task(slots.use("a", "a").__aenter__())
+    await asyncio.sleep(0.01)
+    assert not again.done() and slots.num_loads == 1  # one that uses it is not disturbed
+    done.set()
+    await asyncio.wait_for(again, 5.0)
+    assert slots.num_loads == 2 and engines.loaded == ["a"]
+    await other
+
+
+async def test_a_request_that_an_engine_refuses_takes_nobodys_adapter() -> None:
+    slots = AdapterSlots(FakeEngines(1), 1)
+    for _ in range(2):
+        with pytest.raises(RequestRefused):
+            async with slots.use("a", "a"):
+                raise RequestRefused("HTTP 400: too long")
+    assert slots.num_loads == 1

@@ -32,6 +32,8 @@ from stretto.launch.run import supervisor
 
 STALL_S = 7 * 24 * 3600.0
 """A service may be silent for as long as nobody asks."""
+GRACE_S = 25.0
+"""Between SIGTERM and SIGKILL: the hub has all runs saved first, which takes at most service/main.py's SAVE_S."""
 RESTARTS = 100
 CONFIG = "service"
 
@@ -199,7 +201,7 @@ def main(cfg: ServeConfig) -> int:
         write(planned)
         log.setup("launcher", run, cfg.log.level, cfg.log.json_logging, is_quiet=True)
         title = f"service at {address(planned.config)}, tokens in {run.path / 'tokens.json'}"
-        return supervisor.serve(planned.processes, run, title, STALL_S)
+        return supervisor.serve(planned.processes, run, title, STALL_S, grace_s=GRACE_S)
 
 
 def _clean(run: RunDir) -> None:

@@ -71,13 +71,20 @@ class Timeouts:
     """Between SIGTERM and SIGKILL; with what comes after it, well under 10 s."""
 
 
-def serve(specs: Sequence[ProcessSpec], run: RunDir, title: str, stall_s: float) -> int:
-    """Run processes without an orchestrator; servers alone run until they are stopped."""
+def serve(
+    specs: Sequence[ProcessSpec],
+    run: RunDir,
+    title: str,
+    stall_s: float,
+    *,
+    grace_s: float = Timeouts.grace_s,
+) -> int:
+    """Run processes without an orchestrator; servers alone run until they are stopped, which may take grace_s."""
     console = Console(sys.stdout, max_steps=None)
     names = ", ".join(spec.name for spec in specs)
     console.line(f"{title}: {names}\n  logs     {run.logs}")
     limit = stall_s + STALL_SLACK_S
-    supervisor = Supervisor(specs, run, console, timeouts=Timeouts(limit, limit))
+    supervisor = Supervisor(specs, run, console, timeouts=Timeouts(limit, limit, grace_s=grace_s))
     try:
         return asyncio.run(supervisor.run())
     finally:

@@ -9,10 +9,10 @@ import msgspec
 from aiohttp import web
 
 from stretto.records.tenants import TenantSpec
+from stretto.service.checkpoints import check_name
 from stretto.service.engines import adapter_name
 from stretto.service.hub import USER, Hub, answer, read
-from stretto.service.store import Checkpoint, Run, Sampler
-from stretto.service.training import check_name
+from stretto.service.store import Run, Sampler
 from stretto.transports import service
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
@@ -39,7 +39,7 @@ class NativeRoutes:
         ]
 
     async def create(self, http: web.Request) -> web.Response:
-        """A run with a name of its own; making it again is an error unless it is the same."""
+        """A run with a name of its own; the same request again, with the key that it had, is answered with it."""
         body, user, hub = await read(http, CreateRun), http[USER], self.hub
         hub.check_model(body.base_model)
         check_name(body.spec.name)
@@ -48,13 +48,18 @@ class NativeRoutes:
             raise Refusal(f"spec.rank = {spec.rank} must be 1 to {largest} (service.max_lora_rank)")
         name = f"{user.name}:{spec.name}"
         known = hub.store.get(Run, name)
+        if known is not None and body.key is not None and known.key == body.key:  # its answer was lost
+            return answer({"id": known.id, "request_id": f"{known.id}/0"}, 201)
+        if known is not None and known.is_held:
+            raise Refusal(
+                f"{spec.name!r} is frozen: {known.reason}; only the admin resumes it, or choose another name",
+                423,
+            )
         if known is not None and known.state not in ("ended", "failed"):
             raise Refusal(
                 f"you have a run {spec.name!r} already ({known.state}); end it, or choose another name"
             )
-        own = [run for run in hub.store.all(Run) if run.owner == user.name and run.is_placed]
-        if user.section.max_runs is not None and len(own) >= user.section.max_runs:
-            raise Refusal(f"you have {len(own)} runs, as many as you may (service.users)", 403)
+        hub.training.check_place(user.name)
         run = Run(
             id=name,
             owner=user.name,
@@ -66,6 +71,7 @@ class NativeRoutes:
             priority=user.section.priority,
             tokens_per_minute=user.section.tokens_per_minute,
             user_metadata=body.metadata,
+            key=body.key,
         )
         hub.futures.forget(f"{name}/")
         future = hub.training.create(run)
@@ -113,8 +119,8 @@ class NativeRoutes:
         request, _ = api.decode_generate(await http.read())
         hub.engines.check_room(user)
         sampler = Sampler(id=run.id, owner=run.owner, base_model=run.base_model, run=run.id)
-        if run.published is not None and (found := hub.store.get(Checkpoint, run.published)) is not None:
-            sampler.directory = found.directory
+        if run.published is not None:
+            sampler.directory = hub.checkpoints.find(run.published, run.owner).directory
         salt = f"user {run.owner}" if sampler.directory is None else adapter_name(sampler)
         request = msgspec.structs.replace(
             request,

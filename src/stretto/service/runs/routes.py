@@ -9,10 +9,10 @@ from aiohttp import web
 
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import User
+from stretto.service.checkpoints import check_name
 from stretto.service.hub import USER, Hub, answer, read
 from stretto.service.runs.client import CheckRun, tokenizer_digest
 from stretto.service.store import Run
-from stretto.service.training import check_name
 from stretto.transports.engine.api import Refusal
 
 GONE = ("ended", "failed")
@@ -63,8 +63,8 @@ class RunRoutes:
                 "end it with --clean, or choose another run.name",
                 409,
             )
-        if not is_there:
-            check_place(hub, user)
+        if known is None or not known.is_placed:
+            hub.training.check_place(user.name)
         return known
 
     async def run(self, http: web.Request) -> web.Response:
@@ -88,13 +88,3 @@ def check_rank(hub: Hub, spec: TenantSpec) -> None:
     largest = hub.cfg.service.max_lora_rank
     if not 0 < spec.rank <= largest:
         raise Refusal(f"rank = {spec.rank} must be 1 to {largest} (service.max_lora_rank)")
-
-
-def check_place(hub: Hub, user: User) -> None:
-    """Raises: Refusal 403 if this user, or anybody, may have no more runs now."""
-    own = [run for run in hub.store.all(Run) if run.owner == user.name and run.is_placed]
-    if user.section.max_runs is not None and len(own) >= user.section.max_runs:
-        raise Refusal(f"you have {len(own)} runs, as many as you may (service.users)", 403)
-    most = hub.cfg.service.max_concurrent_runs
-    if len(hub.training.tenants) >= most:
-        raise Refusal(f"all {most} places of this service are taken (service.max_concurrent_runs)", 403)

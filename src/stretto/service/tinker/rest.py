@@ -137,9 +137,7 @@ class RestRoutes:
         return found
 
     async def delete_checkpoint(self, http: web.Request) -> web.Response:
-        found = self._own(http)
-        self.hub.store.delete(found)
-        await asyncio.to_thread(shutil.rmtree, found.directory, ignore_errors=True)
+        self.hub.checkpoints.delete(self._own(http))
         return web.Response(status=204)
 
     async def publish(self, http: web.Request) -> web.Response:
@@ -183,17 +181,17 @@ class RestRoutes:
         number = uuid4().hex if body.model_seq_id is None else body.model_seq_id
         name = f"{body.session_id or uuid4().hex}:copy:{number}"
         if (known := self.hub.store.get(Run, name)) is not None:  # the same request sent again
-            path = self.hub.training.path_of(known, found.kind, found.name)
+            path = self.hub.checkpoints.path_of(known, found.kind, found.name)
             return answer({"tinker_path": self.hub.checkpoint(user, path).path})
         spec = msgspec.structs.replace(origin.spec, name=name.replace(":", "."))
-        directory = self.hub.training.directory / spec.name / SEGMENTS[found.kind] / found.name
+        directory = self.hub.checkpoints.directory / spec.name / SEGMENTS[found.kind] / found.name
         await asyncio.to_thread(shutil.copytree, found.directory, directory, dirs_exist_ok=True)
         now = time.time()
         run = Run(
             id=name, owner=user.name, spec=spec, base_model=origin.base_model, created_at=now, state="ended"
         )
         self.hub.store.put(run)
-        path = self.hub.training.path_of(run, found.kind, found.name)
+        path = self.hub.checkpoints.path_of(run, found.kind, found.name)
         expires = None if body.ttl_seconds is None else now + body.ttl_seconds
         copy = msgspec.structs.replace(
             found, path=path, run=name, owner=user.name, directory=str(directory), created_at=now,
@@ -211,7 +209,7 @@ class RestRoutes:
         root = Path(found.directory)
         links = {}
         for file in sorted(path for path in root.rglob("*") if path.is_file()):
-            name = file.relative_to(self.hub.training.directory).as_posix()
+            name = file.relative_to(self.hub.checkpoints.directory).as_posix()
             links[file.relative_to(root).as_posix()] = f"{base}/{self._sign(name, expires)}/{quote(name)}"
         return answer({"urls": links, "expires": when(expires)})
 
@@ -226,7 +224,7 @@ class RestRoutes:
         is_whole = expires.isdigit() and int(expires) > time.time()
         if not is_whole or not hmac.compare_digest(self._sign(name, int(expires)), http.match_info["token"]):
             raise Refusal("this address is not valid (any more); ask for a new one", 403)
-        path = self.hub.training.directory / name
+        path = self.hub.checkpoints.directory / name
         if not path.is_file():
             raise Refusal(f"{name}: this file was deleted", 404)
         return web.FileResponse(path)
@@ -265,7 +263,7 @@ class RestRoutes:
             ],
         }
         name, expires = f"traces/{session.id}.json", int(time.time() + LINK_S)
-        path = hub.training.directory / name
+        path = hub.checkpoints.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.encode(trace))
         url = f"{http.scheme}://{http.host}/download/{self._sign(name, expires)}/{name}"
@@ -402,14 +400,15 @@ class RestRoutes:
 
     async def act(self, http: web.Request) -> web.Response:
         """Freeze, resume, evict or end a run."""
-        run, action = self.hub.run(http[USER], http.match_info["run"]), http.match_info["action"]
+        user, action = http[USER], http.match_info["action"]
+        run = self.hub.run(user, http.match_info["run"])
         match action:
             case "freeze":
-                self.hub.training.freeze(run, f"{http['user'].name} has frozen it")
+                self.hub.training.freeze(run, f"{user.name} has frozen it", by_admin=user.is_admin)
             case "resume":
-                self.hub.training.resume(run)
+                self.hub.training.resume(run, by_admin=user.is_admin)
             case "evict":
-                self.hub.training.evict(run, f"{http['user'].name} has evicted it")
+                self.hub.training.evict(run, f"{user.name} has evicted it")
             case "end":
                 self.hub.training.end(run)
         return answer({"id": run.id, "state": run.state})

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from stretto.base.errors import EngineError, WireError
 from stretto.base.runtime import freeze_objects
 from stretto.base.secret import load_secret
-from stretto.base.status import report
+from stretto.base.status import is_supervised, report
 from stretto.records.tenants import RankFailed, Shutdown
 from stretto.trainer.build import find_tokens
 from stretto.trainer.learner import find_tokenizer, load_policy
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 ROLE = "tenants"
 POLL_S = 0.2
+SAVE_GRACE_S = 25
+"""Longest time in seconds that a rank goes on after SIGTERM."""
 GROUP_TIMEOUT_S = 1800.0
 """Longest wait of ranks for each other within an operation."""
 
@@ -55,8 +59,15 @@ def main(cfg: ServeConfig) -> int:
         client.register(int(os.environ.get("RANK", "0")), num_ranks())
         report("ready", is_early=True)
         freeze_objects()
+        if is_supervised():
+            signal.signal(signal.SIGTERM, _end_with_the_hub)
         run(tenants, client, interrupt)
     return 0
+
+
+def _end_with_the_hub(number: int, frame: FrameType | None) -> None:
+    """The launcher ends the service: the hub still has runs saved here, and ends this rank after that, or a timer does."""
+    signal.alarm(SAVE_GRACE_S)
 
 
 def build_tenants(cfg: ServeConfig) -> Tenants:

@@ -46,12 +46,17 @@ _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
 _UNAVAILABLE_S = 0.5
 _FULL_S = 0.2
+_REFUSED = (400, 413, 422)
 _TRY_AGAIN = (409,)  # the engine has not noticed yet that this request's previous connection is closed
 _HEADERS = {"Content-Type": "application/json"}
 
 
 _NO_ENGINE = (b"Model not found", b"no generate-capable model is registered")
 """In answers of routers that have no engine for a request."""
+
+
+class RequestRefused(EngineError):
+    """An engine refuses a request for what is in it: it would refuse it again."""
 
 
 class _Transient(Exception):
@@ -585,7 +590,7 @@ class EngineClient:
             raise _Full(message)
         if response.status in _TRY_AGAIN or response.status >= 500:
             raise _Transient(message)
-        raise EngineError(message)
+        raise (RequestRefused if response.status in _REFUSED else EngineError)(message)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -1,0 +1,189 @@
+"""Checkpoints and samplers of runs: their names, records and files, who may read them, and when they are deleted.
+
+A run writes `RUN/service/runs/<run>/{weights,sampler_weights,external_weights}/<name>`. Files are written beside the
+place and put into it when they are complete, so that what is saved over stays whole until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stretto.service.jobs import WRITES, Job
+from stretto.service.store import SEGMENTS, Audit, Checkpoint, Run, Sampler, Store
+from stretto.transports.engine.api import Refusal
+
+UNNAMED = "@"
+"""Begins the directory of weights without a name, as no name does."""
+
+
+class Checkpoints:
+    """What runs have saved. directory: of all runs; kept_versions: published ones of a run that stay."""
+
+    def __init__(self, store: Store, audit: Audit, directory: Path, *, kept_versions: int) -> None:
+        self.directory = directory
+        self._store, self._audit, self._kept_versions = store, audit, kept_versions
+
+    def path_of(self, run: Run, kind: str, name: str) -> str:
+        """What users call a checkpoint."""
+        return f"tinker://{run.id}/{SEGMENTS[kind]}/{name}"
+
+    def find(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
+        """The checkpoint at a path. Raises: Refusal 404 if there is none that this user may read, 400 for its kind."""
+        found = self._store.get(Checkpoint, path)
+        if found is not None and found.expires_at is not None and found.expires_at < time.time():
+            found = None
+        if found is None or not (found.owner == owner or found.is_public):
+            raise Refusal(f"{path}: you have no such checkpoint", 404)
+        if kind is not None and found.kind != kind:
+            raise Refusal(f"{path} is of kind {found.kind}; one of kind {kind} is needed", 400)
+        return found
+
+    # -- what jobs write and read --
+
+    def check(self, job: Job) -> None:
+        """Raises: Refusal for a name that is taken or cannot be one, a path that is not there or another's."""
+        if job.kind in WRITES:
+            kind, name = _named(job)
+            if job.kind in ("save", "publish") or job.body.path is not None:
+                check_name(name)
+            path = self.path_of(job.run, kind, name)
+            may_replace = job.kind in ("save", "publish") or job.body.overwrite
+            if self._store.get(Checkpoint, path) is not None and not may_replace:
+                raise Refusal(f"path: there is {path} already; choose another name, or overwrite = true", 400)
+            if getattr(job.body, "kind", "snapshot") != "snapshot":
+                raise Refusal(
+                    f"kind = {job.body.kind!r}: samplers of this service keep their weights; use snapshot"
+                )
+        elif job.kind in ("load_weights", "load"):
+            self.find(self._loaded_path(job), job.run.owner, "training")
+
+    def _loaded_path(self, job: Job) -> str:
+        if job.kind == "load_weights":
+            return str(job.body.path)
+        return self.path_of(job.run, "training", job.body.name)
+
+    def directory_of(self, job: Job) -> Path | None:
+        """Where a job reads or writes; None if it does neither. Raises: Refusal if what it reads is gone."""
+        if job.kind in ("load_weights", "load"):
+            return Path(self.find(self._loaded_path(job), job.run.owner, "training").directory)
+        if job.kind in WRITES:
+            kind, name = _named(job)
+            return self._place(job.run, kind, name)
+        return None
+
+    def _place(self, run: Run, kind: str, name: str) -> Path:
+        return self.directory / run.spec.name / SEGMENTS[kind] / name
+
+    def record(self, job: Job) -> dict[str, Any]:
+        """Enter what a job has written; its answer."""
+        kind, name = _named(job)
+        run, path = job.run, self.path_of(job.run, kind, name)
+        directory = self._place(run, kind, name)
+        ttl, now = getattr(job.body, "ttl_seconds", None), time.time()
+        if not name.startswith(UNNAMED):
+            before = self._store.get(Checkpoint, path)
+            self._store.put(
+                Checkpoint(
+                    path=path,
+                    run=run.id,
+                    owner=run.owner,
+                    kind=kind,  # type: ignore[arg-type]
+                    name=name,
+                    directory=str(directory),
+                    created_at=now,
+                    size_bytes=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+                    expires_at=None if ttl is None else now + ttl,
+                    user_metadata=getattr(job.body, "user_metadata", None),
+                )
+            )
+            if before is not None and before.directory != str(directory):  # of an ended run of this name
+                shutil.rmtree(before.directory, ignore_errors=True)
+            self._audit.write(run.owner, "save", path)
+            if job.kind == "publish":
+                return self._publish(run, job, path)
+            return {"path": path, "type": job.kind}
+        sampler = Sampler(
+            id=f"{run.session}:sample:{job.body.sampling_session_seq_id}",
+            owner=run.owner,
+            base_model=run.base_model,
+            session=run.session,
+            directory=str(directory),
+            run=run.id,
+            used_at=now,
+        )
+        self._store.put(sampler)
+        return {"sampling_session_id": sampler.id, "type": job.kind}
+
+    def _publish(self, run: Run, job: Job, path: str) -> dict[str, Any]:
+        """The version that engines sample from now; older ones than the last few are deleted."""
+        run.published = path
+        self._store.put(run)
+        own = [each for each in self._store.all(Checkpoint) if each.run == run.id and is_published(each)]
+        own.sort(key=lambda each: each.created_at)
+        for old in own[: -self._kept_versions]:
+            if old.path != path:
+                self.delete(old)
+        return {"version": job.body.version, "path": path}
+
+    # -- the end --
+
+    def delete(self, found: Checkpoint) -> None:
+        """Delete a checkpoint: its record first, so that nobody gets half of it."""
+        self._store.delete(found)
+        shutil.rmtree(found.directory, ignore_errors=True)
+
+    async def sweep(
+        self, is_used: Callable[[str], bool], *, since: float, sampler_timeout_s: float | None
+    ) -> int:
+        """Delete expired checkpoints, and unnamed samplers that were not used for long; how many.
+
+        is_used: whether engines sample from a directory now; since: when this hub began, from when it knows of uses.
+        """
+        now = time.time()
+        gone: list[Checkpoint | Sampler] = [
+            each
+            for each in self._store.all(Checkpoint)
+            if each.expires_at is not None and each.expires_at < now and not is_used(each.directory)
+        ]
+        for sampler in self._store.all(Sampler) if sampler_timeout_s is not None else ():
+            is_idle = now - max(sampler.used_at, since) > (sampler_timeout_s or 0.0)
+            if is_unnamed(sampler) and is_idle and not is_used(sampler.directory or ""):
+                gone.append(sampler)
+        for record in gone:
+            self._store.delete(record)
+            self._audit.write(None, "delete", record.id, reason="it has expired")
+            await asyncio.to_thread(shutil.rmtree, record.directory or "", ignore_errors=True)
+        return len(gone)
+
+
+def is_unnamed(sampler: Sampler) -> bool:
+    """Whether its weights are nobody's checkpoint."""
+    return sampler.directory is not None and sampler.model_path is None
+
+
+def is_published(checkpoint: Checkpoint) -> bool:
+    """Whether it is a version that its run has published for engines."""
+    name = checkpoint.name
+    return checkpoint.kind == "sampler" and name[:1] == "v" and name[1:].isdigit()
+
+
+def check_name(name: str) -> None:
+    """Raises: Refusal for a name that is no file name."""
+    if not name or len(name) > 100 or name[0] == "." or not all(c.isalnum() or c in "._-" for c in name):
+        raise Refusal(
+            f"path: {name!r} must be up to 100 letters, digits, '_', '-' and '.', the first not '.'"
+        )
+
+
+def _named(job: Job) -> tuple[str, str]:
+    """Kind and name of the checkpoint that a job writes."""
+    if job.kind == "publish":
+        return "sampler", f"v{job.body.version}"
+    if job.kind == "save":
+        return "training", job.body.name
+    return WRITES[job.kind], job.body.path or f"{UNNAMED}{job.seq}"

@@ -1,0 +1,68 @@
+"""A run's place in the trainer: its requests in the order of their numbers, and what is known since its last step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from stretto.service.jobs import Job
+from stretto.service.journal import REFUSED, Journal
+from stretto.service.store import Run
+
+
+@dataclass(eq=False)
+class Tenant:
+    """A run that has a place in the trainer."""
+
+    run: Run
+    journal: Journal
+    next_seq: int = 1
+    early: dict[int, Job | None] = field(default_factory=dict)
+    """Requests that came before one with a lower number; None: not valid."""
+    gap_since: float | None = None
+    failures: int = 0
+    unsaved_steps: int = 0
+    unsaved_requests: int = 0
+    has_gradients: bool = False
+    spoiled: str | None = None
+    """Why a pass failed of which some gradients may be there: a step with them would be another one."""
+    clean_seq: int = 0
+    """The last request after which there were no gradients: where a saved state can be continued."""
+
+    def take(self, seq: int, job: Job | None, *, is_known: bool = False) -> list[Job]:
+        """Take a request (None: its number is used up); returns those whose turn it is now, in order.
+
+        is_known: the journal has it.
+        """
+        if job is None and not is_known:
+            self.journal.write(seq, REFUSED, b"")
+        self.early[seq] = job
+        ready = []
+        while self.next_seq in self.early:
+            found = self.early.pop(self.next_seq)
+            self.next_seq += 1
+            if found is not None:
+                ready.append(found)
+        if not self.early:
+            self.gap_since = None
+        elif self.gap_since is None:
+            self.gap_since = time.monotonic()
+        return ready
+
+    def refuse_early(self) -> list[Job]:
+        """Use up the numbers of requests that wait for a lower one; returns the requests."""
+        found = [job for job in self.early.values() if job is not None]
+        self.early = dict.fromkeys(self.early)
+        return found
+
+    def close_gap(self) -> list[Job]:
+        """Use up the numbers that never came and those behind them; returns the requests of the latter."""
+        found = []
+        last = max(self.early)
+        for seq in range(self.next_seq, last + 1):
+            job = self.early.pop(seq, None)
+            self.journal.refuse(seq)
+            if job is not None:
+                found.append(job)
+        self.next_seq, self.gap_since = last + 1, None
+        return found
