@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import time
 
@@ -144,8 +145,8 @@ async def _sweep(hub: Hub) -> None:
 
 async def _evict_idle(hub: Hub) -> None:
     """Save runs whose clients are silent, and give their places to others."""
-    limit = hub.cfg.service.idle_timeout_s
-    while limit is not None:
+    limit = hub.cfg.service.idle_timeout_s or math.inf
+    while True:
         await asyncio.sleep(min(_IDLE_POLL_S, limit / 2))
         now = time.time()
         for tenant in list(hub.training.tenants.values()):

@@ -72,11 +72,15 @@ class Service:
         except OSError:
             return False
 
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+    def stop(self) -> int | None:
+        """End it with SIGTERM; its exit status."""
+        if self._process is None:
+            return None
+        if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            self._process.wait(60)
+        status = self._process.wait(60)
         self._close_connections()
+        return status
 
     def _close_connections(self) -> None:
         """Close the connections that clients keep idle: nobody closes them before they are garbage."""

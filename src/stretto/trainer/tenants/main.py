@@ -66,7 +66,7 @@ def main(cfg: ServeConfig) -> int:
 
 
 def _end_with_the_hub(number: int, frame: FrameType | None) -> None:
-    """The launcher ends the service: the hub still has runs saved here, and ends this rank after that, or a timer does."""
+    """The launcher ends the service: the hub has runs saved here first, and then ends this rank, or a timer does."""
     signal.alarm(SAVE_GRACE_S)
 
 
