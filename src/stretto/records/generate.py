@@ -60,6 +60,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     adapter: str | None = None  # name of the LoRA adapter to use; None = the engine's own model
     prompt_logprobs: bool = False
+    top_prompt_logprobs: int = (
+        0  # with prompt_logprobs: how many of the likeliest tokens of each prompt position too
+    )
+    # With prompt_logprobs: further tokens to score at each prompt position but the first; -1 is none.
+    prompt_targets: np.ndarray | None = None  # int32 [prompt - 1, targets]
     images: tuple[Image, ...] = ()
     image_token_id: int | None = None
     routed_experts_start: int = 0  # first prompt token whose experts are wanted; those before are known
@@ -88,6 +93,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None  # float32 [prompt], index 0 is 0.0
+    # The likeliest tokens of each prompt position and their logprobs; row 0 is zeros.
+    top_prompt_ids: np.ndarray | None = None  # int32 [prompt, top]
+    top_prompt_logprobs: np.ndarray | None = None  # float32 [prompt, top]
+    target_prompt_logprobs: np.ndarray | None = (
+        None  # float32 [prompt - 1, targets], NaN where there is no target
+    )
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + completion, layers, top_k]
     # Tokens that each completion token was drawn from, if top_p, top_k or min_p applied and the engine reports it.
     support: Support | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -55,10 +56,14 @@ class Future:
     """Stops its work, if that can be stopped."""
     run: str | None = None
     """Which run must be able to work for it to be done."""
+    number_done: int = 0
+    """Its place among all that are done, from 1."""
+    on_done: Callable[[Future], None] = lambda future: None
 
     def set(self, result: Result) -> None:
         """Answer the request; a result computed again after a crash replaces one that nobody has got."""
         self.result, self.done_at = result, time.monotonic()
+        self.on_done(self)
         self.changed.set()
 
 
@@ -68,11 +73,34 @@ class Futures:
     def __init__(self) -> None:
         self._futures: dict[str, Future] = {}
         self._swept_at = time.monotonic()
+        self._num_done = 0
+        self._any_done = asyncio.Event()
 
     def open(self, name: str, owner: str, *, run: str | None = None) -> Future:
         """A new future, or that of the same request sent again."""
         self._sweep()
-        return self._futures.setdefault(name, Future(name, owner, run=run))
+        return self._futures.setdefault(name, Future(name, owner, run=run, on_done=self._number))
+
+    def _number(self, future: Future) -> None:
+        self._num_done += 1
+        future.number_done = self._num_done
+        self._any_done.set()
+        self._any_done = asyncio.Event()
+
+    async def wait_any(
+        self, is_wanted: Callable[[Future], bool], after: int, timeout_s: float
+    ) -> list[Future]:
+        """Those wanted that are done, with a number above `after`, in order; [] if none is in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            event = self._any_done
+            found = [f for f in self._futures.values() if f.number_done > after and is_wanted(f)]
+            left = deadline - time.monotonic()
+            if found or left <= 0:
+                return sorted(found, key=lambda future: future.number_done)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await event.wait()
 
     def forget(self, prefix: str) -> None:
         """Forget the futures of a run that another takes the name of."""

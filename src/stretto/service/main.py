@@ -30,6 +30,7 @@ from stretto.service.runs.routes import RunRoutes
 from stretto.service.store import Audit, Session, Store
 from stretto.service.tinker.rest import RestRoutes, routes_of
 from stretto.service.tinker.routes import TinkerRoutes
+from stretto.service.tinker.samples import SampleRoutes
 from stretto.service.training import Training
 from stretto.transports.engine.client import EngineClient
 
@@ -78,6 +79,7 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
         routes_of(
             (
                 TinkerRoutes(hub),
+                SampleRoutes(hub),
                 NativeRoutes(hub),
                 RunRoutes(hub),
                 EngineRoutes(hub),

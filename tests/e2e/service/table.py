@@ -88,7 +88,9 @@ class Calls:
             "TrainingClient.save_weights_external": lambda f: f(self.new_name()),
             "TrainingClient.create_sampling_client": lambda f: f(self.sampler_path),
             "SamplingClient.create": lambda f: f(self.client.holder, base_model=model),
-            "SamplingClient.sample": lambda f: f(self.prompt, 1, self.few, include_prompt_logprobs=True),
+            "SamplingClient.sample": lambda f: f(
+                self.prompt, 1, self.few, include_prompt_logprobs=True, topk_prompt_logprobs=2
+            ),
             "SamplingClient.compute_logprobs": lambda f: f(self.prompt),
             "SamplingClient.from_sampler_handle": lambda f: f(handle(), api_key=self.service.token("alice")),
             "SamplingClient.on_queue_state_change": lambda f: f(_queue_state(), None),

@@ -110,3 +110,57 @@ def test_a_kill_in_the_middle_changes_no_loss(service: Service, role: str, tmp_p
     service.wait_ready()
     sampler = training.save_weights_and_get_sampling_client().result()
     assert sampler.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=3)).result()
+
+
+def test_a_prompt_and_samples_are_scored_with_the_likeliest_and_with_other_tokens(service: Service) -> None:
+    sampler = service.client().create_sampling_client(base_model=service.model).result()
+    prompt, few = types.ModelInput.from_ints([5, 6, 7, 8]), types.SamplingParams(max_tokens=3, seed=1)
+    targets = types.TensorData(data=[6, 20, 7, -1, 8, 21], dtype="int64", shape=[3, 2])
+    got = sampler.sample(
+        prompt,
+        2,
+        few,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=4,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=targets,
+    ).result()
+    scores, found = got.prompt_logprobs, got.target_prompt_logprobs.to_numpy()
+    assert scores[0] is None and got.topk_prompt_logprobs[0] is None
+    np.testing.assert_allclose(
+        found[:, 0], scores[1:], atol=1e-5
+    )  # the prompt's own tokens were asked for too
+    assert np.isnan(found[1, 1]) and np.isfinite(found[[0, 2], 1]).all()
+    for at in range(1, 4):
+        best = got.topk_prompt_logprobs[at]
+        assert len(best) == 4 and best == sorted(best, key=lambda pair: -pair[1])
+        assert best[0][1] >= scores[at] - 1e-5
+    for sequence in got.sequences:
+        assert len(sequence.topk_logprobs) == len(sequence.tokens)
+        for token, logprob, best in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs):
+            known = dict(best)
+            assert token not in known or known[token] == pytest.approx(logprob, abs=1e-4)
+            assert best[0][1] >= logprob - 1e-4
+    last = sampler.sample(prompt, 1, few, include_prompt_logprobs=True, prompt_logprobs_last_n=1).result()
+    assert last.prompt_logprobs[:3] == [None] * 3
+    with pytest.raises(tinker.BadRequestError, match="topk_prompt_logprobs = 99"):
+        sampler.sample(prompt, 1, few, topk_prompt_logprobs=99).result()
+
+
+def test_samples_that_are_done_are_found_by_their_session(service: Service) -> None:
+    sampler = service.client().create_sampling_client(base_model=service.model).result()
+    prompt, few = types.ModelInput.from_ints([5]), types.SamplingParams(max_tokens=2)
+    for each in [sampler.sample(prompt, 1, few) for _ in range(3)]:
+        each.result()
+    target = {"sampling_session_id": sampler._sampling_session_id, "cloned_sampler_id": 1}
+    body = {"target": target, "timeout": 1.0}
+    status, got = service.call("POST", "/api/v1/retrieve_futures", body, user="alice")
+    names = [each["request_id"] for each in got["completions"]]
+    assert (
+        status == 200
+        and len(set(names)) == 3
+        and {each["state"] for each in got["completions"]} == {"finished"}
+    )
+    more = body | {"prev_cursor": got["cursor"], "timeout": 0.0}
+    assert service.call("POST", "/api/v1/retrieve_futures", more, user="alice")[1]["completions"] == []
+    assert service.call("POST", "/api/v1/retrieve_futures", body, user="bob")[0] == 403

@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -393,3 +394,37 @@ def test_in_bfloat16_logits_are_rounded_no_more_than_the_trainers():
         got |= {int(second): float(scored[0].prompt_logprobs[1])}
         for token, logprob in got.items():
             assert logprob == pytest.approx(expected[token], abs=1e-5)
+
+
+@pytest.mark.parametrize("budget", [None, 7])
+def test_the_likeliest_and_other_tokens_of_a_prompt_are_scored(budget):
+    ids = prompt(np.random.default_rng(17), 20)
+    targets = np.random.default_rng(18).integers(-1, MODEL.config.vocab_size, (19, 4)).astype(np.int32)
+    spec = msgspec.structs.replace(
+        ask("r", ids, n=2, max_tokens=3, scored=True), top_prompt_logprobs=3, prompt_targets=targets
+    )
+    core = build_core(MODEL) if budget is None else build_core(MODEL, max_num_batched_tokens=budget)
+    for completion in run(core, spec)[0]:
+        assert not completion.top_prompt_ids[0].any() and not completion.top_prompt_logprobs[0].any()
+        for at in range(1, 20):
+            reference = packed_distribution(MODEL, ids[:at])
+            best = np.argsort(-reference, kind="stable")[:3]
+            assert completion.top_prompt_ids[at].tolist() == best.tolist()
+            np.testing.assert_allclose(completion.top_prompt_logprobs[at], reference[best], atol=1e-5, rtol=0)
+            row = targets[at - 1]
+            expected = np.where(row < 0, np.nan, reference[row.clip(0)])
+            np.testing.assert_allclose(completion.target_prompt_logprobs[at - 1], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"top_prompt_logprobs": 21}, "prompt_logprobs: 21 is not allowed"),
+        ({"prompt_targets": np.zeros((2, 1), np.int32)}, "prompt_targets: 2 rows of 1 for a prompt of 4"),
+        ({"prompt_targets": np.full((3, 1), 10_000, np.int32)}, "prompt_targets: ids are 0 to"),
+        ({"prompt_targets": np.zeros((3, 1), np.int32), "prompt_logprobs": False}, "must be given too"),
+    ],
+)
+def test_scores_that_cannot_be_are_refused(change, words):
+    spec = msgspec.structs.replace(ask("r", np.arange(4) + 20, scored=True), **change)
+    assert words in build_core(MODEL).refusal_reason(spec)

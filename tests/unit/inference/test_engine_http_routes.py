@@ -57,6 +57,7 @@ async def test_generate_speaks_vllms_schema(site):
 async def test_the_client_gets_exactly_what_the_engine_made(site):
     request = GenerateRequest(
         request_id="r", prompt_ids=np.array([20, 30], np.int32), n=3, prompt_logprobs=True, cache_salt="4",
+        top_prompt_logprobs=5, prompt_targets=np.array([[7, -1, 9]], np.int32),
         sampling=SamplingParams(
             temperature=0.8, top_p=0.95, top_k=50, min_p=0.01, max_tokens=9, seed=5, stop_token_ids=(7,)
         ),
@@ -71,7 +72,9 @@ async def test_the_client_gets_exactly_what_the_engine_made(site):
     for got, made in zip(completions, engine_request.completions):
         assert got.token_ids.tobytes() == made.token_ids.tobytes()
         assert got.logprobs.tobytes() == made.logprobs.tobytes()
-        assert got.prompt_logprobs.tobytes() == made.prompt_logprobs.tobytes()
+        for name in ("prompt_logprobs", "top_prompt_ids", "top_prompt_logprobs"):
+            assert getattr(got, name).tobytes() == getattr(made, name).tobytes()
+        np.testing.assert_array_equal(got.target_prompt_logprobs, made.target_prompt_logprobs)
         assert (got.finish_reason, got.versions) == (made.finish_reason, made.versions)
 
 

@@ -80,13 +80,16 @@ def test_the_client_reads_samples() -> None:
         protobuf.SampledSequence("stop", np.int32([]), np.float32([])),
     ]
     read = response_conv.deserialize_sample_response(
-        protobuf.write_sampled(protobuf.Sampled(sequences, np.float32([np.nan, -1]), topk, 300))
+        protobuf.write_sampled(
+            protobuf.Sampled(sequences, np.float32([np.nan, -1]), topk, np.float32([[-1, np.nan]]), 300)
+        )
     )
     assert [each.stop_reason for each in read.sequences] == ["length", "stop"]
     assert read.sequences[0].tokens == [5, 6, 7] and read.sequences[0].logprobs == [-1, -2, -3]
     assert read.sequences[0].topk_logprobs[1][0] == (2, pytest.approx(-3))
     assert read.prompt_logprobs == [None, -1.0]
     assert read.topk_prompt_logprobs[2][1][0] == 5
+    np.testing.assert_array_equal(read.target_prompt_logprobs.to_numpy(), np.float32([[-1, np.nan]]))
     assert read.prompt_cache_hit_tokens == 300
 
 

@@ -93,3 +93,21 @@ def test_records_are_there_when_the_database_is_opened_again(tmp_path: Path) -> 
     again.delete(found)
     again.close()
     assert Store(tmp_path).get(Run, "r") is None
+
+
+async def test_what_is_done_is_reported_once_in_order_and_to_who_asked() -> None:
+    futures = Futures()
+    first, second, other = (futures.open(name, "alice") for name in ("s/1", "s/2", "t/1"))
+    is_own = lambda future: future.id.startswith("s/")
+    assert await futures.wait_any(is_own, 0, 0.01) == []
+    waiting = asyncio.create_task(futures.wait_any(is_own, 0, 30.0))
+    await asyncio.sleep(0)
+    other.set(Result())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    second.set(Result.failed("no"))
+    assert await waiting == [second]
+    first.set(Result())
+    assert await futures.wait_any(is_own, 0, 30.0) == [second, first]
+    assert await futures.wait_any(is_own, second.number_done, 30.0) == [first]
+    assert await futures.wait_any(is_own, first.number_done, 0.01) == []

@@ -29,7 +29,7 @@ from stretto.inference.embedded.mixers.chosen_keys import ChosenKeyCache
 from stretto.inference.embedded.mixers.states import StateCache, free_memory, sequences_that_fit
 from stretto.inference.embedded.native_cache import NativeCache
 from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
-from stretto.inference.embedded.sampler import SamplingRows, sample, uniforms
+from stretto.inference.embedded.sampler import PromptScores, SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, RequestState, Scheduler
 from stretto.inference.embedded.slots import SequenceSlots, SequenceState
 from stretto.inference.embedded.vision import prompt as image_prompts
@@ -208,7 +208,7 @@ class EngineCore:
         assert request.request_id not in self.requests, f"request id {request.request_id} is in use"
         self.requests[request.request_id] = request
         if request.spec.prompt_logprobs:
-            request.prompt_logprobs = np.zeros(len(request.spec.prompt_ids), np.float32)
+            request.prompt_scores = PromptScores(request.spec)
         self.scheduler.add(request)
 
     def step(self) -> list[EngineRequest]:
@@ -224,7 +224,7 @@ class EngineCore:
             self._sample_tokens(self._latest_batch, logits, finished)
             scheduler.drop_finished()
             return finished
-        logits = self.runner.run(plan, slots, self._prompt_logprob_targets(plan.slots))
+        logits = self.runner.run(plan, slots, self._prompt_scores(plan.slots))
         scheduler.advance(plan)
         self._latest_batch = None
         if logits is None:
@@ -324,14 +324,14 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         self.pool.clear_prefix_cache()
 
-    def _prompt_logprob_targets(self, slots: np.ndarray) -> dict[int, np.ndarray]:
-        """Arrays to fill with prompt logprobs, by slot, for those of `slots` that return them."""
+    def _prompt_scores(self, slots: np.ndarray) -> dict[int, PromptScores]:
+        """What to fill with prompt logprobs, by slot, for those of `slots` that return them."""
         targets = {}
         is_prompt = self.slots.num_computed[slots] < self.slots.num_prompt[slots]
         for slot in slots[is_prompt].tolist():
             request = self.scheduler.request_of[slot]
-            if request.prompt_logprobs is not None and not request.is_forked:
-                targets[slot] = request.prompt_logprobs
+            if request.prompt_scores is not None and not request.is_forked:
+                targets[slot] = request.prompt_scores
         return targets
 
     def _fork(self, chosen: np.ndarray, logits: Tensor) -> tuple[np.ndarray, Tensor]:

@@ -16,6 +16,9 @@ MIN_TEMPERATURE = 1e-5
 MAX_TOP_K = 2**31 - 1
 MAX_STOP_TOKEN_IDS = 256
 MAX_STOPS = 64
+MAX_TOP_LOGPROBS = 20
+"""As many as vLLM gives if it is not told otherwise."""
+MAX_TARGETS = 64
 MAX_STOP_CHARACTERS = 1024
 
 
@@ -40,8 +43,29 @@ def refusal_reason(
         return "cache_salt: '' is not allowed; it must be null or a non-empty text"
     if spec.sampling.max_tokens == 0 and not spec.prompt_logprobs:
         return "max_tokens: 0 is not allowed without prompt_logprobs; it must be 1 or more"
+    if (problem := _check_scores(spec, vocab_size)) is not None:
+        return problem
     problems = (_check_sampling(spec.sampling), _check_stops(spec.sampling, vocab_size))
     return next(itertools.chain(*problems), None)
+
+
+def _check_scores(spec: GenerateRequest, vocab_size: int) -> str | None:
+    most = min(MAX_TOP_LOGPROBS, vocab_size)
+    if not 0 <= spec.top_prompt_logprobs <= most:
+        return f"prompt_logprobs: {spec.top_prompt_logprobs} is not allowed; it must be 0 to {most}"
+    targets = spec.prompt_targets
+    if targets is None:
+        return None
+    if not spec.prompt_logprobs:
+        return "prompt_targets: prompt_logprobs must be given too"
+    if targets.shape[0] != len(spec.prompt_ids) - 1 or targets.shape[1] > MAX_TARGETS:
+        return (
+            f"prompt_targets: {targets.shape[0]} rows of {targets.shape[1]} for a prompt of {len(spec.prompt_ids)} "
+            f"tokens; there must be a row of at most {MAX_TARGETS} for each token but the first"
+        )
+    if targets.size and (targets.min() < -1 or targets.max() >= vocab_size):
+        return f"prompt_targets: ids are 0 to {vocab_size - 1}, or -1 for none"
+    return None
 
 
 def _check_sampling(params: SamplingParams) -> Iterator[str]:

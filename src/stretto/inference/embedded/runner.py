@@ -21,7 +21,7 @@ from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.kv_cache import KVCache, PassLayout, PassRows
 from stretto.inference.embedded.mixers.states import StateCache
 from stretto.inference.embedded.native_cache import NativeCache
-from stretto.inference.embedded.sampler import token_logprobs
+from stretto.inference.embedded.sampler import PromptScores
 from stretto.inference.embedded.scheduler import StepPlan
 from stretto.inference.embedded.slots import SequenceSlots
 from stretto.inference.embedded.vision.rows import find_rotations
@@ -33,7 +33,7 @@ from stretto.models.moe import Routing, mixtures
 from stretto.models.parts.carried import CarriedDocuments
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Float32, Int
+    from jaxtyping import Float, Int
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +120,13 @@ class Runner:
 
     @torch.inference_mode()
     def run(
-        self, plan: StepPlan, slots: SequenceSlots, prompt_logprobs: dict[int, Float32[np.ndarray, " _"]]
+        self, plan: StepPlan, slots: SequenceSlots, prompt_scores: dict[int, PromptScores]
     ) -> Float[Tensor, "last vocab"] | None:
-        """Logits (float32) of the plan's last rows, in plan order; fills `prompt_logprobs`, by slot."""
+        """Logits (float32) of the plan's last rows, in plan order; fills `prompt_scores`, by slot."""
         rows = self._latest = self._follow(plan, slots) or self._arrange(plan, slots)
         hidden = self._forward(slots, rows)
-        if prompt_logprobs:
-            self._fill_prompt_logprobs(plan, slots, hidden, rows.places, prompt_logprobs)
+        if prompt_scores:
+            self._fill_prompt_scores(plan, slots, hidden, rows.places, prompt_scores)
         if plan.is_decode:
             return self._logits(hidden, rows.places, rows.num_rows)
         last = (np.cumsum(plan.count) - 1)[plan.is_last]
@@ -236,9 +236,9 @@ class Runner:
             return head_logits(hidden, weight)[:num_rows]
         return torch.cat([head_logits(part, weight) for part in hidden.split(self.tile)])[:num_rows]
 
-    def _fill_prompt_logprobs(
+    def _fill_prompt_scores(
         self, plan: StepPlan, slots: SequenceSlots, hidden: Tensor, places: np.ndarray | None,
-        targets: dict[int, np.ndarray],
+        targets: dict[int, PromptScores],
     ) -> None:  # fmt: skip
         first = np.cumsum(plan.count) - plan.count
         for i, slot in enumerate(plan.slots.tolist()):
@@ -246,13 +246,13 @@ class Runner:
                 continue
             start, target = int(plan.start[i]), targets[slot]
             # The last prompt token predicts a sampled one.
-            count = min(int(plan.count[i]), len(target) - 1 - start)
+            count = min(int(plan.count[i]), len(target.logprobs) - 1 - start)
             for low in range(0, count, _PROMPT_ROWS):
                 high = min(low + _PROMPT_ROWS, count)
                 rows = np.arange(first[i] + low, first[i] + high)
                 logits = self._logits(hidden, rows if places is None else places[rows], len(rows))
                 ids = slots.tokens[slot, start + low + 1 : start + high + 1]
-                target[start + low + 1 : start + high + 1] = token_logprobs(logits, ids)
+                target.fill(start + low + 1, logits, ids)
 
 
 def _padded(rows: PassRows, count: int) -> PassRows:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stretto.models.native.kernels import Kernels
-from stretto.records.generate import member_seed
+from stretto.records.generate import GenerateRequest, member_seed
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, UInt64
@@ -103,12 +103,38 @@ def sample(
     return tokens.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
 
 
-def token_logprobs(
-    logits: Float[Tensor, "rows vocab"], tokens: Int[np.ndarray, " rows"]
-) -> Float[np.ndarray, " rows"]:
-    """Logprobs of given tokens under the unprocessed distribution (prompt logprobs)."""
-    index = torch.from_numpy(tokens.astype(np.int64)).to(logits.device).unsqueeze(1)
-    return torch.log_softmax(logits, dim=-1).gather(1, index).squeeze(1).cpu().numpy()
+class PromptScores:
+    """What is known of the tokens of a prompt, filled position by position: fields are those of a Completion."""
+
+    def __init__(self, spec: GenerateRequest) -> None:
+        size, top = len(spec.prompt_ids), spec.top_prompt_logprobs
+        self.logprobs = np.zeros(size, np.float32)
+        self.top_ids = np.zeros((size, top), np.int32) if top else None
+        self.top_logprobs = np.zeros((size, top), np.float32) if top else None
+        self._targets = None if spec.prompt_targets is None else spec.prompt_targets.astype(np.int64)
+        self.target_logprobs = (
+            None if self._targets is None else np.full(self._targets.shape, np.nan, np.float32)
+        )
+
+    def fill(self, first: int, logits: Float[Tensor, "rows vocab"], tokens: Int[np.ndarray, " rows"]) -> None:
+        """Score the prompt's tokens from position `first` on under the unprocessed distribution."""
+        scores, stop = torch.log_softmax(logits, dim=-1), first + len(tokens)
+        self.logprobs[first:stop] = _scores_of(scores, tokens[:, None])[:, 0]
+        if self.top_ids is not None and self.top_logprobs is not None:
+            values, ids = scores.topk(self.top_ids.shape[1], dim=-1)
+            self.top_ids[first:stop] = ids.cpu().numpy()
+            self.top_logprobs[first:stop] = values.cpu().numpy()
+        if self._targets is not None and self.target_logprobs is not None:
+            targets = self._targets[first - 1 : stop - 1]
+            found = _scores_of(scores, targets.clip(0))
+            self.target_logprobs[first - 1 : stop - 1] = np.where(targets < 0, np.nan, found)
+
+
+def _scores_of(
+    scores: Float[Tensor, "rows vocab"], ids: Int[np.ndarray, "rows n"]
+) -> Float[np.ndarray, "rows n"]:
+    index = torch.from_numpy(ids.astype(np.int64)).to(scores.device)
+    return scores.gather(1, index).cpu().numpy()
 
 
 def _filter(

@@ -25,7 +25,7 @@ import numpy as np
 from stretto.inference.embedded.adapters import POLICY, LoadedAdapter
 from stretto.inference.embedded.blocks import BlockPool, chain_hashes
 from stretto.inference.embedded.expert_choices import ExpertChoices
-from stretto.inference.embedded.sampler import stream_key
+from stretto.inference.embedded.sampler import PromptScores, stream_key
 from stretto.inference.embedded.slots import SequenceSlots, SequenceState
 from stretto.inference.embedded.vision.prompt import ImagePrompt
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
@@ -67,7 +67,7 @@ class EngineRequest:
     hash_seed: bytes = b""
     prompt_hashes: list[bytes] = field(default_factory=list)
     cached_tokens: int = 0
-    prompt_logprobs: np.ndarray | None = None
+    prompt_scores: PromptScores | None = None
     started_s: float | None = None
     first_token_s: float | None = None
     watcher: object | None = None  # a TokenWatcher: reads this request's tokens as they are sampled
@@ -505,13 +505,17 @@ class Scheduler:
         slots = self.slots
         start, stop = int(slots.num_prompt[slot]), int(slots.num_tokens[slot])
         versions = slots.versions[slot, start:stop]
+        scores = request.prompt_scores
         return Completion(
             token_ids=slots.tokens[slot, start:stop].copy(),
             logprobs=slots.logprobs[slot, start:stop].copy(),
             finish_reason=reason,
             versions=version_spans(versions),
             cached_tokens=request.cached_tokens,
-            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs=None if scores is None else scores.logprobs,
+            top_prompt_ids=None if scores is None else scores.top_ids,
+            top_prompt_logprobs=None if scores is None else scores.top_logprobs,
+            target_prompt_logprobs=None if scores is None else scores.target_logprobs,
             routed_experts=self._routed_experts(slot, request.spec.routed_experts_start),
             support=self._support(slot),
         )

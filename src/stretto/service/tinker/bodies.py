@@ -111,6 +111,16 @@ class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_p: float = 1.0
 
 
+class TensorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An array; sparse ones have the two lists of indices."""
+
+    data: list[int]
+    dtype: str = "int64"
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
 class SampleBody(Body):
     prompt: PromptBody
     sampling_params: SamplingBody
@@ -122,7 +132,7 @@ class SampleBody(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: TensorBody | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
@@ -142,6 +152,19 @@ class JoinBody(Body):
 class FutureBody(Body):
     request_id: str
     allow_metadata_only: bool = False
+
+
+class FuturesTargetBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    sampling_session_id: str
+    type: str = "sampling_session"
+    cloned_sampler_id: int = 0
+
+
+class FuturesBody(Body):
+    target: FuturesTargetBody
+    prev_cursor: int = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = []
 
 
 class PathBody(Body):

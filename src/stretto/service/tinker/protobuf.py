@@ -64,6 +64,7 @@ class Sampled:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Float32[np.ndarray, " prompt"] | None = None
     topk_prompt: tuple[np.ndarray, np.ndarray] | None = None
+    target_prompt: Float32[np.ndarray, "positions targets"] | None = None
     cached_tokens: int = 0
 
 
@@ -292,7 +293,12 @@ def write_sampled(sampled: Sampled) -> bytes:
         body += _field(2, sampled.prompt_logprobs.astype("<f4").tobytes())
     if sampled.topk_prompt is not None:
         body += _field(3, _topk(*sampled.topk_prompt))
-    return body + _number(4, sampled.cached_tokens)
+    body += _number(4, sampled.cached_tokens)
+    if sampled.target_prompt is not None:
+        shape = b"".join(_encode(4 << 3) + _encode(size) for size in sampled.target_prompt.shape)
+        dense = _field(1, sampled.target_prompt.astype("<f4").tobytes())
+        body += _field(5, dense + _number(3, _FLOAT32) + shape)
+    return body
 
 
 def _topk(ids: np.ndarray, logprobs: np.ndarray) -> bytes:

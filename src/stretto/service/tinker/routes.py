@@ -1,4 +1,4 @@
-"""The training half of the Tinker API: sessions, models, passes, steps, saved weights, samples, futures.
+"""The training half of the Tinker API: sessions, models, passes, steps, saved weights, futures.
 
 Routes and fields are those that the client of version 0.38 sends; docs/tinker.md says what differs. Requests that
 change a model carry its id and their number, and are answered with a future at once.
@@ -6,24 +6,18 @@ change a model carry its id and their number, and are answered with a future at 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from uuid import uuid4
 
 import msgspec
-import numpy as np
 from aiohttp import web
 
-from stretto.base.errors import StrettoError
-from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.tenants import TenantSpec
 from stretto.service.access import User
-from stretto.service.engines import adapter_name
-from stretto.service.futures import Future, Result
+from stretto.service.futures import Future
 from stretto.service.hub import USER, Hub, answer, read, touch
-from stretto.service.store import Run, Sampler, Session
+from stretto.service.store import Run, Session
 from stretto.service.tinker import bodies, protobuf
 from stretto.transports.engine.api import Refusal
 
@@ -35,12 +29,6 @@ ALPHA = 32.0
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "experts", "fc1_latent_proj", "fc2_latent_proj")
 PROTOBUF = "application/x-protobuf"
-MAX_SAMPLES = 4096
-NOT_COMPUTED = (
-    "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
-    "record_stability_info",
-)  # fmt: skip
-"""Fields of a sample request that engines of this service have nothing for."""
 NOTICE = (
     "adapters of this service stand beside attention and MLP layers; train_unembed has no effect "
     "(weights info says so)"
@@ -52,7 +40,6 @@ class TinkerRoutes:
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[web.RouteDef]:
         post = {
@@ -71,9 +58,6 @@ class TinkerRoutes:
             "save_weights_external": self.save_weights_external,
             "load_weights": self.load_weights,
             "unload_model": self.unload_model,
-            "create_sampling_session": self.create_sampling_session,
-            "join_sampling_session": self.join_sampling_session,
-            "asample": self.sample,
             "retrieve_future": self.retrieve_future,
             "cancel_future": self.cancel_future,
             "create_custom_loss": self.create_custom_loss,
@@ -277,121 +261,6 @@ class TinkerRoutes:
     def _promised(self, future: Future, model_id: str | None = None) -> web.Response:
         return answer({"request_id": future.id, "model_id": model_id})
 
-    # -- samples --
-
-    async def create_sampling_session(self, http: web.Request) -> web.Response:
-        body, user = await read(http, bodies.SamplingSessionBody), http[USER]
-        session = self.hub.session(user, body.session_id)
-        name = f"{session.id}:sample:{body.sampling_session_seq_id}"
-        if self.hub.store.get(Sampler, name) is None:
-            self.hub.store.put(self._sampler(user, name, body.base_model, body.model_path, session.id))
-        return answer({"type": "create_sampling_session", "sampling_session_id": name})
-
-    def _sampler(
-        self, user: User, name: str, base_model: str | None, model_path: str | None, session: str | None
-    ) -> Sampler:
-        """Raises: Refusal for another model, or weights that are not there or not the user's."""
-        self.hub.check_model(base_model)
-        directory = run = None
-        if model_path is not None:
-            found = self.hub.checkpoint(user, model_path, "sampler")
-            directory, run = found.directory, found.run
-        return Sampler(
-            id=name,
-            owner=user.name,
-            base_model=self.hub.model_name,
-            session=session,
-            model_path=model_path,
-            directory=directory,
-            run=run,
-        )
-
-    async def join_sampling_session(self, http: web.Request) -> web.Response:
-        body = await read(http, bodies.JoinBody)
-        sampler = self.hub.sampler(http[USER], body.sampling_session_id)
-        sampler.num_clients += 1
-        self.hub.store.put(sampler)
-        return answer({"type": "join_sampling_session", "client_counter": sampler.num_clients})
-
-    async def sample(self, http: web.Request) -> web.Response:
-        body, user = await read(http, bodies.SampleBody), http[USER]
-        if body.sampling_session_id is not None:
-            sampler = self.hub.sampler(user, body.sampling_session_id)
-        else:
-            sampler = self._sampler(user, "", body.base_model, body.model_path, None)
-        request = self._request(sampler, body)
-        seq = uuid4().hex if body.seq_id is None or not sampler.id else body.seq_id
-        name = f"{sampler.id or 'sample'}/{seq}"
-        future = self.hub.futures.find(name)
-        if future is None:
-            self.hub.engines.check_room(user)
-            future = self.hub.futures.open(name, user.name)
-            task = asyncio.create_task(self._generate(user, sampler, request, body, future))
-            future.cancel = task.cancel
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        ids = [f"{name}/{i}" for i in range(body.num_samples)]
-        return answer({"request_id": future.id, "sample_sequence_ids": ids})
-
-    def _request(self, sampler: Sampler, body: bodies.SampleBody) -> GenerateRequest:
-        """The engine's request. Raises: Refusal for what engines of this service do not do."""
-        params = body.sampling_params
-        if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
-            raise Refusal("prompt: this service samples from tokens; it has no chunks of images or audio")
-        tokens = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-        size = self.hub.vocab_size
-        if not tokens or min(tokens) < 0 or max(tokens) >= size:
-            raise Refusal(f"prompt: token ids must be 0 to {size - 1}, and there must be some")
-        limit = self.hub.max_model_len
-        if len(tokens) >= limit:
-            raise Refusal(f"prompt: {len(tokens)} tokens leave no room for a reply; the limit is {limit}")
-        if not 0 < body.num_samples <= MAX_SAMPLES:
-            raise Refusal(f"num_samples = {body.num_samples} must be 1 to {MAX_SAMPLES}")
-        for name in NOT_COMPUTED:
-            if getattr(body, name):
-                raise Refusal(f"{name}: engines of this service do not compute it")
-        last = body.prompt_logprobs_last_n
-        if last is not None and not 0 < last < len(tokens):
-            raise Refusal(f"prompt_logprobs_last_n = {last} must be 1 to {len(tokens) - 1}")
-        stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
-        max_tokens = limit - len(tokens) if params.max_tokens is None else params.max_tokens
-        if max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
-            raise Refusal("sampling_params: max_tokens at least 1, temperature at least 0, top_p in (0, 1]")
-        adapter = None if sampler.directory is None else adapter_name(sampler)
-        return GenerateRequest(
-            request_id=uuid4().hex,
-            prompt_ids=np.array(tokens, np.int32),
-            n=body.num_samples,
-            sampling=SamplingParams(
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k if params.top_k > 0 else None,
-                max_tokens=min(max_tokens, limit - len(tokens)),
-                stop=tuple(each for each in stop if isinstance(each, str)),
-                stop_token_ids=tuple(each for each in stop if isinstance(each, int)),
-                seed=params.seed,
-            ),
-            cache_salt=adapter or f"user {sampler.owner}",
-            adapter=adapter,
-            prompt_logprobs=bool(body.prompt_logprobs),
-        )
-
-    async def _generate(
-        self, user: User, sampler: Sampler, request: GenerateRequest, body: bodies.SampleBody, future: Future
-    ) -> None:
-        try:
-            completions = await self.hub.engines.generate(user, sampler, request)
-            future.set(Result(protobuf.write_sampled(_sampled(completions, body)), is_protobuf=True))
-        except asyncio.CancelledError:
-            future.set(Result.failed("this request was cancelled"))
-            raise
-        except StrettoError as error:
-            category = "user" if isinstance(error, Refusal) else "server"
-            future.set(Result.failed(str(error), category))
-        except Exception as error:
-            logger.exception("a sample of %s failed", sampler.id)
-            future.set(Result.failed(f"{type(error).__name__}: {error}", "server"))
-
     # -- futures --
 
     async def retrieve_future(self, http: web.Request) -> web.Response:
@@ -431,19 +300,3 @@ def check_optimizer(config: dict | None) -> None:
 
 def _named(spec: TenantSpec, run_id: str) -> TenantSpec:
     return msgspec.structs.replace(spec, name=run_id.replace(":", "."))
-
-
-def _sampled(completions: Sequence[Completion], body: bodies.SampleBody) -> protobuf.Sampled:
-    sequences = [
-        protobuf.SampledSequence(
-            "length" if each.finish_reason == "length" else "stop", each.token_ids, each.logprobs
-        )
-        for each in completions
-    ]
-    scores = completions[0].prompt_logprobs
-    if scores is not None:
-        scores = scores.astype(np.float32)
-        scores[0] = np.nan
-        if body.prompt_logprobs_last_n is not None:
-            scores[: -body.prompt_logprobs_last_n] = np.nan
-    return protobuf.Sampled(sequences, scores, cached_tokens=completions[0].cached_tokens)

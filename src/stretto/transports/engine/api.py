@@ -107,6 +107,8 @@ class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     token_ids: list[int]
     sampling_params: SamplingBody = SamplingBody()
+    prompt_targets: list[list[int]] | None = None
+    """Further tokens to score at each prompt position but the first, -1 for none; only the embedded engine has it."""
     model: str | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -228,6 +230,16 @@ def token_array(token_ids: Sequence[int], where: str) -> Int32[np.ndarray, " tok
         raise Refusal(f"{where}: token id {bad} is out of vocabulary") from None
 
 
+def _target_array(rows: list[list[int]] | None) -> Int32[np.ndarray, "positions targets"] | None:
+    """Rows of token ids. Raises: Refusal if they are not of one length."""
+    if rows is None:
+        return None
+    if len({len(row) for row in rows}) > 1:
+        raise Refusal("prompt_targets: its rows have several lengths; put -1 where there is no target")
+    flat = token_array([each for row in rows for each in row], "prompt_targets")
+    return flat.reshape(len(rows), -1) if rows else flat.reshape(0, 0)
+
+
 def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
     """The request in a body of GENERATE, and the model that it names.
 
@@ -247,6 +259,8 @@ def decode_generate(data: bytes) -> tuple[GenerateRequest, str | None]:
         sampling=sampling_params(params),
         cache_salt=body.cache_salt,
         prompt_logprobs=params.prompt_logprobs is not None,
+        top_prompt_logprobs=params.prompt_logprobs or 0,
+        prompt_targets=_target_array(body.prompt_targets),
         images=images,
         image_token_id=image_token_id,
         routed_experts_start=params.routed_experts_prompt_start or 0,
@@ -292,6 +306,9 @@ def encode_completions(
             "request_id": request.request_id,
             "usage": usage(prompt_tokens, completion_tokens, first.cached_tokens),
             "prompt_logprobs": encode_prompt_logprobs(request, first),
+            "prompt_target_logprobs": None
+            if first.target_prompt_logprobs is None
+            else first.target_prompt_logprobs.tolist(),
             "kv_transfer_params": None,
             "choices": choices,
         }
@@ -352,11 +369,16 @@ def decode_sampling_mask(
 
 
 def encode_prompt_logprobs(request: GenerateRequest, completion: Completion) -> list[Any] | None:
-    """Prompt logprobs in vLLM's form: null for the first token, then {token id: {logprob}}."""
+    """Prompt logprobs in vLLM's form: null for the first token, then {token id: {logprob}} of it and the likeliest."""
     if completion.prompt_logprobs is None:
         return None
     pairs = zip(request.prompt_ids.tolist(), completion.prompt_logprobs.tolist())
-    return [None if at == 0 else {str(i): {"logprob": x}} for at, (i, x) in enumerate(pairs)]
+    found: list[Any] = [{str(i): {"logprob": x}} for i, x in pairs]
+    if completion.top_prompt_ids is not None and completion.top_prompt_logprobs is not None:
+        rows = zip(found, completion.top_prompt_ids.tolist(), completion.top_prompt_logprobs.tolist())
+        for entry, ids, logprobs in rows:
+            entry |= {str(i): {"logprob": x} for i, x in zip(ids, logprobs)}
+    return [None, *found[1:]]
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -387,9 +409,10 @@ def encode_generate(request: GenerateRequest, model: str | None = None) -> bytes
                 stop_token_ids=list(params.stop_token_ids) or None,
                 ignore_eos=params.ignore_eos,
                 logprobs=0,
-                prompt_logprobs=0 if request.prompt_logprobs else None,
+                prompt_logprobs=request.top_prompt_logprobs if request.prompt_logprobs else None,
                 routed_experts_prompt_start=request.routed_experts_start or None,
             ),
+            prompt_targets=None if request.prompt_targets is None else request.prompt_targets.tolist(),
             model=request.adapter or model,
             request_id=request.request_id,
             cache_salt=request.cache_salt,
@@ -445,6 +468,7 @@ class _Answer(msgspec.Struct, frozen=True):
     choices: list[_Choice]
     usage: _Usage = _Usage()
     prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+    prompt_target_logprobs: list[list[float | None]] | None = None
     kv_transfer_params: _Transfer | None = None
 
 
@@ -495,6 +519,8 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
         ids = request.prompt_ids.tolist()
         pairs = zip(ids, answer.prompt_logprobs)
         prompt_logprobs = np.array([0.0 if e is None else e[str(i)].logprob for i, e in pairs], np.float32)
+    top_ids, top_logprobs = _decode_top(request, answer)
+    targets = _decode_targets(request, answer)
     return [
         Completion(
             token_ids=np.array(choice.token_ids, np.int32),
@@ -506,6 +532,9 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
             ),
             cached_tokens=(details.cached_tokens or 0) if details else 0,
             prompt_logprobs=prompt_logprobs,
+            top_prompt_ids=top_ids,
+            top_prompt_logprobs=top_logprobs,
+            target_prompt_logprobs=targets,
             routed_experts=decode_routed_experts(
                 choice.routed_experts,
                 len(request.prompt_ids) - request.routed_experts_start + len(choice.token_ids),
@@ -514,6 +543,37 @@ def decode_completions(request: GenerateRequest, data: bytes) -> list[Completion
         )
         for choice in sorted(answer.choices, key=lambda c: c.index)
     ]
+
+
+def _decode_top(request: GenerateRequest, answer: _Answer) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The likeliest tokens of each prompt position, best first, and their logprobs: int32, float32 [prompt, top]."""
+    top = request.top_prompt_logprobs
+    if not top or answer.prompt_logprobs is None:
+        return None, None
+    ids = np.zeros((len(answer.prompt_logprobs), top), np.int32)
+    logprobs = np.zeros(ids.shape, np.float32)
+    for at, entry in enumerate(answer.prompt_logprobs):
+        pairs = [(int(i), x.logprob) for i, x in (entry or {}).items() if x.logprob is not None]
+        best = sorted(pairs, key=lambda pair: -pair[1])[:top]
+        if len(best) < top and entry is not None:
+            raise WireError(
+                f"{GENERATE}: {len(best)} likeliest tokens at prompt position {at}, not {top} ({request.request_id})"
+            )
+        for column, (token, logprob) in enumerate(best):
+            ids[at, column], logprobs[at, column] = token, logprob
+    return ids, logprobs
+
+
+def _decode_targets(request: GenerateRequest, answer: _Answer) -> np.ndarray | None:
+    """Logprobs of the request's targets, float32 [prompt - 1, targets].
+
+    Raises: Refusal if this engine has none.
+    """
+    if request.prompt_targets is None:
+        return None
+    if answer.prompt_target_logprobs is None:
+        raise Refusal("prompt_targets: this engine has log-probabilities of the likeliest tokens only")
+    return np.array(answer.prompt_target_logprobs, np.float32).reshape(request.prompt_targets.shape)
 
 
 def _finite_logprobs(request: GenerateRequest, choice: _Choice) -> np.ndarray:
