@@ -1,10 +1,13 @@
-"""Many runs on one backbone: what a step of all of them costs, together and one after the other; memory; swapping.
+"""Many runs on one backbone: a step of all, together and one after the other; memory; swapping; a small run's wait.
 
     python benchmarks/tenants.py [--quick]
 
 One thread, a random Qwen3 of 4 blocks. Each tenant has one row of documents per step: `together` puts the rows of all
 into shared passes, `alone` computes the same rows one after the other, as separate runs would; both end with every
-tenant's optimizer step. In turns in one process; tokens per second of process time, medians of rounds. The last line is
+tenant's optimizer step. In turns in one process; tokens per second of process time, medians of rounds.
+
+Then one tenant always has `FLOOD` requests of eight long rows waiting, and another sends one short row at a time: how
+long it waits for the result, with the service's queue and with one that serves requests as they come. The last line is
 one JSON object.
 """
 
@@ -16,6 +19,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,6 +41,7 @@ from stretto.records.tenants import (
     TenantSpec,
     TenantWork,
 )
+from stretto.service.scheduler import Request, Share, TrainQueue
 from stretto.trainer.tenants.tenants import Tenants, service_model
 
 VOCAB = 112
@@ -45,6 +50,10 @@ NUMBERS = (1, 4, 16)
 ROWS = {"short": (2, 12), "long": (8, 64)}
 """Documents of a tenant's step, and tokens of each."""
 RANK = 8
+FLOOD = 8
+"""Requests of the flooding tenant that wait at any time."""
+TURN_TOKENS = 2048
+"""service.max_tokens_per_turn of the wait of a small run."""
 
 
 def row(tenant: int, num_documents: int, num_tokens: int) -> MicroBatch:
@@ -138,13 +147,84 @@ def measure_memory() -> dict[str, float]:
     return found
 
 
+class Arrival:
+    """Requests of all tenants in the order in which they came, each as a whole: no fairness."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+
+    def push(self, request: Request) -> None:
+        self._queue.append(request)
+
+    def waiting(self, tenant: str) -> int:
+        return sum(request.tenant == tenant for request in self._queue)
+
+    def next(self, _: float) -> list[Share]:
+        return [Share(self._queue[0], 0, self._queue[0].num_units)]
+
+    def finish(self, _: Share) -> None:
+        self._queue.popleft()
+
+
+def wait_of_small(queue: TrainQueue | Arrival, tenants: Tenants, num_flood: int, num_requests: int) -> float:
+    """Median seconds from a small request of tenant 1 to its result, while tenant 0 floods."""
+    rows = {"0": [row(i, *ROWS["long"]) for i in range(8)], "1": [row(8, *ROWS["short"])]}
+    sizes = {name: [len(mb.token_ids) for mb in each] for name, each in rows.items()}
+    loss = SumLoss(type="importance_sampling")
+    times: list[float] = []
+    sent_at = 0.0
+    while len(times) < num_requests:
+        while queue.waiting("0") < num_flood:
+            queue.push(Request("0", sizes["0"]))
+        if not queue.waiting("1"):
+            queue.push(Request("1", sizes["1"]))
+            sent_at = time.perf_counter()
+        shares = queue.next(0.0)
+        works = tuple(
+            TenantWork(
+                tenant=str(share.request.tenant),
+                micro_batches=tuple(rows[str(share.request.tenant)][share.start : share.stop]),
+                sum_loss=loss,
+            )
+            for share in shares
+        )
+        done = tenants.execute(Pass(works=works, max_tokens=512))
+        assert all(result.error is None for result in done.results.values()), done
+        for share in shares:
+            queue.finish(share)
+            if share.request.tenant == "1":
+                times.append(time.perf_counter() - sent_at)
+    return statistics.median(times)
+
+
+def measure_latency(num_requests: int) -> dict[str, float]:
+    """Seconds that a small request takes alone, and beside a flood with and without the service's queue."""
+    tenants = build(2)
+    found = {}
+    for how, num_flood in (("alone", 0), ("fair", FLOOD), ("in order of arrival", FLOOD)):
+        queue: TrainQueue | Arrival = Arrival()
+        if how != "in order of arrival":
+            queue = TrainQueue(quantum=512, max_tokens=TURN_TOKENS)
+            for name in "01":
+                queue.add(name)
+        found[how] = wait_of_small(
+            queue, tenants, num_flood, 3 if how == "in order of arrival" else num_requests
+        )
+        print(f"a small request, {how}: {1e3 * found[how]:.0f} ms")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="two rounds only")
     words = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    found = {"passes": measure_passes(2 if words.quick else 9), "memory": measure_memory()}
+    found = {
+        "latency": measure_latency(5 if words.quick else 15),
+        "passes": measure_passes(2 if words.quick else 9),
+        "memory": measure_memory(),
+    }
     print(json.dumps(found))
 
 

@@ -74,6 +74,8 @@ class Checkpoints:
         if job.kind in WRITES:
             kind, name = _named(job)
             return self._place(job.run, kind, name)
+        if job.kind == "save_state":
+            return self.directory / job.run.spec.name / "state" / str(time.time_ns())
         return None
 
     def _place(self, run: Run, kind: str, name: str) -> Path:

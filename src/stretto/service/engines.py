@@ -23,6 +23,7 @@ from stretto.records.generate import Completion, GenerateRequest
 from stretto.service.access import User
 from stretto.service.scheduler import SlotQueue
 from stretto.service.store import Sampler
+from stretto.service.usage import Meter
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.client import EngineClient, RequestRefused
 
@@ -166,9 +167,15 @@ class Engines:
     """Samples for all users."""
 
     def __init__(
-        self, client: EngineClient, *, max_adapters: int, max_samples: int, max_waiting: int
+        self,
+        client: EngineClient,
+        meter: Meter,
+        *,
+        max_adapters: int,
+        max_samples: int,
+        max_waiting: int,
     ) -> None:
-        self.client = client
+        self.client, self._meter = client, meter
         self.slots = AdapterSlots(client, max_adapters)
         self.queue = SlotQueue(max_samples)
         self._max_waiting = max_waiting
@@ -194,7 +201,9 @@ class Engines:
         place = sampler.directory or ""
         self._uses[place] += 1
         try:
-            return await self._in_turn(user, sampler, request, on_start)
+            completions = await self._in_turn(user, sampler, request, on_start)
+            self._count(user, sampler, request, completions)
+            return completions
         finally:
             self._uses[place] -= 1
             sampler.used_at = time.time()
@@ -225,13 +234,13 @@ class Engines:
 
     async def _generate(self, sampler: Sampler, request: GenerateRequest) -> Sequence[Completion]:
         if sampler.directory is None:
-            return await self._count(self.client.generate(request))
+            return await self.client.generate(request)
         name = request.adapter
         assert name is not None, f"{request.request_id} names no adapter"
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with self.slots.use(name, sampler.directory):
-                    return await self._count(self.client.generate(request))
+                    return await self.client.generate(request)
             except RequestRefused as error:
                 raise Refusal(str(error)) from None
             except EngineError as error:
@@ -243,10 +252,14 @@ class Engines:
                 await self.client.wait_ready(RECOVERY_S)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _count(self, call: object) -> Sequence[Completion]:
-        completions: Sequence[Completion] = await call  # type: ignore[misc]
-        self.num_tokens += sum(len(completion.token_ids) for completion in completions)
-        return completions
+    def _count(
+        self, user: User, sampler: Sampler, request: GenerateRequest, completions: Sequence[Completion]
+    ) -> None:
+        num_sampled = sum(len(completion.token_ids) for completion in completions)
+        self.num_tokens += num_sampled
+        num_cached = completions[0].cached_tokens
+        num_read = len(request.prompt_ids) - num_cached
+        self._meter.add(user.name, sampler.session, prefill=num_read, cached=num_cached, sampled=num_sampled)
 
     def _admit(self, user: User) -> None:
         self.queue.add(user.name, weight=user.section.weight, max_running=user.section.max_samples)

@@ -104,6 +104,10 @@ class Hub:
     def sampler(self, user: User, name: str | None) -> Sampler:
         return _owned(self.store.get(Sampler, name or ""), user, f"sampling session {name!r}")
 
+    def records_of(self, kind: type[Any], user: User) -> list[Any]:
+        """A user's records of a kind, the newest first; everybody's for the admin."""
+        return [record for record in self.store.all(kind) if user.may_reach(record.owner)][::-1]
+
     def checkpoint(self, user: User, path: str, kind: str | None = None) -> Checkpoint:
         """A checkpoint that this user may read. Raises: Refusal 404, or 400 for one of another kind."""
         found = self.store.get(Checkpoint, path)
@@ -220,6 +224,11 @@ def model_facts(cfg: ServeConfig) -> tuple[int, int]:
     longest = text.get("max_position_embeddings") or math.inf
     limit = cfg.inference.max_model_len or longest
     return int(text["vocab_size"]), int(min(limit, longest, 1 << 30))
+
+
+def texts(metadata: dict[str, Any]) -> dict[str, str] | None:
+    """Metadata as clients read it."""
+    return {key: str(value) for key, value in metadata.items()} or None
 
 
 def touch(hub: Hub, session: Session) -> None:

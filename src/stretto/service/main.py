@@ -24,10 +24,12 @@ from stretto.service.engines import Engines
 from stretto.service.futures import Futures
 from stretto.service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts
 from stretto.service.jobs import Limits
+from stretto.service.runs.admin import AdminRoutes
 from stretto.service.runs.engine import EngineRoutes
 from stretto.service.runs.native import NativeRoutes
 from stretto.service.runs.routes import RunRoutes
 from stretto.service.store import Audit, Session, Store
+from stretto.service.tinker.account import AccountRoutes
 from stretto.service.tinker.rest import RestRoutes, routes_of
 from stretto.service.tinker.routes import TinkerRoutes
 from stretto.service.tinker.samples import SampleRoutes
@@ -65,6 +67,7 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
     client = EngineClient(urls, api_key=cfg.inference.key)
     engines = Engines(
         client,
+        training.meter,
         max_adapters=section.max_adapters,
         max_samples=section.max_samples,
         max_waiting=section.max_waiting_samples,
@@ -84,6 +87,8 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
                 RunRoutes(hub),
                 EngineRoutes(hub),
                 RestRoutes(hub, secret.key("service.download")),
+                AccountRoutes(hub),
+                AdminRoutes(hub),
             )
         )
     )
@@ -128,12 +133,13 @@ async def serve(cfg: ServeConfig) -> int:
         await asyncio.gather(*tasks, return_exceptions=True)
         await runner.cleanup()
         await hub.engines.client.close()
+        hub.training.meter.write()
         hub.store.close()
         hub.audit.close()
 
 
 async def _sweep(hub: Hub) -> None:
-    """Delete what has expired."""
+    """Delete what has expired, and write down what was computed."""
     while True:
         num_deleted = await hub.checkpoints.sweep(
             hub.engines.is_used,
@@ -142,6 +148,7 @@ async def _sweep(hub: Hub) -> None:
         )
         if num_deleted:
             logger.info("%d checkpoints and samplers have expired and are deleted", num_deleted)
+        hub.training.meter.write()
         await asyncio.sleep(SWEEP_S)
 
 

@@ -37,6 +37,8 @@ class Session(msgspec.Struct, kw_only=True):
     tags: list[str] = []
     user_metadata: dict[str, Any] = {}
     display_name: str | None = None
+    project: str = ""
+    """What its user files it under; it gives nobody any right."""
     finished: str | None = None
     """How the client said it ended: success, errored or interrupted."""
 
@@ -115,9 +117,19 @@ class Sampler(msgspec.Struct, kw_only=True):
     """When it was last asked for a sample, as far as that was written."""
 
 
-Record = Session | Run | Checkpoint | Sampler
-KINDS: tuple[type[Record], ...] = (Session, Run, Checkpoint, Sampler)
-T = TypeVar("T", Session, Run, Checkpoint, Sampler)
+class Usage(msgspec.Struct, kw_only=True):
+    """What a user had computed in one hour (since 1970, UTC). counts: by kind, as usage.py names them."""
+
+    id: str
+    owner: str
+    session: str | None
+    hour: int
+    counts: dict[str, int] = {}
+
+
+Record = Session | Run | Checkpoint | Sampler | Usage
+KINDS: tuple[type[Record], ...] = (Session, Run, Checkpoint, Sampler, Usage)
+T = TypeVar("T", Session, Run, Checkpoint, Sampler, Usage)
 
 
 class Store:

@@ -13,7 +13,6 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import EngineError, StrettoError, WireError
@@ -31,6 +30,7 @@ from stretto.service.ranks import connected_ranks
 from stretto.service.scheduler import Request, Share, TrainQueue
 from stretto.service.store import Audit, Run, Store
 from stretto.service.suspects import KILLS, Suspects
+from stretto.service.usage import Meter
 from stretto.transports.engine.api import Refusal
 from stretto.transports.tenants import TenantServer
 
@@ -54,6 +54,7 @@ class Training:
         self.limits = limits
         self.directory = cfg.run_dir.path / "service" / "runs"
         self.checkpoints = Checkpoints(store, audit, self.directory, kept_versions=cfg.service.kept_versions)
+        self.meter = Meter(store)
         self.tenants: dict[str, Tenant] = {}
         self.queue = TrainQueue(quantum=cfg.seq_len, max_tokens=cfg.service.max_tokens_per_turn)
         self.is_ready = False
@@ -103,8 +104,7 @@ class Training:
     def submit(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
         """Take a request; the same one sent again gets the same future.
 
-        Raises: Refusal 400 if it is not valid or its number was used up, 423 if the run is frozen, 429 if too many
-        wait; DataError as 400.
+        Raises: Refusal 400 if it is not valid or its number was used, 423 if the run is frozen, 429 if too many wait.
         """
         tenant = self._tenant(run)
         run.last_request_at = time.time()
@@ -125,17 +125,17 @@ class Training:
             held = self.waiting_bytes(run.owner, with_early=True)
             check_bytes(held, len(body), self._cfg.service.max_waiting_bytes)
         if run.state == "frozen":
-            self._take(tenant, seq, None)
+            self._push_all(tenant.take(seq, None))
             raise Refusal(f"{run.id} is frozen: {run.reason}; resume it, or end it", FROZEN)
         try:
             job = read_job(run, kind, body, self.limits, seq=seq)
             self.checkpoints.check(job)
         except StrettoError as error:
-            self._take(tenant, seq, None)
+            self._push_all(tenant.take(seq, None))
             raise error if isinstance(error, Refusal) else Refusal(str(error), 400) from error
         tenant.journal.write(seq, kind, body)
         job.future, job.num_bytes = self._futures.open(name, run.owner, run=run.id), len(body)
-        self._take(tenant, seq, job)
+        self._push_all(tenant.take(seq, job))
         return job.future
 
     def end(self, run: Run) -> Future:
@@ -279,7 +279,10 @@ class Training:
             for share in group:
                 self._read(share, units, answers)
         self.num_turns += 1
-        self.num_tokens += sum(sum(share.request.units[share.start : share.stop]) for share in passes)
+        for share in passes:
+            run, num_tokens = share.request.payload.run, sum(share.request.units[share.start : share.stop])
+            self.num_tokens += num_tokens
+            self.meter.add(run.owner, run.session, training=num_tokens)
 
     def _operation(self, job: Job) -> Any:
         """What a job without data asks of the ranks; None if it has failed already."""
@@ -298,7 +301,7 @@ class Training:
             job.error = f"a pass since the last step failed, and the gradients are dropped: {tenant.spoiled}"
             return None
         try:
-            job.directory = self._directory_of(job)
+            job.directory = self.checkpoints.directory_of(job)
             return operation(job, None if job.directory is None else str(job.directory))
         except StrettoError as error:
             job.error = str(error)
@@ -399,6 +402,7 @@ class Training:
                 return
             case kind if kind in WRITES:
                 answer = self.checkpoints.record(job)
+                self.meter.add(run.owner, run.session, checkpoints=1)
             case "load":
                 run.step = int(result.metrics.get("step", 0))
                 self._save_soon(tenant)  # the checkpoint may be replaced: it must not be loaded again
@@ -448,7 +452,7 @@ class Training:
             self._futures.open(f"{run.id}/{seq}", run.owner, run=run.id).set(result)
         for seq, kind, body in tenant.journal.requests(run.saved_seq):
             job = None if kind == REFUSED else self._read_again(run, kind, body, seq)
-            self._take(tenant, seq, job, is_known=True)
+            self._push_all(tenant.take(seq, job, is_known=True))
 
     def _read_again(self, run: Run, kind: str, body: bytes, seq: int) -> Job | None:
         """The job of a request in the journal; None if there is nothing left to do."""
@@ -462,13 +466,6 @@ class Training:
         is_written = kind in WRITES and future.result is not None
         return None if is_written else job
 
-    def _directory_of(self, job: Job) -> Path | None:
-        """Where an operation reads or writes. Raises: Refusal if what it reads is gone."""
-        if job.kind != "save_state":
-            return self.checkpoints.directory_of(job)
-        name = f"{self.tenants[job.run.id].clean_seq:08d}-{time.time_ns()}"
-        return self.directory / job.run.spec.name / "state" / name
-
     def _give_up(self, job: Job, error: str) -> None:
         """Freeze the run of a request that ends the trainer; it and those behind it fail, those before are kept."""
         tenant, run = self.tenants.get(job.run.id), job.run
@@ -477,20 +474,19 @@ class Training:
         what = job.kind if job.seq is None else f"request {job.seq} ({job.kind})"
         reason = f"{what} ended the trainer {KILLS} times, the last time alone: {error}"
         logger.error("%s is given up: %s", run.id, reason)
-        if job.kind == "create" and run.saved is None:
+        if job.kind == "create":
+            run.is_held = run.saved is not None
+            run.reason = reason
             self._answer(job, Result.failed(f"{run.id}: {reason}"))
-            self._drop(run.id, "failed", reason)
-        elif job.kind == "create":
-            run.is_held, run.reason = True, reason
-            self._drop(run.id, "evicted", reason)
-        else:
-            if job.on_done is not None:
-                job.on_done(TenantResult(error=reason))
-                job.on_done = None
-            if job.seq is not None:
-                tenant.journal.refuse(job.seq)
-                self._answer(job, Result.failed(reason))
-            self.freeze(run, reason, since=job.seq)
+            self._drop(run.id, "evicted" if run.is_held else "failed", reason)
+            return
+        if job.on_done is not None:
+            job.on_done(TenantResult(error=reason))
+            job.on_done = None
+        if job.seq is not None:
+            tenant.journal.refuse(job.seq)
+            self._answer(job, Result.failed(reason))
+        self.freeze(run, reason, since=job.seq)
 
     def _rebuild(self) -> None:
         """Put all runs into the queue anew: the ranks have forgotten them."""
@@ -507,10 +503,9 @@ class Training:
             for job in internal:
                 self._push(job)
 
-    def _take(self, tenant: Tenant, seq: int, job: Job | None, *, is_known: bool = False) -> None:
-        """Queue a request, in the order of numbers; those after a gap wait."""
-        for ready in tenant.take(seq, job, is_known=is_known):
-            self._push(ready)
+    def _push_all(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._push(job)
 
     def _push(self, job: Job, *, is_first: bool = False) -> None:
         if job.run.id in self.tenants:

@@ -164,3 +164,14 @@ def test_samples_that_are_done_are_found_by_their_session(service: Service) -> N
     more = body | {"prev_cursor": got["cursor"], "timeout": 0.0}
     assert service.call("POST", "/api/v1/retrieve_futures", more, user="alice")[1]["completions"] == []
     assert service.call("POST", "/api/v1/retrieve_futures", body, user="bob")[0] == 403
+
+
+def test_a_project_is_a_label_of_a_session(service: Service) -> None:
+    training = service.client().create_lora_training_client(service.model, rank=4).result()
+    session, rest = training.model_id.partition(":")[0], service.rest()
+    assert rest.list_training_runs(project_id="mine").result().training_runs == []
+    rest.assign_session_project(session, "mine").result()
+    [run] = rest.list_training_runs(project_id="mine").result().training_runs
+    assert run.training_run_id == training.model_id
+    body = {"project_id": "theirs"}
+    assert service.call("PUT", f"/api/v1/sessions/{session}/project", body, user="bob")[0] == 403

@@ -16,6 +16,7 @@ from stretto.service.access import Access
 from stretto.service.futures import Futures, Result
 from stretto.service.journal import REFUSED, Journal
 from stretto.service.store import Run, Store
+from stretto.service.usage import HOUR_S, Meter
 from stretto.transports.engine.api import Refusal
 
 
@@ -111,3 +112,27 @@ async def test_what_is_done_is_reported_once_in_order_and_to_who_asked() -> None
     assert await futures.wait_any(is_own, 0, 30.0) == [second, first]
     assert await futures.wait_any(is_own, second.number_done, 30.0) == [first]
     assert await futures.wait_any(is_own, first.number_done, 0.01) == []
+
+
+def test_usage_is_counted_by_hour_user_and_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100 * HOUR_S
+    monkeypatch.setattr("stretto.service.usage.time.time", lambda: now)
+    store = Store(tmp_path)
+    meter = Meter(store)
+    meter.add("alice", "s", training=3, sampled=1)
+    meter.add("alice", "s", training=4)
+    meter.add("bob", None, prefill=5)
+    assert meter.between(0, 100 * HOUR_S) == []
+    found = meter.between(100 * HOUR_S, 101 * HOUR_S)
+    assert [(each.owner, each.session, each.counts) for each in found] == [
+        ("alice", "s", {"training": 7, "sampled": 1}),
+        ("bob", None, {"prefill": 5}),
+    ]
+    store.close()
+    again = Meter(Store(tmp_path))
+    again.add("alice", "s", training=1)
+    now += HOUR_S
+    again.add("alice", "s", training=9)
+    assert [
+        each.counts.get("training") for each in again.between(0, 102 * HOUR_S) if each.owner == "alice"
+    ] == [8, 9]

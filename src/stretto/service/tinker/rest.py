@@ -1,14 +1,10 @@
-"""Listings and checkpoints of the Tinker API, and the routes of users and admin: what is there, and who did what.
-
-A listing shows a user what is his. The admin sees everything, evicts, freezes and resumes any run; a user his own.
-"""
+"""Listings, checkpoints and sessions of the Tinker API. A listing shows a user what is his, the admin everything."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -21,8 +17,7 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from stretto.service.access import User
-from stretto.service.hub import USER, Hub, answer, page, read, when
+from stretto.service.hub import USER, Hub, answer, page, read, texts, when
 from stretto.service.store import SEGMENTS, Checkpoint, Run, Sampler, Session
 from stretto.service.tinker import bodies
 from stretto.transports.engine.api import Refusal
@@ -59,13 +54,8 @@ class RestRoutes:
             web.get("/api/v1/sessions/{session}", self.session),
             web.post("/api/v1/sessions/{session}/finish", self.finish_session),
             web.get("/api/v1/sessions/{session}/trace_export", self.trace_export),
-            web.put("/api/v1/sessions/{session}/project", self.no_projects),
-            web.get("/api/v1/billing/usage/events", self.no_bills),
-            web.get("/api/v1/billing/usage/checkpoints/current", self.storage),
+            web.put("/api/v1/sessions/{session}/project", self.assign_project),
             web.get("/api/v1/samplers/{sampler:.+}", self.sampler),
-            web.get("/api/v1/audit", self.audit),
-            web.get("/v1/status", self.status),
-            web.post("/v1/runs/{run}/{action:freeze|resume|evict|end}", self.act),
         ]
 
     async def capabilities(self, _: web.Request) -> web.Response:
@@ -79,10 +69,6 @@ class RestRoutes:
 
     # -- runs and checkpoints --
 
-    def _of(self, kind: type[Any], user: User) -> list[Any]:
-        """A user's records of a kind, the newest first; everybody's for the admin."""
-        return [record for record in self.hub.store.all(kind) if user.may_reach(record.owner)][::-1]
-
     def _checkpoints_of(self, run: Run) -> list[Checkpoint]:
         now = time.time()
         return [
@@ -93,7 +79,10 @@ class RestRoutes:
 
     async def training_runs(self, http: web.Request) -> web.Response:
         offset, limit = page(http)
-        found = self._of(Run, http[USER])
+        found, project = self.hub.records_of(Run, http[USER]), http.query.get("project_id")
+        if project is not None:
+            own = {each.id for each in self.hub.records_of(Session, http[USER]) if each.project == project}
+            found = [run for run in found if run.session in own]
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         shown = [self._run(run) for run in found[offset : offset + limit]]
         return answer({"training_runs": shown, "cursor": cursor})
@@ -114,7 +103,7 @@ class RestRoutes:
             "last_request_time": when(run.last_request_at or run.created_at),
             "last_checkpoint": newest("training"),
             "last_sampler_checkpoint": newest("sampler"),
-            "user_metadata": _texts(run.user_metadata),
+            "user_metadata": texts(run.user_metadata),
         }
 
     async def checkpoints(self, http: web.Request) -> web.Response:
@@ -123,7 +112,7 @@ class RestRoutes:
 
     async def user_checkpoints(self, http: web.Request) -> web.Response:
         offset, limit = page(http, 100)
-        found = self._of(Checkpoint, http[USER])
+        found = self.hub.records_of(Checkpoint, http[USER])
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         shown = [_checkpoint(each) for each in found[offset : offset + limit]]
         return answer({"checkpoints": shown, "cursor": cursor})
@@ -233,7 +222,7 @@ class RestRoutes:
 
     async def sessions(self, http: web.Request) -> web.Response:
         offset, limit = page(http)
-        found = self._of(Session, http[USER])
+        found = self.hub.records_of(Session, http[USER])
         return answer({"sessions": [session.id for session in found[offset : offset + limit]]})
 
     async def session(self, http: web.Request) -> web.Response:
@@ -242,7 +231,7 @@ class RestRoutes:
             {
                 "training_run_ids": [r.id for r in self.hub.store.all(Run) if r.session == session.id],
                 "sampler_ids": [s.id for s in self.hub.store.all(Sampler) if s.session == session.id],
-                "user_metadata": _texts(session.user_metadata),
+                "user_metadata": texts(session.user_metadata),
                 "display_name": session.display_name,
             }
         )
@@ -269,27 +258,12 @@ class RestRoutes:
         url = f"{http.scheme}://{http.host}/download/{self._sign(name, expires)}/{name}"
         return answer({"status": "ready", "url": url})
 
-    async def no_projects(self, http: web.Request) -> web.Response:
-        raise Refusal("this service has no projects: what a user makes belongs to that user", 403)
-
-    async def no_bills(self, http: web.Request) -> web.Response:
-        raise Refusal("this service bills nobody; /v1/status has what it computed", 403)
-
-    async def storage(self, http: web.Request) -> web.Response:
-        """Bytes of checkpoints by user."""
-        sizes: dict[str, list[int]] = defaultdict(list)
-        for checkpoint in self._of(Checkpoint, http[USER]):
-            sizes[checkpoint.owner].append(checkpoint.size_bytes)
-        rows = [
-            {
-                "user_name": owner,
-                "checkpoint_count": len(each),
-                "size_bytes": sum(each),
-                "size_gigabytes": sum(each) / 1e9,
-            }
-            for owner, each in sizes.items()
-        ]
-        return answer({"data": rows})
+    async def assign_project(self, http: web.Request) -> web.Response:
+        """Write a project's name beside a session: who may read it stays the same."""
+        session = self.hub.session(http[USER], http.match_info["session"])
+        session.project = (await read(http, ProjectBody)).project_id
+        self.hub.store.put(session)
+        return answer({})
 
     async def finish_session(self, http: web.Request) -> web.Response:
         """The client has ended: its runs are saved and give their places back."""
@@ -304,11 +278,11 @@ class RestRoutes:
 
     async def search_sessions(self, http: web.Request) -> web.Response:
         body, found = await read(http, dict), []
-        for session in self._of(Session, http[USER]):
+        for session in self.hub.records_of(Session, http[USER]):
             wanted = {"session_id": session.id, "display_name": session.display_name}
             if any(body.get(key) not in (None, value) for key, value in wanted.items()):
                 continue
-            metadata = _texts(session.user_metadata) or {}
+            metadata = texts(session.user_metadata) or {}
             if any(metadata.get(key) != value for key, value in (body.get("user_metadata") or {}).items()):
                 continue
             found.append(session)
@@ -321,13 +295,13 @@ class RestRoutes:
                 "session_id": session.id,
                 "created_at": when(session.created_at),
                 "owner": session.owner,
-                "project_id": "",
+                "project_id": session.project,
                 "status": {"type": "active"}
                 if session.finished is None
                 else {"type": "client_finished", "reason": {"type": session.finished}},
                 "checkpoints_count": counts[session.id],
                 "display_name": session.display_name,
-                "user_metadata": _texts(session.user_metadata),
+                "user_metadata": texts(session.user_metadata),
             }
             for session in found[: int(body.get("limit", 50))]
         ]
@@ -339,79 +313,9 @@ class RestRoutes:
             {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.model_path}
         )
 
-    # -- users and admin --
 
-    async def audit(self, http: web.Request) -> web.Response:
-        """The newest entries, of whoever asks; of all for the admin."""
-        user, day = http[USER], http.query.get("day")
-        entries = [
-            {
-                "timestamp": when(entry["time"]),
-                "event": entry["action"],
-                "event_details": {
-                    key: value for key, value in entry.items() if key not in ("time", "action")
-                },
-            }
-            for entry in self.hub.audit.read()
-            if user.is_admin or entry.get("user") == user.name
-        ]
-        return answer({"entries": [e for e in entries if day is None or str(e["timestamp"])[:10] == day]})
-
-    async def status(self, http: web.Request) -> web.Response:
-        """The service, and the runs that whoever asks may see."""
-        hub, user = self.hub, http[USER]
-        runs = [
-            {
-                "id": run.id,
-                "owner": run.owner,
-                "state": run.state,
-                "reason": run.reason,
-                "step": run.step,
-                "rank": run.spec.rank,
-                "waiting": hub.training.queue.waiting(run.id) if run.id in hub.training.tenants else 0,
-                "last_request_at": when(run.last_request_at or None),
-            }
-            for run in self._of(Run, user)
-        ]
-        trainer = {
-            "is_ready": hub.training.is_ready,
-            "turns": hub.training.num_turns,
-            "tokens": hub.training.num_tokens,
-            "recoveries": hub.training.num_recoveries,
-            "places": hub.cfg.service.max_concurrent_runs,
-            "places_taken": len(hub.training.tenants),
-        }
-        engines = {
-            "ready": hub.engines.client.num_ready,
-            "sampled_tokens": hub.engines.num_tokens,
-            "adapter_loads": hub.engines.slots.num_loads,
-            "adapter_hits": hub.engines.slots.num_hits,
-        }
-        return answer(
-            {
-                "model": hub.model_name,
-                "started_at": when(hub.started_at),
-                "pid": os.getpid(),
-                "runs": runs,
-                "trainer": trainer,
-                "engines": engines,
-            }
-        )
-
-    async def act(self, http: web.Request) -> web.Response:
-        """Freeze, resume, evict or end a run."""
-        user, action = http[USER], http.match_info["action"]
-        run = self.hub.run(user, http.match_info["run"])
-        match action:
-            case "freeze":
-                self.hub.training.freeze(run, f"{user.name} has frozen it", by_admin=user.is_admin)
-            case "resume":
-                self.hub.training.resume(run, by_admin=user.is_admin)
-            case "evict":
-                self.hub.training.evict(run, f"{user.name} has evicted it")
-            case "end":
-                self.hub.training.end(run)
-        return answer({"id": run.id, "state": run.state})
+class ProjectBody(bodies.Body):
+    project_id: str
 
 
 class CopyBody(bodies.Body):
@@ -434,11 +338,6 @@ def _checkpoint(found: Checkpoint) -> dict[str, Any]:
         "expires_at": when(found.expires_at),
         "user_metadata": found.user_metadata,
     }
-
-
-def _texts(metadata: dict[str, Any]) -> dict[str, str] | None:
-    """Metadata as clients read it."""
-    return {key: str(value) for key, value in metadata.items()} or None
 
 
 def routes_of(parts: Iterable[Any]) -> list[web.RouteDef]:

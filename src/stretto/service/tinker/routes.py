@@ -103,6 +103,7 @@ class TinkerRoutes:
             tags=body.tags,
             user_metadata=body.user_metadata or {},
             display_name=body.display_name,
+            project=body.project_id or "",
         )
         self.hub.store.put(session)
         return answer({"type": "create_session", "session_id": session.id, "info_message": NOTICE})
@@ -123,7 +124,8 @@ class TinkerRoutes:
         self.hub.check_model(body.base_model)
         if body.lora_config is None:
             raise Refusal(
-                "lora_config: this service trains adapters; full fine-tuning is `stretto rl` or `sft`"
+                "lora_config is missing: runs share the weights of one model, and each trains an adapter; full "
+                "fine-tuning needs a trainer of its own, `stretto rl` or `sft`"
             )
         check_optimizer(body.optimizer_config)
         return self._create(

@@ -1,0 +1,82 @@
+"""What the service does now, and what its users and the admin do with runs: `/v1/status` and `/v1/runs/<id>/<action>`.
+
+The admin sees everything, and evicts, freezes and resumes any run; a user his own.
+"""
+
+from __future__ import annotations
+
+import os
+
+from aiohttp import web
+
+from stretto.service.hub import USER, Hub, answer, when
+from stretto.service.store import Run
+
+
+class AdminRoutes:
+    """Handlers of one hub."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/status", self.status),
+            web.post("/v1/runs/{run}/{action:freeze|resume|evict|end}", self.act),
+        ]
+
+    async def status(self, http: web.Request) -> web.Response:
+        """The service, and the runs that whoever asks may see."""
+        hub, user = self.hub, http[USER]
+        runs = [
+            {
+                "id": run.id,
+                "owner": run.owner,
+                "state": run.state,
+                "reason": run.reason,
+                "step": run.step,
+                "rank": run.spec.rank,
+                "waiting": hub.training.queue.waiting(run.id) if run.id in hub.training.tenants else 0,
+                "last_request_at": when(run.last_request_at or None),
+            }
+            for run in self.hub.records_of(Run, user)
+        ]
+        trainer = {
+            "is_ready": hub.training.is_ready,
+            "turns": hub.training.num_turns,
+            "tokens": hub.training.num_tokens,
+            "recoveries": hub.training.num_recoveries,
+            "places": hub.cfg.service.max_concurrent_runs,
+            "places_taken": len(hub.training.tenants),
+        }
+        engines = {
+            "ready": hub.engines.client.num_ready,
+            "sampled_tokens": hub.engines.num_tokens,
+            "adapter_loads": hub.engines.slots.num_loads,
+            "adapter_hits": hub.engines.slots.num_hits,
+        }
+        return answer(
+            {
+                "model": hub.model_name,
+                "started_at": when(hub.started_at),
+                "pid": os.getpid(),
+                "runs": runs,
+                "trainer": trainer,
+                "engines": engines,
+            }
+        )
+
+    async def act(self, http: web.Request) -> web.Response:
+        """Freeze, resume, evict or end a run."""
+        user, action = http[USER], http.match_info["action"]
+        run = self.hub.run(user, http.match_info["run"])
+        match action:
+            case "freeze":
+                self.hub.training.freeze(run, f"{user.name} has frozen it", by_admin=user.is_admin)
+            case "resume":
+                self.hub.training.resume(run, by_admin=user.is_admin)
+            case "evict":
+                self.hub.training.evict(run, f"{user.name} has evicted it")
+            case "end":
+                self.hub.training.end(run)
+        return answer({"id": run.id, "state": run.state})

@@ -1,0 +1,114 @@
+"""What users have had computed and stored, and what was done: usage, storage and audit log of the Tinker API."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+from stretto.service.hub import USER, Hub, answer, texts, when
+from stretto.service.store import Checkpoint, Session, Usage
+from stretto.service.usage import HOUR_S
+from stretto.transports.engine.api import Refusal
+
+
+class AccountRoutes:
+    """Handlers of one hub."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/api/v1/billing/usage/events", self.usage),
+            web.get("/api/v1/billing/usage/checkpoints/current", self.storage),
+            web.get("/api/v1/audit", self.audit),
+        ]
+
+    async def usage(self, http: web.Request) -> web.Response:
+        """What was computed per hour, of whoever asks; of all for the admin. Nothing has a price."""
+        start, stop = (_seconds(http, name) for name in ("starting_on", "ending_before"))
+        if not start < stop <= start + 14 * 86400:
+            raise Refusal("ending_before must be after starting_on, by at most 14 days")
+        found = [
+            each for each in self.hub.training.meter.between(start, stop) if http[USER].may_reach(each.owner)
+        ]
+        projects = {session.id: session.project for session in self.hub.store.all(Session)}
+        events = [
+            {
+                "bucket_start": when(usage.hour * HOUR_S),
+                "bucket_end": when((usage.hour + 1) * HOUR_S),
+                "base_model": self.hub.model_name,
+                "user_id": usage.owner,
+                "user_name": usage.owner,
+                "session_id": usage.session,
+                "project_id": projects.get(usage.session or "") or None,
+                "event_info": _USAGE[kind](count),
+            }
+            for usage in found
+            for kind, count in usage.counts.items()
+            if count
+        ]
+        return answer({"data": events, "sessions": self._sessions_of(found)})
+
+    def _sessions_of(self, found: list[Usage]) -> dict[str, Any]:
+        """What users wrote beside the sessions of these counts."""
+        names = {usage.session for usage in found}
+        own = [session for session in self.hub.store.all(Session) if session.id in names]
+        return {session.id: {"user_metadata": texts(session.user_metadata)} for session in own}
+
+    async def storage(self, http: web.Request) -> web.Response:
+        """Bytes of checkpoints by user."""
+        sizes: dict[str, list[int]] = defaultdict(list)
+        for checkpoint in self.hub.records_of(Checkpoint, http[USER]):
+            sizes[checkpoint.owner].append(checkpoint.size_bytes)
+        rows = [
+            {
+                "user_name": owner,
+                "checkpoint_count": len(each),
+                "size_bytes": sum(each),
+                "size_gigabytes": sum(each) / 1e9,
+            }
+            for owner, each in sizes.items()
+        ]
+        return answer({"data": rows})
+
+    async def audit(self, http: web.Request) -> web.Response:
+        """The newest entries, of whoever asks; of all for the admin."""
+        user, day = http[USER], http.query.get("day")
+        entries = [
+            {
+                "timestamp": when(entry["time"]),
+                "event": entry["action"],
+                "event_details": {
+                    key: value for key, value in entry.items() if key not in ("time", "action")
+                },
+            }
+            for entry in self.hub.audit.read()
+            if user.is_admin or entry.get("user") == user.name
+        ]
+        return answer({"entries": [e for e in entries if day is None or str(e["timestamp"])[:10] == day]})
+
+
+def _seconds(http: web.Request, name: str) -> float:
+    """A time of the query, in seconds since 1970. Raises: Refusal if it is none."""
+    try:
+        moment = datetime.fromisoformat(http.query.get(name, ""))
+    except ValueError:
+        raise Refusal(
+            f"{name}: {http.query.get(name)!r} is no time; send one such as 2026-01-31T12:00:00Z"
+        ) from None
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+
+
+_USAGE: dict[str, Callable[[int], dict[str, Any]]] = {
+    "training": lambda count: {"type": "training", "token_count": count},
+    "prefill": lambda count: {"type": "sampling_prefill", "cached": False, "token_count": count},
+    "cached": lambda count: {"type": "sampling_prefill", "cached": True, "token_count": count},
+    "sampled": lambda count: {"type": "sampling_sample", "token_count": count},
+    "checkpoints": lambda count: {"type": "checkpoint", "count": count},
+}
+"""Counts of usage.py as clients read them."""
