@@ -4,9 +4,8 @@
 
 A network of 0.13M parameters sees solved tasks of all three kinds (`sft`), until it solves some of each. Then
 `stretto serve` has it once, and eight runs train an adapter each: sort-letters, arithmetic, reverse-text, with other
-seeds and ranks. Each has its own orchestrator, as its user would start it. After that the first run of each kind (or
-all of them) trains alone on the same service, with the same seed, and once with learning rate 0, the control. Figures
-are the mean reward of held-out tasks, before and after; the tasks are those of the environments' held-out part, which
+seeds and ranks. Each has its own orchestrator, as its user would start it. After that each run (or the first of each
+kind) trains alone on the same service, with the same seed, and one without advantages, the control. Figures are the mean reward of held-out tasks, before and after; the tasks are those of the environments' held-out part, which
 neither the warm-up nor the runs see. The last line is one JSON object.
 """
 
@@ -42,6 +41,9 @@ TASKS = {
     "reverse-text": {"min_length": 3, "max_length": 5, "instruction": "turn "},
 }
 
+SHARES = {"sort-letters": 1, "arithmetic": 4, "reverse-text": 1}
+"""Of the solved tasks: sums are harder."""
+
 
 @dataclass(frozen=True)
 class Learner:
@@ -50,7 +52,7 @@ class Learner:
     task: str
     seed: int
     rank: int = 16
-    lr: float = 2e-3
+    lr: float = 3e-3
 
     @property
     def name(self) -> str:
@@ -64,8 +66,8 @@ LEARNERS = (
     Learner("sort-letters", 4, rank=8),
     Learner("arithmetic", 5, rank=8),
     Learner("reverse-text", 6, rank=8),
-    Learner("sort-letters", 7, lr=1e-3),
-    Learner("reverse-text", 8, lr=1e-3),
+    Learner("sort-letters", 7, lr=2e-3),
+    Learner("reverse-text", 8, lr=2e-3),
 )
 
 
@@ -83,7 +85,11 @@ def wait(popen: subprocess.Popen[bytes], log: Path) -> None:
 
 def warm_up(work: Path, steps: int) -> Path:
     """A network that solves some tasks of each kind; its directory."""
-    rows = [row for task, args in TASKS.items() for row in load_environment(task, args).sft_rows(4096, 0)]
+    rows = [
+        row
+        for task, args in TASKS.items()
+        for row in load_environment(task, args).sft_rows(SHARES[task] * 2048, 0)
+    ]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = work / "sft.toml"
     config.write_text(
@@ -144,7 +150,12 @@ def train(work: Path, model: Path, url: str, learners: tuple[Learner, ...], step
             f'[run]\nname = "{name}"\n[model]\nname = "{model}"\n[model.lora]\nrank = {learner.rank}\n'
             f"[trainer.optim]\nlr = {learner.lr}\n[trainer.scheduler]\ntype = 'linear'\nwarmup_steps = 4\n"
             f"decay_steps = {steps - 4}\n[orchestrator]\nbatch_size = 128\ngroup_size = 8\nmax_async_level = 1\n"
-            "[orchestrator.train.sampling]\nmax_completion_tokens = 12\n"
+            + (
+                "[orchestrator.algo]\ntype = 'zero'\n[trainer.loss]\nkl_tau = 0.0\n"
+                if how == "control"
+                else ""
+            )
+            + "[orchestrator.train.sampling]\nmax_completion_tokens = 12\n"
             "[orchestrator.eval]\nnum_examples = 256\ngroup_size = 2\ngreedy = false\n"
             f'[[orchestrator.env]]\nid = "{learner.task}"\n[orchestrator.env.args]\n{args}'
         )
@@ -167,9 +178,9 @@ def show(how: str, part: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warm-up", type=int, default=250)
-    parser.add_argument("--alone", choices=("first", "all"), default="first")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--warm-up", type=int, default=400)
+    parser.add_argument("--alone", choices=("first", "all"), default="all")
     parser.add_argument("--work", type=Path)
     words = parser.parse_args()
     work = (words.work or Path(tempfile.mkdtemp(prefix="tenants-learn-"))).resolve()
@@ -183,8 +194,7 @@ def main() -> None:
         runs = {name: row for part in parts for name, row in part["runs"].items()}
         found["alone"] = {"runs": runs, "seconds": sum(part["seconds"] for part in parts)}
         show("alone", found["alone"])
-        still = Learner(LEARNERS[0].task, LEARNERS[0].seed, lr=0.0)
-        found["control"] = train(work, model, url, (still,), words.steps, "control")
+        found["control"] = train(work, model, url, LEARNERS[:1], words.steps, "control")
         show("control", found["control"])
     print(json.dumps(found))
 

@@ -86,7 +86,8 @@ class Service:
         """Close the connections that clients keep idle: nobody closes them before they are garbage."""
         loops = set()
         for each in [each for each in gc.get_objects() if issubclass(type(each), asyncio.Transport)]:
-            if not each.is_closing() and each.get_extra_info("peername", ("", 0))[1] == self.port:
+            is_open = not each.is_closing() and not each._loop.is_closed()
+            if is_open and each.get_extra_info("peername", ("", 0))[1] == self.port:
                 loops.add(loop := each._loop)
                 loop.call_soon_threadsafe(each.abort)
         for loop in loops:  # what was asked before is done

@@ -41,7 +41,11 @@ def work(seed: int = 0) -> TenantWork:
 async def begin(service: Service, name: str, user: str = "alice") -> ServiceRun:
     run = ServiceRun(service.url, service.token(user))
     spec = TenantSpec(name=name, rank=4, seed=3)
-    await run.create(CreateRun(spec=spec, base_model=service.model))
+    try:
+        await run.create(CreateRun(spec=spec, base_model=service.model))
+    except EngineError:
+        await run.close()
+        raise
     return run
 
 

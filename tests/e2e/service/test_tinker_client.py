@@ -152,7 +152,10 @@ def test_samples_that_are_done_are_found_by_their_session(service: Service) -> N
     prompt, few = types.ModelInput.from_ints([5]), types.SamplingParams(max_tokens=2)
     for each in [sampler.sample(prompt, 1, few) for _ in range(3)]:
         each.result()
-    target = {"sampling_session_id": sampler._sampling_session_id, "cloned_sampler_id": 1}
+    target = {
+        "sampling_session_id": sampler._sampling_session_id,
+        "cloned_sampler_id": sampler._cloned_sampler_id,
+    }
     body = {"target": target, "timeout": 1.0}
     status, got = service.call("POST", "/api/v1/retrieve_futures", body, user="alice")
     names = [each["request_id"] for each in got["completions"]]
