@@ -5,8 +5,9 @@
 A network of 0.13M parameters sees solved tasks of all three kinds (`sft`), until it solves some of each. Then
 `stretto serve` has it once, and eight runs train an adapter each: sort-letters, arithmetic, reverse-text, with other
 seeds and ranks. Each has its own orchestrator, as its user would start it. After that each run (or the first of each
-kind) trains alone on the same service, with the same seed, and one without advantages, the control. Figures are the mean reward of held-out tasks, before and after; the tasks are those of the environments' held-out part, which
-neither the warm-up nor the runs see. The last line is one JSON object.
+kind) trains alone on the same service, with the same seed, and one without advantages, the control. Figures are the
+mean reward of held-out tasks before and after, which neither the warm-up nor the runs see. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ TASKS = {
 
 SHARES = {"sort-letters": 1, "arithmetic": 4, "reverse-text": 1}
 """Of the solved tasks: sums are harder."""
+
+
+CONTROL = "[orchestrator.algo]\ntype = 'zero'\n[trainer.loss]\nkl_tau = 0.0\n"
+"""No rollout is better than another."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +155,8 @@ def train(work: Path, model: Path, url: str, learners: tuple[Learner, ...], step
             f'[run]\nname = "{name}"\n[model]\nname = "{model}"\n[model.lora]\nrank = {learner.rank}\n'
             f"[trainer.optim]\nlr = {learner.lr}\n[trainer.scheduler]\ntype = 'linear'\nwarmup_steps = 4\n"
             f"decay_steps = {steps - 4}\n[orchestrator]\nbatch_size = 128\ngroup_size = 8\nmax_async_level = 1\n"
-            + (
-                "[orchestrator.algo]\ntype = 'zero'\n[trainer.loss]\nkl_tau = 0.0\n"
-                if how == "control"
-                else ""
-            )
+            + CONTROL
+            * (how == "control")
             + "[orchestrator.train.sampling]\nmax_completion_tokens = 12\n"
             "[orchestrator.eval]\nnum_examples = 256\ngroup_size = 2\ngreedy = false\n"
             f'[[orchestrator.env]]\nid = "{learner.task}"\n[orchestrator.env.args]\n{args}'
