@@ -43,7 +43,7 @@ TASKS = {
 }
 
 SHARES = {"sort-letters": 1, "arithmetic": 4, "reverse-text": 1}
-"""Of the solved tasks: sums are harder."""
+"""Parts of the solved tasks that are of each kind: sums are harder."""
 
 
 CONTROL = "[orchestrator.algo]\ntype = 'zero'\n[trainer.loss]\nkl_tau = 0.0\n"

@@ -129,15 +129,16 @@ class Checkpoints:
         own.sort(key=lambda each: each.created_at)
         for old in own[: -self._kept_versions]:
             if old.path != path:
-                self.delete(old)
+                self._store.delete(old)
+                shutil.rmtree(old.directory, ignore_errors=True)
         return {"version": job.body.version, "path": path}
 
     # -- the end --
 
-    def delete(self, found: Checkpoint) -> None:
-        """Delete a checkpoint: its record first, so that nobody gets half of it."""
+    async def delete(self, found: Checkpoint | Sampler) -> None:
+        """Delete weights: their record first, so that nobody gets half of them."""
         self._store.delete(found)
-        shutil.rmtree(found.directory, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, found.directory or "", ignore_errors=True)
 
     async def sweep(
         self, is_used: Callable[[str], bool], *, since: float, sampler_timeout_s: float | None
@@ -157,9 +158,8 @@ class Checkpoints:
             if is_unnamed(sampler) and is_idle and not is_used(sampler.directory or ""):
                 gone.append(sampler)
         for record in gone:
-            self._store.delete(record)
             self._audit.write(None, "delete", record.id, reason="it has expired")
-            await asyncio.to_thread(shutil.rmtree, record.directory or "", ignore_errors=True)
+            await self.delete(record)
         return len(gone)
 
 

@@ -126,7 +126,7 @@ class RestRoutes:
         return found
 
     async def delete_checkpoint(self, http: web.Request) -> web.Response:
-        self.hub.checkpoints.delete(self._own(http))
+        await self.hub.checkpoints.delete(self._own(http))
         return web.Response(status=204)
 
     async def publish(self, http: web.Request) -> web.Response:
