@@ -77,6 +77,7 @@ async def until_state(service: Service, name: str, wanted: str) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_a_service_that_is_told_to_end_saves_its_runs_and_the_next_goes_on(
     sorter: Path, tmp_path: Path
 ) -> None:
