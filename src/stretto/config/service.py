@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from stretto.config.section import Section
@@ -36,6 +38,10 @@ class ServiceSection(Section):
     """TCP port."""
     users: dict[str, UserSection] = Field({"user": UserSection()}, min_length=1)
     """By name. The admin is nobody of these and has a token of his own."""
+    runs_dir: Path | None = None
+    """Directory that is watched: RUNS_DIR/run_*/control/orch.toml, the file of `rl`, registers a run. None: none is."""
+    runs_user: str | None = None
+    """Whose runs those of runs_dir are; None: the only user's."""
     max_concurrent_runs: int = Field(8, gt=0)
     """Runs with an adapter in the trainer at a time."""
     max_lora_rank: int = Field(32, gt=0)
@@ -68,6 +74,9 @@ class ServiceSection(Section):
     """After so many failed requests in a row a run is frozen: it gets nothing until it is resumed or evicted."""
     engine_urls: list[str] = Field([])
     """Addresses of engines; `serve` fills in those that it starts. Given: it starts none, and uses these."""
+    router_url: str | None = None
+    """Address of a router before these engines, which spreads the requests for samples; adapters are loaded in each
+    engine. `serve` fills in the one that `[inference.router]` starts. None: each goes to the engine with the fewest."""
     gap_timeout_s: float = Field(120.0, gt=0)
     """Longest wait for a request whose number was skipped; then those behind it fail."""
 

@@ -19,12 +19,13 @@ from stretto.base.errors import ConfigError
 from stretto.base.runtime import raise_file_limit
 from stretto.base.secret import load_secret, prepare_tokens
 from stretto.config.root import ServeConfig
-from stretto.service.access import Access, Reading
+from stretto.service.access import Access, Reading, User
 from stretto.service.engines import Engines
 from stretto.service.futures import Futures
 from stretto.service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts
 from stretto.service.jobs import Limits
 from stretto.service.runs.admin import AdminRoutes
+from stretto.service.runs.directory import RunsDirectory
 from stretto.service.runs.engine import EngineRoutes
 from stretto.service.runs.native import NativeRoutes
 from stretto.service.runs.routes import RunRoutes
@@ -64,7 +65,8 @@ def build(cfg: ServeConfig) -> tuple[Hub, web.Application]:
         raise ConfigError(
             "service.engine_urls: the hub needs the addresses of engines; `serve` fills them in"
         )
-    client = EngineClient(urls, api_key=cfg.inference.key)
+    routers = [] if section.router_url is None else [section.router_url]
+    client = EngineClient(routers or urls, urls if routers else None, api_key=cfg.inference.key)
     engines = Engines(
         client,
         training.meter,
@@ -117,6 +119,7 @@ async def serve(cfg: ServeConfig) -> int:
         asyncio.create_task(hub.engines.client.watch()),
         asyncio.create_task(_evict_idle(hub)),
         asyncio.create_task(_sweep(hub)),
+        *(asyncio.create_task(each.watch()) for each in watched(hub)),
     ]
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -136,6 +139,15 @@ async def serve(cfg: ServeConfig) -> int:
         hub.training.meter.write()
         hub.store.close()
         hub.audit.close()
+
+
+def watched(hub: Hub) -> list[RunsDirectory]:
+    """The directory that registers runs, if there is one."""
+    section = hub.cfg.service
+    if section.runs_dir is None:
+        return []
+    name = section.runs_user or next(iter(section.users))
+    return [RunsDirectory(hub, section.runs_dir.expanduser().resolve(), User(name, section.users[name]))]
 
 
 async def _sweep(hub: Hub) -> None:

@@ -72,6 +72,10 @@ class Run(msgspec.Struct, kw_only=True):
     """The admin has frozen it: only the admin resumes it."""
     key: str | None = None
     """What its client chose for the request that made it: the same request again gets the same run."""
+    directory: str | None = None
+    """The directory that has registered it (runs/directory.py); None: a request has."""
+    is_prepared: bool = False
+    """A directory has registered it, and its orchestrator has not come yet."""
     published: str | None = None
     """Path of the version of its adapter that its engine requests are answered with."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from ports import free_port
-from runs import toml
+from runs import merged, toml
 
 READY_S = 240.0
 
@@ -26,7 +26,9 @@ READY_S = 240.0
 class Service:
     """A running `stretto serve`."""
 
-    def __init__(self, directory: Path, model: Path, **service: Any) -> None:
+    def __init__(
+        self, directory: Path, model: Path, *, root: dict[str, Any] | None = None, **service: Any
+    ) -> None:
         self.run = directory / "service"
         self.port = free_port()
         self.model = str(model)
@@ -40,7 +42,7 @@ class Service:
             "service": {"port": self.port, "save_steps": 3, "users": {"alice": {}, "bob": {}}} | service,
         }
         self._config = directory / "serve.toml"
-        self._config.write_text(toml(settings))
+        self._config.write_text(toml(merged(settings, root or {})))
         self._process: subprocess.Popen[bytes] | None = None
         self.output = directory / "serve.log"
         self._clients: list[Any] = []
@@ -143,9 +145,11 @@ class Service:
 
 
 @contextmanager
-def serving(directory: Path, model: Path, **service: Any) -> Iterator[Service]:
+def serving(
+    directory: Path, model: Path, *, root: dict[str, Any] | None = None, **service: Any
+) -> Iterator[Service]:
     directory.mkdir(parents=True, exist_ok=True)
-    running = Service(directory, model, **service)
+    running = Service(directory, model, root=root, **service)
     try:
         running.start()
         yield running

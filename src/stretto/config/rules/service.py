@@ -1,4 +1,4 @@
-"""Rules of runs on a training service: what its shared trainer and engines do not have."""
+"""Rules of training services, and of runs on one: what its shared trainer and engines do not have."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from stretto.config.root import RLConfig
 from stretto.config.rules.rule import Each, Rule, Rules
 from stretto.config.sections.algorithm import CustomLoss
+from stretto.config.service import ServiceSection
 
 URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 OWN_TRAINER = "a run with a trainer of its own has it; leave it out, or leave [service] out"
@@ -103,6 +104,12 @@ RULES: Rules = {
         Rule("model.lora| service", lambda c: c.service is not None and c.model.lora is None,
              "[{1.path}]: a service trains adapters; add [model.lora] with its rank"),
         Each(not_there),
+    ),
+    ServiceSection: (
+        Rule("runs_user", lambda s: s.runs_user is not None and s.runs_user not in s.users,
+             "{0} is no user of this service; name one of service.users"),
+        Rule("runs_dir", lambda s: s.runs_dir is not None and s.runs_user is None and len(s.users) > 1,
+             "{0}: runs of a directory are one user's, and this service has several; name him as service.runs_user"),
     ),
 }
 # fmt: on

@@ -73,6 +73,8 @@ def plan(cfg: ServeConfig, ports: PortClaims) -> ServicePlan:
         )
         urls = [url.removesuffix("/v1") for url in engines.admin_urls]
         cfg = replaced(cfg, "service.engine_urls", urls)
+        if engines.base_urls != engines.admin_urls:
+            cfg = replaced(cfg, "service.router_url", engines.base_urls[0].removesuffix("/v1"))
     if gpus and inference is not None and inference.device == "cpu":
         engine_gpus = []
     trainer_gpus = _gpus(gpus, cfg.trainer_gpu_ids, cfg.trainer.num_ranks, len(engine_gpus))

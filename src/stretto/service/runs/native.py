@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from uuid import uuid4
 
 import msgspec
 from aiohttp import web
 
-from stretto.records.tenants import TenantSpec
-from stretto.service.checkpoints import check_name
 from stretto.service.engines import adapter_name
 from stretto.service.hub import USER, Hub, answer, read
+from stretto.service.runs.register import register
 from stretto.service.store import Run, Sampler
 from stretto.transports import service
 from stretto.transports.engine import api
@@ -41,41 +39,8 @@ class NativeRoutes:
     async def create(self, http: web.Request) -> web.Response:
         """A run with a name of its own; the same request again, with the key that it had, is answered with it."""
         body, user, hub = await read(http, CreateRun), http[USER], self.hub
-        hub.check_model(body.base_model)
-        check_name(body.spec.name)
-        spec, largest = body.spec, hub.cfg.service.max_lora_rank
-        if not 0 < spec.rank <= largest:
-            raise Refusal(f"spec.rank = {spec.rank} must be 1 to {largest} (service.max_lora_rank)")
-        name = f"{user.name}:{spec.name}"
-        known = hub.store.get(Run, name)
-        if known is not None and body.key is not None and known.key == body.key:  # its answer was lost
-            return answer({"id": known.id, "request_id": f"{known.id}/0"}, 201)
-        if known is not None and known.is_held:
-            raise Refusal(
-                f"{spec.name!r} is frozen: {known.reason}; only the admin resumes it, or choose another name",
-                423,
-            )
-        if known is not None and known.state not in ("ended", "failed"):
-            raise Refusal(
-                f"you have a run {spec.name!r} already ({known.state}); end it, or choose another name"
-            )
-        hub.training.check_place(user.name)
-        run = Run(
-            id=name,
-            owner=user.name,
-            spec=_renamed(spec, f"{user.name}.{spec.name}.{uuid4().hex[:8]}"),
-            base_model=hub.model_name,
-            created_at=time.time(),
-            last_request_at=time.time(),
-            weight=user.section.weight,
-            priority=user.section.priority,
-            tokens_per_minute=user.section.tokens_per_minute,
-            user_metadata=body.metadata,
-            key=body.key,
-        )
-        hub.futures.forget(f"{name}/")
-        future = hub.training.create(run)
-        return answer({"id": run.id, "request_id": future.id}, 201)
+        run = register(hub, user, body)
+        return answer({"id": run.id, "request_id": f"{run.id}/0"}, 201)
 
     async def runs(self, http: web.Request) -> web.Response:
         found = [run for run in self.hub.store.all(Run) if http[USER].may_reach(run.owner)]
@@ -130,7 +95,3 @@ class NativeRoutes:
         )
         completions = list(await hub.engines.generate(user, sampler, request))
         return answer(api.encode_completions(request, completions, [None] * len(completions)))
-
-
-def _renamed(spec: TenantSpec, name: str) -> TenantSpec:
-    return msgspec.structs.replace(spec, name=name)
