@@ -43,13 +43,13 @@ ENVS = {"episode_agents": "solvers:Solvers"}
 def whole_config(block: Block) -> tuple[str, str]:
     """The verb and the configuration of a reader who has put the block into a file, with what must be said besides."""
     given = tomllib.loads(block.text)
-    if "users" in given.get("service", {}):
-        return "serve", block.text
+    has_model = "name" in given.get("model", {})
+    if "users" in given.get("service", {}) or "num_ranks" in given.get("trainer", {}):
+        return "serve", ("" if has_model else _MODEL) + block.text
     if "data" in given:
         return "sft", _MODEL + block.text
     if "eval" in given:
         return "sft", _SFT + block.text
-    has_model = "name" in given.get("model", {})
     orchestrator = given.get("orchestrator", {})
     has_env = isinstance(orchestrator.get("env") or orchestrator.get("train", {}).get("env"), list)
     steps = "" if "max_steps" in given else "max_steps = 30\n"
