@@ -39,3 +39,4 @@ def test_runs_sample_from_their_own_adapters(tmp_path: Path) -> None:
                 assert np.abs(scores - others).max() > 0.05, "runs that have learned something else"
         loads = service.call("GET", "/v1/status")[1]["engines"]["adapter_loads"]
         assert loads > 3, "adapters took turns"
+        service.close_clients()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import EngineError
-from stretto.service.engines import AdapterSlots, adapter_name
+from stretto.service.engines import AdapterSlots, adapter_name, plain_salt
 from stretto.service.store import Sampler
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.client import RequestRefused
@@ -194,3 +194,9 @@ async def test_a_request_that_an_engine_refuses_takes_nobodys_adapter() -> None:
             async with slots.use("a", "a"):
                 raise RequestRefused("HTTP 400: too long")
     assert slots.num_loads == 1
+
+
+def test_salts_are_those_that_every_engine_takes() -> None:
+    salts = [plain_salt(salt) for salt in ("alice.a.1/v1@17", "alice.a.1/v1@18", "user alice", "x" * 999)]
+    assert len(set(salts)) == 4 and all(salt.isalnum() and len(salt) == 64 for salt in salts if salt)
+    assert plain_salt("user alice") == salts[2] and plain_salt(None) is None
